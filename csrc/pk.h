@@ -1,0 +1,397 @@
+/* pk.h - the contract of pagedkv's C library.
+ *
+ * Everything that the layers know of each other is in this file:
+ *
+ *     csrc/py/ops.c      binds Python arguments, makes pk_view, finds the stream
+ *       -> pk_<op>()     csrc/ops_*.c: all validation, fills pk_<op>_args
+ *         -> pk_backend  csrc/dispatch.c: device -> const struct of function pointers
+ *           -> launcher -> kernel   (csrc/cpu, csrc/cuda)
+ *
+ * No Python.h and no CUDA header here: a C program can link this library.
+ *
+ * Words: a `block` is a page of the KV cache (CUDA's block is a `cta`); `_stride` counts elements,
+ * `_bytes` bytes; dimensions are always num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim,
+ * num_blocks, block_size. All tensor offsets are 64-bit.
+ */
+#ifndef PK_H
+#define PK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------ errors */
+
+/* Errors are values. csrc/py/errors.c holds the one table that maps them to Python exceptions. */
+typedef enum {
+    PK_OK = 0,
+    PK_EVALUE,        /* ValueError: a number out of its range */
+    PK_ESHAPE,        /* ValueError: shapes that do not fit each other */
+    PK_EDTYPE,        /* TypeError */
+    PK_ELAYOUT,       /* BufferError: strides, read-only memory, overlap */
+    PK_EDEVICE,       /* BufferError: tensors on different or unsupported devices */
+    PK_EKEY,          /* KeyError: an unknown sequence id */
+    PK_ENOMEM,        /* MemoryError */
+    PK_ENOBLOCKS,     /* pagedkv.OutOfBlocks(MemoryError) */
+    PK_EUNSUPPORTED,  /* NotImplementedError */
+    PK_ECUDA,         /* pagedkv.CudaError(RuntimeError): message holds the call and its error name */
+    PK_NUM_STATUS
+} pk_status;
+
+typedef struct {
+    pk_status status;
+    char message[504];
+} pk_error;
+
+/* Sets the error and returns its status, so that a call site is one line:
+ *     return pk_fail(err, PK_EVALUE, "block_size is %d but must be at least 1", n);
+ * A message names the argument and the value. `err` may be NULL. */
+pk_status pk_fail(pk_error *err, pk_status status, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+
+/* ----------------------------------------------------------------- tensors */
+
+typedef enum { PK_F32, PK_F16, PK_BF16, PK_F8E4M3, PK_U8, PK_I32, PK_I64, PK_NUM_DTYPES } pk_dtype;
+
+size_t pk_dtype_bytes(pk_dtype dtype);
+const char *pk_dtype_name(pk_dtype dtype); /* "float32", "float16", "bfloat16", "float8_e4m3fn", "uint8", ... */
+
+typedef enum { PK_CPU = 0, PK_CUDA = 1 } pk_device_type;
+typedef struct {
+    pk_device_type type;
+    int index; /* CUDA ordinal; 0 for the CPU */
+} pk_device;
+
+#define PK_MAX_DIMS 8
+
+/* A borrowed tensor: the caller keeps the memory alive for the call (and, on CUDA, until the work on
+ * the stream is done). An absent optional tensor is a NULL pointer to pk_view. */
+typedef struct {
+    void *data;
+    int64_t shape[PK_MAX_DIMS];
+    int64_t stride[PK_MAX_DIMS]; /* elements; may be 0 or negative */
+    int ndim;
+    pk_dtype dtype;
+    pk_device device;
+    bool is_readonly;
+} pk_view;
+
+int64_t pk_view_numel(const pk_view *view);
+bool pk_view_is_contiguous(const pk_view *view);
+
+/* A tensor that an operation writes. Either the caller gave it (`is_given`, `view` is filled) and its
+ * shape is checked, or `allocate` makes one in the caller's framework and fills `view`. */
+typedef struct pk_output {
+    pk_view view;
+    bool is_given;
+    pk_status (*allocate)(struct pk_output *self, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
+                          pk_error *err);
+    void *owner; /* belongs to whoever set `allocate` */
+} pk_output;
+
+/* A scale of an fp8 cache: absent (view NULL: `value` counts, 1.0 by default), or float32 of shape
+ * [1], [num_kv_heads] or, for attention only, [num_seqs, num_kv_heads]. stored = x / scale. */
+typedef struct {
+    const pk_view *view;
+    float value;
+} pk_scale;
+
+/* ---------------------------------------------------- shape matcher (check.c) */
+
+/* Validation as declarations. A letter binds at first use and must agree afterwards:
+ *     PK_EXPECT(&env, "key",     key,     "T H D",   PK_ANY_FLOAT);
+ *     PK_EXPECT(&env, "k_cache", k_cache, "N B H D", PK_SAME | PK_WRITABLE);
+ *     "k_cache: dim 2 is 4 but key has H=8"
+ * A dimension is a letter, a number ("2"), or a letter plus a number ("S+1"). The last dimension must be
+ * dense (stride 1) in every tensor, and all tensors of an env must be on one device. */
+enum {
+    PK_ACCEPT_F32 = 1 << PK_F32,
+    PK_ACCEPT_F16 = 1 << PK_F16,
+    PK_ACCEPT_BF16 = 1 << PK_BF16,
+    PK_ACCEPT_F8 = 1 << PK_F8E4M3,
+    PK_ACCEPT_U8 = 1 << PK_U8,
+    PK_ACCEPT_I32 = 1 << PK_I32,
+    PK_ACCEPT_I64 = 1 << PK_I64,
+    PK_ANY_FLOAT = PK_ACCEPT_F32 | PK_ACCEPT_F16 | PK_ACCEPT_BF16, /* binds env->dtype at first use */
+    PK_ANY_INT = PK_ACCEPT_I32 | PK_ACCEPT_I64,
+    PK_ANY_DTYPE = (1 << PK_NUM_DTYPES) - 1,
+    PK_SAME = 1 << 16,     /* the dtype bound by the first PK_ANY_FLOAT tensor (or any dtype accepted beside it) */
+    PK_WRITABLE = 1 << 17, /* not read-only, and no two elements share memory */
+    PK_DENSE = 1 << 18,    /* wholly contiguous */
+    PK_HOST = 1 << 19      /* on the CPU whatever the env's device is */
+};
+
+typedef struct {
+    pk_error *err;
+    int64_t size[26];
+    const char *bound_by[26];
+    int dtype; /* -1: not bound */
+    const char *dtype_by;
+    pk_device device;
+    const char *device_by; /* NULL: not bound */
+} pk_env;
+
+void pk_env_init(pk_env *env, pk_error *err);
+pk_status pk_expect(pk_env *env, const char *name, const pk_view *view, const char *dims, unsigned flags);
+/* Checks a given output or allocates one (contiguous). `dtype` is what an allocated one gets; a given one
+ * must match `flags`. All letters of `dims` must be bound. */
+pk_status pk_expect_output(pk_env *env, const char *name, pk_output *output, const char *dims, pk_dtype dtype,
+                           unsigned flags);
+static inline int64_t pk_dim(const pk_env *env, char letter) { return env->size[letter - 'A']; }
+
+#define PK_TRY(expression)                   \
+    do {                                     \
+        pk_status pk_try_ = (expression);    \
+        if (pk_try_ != PK_OK) return pk_try_; \
+    } while (0)
+#define PK_EXPECT(env, name, view, dims, flags) PK_TRY(pk_expect((env), (name), (view), (dims), (flags)))
+#define PK_EXPECT_OUTPUT(env, name, output, dims, dtype, flags) \
+    PK_TRY(pk_expect_output((env), (name), (output), (dims), (dtype), (flags)))
+
+/* ------------------------------------------ arguments that backends receive */
+
+/* A scale as a backend sees it: data[seq * seq_stride + head * head_stride], or `value` where data is NULL. */
+typedef struct {
+    const float *data; /* on the operation's device */
+    int64_t seq_stride, head_stride;
+    float value;
+} pk_scale_arg;
+
+/* store_kvcache: cache[slot_mapping[t]] = (key[t], value[t]) */
+typedef struct {
+    const void *key, *value;   /* [num_tokens, num_kv_heads, head_dim], last dimension dense */
+    void *k_cache, *v_cache;   /* [num_blocks, block_size, num_kv_heads, head_dim], last dimension dense */
+    const void *slot_mapping;  /* [num_tokens] int32 or int64 (slots_are_int64), negative = skip */
+    int64_t num_tokens, num_kv_heads, head_dim, num_blocks, block_size;
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t k_block_stride, k_slot_stride, k_head_stride;
+    int64_t v_block_stride, v_slot_stride, v_head_stride;
+    pk_scale_arg k_scale, v_scale; /* used where cache_dtype is fp8 */
+    pk_dtype dtype, cache_dtype;   /* cache_dtype is dtype or PK_F8E4M3 */
+    bool slots_are_int64;
+} pk_store_args;
+
+/* paged_attention_fwd, see csrc/ops_attention.c for the semantics of every field */
+typedef struct {
+    const void *q;                 /* [num_tokens, num_q_heads, head_dim] */
+    const void *k_cache, *v_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */
+    const int32_t *block_tables;   /* [num_seqs, max_blocks_per_seq], last dimension dense */
+    const int32_t *context_lens;   /* [num_seqs]: keys that a sequence may see, its new tokens included */
+    const int32_t *cu_seqlens_q;   /* [num_seqs + 1], or NULL: num_tokens / num_seqs queries each */
+    const float *alibi_slopes;     /* [num_seqs or 1, num_q_heads] or NULL */
+    const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
+    void *out;                     /* [num_tokens, num_q_heads, head_dim] */
+    float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
+    int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
+    int64_t max_seqlen_q;          /* an upper bound of the queries of one sequence */
+    int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
+    int64_t k_block_stride, k_slot_stride, k_head_stride;
+    int64_t v_block_stride, v_slot_stride, v_head_stride;
+    int64_t block_table_stride;
+    int64_t alibi_seq_stride;      /* 0 where the slopes are shared by all sequences */
+    int64_t lse_head_stride;
+    int64_t window_left, window_right; /* -1: unbounded; right is 0 where is_causal */
+    float softmax_scale, softcap;      /* softcap 0: none */
+    pk_scale_arg k_scale, v_scale;
+    int num_splits;                /* 0: the backend chooses; n: exactly n ranges of the keys, whatever the batch */
+    bool is_causal;
+    pk_dtype dtype, cache_dtype;
+} pk_attention_args;
+
+/* copy_blocks / swap_blocks: dst[i][pairs[p][1]] = src[i][pairs[p][0]], whole blocks of block_bytes[i] */
+typedef struct {
+    int num_caches;
+    const pk_view *src, *dst;       /* num_caches each, dense; for copy_blocks src == dst */
+    const void *pairs;              /* [num_pairs, 2] int32 or int64, dense, on the host (already range-checked) */
+    int64_t num_pairs;
+    bool pairs_are_int64;
+} pk_blocks_args;
+
+/* merge_attention_states: out = sum_i out_i * exp(lse_i - lse), lse = log sum_i exp(lse_i) */
+typedef struct {
+    const void *parts;      /* [num_parts, num_tokens, num_heads, head_dim] dense */
+    const float *part_lses; /* [num_parts, num_heads, num_tokens] dense */
+    void *out;              /* [num_tokens, num_heads, head_dim] dense */
+    float *lse;             /* [num_heads, num_tokens] dense, or NULL */
+    int64_t num_parts, num_tokens, num_heads, head_dim;
+    pk_dtype dtype;
+} pk_merge_args;
+
+/* embedding and gather_rows: out[t] = table[ids[t]] */
+typedef struct {
+    const void *table; /* [num_rows, row_size], row stride table_stride */
+    const void *ids;   /* [num_ids] int32 or int64 */
+    void *out;         /* [num_ids, row_size], row stride out_stride */
+    int64_t num_rows, row_size, num_ids, table_stride, out_stride;
+    pk_dtype dtype;
+    bool ids_are_int64;
+    const char *ids_name; /* for errors */
+} pk_gather_args;
+
+/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps) * weight */
+typedef struct {
+    const void *x;      /* [num_rows, row_size] */
+    void *residual;     /* the same shape, updated in place, or NULL */
+    const void *weight; /* [row_size] */
+    void *out;          /* [num_rows, row_size]; may be x itself */
+    int64_t num_rows, row_size, x_stride, residual_stride, out_stride;
+    float eps;
+    pk_dtype dtype;
+} pk_rms_norm_args;
+
+/* linear: out = x @ weight.T + bias */
+typedef struct {
+    const void *x;      /* [num_rows, in_features] */
+    const void *weight; /* [out_features, in_features] */
+    const void *bias;   /* [out_features] or NULL */
+    void *out;          /* [num_rows, out_features] of out_dtype */
+    int64_t num_rows, in_features, out_features, x_stride, weight_stride, out_stride;
+    pk_dtype dtype, out_dtype; /* out_dtype is dtype or PK_F32 */
+} pk_linear_args;
+
+/* qk_norm_rope_store: from one fused projection, q and k are normalised a head (where the weights are given) and rotated
+ * (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
+typedef struct {
+    const void *qkv;                    /* [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] */
+    const void *q_weight, *k_weight;    /* [head_dim], both or neither */
+    const float *cos_sin;               /* [max_positions, head_dim]: cos of every pair, then sin */
+    const int32_t *positions;           /* [num_tokens] */
+    void *q_out;                        /* [num_tokens, num_q_heads, head_dim] dense */
+    int64_t qkv_stride, max_positions, num_q_heads;
+    float eps;
+    pk_store_args store;                /* key and value unset: they come from qkv */
+} pk_qk_norm_rope_store_args;
+
+/* silu_and_mul: out = silu(x[:, :n]) * x[:, n:] */
+typedef struct {
+    const void *x; /* [num_rows, 2 * row_size] */
+    void *out;     /* [num_rows, row_size] */
+    int64_t num_rows, row_size, x_stride, out_stride;
+    pk_dtype dtype;
+} pk_silu_args;
+
+/* sample: one token a row. temperature 0: argmax (lowest index wins). Otherwise Gumbel-max:
+ * argmax_v(logits[v] / temperature + g(seed, position, v)), g from Philox4x32-10 counters, so that a token depends
+ * on nothing but its row, its seed and its position (not on batch, chunking or backend). */
+typedef struct {
+    const void *logits;        /* [num_rows, vocab_size] float32, bfloat16 or float16 */
+    const float *temperatures; /* [num_rows] */
+    const int64_t *seeds;      /* [num_rows] */
+    const int32_t *positions;  /* [num_rows]: position of the token to be sampled in its sequence */
+    int32_t *out;              /* [num_rows] */
+    int64_t num_rows, vocab_size, logits_stride;
+    pk_dtype dtype;
+} pk_sample_args;
+
+/* copy: dst = src with conversion between float dtypes (or the same dtype); any strides, both on the CPU or contiguous
+ * of one dtype across devices */
+typedef struct {
+    pk_view src, dst;
+} pk_copy_args;
+
+/* --------------------------------------------------------------- backends */
+
+typedef void *pk_stream; /* cudaStream_t; ignored by the CPU */
+
+/* One entry an operation. A backend that lacks one leaves it NULL; the dispatcher says so by name. */
+typedef struct pk_backend {
+    const char *name; /* "cpu", "cuda" */
+    pk_status (*allocate)(pk_device device, size_t bytes, void **data, pk_error *err); /* 64-byte aligned or better */
+    void (*release)(pk_device device, void *data);
+    pk_status (*synchronize)(pk_device device, pk_error *err);
+    pk_status (*check_errors)(pk_device device, pk_error *err); /* raises and clears what kernels recorded */
+    pk_status (*copy)(const pk_copy_args *args, pk_stream stream, pk_error *err);
+    pk_status (*store_kvcache)(const pk_store_args *args, pk_stream stream, pk_error *err);
+    pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
+    pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
+    pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
+    pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);
+    pk_status (*gather)(const pk_gather_args *args, pk_stream stream, pk_error *err);
+    pk_status (*rms_norm)(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
+    pk_status (*linear)(const pk_linear_args *args, pk_stream stream, pk_error *err);
+    pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
+    pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
+    pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
+} pk_backend;
+
+/* The backend of a device, or an error that says why there is none (built without CUDA, no driver, no such device). */
+pk_status pk_backend_of(pk_device device, const pk_backend **backend, pk_error *err);
+/* The same, and fails by name where the entry is NULL: PK_BACKEND_OP(device, linear, &backend, err) */
+pk_status pk_backend_with(pk_device device, size_t entry_offset, const char *op, const pk_backend **backend,
+                          pk_error *err);
+#define PK_BACKEND_OP(device, op, backend, err) \
+    PK_TRY(pk_backend_with((device), offsetof(pk_backend, op), #op, (backend), (err)))
+
+bool pk_built_with_cuda(void);
+int pk_cuda_device_count(void); /* 0 where there is no driver or no device */
+
+extern const pk_backend pk_cpu_backend;
+#ifdef PAGEDKV_WITH_CUDA
+extern const pk_backend pk_cuda_backend;
+pk_status pk_cuda_probe(int *device_count, pk_error *err);
+#endif
+
+/* CPU threads of this process's pagedkv (OpenMP). */
+int pk_cpu_num_threads(void);
+void pk_cpu_set_num_threads(int num_threads);
+/* "avx512", "avx2" or "generic": what run-time dispatch chose; PAGEDKV_CPU_ISA=generic|avx2|avx512 caps it. */
+const char *pk_cpu_isa(void);
+/* The BLAS behind `linear` with many rows ("oneDNN 3.9 /usr/lib/libdnnl.so.3", "OpenBLAS ...", "none"), loaded now
+ * if it was not. */
+const char *pk_cpu_blas_name(void);
+
+/* ------------------------------------------- operations (csrc/ops_*.c) */
+
+/* `stream` is the producer's current stream or the caller's choice. */
+pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_error *err);
+
+pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_view *k_cache, const pk_view *v_cache,
+                           const pk_view *slot_mapping, pk_scale k_scale, pk_scale v_scale, pk_stream stream,
+                           pk_error *err);
+
+typedef struct {
+    const pk_view *q, *k_cache, *v_cache, *block_tables, *context_lens;
+    const pk_view *cu_seqlens_q, *alibi_slopes, *sinks; /* optional */
+    int64_t max_seqlen_q;                               /* -1: not given */
+    double softmax_scale;                               /* NaN: 1 / sqrt(head_dim) */
+    bool is_causal;
+    int64_t window_left, window_right;
+    double softcap;
+    pk_scale k_scale, v_scale;
+    int64_t num_splits;
+    pk_output *out, *lse; /* lse NULL: not wanted */
+} pk_attention_call;
+pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err);
+
+pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err);
+pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs,
+                         pk_stream stream, pk_error *err);
+pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
+                                    pk_stream stream, pk_error *err); /* out_lse NULL: not wanted */
+
+pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream,
+                       pk_error *err);
+pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err);
+pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
+                      pk_stream stream, pk_error *err);
+pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_view *bias, pk_output *out, pk_stream stream,
+                    pk_error *err);
+pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, const pk_view *k_weight,
+                                const pk_view *cos_sin, const pk_view *positions, const pk_view *k_cache,
+                                const pk_view *v_cache, const pk_view *slot_mapping, double eps, pk_scale k_scale,
+                                pk_scale v_scale, pk_output *q_out, pk_stream stream, pk_error *err);
+pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
+pk_status pk_sample(const pk_view *logits, const pk_view *temperatures, const pk_view *seeds,
+                    const pk_view *positions, pk_output *out, pk_stream stream, pk_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* PK_H */

@@ -1,0 +1,144 @@
+"""Builds pagedkv._C: every csrc/**/*.c with the C compiler, every csrc/cuda/*.cu with nvcc, one shared object.
+
+Environment:
+  PAGEDKV_CUDA        auto (default: CUDA where nvcc is found), 0 (never), 1 (fail without nvcc)
+  PAGEDKV_CUDA_ARCHS  default "8.0;9.0a+PTX"; "+PTX" adds portable PTX of the lowest architecture named
+  CUDA_HOME           where to look for nvcc first (then CUDA_PATH, PATH, /usr/local/cuda)
+  CFLAGS, LDFLAGS     added to the C compiler's and the linker's flags
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+# A CPU file whose name ends so is compiled for that instruction set; csrc/cpu/backend.c picks one at run time.
+ISA_FLAGS = {
+    "_avx2": "-mavx2 -mfma -mf16c -mbmi2",
+    "_avx512": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
+    "_avx512bf16": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
+}
+C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fopenmp -Wall -Wextra -Werror=implicit -Werror=vla"
+CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall"
+
+
+def find_cuda() -> Path | None:
+    """The CUDA toolkit's folder, or None; says by PAGEDKV_CUDA=1 what was tried."""
+    mode = os.environ.get("PAGEDKV_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        sys.exit(f"PAGEDKV_CUDA is {mode!r} but must be auto, 0 or 1")
+    if mode == "0":
+        return None
+    tried = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        tried.append(str(Path(on_path).resolve().parent.parent))
+    tried.append("/usr/local/cuda")
+    for folder in filter(None, tried):
+        if (Path(folder) / "bin" / "nvcc").exists():
+            return Path(folder)
+    if mode == "1":
+        sys.exit(f"PAGEDKV_CUDA=1 but no nvcc: looked in CUDA_HOME, CUDA_PATH, PATH and {', '.join(filter(None, tried))}")
+    return None
+
+
+def cuda_arch_flags() -> list[str]:
+    """nvcc's -gencode flags for PAGEDKV_CUDA_ARCHS ("8.0;9.0a+PTX")."""
+    text = os.environ.get("PAGEDKV_CUDA_ARCHS", "8.0;9.0a+PTX")
+    archs = [a.removesuffix("+PTX").replace(".", "") for a in text.replace(" ", ";").split(";") if a]
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    if "+PTX" in text:  # the PTX of an `a` target runs nowhere else
+        portable = min((a for a in archs if a.isdigit()), key=int, default=None)
+        if portable:
+            flags.append(f"-gencode=arch=compute_{portable},code=compute_{portable}")
+    return flags
+
+
+class BuildExt(build_ext):
+    """Compiles in parallel, skips what is up to date, and leaves a copy beside the sources.
+
+    `python -m pagedkv` and `python -m pytest` in a checkout import the checkout's own package (the current folder
+    comes first on sys.path), so the extension must be there too.
+    """
+
+    def build_extension(self, ext):
+        self.cuda = find_cuda()
+        folder = Path(self.build_temp)
+        headers = [h.stat().st_mtime for h in (ROOT / "csrc").rglob("*.[hi]*")] + [Path(__file__).stat().st_mtime]
+        stamp = folder / "flags"
+        flags = repr((self.c_command(""), self.cuda and self.nvcc_command(), sys.version))
+        if not stamp.exists() or stamp.read_text() != flags:
+            headers.append(float("inf"))
+        newest_header = max(headers)
+
+        sources = [Path(s) for s in ext.sources if self.cuda or not s.endswith(".cu")]
+        jobs, objects = [], []
+        for source in sorted(sources, key=lambda s: s.suffix != ".cu"):  # nvcc is slow: start it first
+            target = folder / source.with_suffix(source.suffix + ".o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            objects.append(str(target))
+            if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
+                command = self.nvcc_command() if source.suffix == ".cu" else self.c_command(source.stem)
+                jobs.append([*command, "-c", str(source), "-o", str(target)])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self.run_one, jobs))
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(flags)
+
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        libraries = ["-lm", "-ldl", "-lpthread"]
+        if self.cuda:
+            library_dir = next(d for d in (self.cuda / "lib64", self.cuda / "lib") if d.exists())
+            libraries = [f"-L{library_dir}", "-lcudart_static", "-lrt", *libraries]
+        link = [*self.compiler.linker_so, *shlex.split(os.environ.get("LDFLAGS", "")), "-fopenmp", "-Wl,--exclude-libs,ALL"]
+        self.run_one([*link, *objects, *libraries, "-o", str(output)])
+        beside = ROOT / "pagedkv" / output.name
+        if output.resolve() != beside.resolve():
+            shutil.copyfile(output, beside)
+        print(f"pagedkv: built for the CPU and CUDA {cuda_arch_flags()}" if self.cuda else "pagedkv: built for the CPU only")
+
+    def c_command(self, stem):
+        isa = next((f for suffix, f in ISA_FLAGS.items() if IS_X86 and stem.endswith(suffix)), "")
+        includes = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
+        defines = ["-DPAGEDKV_WITH_CUDA"] if self.cuda else []
+        if not FREE_THREADED:
+            defines.append("-DPy_LIMITED_API=0x030B0000")
+        extra = os.environ.get("CFLAGS", "")
+        return [self.compiler.compiler_so[0], "-fPIC", *shlex.split(f"{C_FLAGS} {isa} {extra}"), *includes, *defines]
+
+    def nvcc_command(self):
+        return [str(self.cuda / "bin" / "nvcc"), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo",
+                *cuda_arch_flags(), "-Xcompiler", CUDA_HOST_FLAGS, f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA"]
+
+    def run_one(self, command):
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if result.stdout or result.stderr:
+            print(result.stdout + result.stderr, file=sys.stderr, flush=True)
+        if result.returncode:
+            raise SystemExit(f"failed: {shlex.join(map(str, command))}")
+
+
+def sources():
+    found = [*ROOT.glob("csrc/*.c"), *ROOT.glob("csrc/py/*.c"), *ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/cuda/*.cu")]
+    return sorted(str(s.relative_to(ROOT)) for s in found)
+
+
+setup(
+    ext_modules=[Extension("pagedkv._C", sources(), py_limited_api=not FREE_THREADED)],
+    cmdclass={"build_ext": BuildExt},
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -5,6 +5,7 @@ Environment:
   PAGEDKV_CUDA_ARCHS  default "8.0;9.0a+PTX"; "+PTX" adds portable PTX of the lowest architecture named
   CUDA_HOME           where to look for nvcc first (then CUDA_PATH, PATH, /usr/local/cuda)
   CFLAGS, LDFLAGS     added to the C compiler's and the linker's flags
+  NVCC_FLAGS          added to nvcc's flags
 """
 
 import os
@@ -122,7 +123,8 @@ class BuildExt(build_ext):
 
     def nvcc_command(self):
         return [str(self.cuda / "bin" / "nvcc"), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo",
-                *cuda_arch_flags(), "-Xcompiler", CUDA_HOST_FLAGS, f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA"]
+                *cuda_arch_flags(), "-Xcompiler", CUDA_HOST_FLAGS, f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA",
+                *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
 
     def run_one(self, command):
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,0 +1,175 @@
+/* py.h - what the files of the CPython layer share. The only folder with Python.h is this one.
+ *
+ *   module.c              the module: state, exceptions, types, functions
+ *   bind.c                arguments: METH_FASTCALL|METH_KEYWORDS -> one array; ints, floats
+ *   tensor_in.c           any tensor -> pk_view
+ *   tensor_type.c         pagedkv.Tensor
+ *   arrays.c              int32 NumPy arrays over C memory; sequences of integers -> C arrays
+ *   call.c                what one operation needs: bind, views, stream, outputs, run, error
+ *   ops.c                 one short function an operation
+ *   block_manager_type.c  pagedkv.BlockManager
+ *   errors.c              pk_status -> exception
+ *
+ * Conventions: a function that returns int gives 0, or -1 with an exception set. `name` is the argument's name, for the message.
+ */
+#ifndef PK_PY_H
+#define PK_PY_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "pk.h"
+#include "py/dlpack.h"
+
+/* ------------------------------------------------------------- signatures */
+
+/* Everything that takes keywords, by the name it has here: a module function, or Type_method. The signature itself
+ * is read at import from the first line of the docstring, which is also what inspect.signature shows. */
+#define PY_SIGNATURES(X)                                                                                        \
+    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads)                        \
+    X(store_kvcache) X(paged_attention_fwd) X(copy_blocks) X(swap_blocks) X(merge_attention_states)             \
+    X(embedding) X(gather_rows) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) X(sample)           \
+    X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                         \
+    X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                 \
+    X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                  \
+    X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)              \
+    X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed) \
+    X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                   \
+    X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare)
+
+enum {
+#define X(name) PY_SIG_##name,
+    PY_SIGNATURES(X)
+#undef X
+    PY_NUM_SIGNATURES
+};
+
+#define PY_MAX_PARAMS 24
+
+typedef struct {
+    const char *function;           /* for messages: "store_kvcache" */
+    PyObject *names[PY_MAX_PARAMS]; /* interned */
+    int num_params, num_positional;
+    uint32_t required;              /* bit i: parameter i has no default */
+} py_signature;
+
+/* ----------------------------------------------------------- module state */
+
+/* How to read an object, by its type. Entries are only ever added, so that reading them takes no lock. */
+typedef enum { PY_READ_TENSOR, PY_READ_EXCHANGE, PY_READ_BUFFER, PY_READ_DLPACK } py_reader;
+typedef struct {
+    PyTypeObject *type;
+    py_reader reader;
+    const DLPackExchangeAPI *exchange;
+} py_known_type;
+#define PY_MAX_KNOWN_TYPES 16
+
+typedef struct {
+    PyTypeObject *tensor_type;
+    PyObject *out_of_blocks, *cuda_error;
+    PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
+    PyObject *dlpack_call_names; /* ("stream", "max_version") */
+    py_signature signatures[PY_NUM_SIGNATURES];
+    py_known_type known_types[PY_MAX_KNOWN_TYPES];
+    int num_known_types;
+} py_state;
+
+static inline py_state *py_module_state(PyObject *module) { return (py_state *)PyModule_GetState(module); }
+/* For methods: `self` is of one of this module's types, none of which can be subclassed. */
+static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_GetModuleState(Py_TYPE(self)); }
+
+/* New references to the module's types (each file makes its own and registers its signatures). */
+PyTypeObject *py_tensor_type(PyObject *module);
+PyObject *py_block_manager_type(PyObject *module);
+extern PyMethodDef py_tensor_functions[], py_op_functions[];
+
+/* ------------------------------------------------------- errors (errors.c) */
+
+/* Sets the exception that the one table gives for err->status; returns NULL. */
+PyObject *py_raise(py_state *state, const pk_error *err);
+
+/* ------------------------------------------------------- binding (bind.c) */
+
+/* Reads the signature of every method that takes keywords; its name in PY_SIGNATURES is `prefix` + its own name. */
+int py_add_signatures(py_state *state, const char *prefix, const PyMethodDef *methods);
+/* The same for one callable: a type's constructor, from the type's docstring. */
+int py_add_signature(py_state *state, const char *name, const char *doc);
+
+/* given[i] is the borrowed argument of parameter i, or NULL where it was left out. Messages as CPython's own. */
+int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, PyObject **given);
+/* The same for a tp_new or tp_init. */
+int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given);
+
+/* A method-table row of a function or method that takes keywords: PY_METHOD("allocate", py_allocate, allocate_doc) */
+#define PY_METHOD(name, function, doc) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS, doc}
+
+int py_int64_arg(const char *name, PyObject *value, int64_t *out);
+int py_double_arg(const char *name, PyObject *value, double *out);
+
+/* ------------------------------------------------------ tensors (tensor_in.c) */
+
+/* What keeps a view's memory alive, and how to let go of it. */
+typedef struct {
+    enum { PY_HOLD_NOTHING, PY_HOLD_OBJECT, PY_HOLD_BUFFER, PY_HOLD_VERSIONED, PY_HOLD_LEGACY, PY_HOLD_MEMORY } kind;
+    union {
+        PyObject *object;
+        Py_buffer buffer;
+        DLManagedTensorVersioned *versioned;
+        DLManagedTensor *legacy;
+        struct {
+            void *data;
+            pk_device device;
+        } memory; /* of the device's backend */
+    };
+} py_hold;
+void py_release(py_hold *hold);
+
+typedef struct {
+    pk_view view;
+    py_hold hold;
+    py_reader reader;
+    const DLPackExchangeAPI *exchange; /* of the producer, or NULL */
+} py_tensor_in;
+
+/* Reads any tensor in place. `must_outlive_call`: the view stays valid until py_release (otherwise only as long as the
+ * caller keeps `object` alive). `stream` is what a CUDA producer without the exchange API is told to be ready on. */
+int py_take_tensor(py_state *state, const char *name, PyObject *object, bool must_outlive_call, pk_stream stream,
+                   py_tensor_in *taken);
+
+/* ---------------------------------------------------- Tensor (tensor_type.c) */
+
+/* A new Tensor over `view`; takes the hold over, also where it fails. */
+PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hold);
+/* A new Tensor with its own memory, not initialised; contiguous. */
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape, pk_error *err);
+const pk_view *py_tensor_view(PyObject *tensor);
+
+/* ----------------------------------------------------------- arrays (arrays.c) */
+
+/* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NumPy is loaded by the
+ * first of these calls. */
+PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable);
+/* A new ndarray with its own memory, of any dtype that NumPy has; *data points at it. */
+PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data);
+bool py_array_has_dtype(pk_dtype dtype);
+
+/* A sequence of integers as a C array: int32 where `dtype` is PK_I32, int64 where it is PK_I64. Takes a list, a tuple, any
+ * other sequence, or a one-dimensional int32 or int64 tensor on the CPU (read in place where the dtype is the one wanted).
+ * Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A single int is not a sequence. */
+typedef struct {
+    union {
+        const int32_t *i32;
+        const int64_t *i64;
+    };
+    int64_t count;
+    /* private */
+    void *converted;
+    PyObject *owner;
+    py_hold hold;
+    int64_t few[32];
+} py_ints;
+int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max,
+                 py_ints *ints);
+void py_release_ints(py_ints *ints); /* also fine after a failed py_take_ints */
+
+#endif /* PK_PY_H */

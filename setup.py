@@ -48,11 +48,12 @@ def find_cuda() -> Path | None:
     if on_path:
         tried.append(str(Path(on_path).resolve().parent.parent))
     tried.append("/usr/local/cuda")
-    for folder in filter(None, tried):
-        if (Path(folder) / "bin" / "nvcc").exists():
-            return Path(folder)
+    for folder in map(Path, filter(None, tried)):  # an nvcc on PATH may be a wrapper with no toolkit around it
+        if (folder / "bin" / "nvcc").exists() and any(folder.glob("lib*/libcudart_static.a")):
+            return folder
     if mode == "1":
-        sys.exit(f"PAGEDKV_CUDA=1 but no nvcc: looked in CUDA_HOME, CUDA_PATH, PATH and {', '.join(filter(None, tried))}")
+        looked_in = ", ".join(filter(None, tried))
+        sys.exit(f"PAGEDKV_CUDA=1 but no nvcc with libcudart_static.a: looked in CUDA_HOME, CUDA_PATH, PATH, {looked_in}")
     return None
 
 
@@ -103,7 +104,7 @@ class BuildExt(build_ext):
         output.parent.mkdir(parents=True, exist_ok=True)
         libraries = ["-lm", "-ldl", "-lpthread"]
         if self.cuda:
-            library_dir = next(d for d in (self.cuda / "lib64", self.cuda / "lib") if d.exists())
+            library_dir = next(self.cuda.glob("lib*/libcudart_static.a")).parent
             libraries = [f"-L{library_dir}", "-lcudart_static", "-lrt", *libraries]
         link = [*self.compiler.linker_so, *shlex.split(os.environ.get("LDFLAGS", "")), "-fopenmp", "-Wl,--exclude-libs,ALL"]
         self.run_one([*link, *objects, *libraries, "-o", str(output)])

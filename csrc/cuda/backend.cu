@@ -1,0 +1,279 @@
+/* backend.cu - the CUDA backend's table, its devices and memory, and what kernels report.
+ *
+ * The runtime is linked statically and the driver is found at run time, so that the same binary imports where there is
+ * neither: pk_cuda_probe() is the first call that needs one, and says what is missing.
+ */
+#include "cuda/cuda.h"
+
+#include <pthread.h>
+#include <string.h>
+
+// --- errors
+
+pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
+{
+    cudaGetLastError(); /* what is not sticky must not surface in somebody else's next call */
+    pk_status status = error == cudaErrorMemoryAllocation ? PK_ENOMEM : PK_ECUDA;
+    return pk_fail(err, status, "%.*s: %s (%s)", (int)strcspn(call, "("), call, cudaGetErrorName(error),
+                   cudaGetErrorString(error));
+}
+
+/* Runs allocations that a capture on this thread would refuse: they are done now and are no part of the graph. */
+struct outside_capture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+    ~outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
+// --- devices
+
+enum { MAX_DEVICES = 64, MAX_STREAMS = 256 };
+
+struct stream_workspace {
+    pk_stream stream;
+    void *data;
+    size_t bytes;
+};
+
+static struct device_state {
+    pk_cuda_device device;
+    bool is_ready;
+    cudaStream_t own_stream;     /* never blocks with the legacy stream; for what belongs to no caller's stream */
+    pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
+    stream_workspace workspaces[MAX_STREAMS];
+    int num_workspaces;
+} devices[MAX_DEVICES];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int known_device_count; /* 0: not known yet */
+
+pk_status pk_cuda_probe(int *device_count, pk_error *err)
+{
+    *device_count = __atomic_load_n(&known_device_count, __ATOMIC_RELAXED);
+    if (*device_count > 0) return PK_OK;
+    cudaError_t error = cudaGetDeviceCount(device_count);
+    if (error == cudaSuccess && *device_count > 0) {
+        if (*device_count > MAX_DEVICES) *device_count = MAX_DEVICES;
+        __atomic_store_n(&known_device_count, *device_count, __ATOMIC_RELAXED);
+        return PK_OK;
+    }
+    *device_count = 0;
+    cudaGetLastError();
+    return pk_fail(err, PK_EDEVICE, "no CUDA device: cudaGetDeviceCount: %s (%s)", cudaGetErrorName(error),
+                   error == cudaSuccess ? "the driver sees none" : cudaGetErrorString(error));
+}
+
+/* With the device current. */
+static pk_status make_ready(device_state *state, int index, pk_error *err)
+{
+    outside_capture relaxed;
+    pk_cuda_device *device = &state->device;
+    int major, minor, smem, l2;
+    PK_CUDA(err, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+    PK_CUDA(err, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
+    PK_CUDA(err, cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index));
+    PK_CUDA(err, cudaDeviceGetAttribute(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
+    PK_CUDA(err, cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, index));
+    if (major < 8)
+        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d has compute capability %d.%d but pagedkv needs 8.0", index, major,
+                       minor);
+    device->index = index;
+    device->compute_capability = major * 10 + minor;
+    device->smem_per_cta = (size_t)smem;
+    device->l2_bytes = (size_t)l2;
+    if (!state->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&state->own_stream, cudaStreamNonBlocking));
+    if (!state->bad_id_host) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_host, sizeof(pk_cuda_bad_id)));
+    if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));
+    PK_CUDA(err, cudaMemsetAsync(device->bad_id, 0, sizeof(pk_cuda_bad_id), state->own_stream));
+    PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
+    __atomic_store_n(&state->is_ready, true, __ATOMIC_RELEASE);
+    return PK_OK;
+}
+
+void pk_cuda_scope::enter(int index, pk_error *err)
+{
+    device = &devices[index].device;
+    previous = -1;
+    int current;
+    cudaError_t error = cudaGetDevice(&current);
+    if (error == cudaSuccess && current != index) {
+        error = cudaSetDevice(index);
+        previous = current;
+    }
+    if (error != cudaSuccess) {
+        status = pk_cuda_fail(err, "cudaSetDevice", error);
+        return;
+    }
+    status = PK_OK;
+    if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return;
+    pthread_mutex_lock(&lock);
+    if (!devices[index].is_ready) status = make_ready(&devices[index], index, err);
+    pthread_mutex_unlock(&lock);
+}
+
+pk_cuda_scope::pk_cuda_scope(int index, pk_error *err) { enter(index, err); }
+
+pk_cuda_scope::pk_cuda_scope(const void *pointer, pk_error *err)
+{
+    int count;
+    previous = -1;
+    device = nullptr;
+    status = pk_cuda_probe(&count, err);
+    if (status != PK_OK) return;
+    int index = 0;
+    if (count > 1) { /* asking costs half a microsecond: only where there is a choice */
+        cudaPointerAttributes attributes;
+        cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
+        if (error != cudaSuccess) {
+            status = pk_cuda_fail(err, "cudaPointerGetAttributes", error);
+            return;
+        }
+        index = attributes.device >= 0 ? attributes.device : 0;
+    }
+    enter(index, err);
+}
+
+pk_cuda_scope::~pk_cuda_scope()
+{
+    if (previous >= 0) cudaSetDevice(previous);
+}
+
+pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err)
+{
+    cudaDriverEntryPointQueryResult found;
+    PK_CUDA(err, cudaGetDriverEntryPointByVersion(symbol, function, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess || !*function)
+        return pk_fail(err, PK_EUNSUPPORTED, "the NVIDIA driver has no %s (12.0): update the driver", symbol);
+    return PK_OK;
+}
+
+// --- memory
+
+static pk_status backend_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
+{
+    *data = nullptr;
+    pk_cuda_scope scope(device.index, err);
+    if (scope.status != PK_OK) return scope.status;
+    outside_capture relaxed;
+    cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
+    if (error == cudaSuccess) return PK_OK;
+    *data = nullptr;
+    if (error != cudaErrorMemoryAllocation) return pk_cuda_fail(err, "cudaMalloc", error);
+    cudaGetLastError();
+    size_t free_bytes = 0, total_bytes = 0;
+    PK_CUDA(err, cudaMemGetInfo(&free_bytes, &total_bytes));
+    return pk_fail(err, PK_ENOMEM, "cudaMalloc: cuda:%d cannot give %zu bytes (%zu of %zu are free)", device.index,
+                   bytes, free_bytes, total_bytes);
+}
+
+static void backend_release(pk_device device, void *data)
+{
+    pk_cuda_scope scope(device.index, nullptr);
+    outside_capture relaxed;
+    /* Nobody can be told of a failure here; cudaFree fails only after a sticky error, which every later call reports.
+     */
+    if (data && cudaFree(data) != cudaSuccess) cudaGetLastError();
+}
+
+static pk_status grow_workspace(device_state *state, stream_workspace *workspace, size_t bytes, pk_error *err)
+{
+    outside_capture relaxed;
+    void *data;
+    PK_CUDA(err, cudaMalloc(&data, bytes));
+    PK_CUDA(err, cudaMemsetAsync(data, 0, bytes, state->own_stream));
+    PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
+    workspace->data = data; /* the smaller one stays allocated: work in flight and graphs may use it */
+    workspace->bytes = bytes;
+    return PK_OK;
+}
+
+static pk_status find_workspace(device_state *state, pk_stream stream, size_t bytes, void **data, pk_error *err)
+{
+    int i = 0;
+    while (i < state->num_workspaces && state->workspaces[i].stream != stream) i++;
+    stream_workspace *workspace = &state->workspaces[i];
+    if (i == state->num_workspaces) {
+        if (i == MAX_STREAMS)
+            return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: more than %d streams have run attention",
+                           state->device.index, (int)MAX_STREAMS);
+        *workspace = {stream, nullptr, 0};
+        PK_TRY(grow_workspace(state, workspace, bytes, err));
+        state->num_workspaces++;
+    } else if (workspace->bytes < bytes) {
+        cudaStreamCaptureStatus capture;
+        PK_CUDA(err, cudaStreamIsCapturing((cudaStream_t)stream, &capture));
+        if (capture != cudaStreamCaptureStatusNone)
+            return pk_fail(
+                err, PK_ECUDA,
+                "the workspace of this stream has %zu bytes and the captured call needs %zu: run the call once "
+                "on the same stream before capturing it",
+                workspace->bytes, bytes);
+        PK_TRY(grow_workspace(state, workspace, bytes, err));
+    }
+    *data = workspace->data;
+    return PK_OK;
+}
+
+pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err)
+{
+    pthread_mutex_lock(&lock);
+    pk_status status = find_workspace(&devices[device->index], stream, bytes, data, err);
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+// --- waiting, and what kernels reported
+
+static pk_status backend_synchronize(pk_device device, pk_error *err)
+{
+    pk_cuda_scope scope(device.index, err);
+    if (scope.status != PK_OK) return scope.status;
+    PK_CUDA(err, cudaDeviceSynchronize());
+    return PK_OK;
+}
+
+static pk_status backend_check_errors(pk_device device, pk_error *err)
+{
+    static const struct {
+        const char *holder, *what;
+    } text[PK_NUM_BAD_KINDS] = {
+        {"", ""},           {"slot_mapping: token", "slot"},  {"block_tables: sequence", "block"},
+        {"ids: row", "id"}, {"positions: token", "position"}, {"cu_seqlens_q: sequence", "end"},
+    };
+    PK_TRY(backend_synchronize(device, err));
+    pk_cuda_scope scope(device.index, err);
+    if (scope.status != PK_OK) return scope.status;
+    device_state *state = &devices[device.index];
+    pk_cuda_bad_id *host = state->bad_id_host, *on_device = scope.device->bad_id;
+    pthread_mutex_lock(&lock); /* the pinned copy is shared */
+    cudaError_t error = cudaMemcpyAsync(host, on_device, sizeof *host, cudaMemcpyDeviceToHost, state->own_stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(on_device, 0, sizeof *host, state->own_stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(state->own_stream);
+    pk_cuda_bad_id bad_id = *host;
+    pthread_mutex_unlock(&lock);
+    if (error != cudaSuccess) return pk_cuda_fail(err, "check_errors", error);
+    if (bad_id.kind == 0) return PK_OK;
+    unsigned int kind = bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0;
+    return pk_fail(err, PK_EVALUE, "%s %lld has %s %lld but it must be below %lld (first of possibly many on cuda:%d)",
+                   text[kind].holder, (long long)bad_id.index, text[kind].what, (long long)bad_id.value,
+                   (long long)bad_id.limit, device.index);
+}
+
+const pk_backend pk_cuda_backend = {
+    /* name */ "cuda",
+    /* allocate */ backend_allocate,
+    /* release */ backend_release,
+    /* synchronize */ backend_synchronize,
+    /* check_errors */ backend_check_errors,
+    /* copy */ pk_cuda_copy,
+    /* store_kvcache */ pk_cuda_store_kvcache,
+    /* attention */ nullptr,
+    /* copy_blocks */ pk_cuda_copy_blocks,
+    /* swap_blocks */ pk_cuda_swap_blocks,
+    /* merge_attention_states */ pk_cuda_merge_attention_states,
+    /* gather */ nullptr,
+    /* rms_norm */ nullptr,
+    /* linear */ nullptr,
+    /* qk_norm_rope_store */ nullptr,
+    /* silu_and_mul */ nullptr,
+    /* sample */ nullptr,
+};

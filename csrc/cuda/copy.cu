@@ -1,0 +1,82 @@
+/* copy.cu - dst = src: any strides and float dtypes inside one device, contiguous bytes between devices and the host.
+ */
+#include "cuda/cuda.h"
+
+// --- kernels
+
+/* One thread an element; the index is taken apart dimension by dimension. For set-up and tests, not for a hot loop. */
+template <typename Dst, typename Src>
+__global__ void copy_strided_kernel(const pk_view dst, const pk_view src, int64_t numel)
+{
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i < numel; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t rest = i, from = 0, to = 0;
+        for (int dim = src.ndim - 1; dim >= 0; dim--) {
+            int64_t at = rest % src.shape[dim];
+            rest /= src.shape[dim];
+            from += at * src.stride[dim];
+            to += at * dst.stride[dim];
+        }
+        Src value = ((const Src *)src.data)[from];
+        if constexpr (std::is_same_v<Dst, Src>)
+            ((Dst *)dst.data)[to] = value;
+        else
+            ((Dst *)dst.data)[to] = pk_from_float<Dst>(pk_to_float(value));
+    }
+}
+
+// --- launchers
+
+template <typename Dst, typename Src>
+static pk_status launch(const pk_copy_args *args, int64_t numel, pk_stream stream, pk_error *err)
+{
+    int64_t ctas = pk_ceil_div(numel, 256);
+    return pk_cuda_launch(err, "copy_strided_kernel", copy_strided_kernel<Dst, Src>,
+                          dim3((unsigned)(ctas < 65536 ? ctas : 65536)), dim3(256), 0, stream, args->dst, args->src,
+                          numel);
+}
+
+static pk_status copy_strided(const pk_copy_args *args, int64_t numel, pk_stream stream, pk_error *err)
+{
+    pk_dtype src = args->src.dtype, dst = args->dst.dtype;
+    if (src == dst) {
+        switch (pk_dtype_bytes(src)) {
+            case 1:
+                return launch<uint8_t, uint8_t>(args, numel, stream, err);
+            case 2:
+                return launch<uint16_t, uint16_t>(args, numel, stream, err);
+            case 4:
+                return launch<uint32_t, uint32_t>(args, numel, stream, err);
+            default:
+                return launch<uint64_t, uint64_t>(args, numel, stream, err);
+        }
+    }
+    return pk_for_float_dtype(err, src == PK_F8E4M3 ? PK_F32 : src, [&](auto *src_type) {
+        using Src = std::remove_pointer_t<decltype(src_type)>;
+        if (dst == PK_F8E4M3) return launch<__nv_fp8_e4m3, Src>(args, numel, stream, err);
+        return pk_for_float_dtype(err, dst, [&](auto *dst_type) {
+            using Dst = std::remove_pointer_t<decltype(dst_type)>;
+            if (src == PK_F8E4M3) return launch<Dst, __nv_fp8_e4m3>(args, numel, stream, err);
+            return launch<Dst, Src>(args, numel, stream, err);
+        });
+    });
+}
+
+pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err)
+{
+    const pk_view *src = &args->src, *dst = &args->dst;
+    int64_t numel = pk_view_numel(src);
+    if (numel == 0) return PK_OK;
+    pk_cuda_scope scope(dst->device.type == PK_CUDA ? dst->device.index : src->device.index, err);
+    if (scope.status != PK_OK) return scope.status;
+    bool is_one_device = src->device.type == dst->device.type && src->device.index == dst->device.index;
+    bool are_plain_bytes = src->dtype == dst->dtype && pk_view_is_contiguous(src) && pk_view_is_contiguous(dst);
+    if (!are_plain_bytes && is_one_device) return copy_strided(args, numel, stream, err);
+    if (!are_plain_bytes)
+        return pk_fail(err, PK_ELAYOUT, "copy: between devices both sides must be contiguous and of one dtype");
+    PK_CUDA(err, cudaMemcpyAsync(dst->data, src->data, (size_t)numel * pk_dtype_bytes(src->dtype), cudaMemcpyDefault,
+                                 (cudaStream_t)stream));
+    /* The host reads what it asked for as soon as the call is back. */
+    if (dst->device.type == PK_CPU) PK_CUDA(err, cudaStreamSynchronize((cudaStream_t)stream));
+    return PK_OK;
+}

@@ -1,0 +1,200 @@
+/* cuda.h - what the .cu files share: errors, the device a call runs on, the status word, launches, conversions.
+ *
+ * A launcher reads so:
+ *
+ *     pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err)
+ *     {
+ *         pk_cuda_scope scope(args->k_cache, err);               // the right device is current until the end
+ *         if (scope.status != PK_OK) return scope.status;
+ *         PK_CUDA(err, cudaMemsetAsync(...));                    // "cudaMemsetAsync: cudaErrorX (what it says)"
+ *         return PK_CUDA_LAUNCH(err, store_kernel, grid, cta, smem_bytes, stream, *args, scope.device->bad_id);
+ *     }
+ *
+ * No launcher synchronises or allocates device memory (pk_cuda_workspace says what it does instead). Host code here is
+ * built without exceptions, RTTI and thread-safe statics: the extension needs libc alone.
+ */
+#ifndef PK_CUDA_H
+#define PK_CUDA_H
+
+#include "pk.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+// --- errors
+
+/* Sets err to "<call>: cudaErrorX (description)" (PK_ENOMEM where memory ran out, else PK_ECUDA), clears the runtime's
+ * last error, and returns the status. `call` is cut at its opening parenthesis. */
+pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
+
+#define PK_CUDA(err, call)                                                                    \
+    do {                                                                                      \
+        cudaError_t pk_cuda_error_ = (call);                                                  \
+        if (pk_cuda_error_ != cudaSuccess) return pk_cuda_fail((err), #call, pk_cuda_error_); \
+    } while (0)
+
+// --- what a bad id in a device array leaves behind
+
+/* Kernels cannot raise. An id that is out of range is masked (nothing is read or written for it), and the first one
+ * since the last check_errors() is kept here, in device memory, so that it survives a graph's replay. */
+enum pk_cuda_bad_kind {
+    PK_BAD_SLOT = 1,
+    PK_BAD_PAGE,
+    PK_BAD_ID,
+    PK_BAD_POSITION,
+    PK_BAD_QUERY_RANGE,
+    PK_NUM_BAD_KINDS
+};
+
+struct pk_cuda_bad_id {
+    unsigned int kind; /* 0: none */
+    int64_t index;     /* which sequence, token or row held it */
+    int64_t value;     /* the id itself */
+    int64_t limit;     /* what it had to stay below */
+};
+
+static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_cuda_bad_kind kind, int64_t index,
+                                                     int64_t value, int64_t limit)
+{
+    if (atomicCAS(&bad_id->kind, 0u, (unsigned int)kind) != 0) return;
+    bad_id->index = index;
+    bad_id->value = value;
+    bad_id->limit = limit;
+}
+
+// --- the device of a call
+
+struct pk_cuda_device {
+    int index, num_sms, compute_capability; /* 90 for a Hopper */
+    size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
+    pk_cuda_bad_id *bad_id;                 /* device memory */
+};
+
+/* Makes the device that owns `pointer` (or device `index`) current, and the caller's again at the end of the scope. */
+struct pk_cuda_scope {
+    pk_status status;
+    const pk_cuda_device *device;
+    int previous;
+
+    pk_cuda_scope(const void *pointer, pk_error *err);
+    pk_cuda_scope(int index, pk_error *err);
+    ~pk_cuda_scope();
+    pk_cuda_scope(const pk_cuda_scope &) = delete;
+    pk_cuda_scope &operator=(const pk_cuda_scope &) = delete;
+
+   private:
+    void enter(int index, pk_error *err);
+};
+
+/* Scratch memory of one stream of one device, at least `bytes` of it, zeroed when it is made; kernels must leave the
+ * part that they use as counters zero. It is made at a stream's first use (also inside a capture: the allocation itself
+ * is not captured) and grows only outside a capture; what it outgrew is kept, because graphs may point to it. Two
+ * graphs captured on one stream share it and must not be replayed at the same time. */
+pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err);
+
+/* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
+pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
+
+// --- launches
+
+template <typename... Params, typename... Args>
+static inline pk_status pk_cuda_launch(pk_error *err, const char *name, void (*kernel)(Params...), dim3 grid, dim3 cta,
+                                       size_t smem_bytes, pk_stream stream, Args... args)
+{
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = cta;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = (cudaStream_t)stream;
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+}
+#define PK_CUDA_LAUNCH(err, kernel, ...) pk_cuda_launch((err), #kernel, kernel, __VA_ARGS__)
+
+/* Lets `kernel` ask for more than 48 KB of shared memory; a kernel's launcher calls it once a device: `done` is a
+ * static bit mask of devices. */
+template <typename Kernel>
+static inline pk_status pk_cuda_allow_smem(pk_error *err, Kernel *kernel, size_t bytes, int device, uint64_t *done)
+{
+    uint64_t bit = 1ull << (device & 63);
+    if (device < 64 && (__atomic_load_n(done, __ATOMIC_RELAXED) & bit)) return PK_OK;
+    PK_CUDA(err, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    __atomic_fetch_or(done, bit, __ATOMIC_RELAXED);
+    return PK_OK;
+}
+
+static inline bool pk_is_aligned(const void *pointer, size_t bytes) { return (uintptr_t)pointer % bytes == 0; }
+static inline int64_t pk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- device code: conversions and 16-byte vectors
+
+__device__ static inline float pk_to_float(float x) { return x; }
+__device__ static inline float pk_to_float(__half x) { return __half2float(x); }
+__device__ static inline float pk_to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ static inline float pk_to_float(__nv_fp8_e4m3 x) { return (float)x; }
+
+template <typename T>
+__device__ static inline T pk_from_float(float x);
+template <>
+__device__ inline float pk_from_float<float>(float x)
+{
+    return x;
+}
+template <>
+__device__ inline __half pk_from_float<__half>(float x)
+{
+    return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 pk_from_float<__nv_bfloat16>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline __nv_fp8_e4m3 pk_from_float<__nv_fp8_e4m3>(float x) /* saturates at 448, NaN stays NaN */
+{
+    __nv_fp8_e4m3 y;
+    y.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+    return y;
+}
+
+/* N elements that are loaded and stored by one instruction where N * sizeof(T) is 4, 8 or 16. */
+template <typename T, int N>
+struct alignas(sizeof(T) * N) pk_vec {
+    T at[N];
+};
+
+__device__ static inline float pk_scale_of(const pk_scale_arg &scale, int64_t seq, int64_t head)
+{
+    return scale.data ? scale.data[seq * scale.seq_stride + head * scale.head_stride] : scale.value;
+}
+
+/* Calls body with a null pointer of the C++ type of a float dtype: the one switch over dtypes. */
+template <typename Body>
+static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body body)
+{
+    switch (dtype) {
+        case PK_F32:
+            return body((float *)nullptr);
+        case PK_F16:
+            return body((__half *)nullptr);
+        case PK_BF16:
+            return body((__nv_bfloat16 *)nullptr);
+        default:
+            return pk_fail(err, PK_EDTYPE, "%s is not a float dtype of the cuda backend", pk_dtype_name(dtype));
+    }
+}
+
+// --- the entries of the backend's table, one file a topic
+
+pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
+
+#endif

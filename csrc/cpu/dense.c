@@ -1,0 +1,115 @@
+/* dense.c - the row-wise operations on the CPU: gather, rms_norm, silu_and_mul.
+ *
+ * Every row is converted to fp32, worked on, and rounded where transformers' modules round, so that bf16 and f16 follow
+ * the same casts as a model that runs there. A row is independent of the others, whatever the batch and the threads.
+ */
+#include "cpu/cpu.h"
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* A parallel region costs some microseconds: below this many elements one thread is faster. */
+enum { PARALLEL_ELEMENTS = 1 << 15 };
+
+static int64_t id_at(const void *ids, bool are_int64, int64_t i)
+{
+    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
+pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    for (int64_t t = 0; t < args->num_ids; t++) {
+        int64_t id = id_at(args->ids, args->ids_are_int64, t);
+        if (id < 0 || id >= args->num_rows)
+            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", args->ids_name, (long long)t,
+                           (long long)id, (long long)args->num_rows - 1);
+    }
+    int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), row_bytes = args->row_size * bytes;
+#pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PARALLEL_ELEMENTS)
+    for (int64_t t = 0; t < args->num_ids; t++) {
+        int64_t id = id_at(args->ids, args->ids_are_int64, t);
+        memmove((char *)args->out + t * args->out_stride * bytes,
+                (const char *)args->table + id * args->table_stride * bytes, (size_t)row_bytes);
+    }
+    return PK_OK;
+}
+
+/* Rounds to dtype and back: the value that a tensor of that dtype would hold. */
+void pk_cpu_round_row(float *row, pk_dtype dtype, int64_t count)
+{
+    uint16_t rounded[256];
+    if (dtype == PK_F32) return;
+    for (int64_t at = 0; at < count; at += 256) {
+        int64_t n = count - at < 256 ? count - at : 256;
+        pk_cpu_row_from_f32(rounded, dtype, row + at, n);
+        pk_cpu_row_to_f32(row + at, rounded, dtype, n);
+    }
+}
+
+void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float eps, pk_dtype dtype)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += row[i] * row[i];
+    float scale = 1.0f / sqrtf(sum / (float)count + eps);
+    for (int64_t i = 0; i < count; i++) row[i] *= scale;
+    pk_cpu_round_row(row, dtype, count); /* as Qwen3RMSNorm: cast to the input's dtype, then multiply by the weight */
+    for (int64_t i = 0; i < count; i++) row[i] *= weight[i];
+    pk_cpu_round_row(row, dtype, count);
+}
+
+pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
+    int num_threads = args->num_rows * size > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
+    /* the weights in fp32, then two rows of scratch a thread */
+    float *scratch = malloc((size_t)(size * (1 + 2 * num_threads) + 1) * sizeof *scratch);
+    if (!scratch) return pk_fail(err, PK_ENOMEM, "rms_norm: cannot allocate scratch for rows of %lld", (long long)size);
+    pk_cpu_row_to_f32(scratch, args->weight, args->dtype, size);
+#pragma omp parallel num_threads(num_threads)
+    {
+        float *row = scratch + size * (1 + 2 * omp_get_thread_num()), *addend = row + size;
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < args->num_rows; t++) {
+            pk_cpu_row_to_f32(row, (const char *)args->x + t * args->x_stride * bytes, args->dtype, size);
+            if (args->residual) {
+                char *residual = (char *)args->residual + t * args->residual_stride * bytes;
+                pk_cpu_row_to_f32(addend, residual, args->dtype, size);
+                for (int64_t i = 0; i < size; i++) row[i] += addend[i];
+                pk_cpu_row_from_f32(residual, args->dtype, row, size);
+                pk_cpu_row_to_f32(row, residual, args->dtype, size);
+            }
+            pk_cpu_rms_norm_row(row, scratch, size, args->eps, args->dtype);
+            pk_cpu_row_from_f32((char *)args->out + t * args->out_stride * bytes, args->dtype, row, size);
+        }
+    }
+    free(scratch);
+    return PK_OK;
+}
+
+pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream, (void)err;
+    enum { CHUNK = 256 };
+    int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
+#pragma omp parallel for schedule(static) if (args->num_rows * size > PARALLEL_ELEMENTS / 4)
+    for (int64_t t = 0; t < args->num_rows; t++) {
+        const char *x = (const char *)args->x + t * args->x_stride * bytes;
+        char *out = (char *)args->out + t * args->out_stride * bytes;
+        for (int64_t at = 0; at < size; at += CHUNK) {
+            float gate[CHUNK], up[CHUNK];
+            int64_t count = size - at < CHUNK ? size - at : CHUNK;
+            pk_cpu_row_to_f32(gate, x + at * bytes, args->dtype, count);
+            pk_cpu_row_to_f32(up, x + (size + at) * bytes, args->dtype, count);
+            for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i]));
+            pk_cpu_round_row(gate, args->dtype, count); /* the activation is a tensor of its own in transformers' MLP */
+            for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
+            pk_cpu_row_from_f32(out + at * bytes, args->dtype, gate, count);
+        }
+    }
+    return PK_OK;
+}

@@ -205,11 +205,13 @@ typedef struct {
     pk_dtype dtype, cache_dtype;
 } pk_attention_args;
 
-/* copy_blocks / swap_blocks: dst[i][pairs[p][1]] = src[i][pairs[p][0]], whole blocks of block_bytes[i] */
+/* copy_blocks / swap_blocks: dst[i][pairs[p][1]] = src[i][pairs[p][0]], whole blocks */
 typedef struct {
     int num_caches;
-    const pk_view *src, *dst;       /* num_caches each, dense; for copy_blocks src == dst */
-    const void *pairs;              /* [num_pairs, 2] int32 or int64, dense, on the host (already range-checked) */
+    const pk_view *src, *dst;       /* num_caches each; a block's numel / shape[0] elements are gapless from
+                                       data + block * stride[0]; for copy_blocks src == dst */
+    const void *pairs;              /* [num_pairs, 2] int32 or int64, dense, on the host, wholly checked: in range,
+                                       no block written twice, none both read and written in one pool */
     int64_t num_pairs;
     bool pairs_are_int64;
 } pk_blocks_args;

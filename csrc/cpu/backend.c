@@ -1,4 +1,4 @@
-/* backend.c - the CPU backend's table, its memory, and what run-time dispatch chose. */
+/* backend.c - the CPU backend's table, its memory and threads. */
 #include "cpu/cpu.h"
 
 #include <omp.h>
@@ -39,4 +39,9 @@ const pk_backend pk_cpu_backend = {
     .linear = pk_cpu_linear,
     .silu_and_mul = pk_cpu_silu_and_mul,
     .sample = pk_cpu_sample,
+    .store_kvcache = pk_cpu_store_kvcache,
+    .attention = pk_cpu_attention,
+    .copy_blocks = pk_cpu_copy_blocks,
+    .swap_blocks = pk_cpu_copy_blocks,
+    .merge_attention_states = pk_cpu_merge_attention_states,
 };

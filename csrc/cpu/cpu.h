@@ -19,7 +19,21 @@ static inline float pk_cpu_scale_at(const pk_scale_arg *scale, int64_t seq, int6
 void pk_cpu_round_row(float *row, pk_dtype dtype, int64_t count);
 void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float eps, pk_dtype dtype);
 
+/* --- isa.c: the instruction set that kernels with variants use, capped by PAGEDKV_CPU_ISA */
+typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
+pk_isa pk_cpu_isa_level(void);
+
+/* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
+pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);
+/* One token, its KV heads `*_head_stride` elements apart, to its slot; nothing where the slot is negative. */
+void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *key, int64_t key_head_stride,
+                        const void *value, int64_t value_head_stride);
+
 /* --- entries of the backend's table */
+pk_status pk_cpu_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err); /* swap_blocks too */
+pk_status pk_cpu_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);

@@ -1,0 +1,291 @@
+/* attention.c - paged_attention_fwd on the CPU: checks what lies in memory, plans, shares the work out, merges.
+ *
+ * The work is items (see attention.h) that OpenMP's threads take one by one, each with its own scratch. A sequence with
+ * many keys and few queries is cut into parts of PART_KEYS keys at fixed positions, and the parts are merged in their
+ * order. So what a sequence gets depends on nothing but itself: not on the batch, not on the number of threads. How
+ * many KV heads share an item does depend on the threads; heads do not mix, so that changes no result.
+ */
+#include "cpu/attention.h"
+#include "cpu/cpu.h"
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+
+enum {
+    PART_KEYS = 2048,
+    TILE_ROWS = 128, /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
+    ITEM_ROWS = 128, /* the same over all KV heads of an item */
+    ITEMS_PER_THREAD = 4,
+    PARALLEL_WORK = 1 << 17, /* multiplications below which waking threads costs more than it gains */
+};
+
+/* ------------------------------------------------------------------ what lies in memory */
+
+static pk_status check_queries(const pk_attention_args *args, pk_error *err)
+{
+    const int32_t *cu = args->cu_seqlens_q;
+    if (!cu) return PK_OK;
+    if (cu[0] < 0) return pk_fail(err, PK_EVALUE, "cu_seqlens_q[0] is %d but must be at least 0", cu[0]);
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        if (cu[s + 1] < cu[s])
+            return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] is %d but cu_seqlens_q[%lld] is %d: it must not fall",
+                           (long long)s + 1, cu[s + 1], (long long)s, cu[s]);
+        if (cu[s + 1] - (int64_t)cu[s] > args->max_seqlen_q && cu[s + 1] <= args->num_tokens)
+            return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] ends %lld queries but max_seqlen_q is %lld",
+                           (long long)s + 1, (long long)cu[s + 1] - cu[s], (long long)args->max_seqlen_q);
+    }
+    if (cu[args->num_seqs] > args->num_tokens)
+        return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] is %d but q has %lld tokens", (long long)args->num_seqs,
+                       cu[args->num_seqs], (long long)args->num_tokens);
+    return PK_OK;
+}
+
+static pk_status check_keys(const pk_attention_args *args, pk_error *err)
+{
+    int64_t room = args->max_blocks_per_seq * args->block_size;
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        int32_t context = args->context_lens[s];
+        if (context < 0 || context > room)
+            return pk_fail(err, PK_EVALUE, "context_lens[%lld] is %d but block_tables has room for 0 to %lld keys",
+                           (long long)s, context, (long long)room);
+    }
+    return PK_OK;
+}
+
+/* The pages that some query of the sequence sees. */
+static pk_status check_pages(const pk_attention_args *args, const pk_attention_seq *seq, int64_t s, pk_error *err)
+{
+    const int32_t *table = args->block_tables + s * args->block_table_stride;
+    int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
+    for (int64_t block = first / args->block_size; block * args->block_size < end; block++)
+        if (table[block] >= args->num_blocks)
+            return pk_fail(err, PK_EVALUE, "block_tables[%lld, %lld] is %d but k_cache has %lld blocks", (long long)s,
+                           (long long)block, table[block], (long long)args->num_blocks);
+    return PK_OK;
+}
+
+/* ------------------------------------------------------------------ the plan */
+
+typedef struct {
+    pk_attention_plan base;
+    pk_attention_seq *seqs;
+    pk_attention_item *items;
+    void *scratch;
+    int64_t num_items, num_part_rows, heads_per_item;
+    size_t scratch_bytes; /* a thread */
+    int num_threads;
+} cpu_plan;
+
+static void release_plan(cpu_plan *plan)
+{
+    free(plan->seqs);
+    free(plan->items);
+    free(plan->base.part_accumulated);
+    free(plan->base.part_states);
+    free(plan->scratch);
+}
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Queries of a sequence that one item takes. */
+static int64_t queries_per_tile(const pk_attention_args *args)
+{
+    int64_t queries = TILE_ROWS / (args->num_q_heads / args->num_kv_heads);
+    return queries ? queries : 1;
+}
+
+static void cut_keys(const pk_attention_args *args, pk_attention_seq *seq)
+{
+    int64_t context = seq->context_len > 0 ? seq->context_len : 1;
+    seq->part_keys = context;
+    if (args->num_splits > 0)
+        seq->part_keys = divide_up(context, args->num_splits);
+    else if (seq->num_queries <= queries_per_tile(args)) /* more queries are work enough for every thread */
+        seq->part_keys = PART_KEYS;
+    int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
+    seq->first_part = first < end ? first / seq->part_keys : 0;
+    seq->end_part = first < end ? divide_up(end, seq->part_keys) : 1; /* one item that finishes rows without keys */
+}
+
+static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double *work, pk_error *err)
+{
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        pk_attention_seq *seq = &plan->seqs[s];
+        int64_t per_seq = args->num_tokens / args->num_seqs;
+        seq->index = s;
+        seq->first_token = args->cu_seqlens_q ? args->cu_seqlens_q[s] : s * per_seq;
+        seq->num_queries = args->cu_seqlens_q ? args->cu_seqlens_q[s + 1] - args->cu_seqlens_q[s] : per_seq;
+        seq->context_len = args->context_lens[s];
+        if (seq->num_queries == 0) continue;
+        PK_TRY(check_pages(args, seq, s, err));
+        cut_keys(args, seq);
+        seq->part_row = plan->num_part_rows;
+        if (seq->end_part - seq->first_part > 1)
+            plan->num_part_rows += seq->num_queries * args->num_q_heads * (seq->end_part - seq->first_part);
+        *work += (double)seq->num_queries * (double)seq->context_len * (double)(args->num_q_heads * args->head_dim);
+    }
+    return PK_OK;
+}
+
+/* Calls for every (sequence, query tile, part): counts them, or writes them with `heads` KV heads each. The last
+ * queries come first: under a causal mask they have the most keys, and what is long must not be left for the end. */
+static int64_t list_items(cpu_plan *plan, const pk_attention_args *args, int64_t heads, pk_attention_item *items)
+{
+    int64_t count = 0, per_tile = queries_per_tile(args);
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        const pk_attention_seq *seq = &plan->seqs[s];
+        for (int64_t tile = divide_up(seq->num_queries, per_tile) - 1; tile >= 0; tile--)
+            for (int64_t part = seq->first_part; part < seq->end_part; part++)
+                for (int64_t head = 0; head < args->num_kv_heads; head += heads, count++) {
+                    if (!items) continue;
+                    items[count] = (pk_attention_item){
+                        .seq = (int32_t)s,
+                        .part = (int32_t)part,
+                        .first_query = tile * per_tile,
+                        .num_queries = smaller(per_tile, seq->num_queries - tile * per_tile),
+                        .first_head = head,
+                        .num_heads = smaller(heads, args->num_kv_heads - head),
+                    };
+                }
+    }
+    return count;
+}
+
+static pk_status make_plan(cpu_plan *plan, const pk_attention_args *args, const pk_attention_kernel *kernel,
+                           pk_error *err)
+{
+    double work = 0;
+    if (!(plan->seqs = calloc((size_t)args->num_seqs, sizeof *plan->seqs))) goto no_memory;
+    PK_TRY(plan_seqs(plan, args, &work, err));
+
+    int max_threads = work < PARALLEL_WORK ? 1 : omp_get_max_threads();
+    int64_t group = args->num_q_heads / args->num_kv_heads, longest = 0;
+    for (int64_t s = 0; s < args->num_seqs; s++)
+        if (plan->seqs[s].num_queries > longest) longest = plan->seqs[s].num_queries;
+    if (longest == 0) return PK_OK; /* no items */
+    int64_t rows = smaller(longest, queries_per_tile(args)) * group;
+    int64_t heads = smaller(args->num_kv_heads, rows < ITEM_ROWS ? ITEM_ROWS / rows : 1);
+    while (heads > 1 && list_items(plan, args, heads, NULL) < ITEMS_PER_THREAD * max_threads) heads = (heads + 1) / 2;
+
+    plan->num_items = list_items(plan, args, heads, NULL);
+    plan->num_threads = (int)smaller(max_threads, plan->num_items);
+    plan->scratch_bytes = kernel->scratch_bytes(heads, rows, args->head_dim);
+    plan->items = malloc((size_t)plan->num_items * sizeof *plan->items);
+    plan->scratch = aligned_alloc(64, (size_t)plan->num_threads * plan->scratch_bytes);
+    if (!plan->items || !plan->scratch) goto no_memory;
+    if (plan->num_part_rows) {
+        size_t part_rows = (size_t)plan->num_part_rows;
+        plan->base.part_accumulated = malloc(part_rows * (size_t)args->head_dim * sizeof(float));
+        plan->base.part_states = malloc(part_rows * sizeof *plan->base.part_states);
+        if (!plan->base.part_accumulated || !plan->base.part_states) goto no_memory;
+    }
+    list_items(plan, args, heads, plan->items);
+    plan->base.args = args;
+    plan->base.seqs = plan->seqs;
+    return PK_OK;
+
+no_memory:
+    return pk_fail(err, PK_ENOMEM, "cannot allocate working memory for attention over %lld sequences, %lld tokens",
+                   (long long)args->num_seqs, (long long)args->num_tokens);
+}
+
+/* ------------------------------------------------------------------ the end of a row */
+
+void pk_attention_finish_row(const pk_attention_args *args, const pk_attention_seq *seq, int64_t query, int64_t head,
+                             float *accumulated, pk_softmax_state state)
+{
+    int64_t s = seq->index, token = seq->first_token + query;
+    int64_t kv_head = head / (args->num_q_heads / args->num_kv_heads);
+    float max = state.max, sum = state.sum;
+    if (args->sinks) {
+        float sink = args->sinks[head], origin = sink > max ? sink : max;
+        if (origin != -INFINITY) {
+            float shrink = expf(max - origin);
+            for (int64_t d = 0; d < args->head_dim; d++) accumulated[d] *= shrink;
+            sum = sum * shrink + expf(sink - origin);
+            max = origin;
+        }
+    }
+    float factor = sum == 0 ? 0 : pk_cpu_scale_at(&args->v_scale, s, kv_head) / sum;
+    for (int64_t d = 0; d < args->head_dim; d++) accumulated[d] *= factor;
+    int64_t at = token * args->out_token_stride + head * args->out_head_stride;
+    pk_cpu_row_from_f32((char *)args->out + at * (int64_t)pk_dtype_bytes(args->dtype), args->dtype, accumulated,
+                        args->head_dim);
+    if (args->lse) args->lse[head * args->lse_head_stride + token] = sum == 0 ? -INFINITY : max + logf(sum);
+}
+
+/* Joins the parts of one row in their order. */
+static void merge_row(const cpu_plan *plan, const pk_attention_seq *seq, int64_t query, int64_t head)
+{
+    const pk_attention_args *args = plan->base.args;
+    int64_t num_parts = seq->end_part - seq->first_part, head_dim = args->head_dim;
+    int64_t first = seq->part_row + (query * args->num_q_heads + head) * num_parts;
+    const pk_softmax_state *states = plan->base.part_states + first;
+    pk_softmax_state whole = {-INFINITY, 0};
+    float accumulated[256] = {0};
+    for (int64_t p = 0; p < num_parts; p++)
+        if (states[p].max > whole.max) whole.max = states[p].max;
+    for (int64_t p = 0; p < num_parts; p++) {
+        const float *part = plan->base.part_accumulated + (first + p) * head_dim;
+        if (states[p].sum == 0) continue; /* saw no key */
+        float weight = expf(states[p].max - whole.max);
+        whole.sum += weight * states[p].sum;
+        for (int64_t d = 0; d < head_dim; d++) accumulated[d] += weight * part[d];
+    }
+    pk_attention_finish_row(args, seq, query, head, accumulated, whole);
+}
+
+static void merge_parts(const cpu_plan *plan)
+{
+    const pk_attention_args *args = plan->base.args;
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        const pk_attention_seq *seq = &plan->seqs[s];
+        if (seq->num_queries == 0 || seq->end_part - seq->first_part <= 1) continue;
+        int64_t rows = seq->num_queries * args->num_q_heads;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < rows; row++) merge_row(plan, seq, row / args->num_q_heads, row % args->num_q_heads);
+    }
+}
+
+/* ------------------------------------------------------------------ the operation */
+
+static const pk_attention_kernel *kernel_of_isa(void)
+{
+    switch (pk_cpu_isa_level()) {
+#if defined(__x86_64__)
+        case PK_ISA_AVX512:
+            return &pk_attention_avx512;
+        case PK_ISA_AVX2:
+            return &pk_attention_avx2;
+#endif
+        default:
+            return &pk_attention_generic;
+    }
+}
+
+static void execute(const cpu_plan *plan, const pk_attention_kernel *kernel)
+{
+#pragma omp parallel num_threads(plan->num_threads) if (plan->num_threads > 1)
+    {
+        void *scratch = (char *)plan->scratch + (size_t)omp_get_thread_num() * plan->scratch_bytes;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < plan->num_items; i++) kernel->run(&plan->base, &plan->items[i], scratch);
+        merge_parts(plan);
+    }
+}
+
+pk_status pk_cpu_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    PK_TRY(check_queries(args, err));
+    PK_TRY(check_keys(args, err));
+    if (args->num_seqs == 0 || args->num_tokens == 0) return PK_OK;
+    const pk_attention_kernel *kernel = kernel_of_isa();
+    cpu_plan plan = {0};
+    pk_status status = make_plan(&plan, args, kernel, err);
+    if (status == PK_OK && plan.num_items) execute(&plan, kernel);
+    release_plan(&plan);
+    return status;
+}

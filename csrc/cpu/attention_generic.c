@@ -1,0 +1,3 @@
+/* attention_generic.c - see attention_kernel.inc */
+#define PK_ATTENTION_KERNEL pk_attention_generic
+#include "cpu/attention_kernel.inc"

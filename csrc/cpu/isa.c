@@ -1,0 +1,46 @@
+/* isa.c - which instruction set the kernels of this process use. */
+#include "cpu/cpu.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const names[] = {[PK_ISA_GENERIC] = "generic", [PK_ISA_AVX2] = "avx2", [PK_ISA_AVX512] = "avx512"};
+
+static pk_isa best_isa(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return PK_ISA_AVX512;
+    if (has_avx2) return PK_ISA_AVX2; /* every CPU with AVX2 has F16C */
+#endif
+    return PK_ISA_GENERIC;
+}
+
+static pk_isa choose_isa(void)
+{
+    pk_isa best = best_isa();
+    const char *cap = getenv("PAGEDKV_CPU_ISA");
+    if (!cap || !*cap) return best;
+    for (pk_isa isa = PK_ISA_GENERIC; isa <= PK_ISA_AVX512; isa++)
+        if (!strcmp(cap, names[isa])) return isa < best ? isa : best;
+    fprintf(stderr, "pagedkv: PAGEDKV_CPU_ISA is '%s' but must be generic, avx2 or avx512; using %s\n", cap,
+            names[best]);
+    return best;
+}
+
+pk_isa pk_cpu_isa_level(void)
+{
+    static int chosen = -1; /* threads that race here compute the same value */
+    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (isa < 0) {
+        isa = (int)choose_isa();
+        __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    }
+    return (pk_isa)isa;
+}
+
+const char *pk_cpu_isa(void) { return names[pk_cpu_isa_level()]; }

@@ -1,0 +1,21 @@
+/* ops.h - checks that several csrc/ops_*.c share. */
+#ifndef PK_OPS_H
+#define PK_OPS_H
+
+#include "pk.h"
+
+/* Both caches ("N B H D" of the env's dtype or fp8, the same dtype for both). `flags` adds PK_WRITABLE.
+ * `heads` is the letter of the KV heads. */
+pk_status pk_expect_caches(pk_env *env, const pk_view *k_cache, const pk_view *v_cache, char heads, unsigned flags);
+
+/* A scale of a cache: absent, a number, or float32 of shape [1], [KV heads] or, `per_seq`, [num_seqs (S), KV heads].
+ * Refused beside a cache that is not fp8, where it would silently do nothing. */
+pk_status pk_expect_scale(pk_env *env, const char *name, pk_scale scale, pk_dtype cache_dtype, char heads, bool per_seq,
+                          pk_scale_arg *result);
+
+/* The destination of a store: caches (heads letter H, head_dim letter D), "slot_mapping" of T tokens, scales.
+ * Fills every field of `args` that does not concern key and value. The env has bound T, H, D and the dtype. */
+pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_cache, const pk_view *slot_mapping,
+                          pk_scale k_scale, pk_scale v_scale, pk_store_args *args);
+
+#endif

@@ -1,0 +1,112 @@
+"""What every operation must compute, in NumPy float64, written from the definitions. Never imports pagedkv.
+
+Numbers of the narrow dtypes are held as the float64 values that they stand for; `rounded` rounds to a dtype.
+"""
+
+import numpy as np
+
+# All finite non-negative float8_e4m3fn numbers in order: code 0x00 to 0x7e (0x7f is NaN).
+_F8_VALUES = np.array([(c & 7) * 2.0**-9 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(0x7F)])
+
+
+def rounded(x, dtype: str) -> np.ndarray:
+    """x rounded to nearest even in `dtype`, as float64. float8_e4m3fn saturates at 448; NaN stays NaN."""
+    x = np.asarray(x, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype in ("float32", "float16"):
+            return x.astype(dtype).astype(np.float64)
+        if dtype == "bfloat16":
+            bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            return np.where(np.isnan(x), np.nan, bits.astype(np.uint32).view(np.float32).astype(np.float64))
+        assert dtype == "float8_e4m3fn", dtype
+        magnitude = np.minimum(np.abs(x), 448.0)
+        high = np.clip(np.searchsorted(_F8_VALUES, magnitude), 1, len(_F8_VALUES) - 1)
+        below, above = magnitude - _F8_VALUES[high - 1], _F8_VALUES[high] - magnitude
+        code = np.where((below < above) | ((below == above) & (high % 2 == 1)), high - 1, high)
+        return np.where(np.isnan(x), np.nan, np.copysign(_F8_VALUES[code], x))
+
+
+def tolerance(dtype: str) -> float:
+    """Allowed error of a result of size about 1 in `dtype`, fp32 inside: a few last places."""
+    return {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+
+
+def store_kvcache(key, value, k_cache, v_cache, slot_mapping, *, cache_dtype, k_scale=None, v_scale=None):
+    """Returns copies of the caches after the store. Caches [blocks, block_size, heads, dim], slots [tokens]."""
+    results = []
+    for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        cache = cache.copy()
+        rows = cache.reshape(-1, *cache.shape[2:])
+        for token, slot in enumerate(slot_mapping):
+            if slot >= 0:
+                new = np.asarray(x[token], np.float64)
+                if scale is not None:  # the division is fp32, as on the devices
+                    new = new.astype(np.float32) / np.asarray(scale, np.float32).reshape(-1, 1)
+                rows[slot] = rounded(new, cache_dtype)
+        results.append(cache)
+    return results
+
+
+def _scale_of(scale, seq, num_kv_heads):
+    """A scale (None, number, [1], [heads] or [seqs, heads]) for one sequence, as [heads]."""
+    scale = np.asarray(1.0 if scale is None else scale, np.float64)
+    return np.broadcast_to(scale[seq] if scale.ndim == 2 else scale, (num_kv_heads,))
+
+
+def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None,
+                        causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
+                        v_scale=None):
+    """Attention over pages, one query at a time. Returns out [tokens, heads, dim] and lse [heads, tokens]; rows that
+    no sequence owns are NaN. Only what a query may see is read, so poison anywhere else shows."""
+    q = np.asarray(q, np.float64)
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
+    num_seqs = len(context_lens)
+    if cu_seqlens_q is None:
+        cu_seqlens_q = np.arange(num_seqs + 1) * (num_tokens // max(num_seqs, 1))
+    scale = 1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    left, right = window_size[0], 0 if causal else window_size[1]
+    head_of = np.arange(num_q_heads) // (num_q_heads // num_kv_heads)
+    out = np.full(q.shape, np.nan)
+    lse = np.full((num_q_heads, num_tokens), np.nan)
+    for s in range(num_seqs):
+        first, end, context = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1]), int(context_lens[s])
+        for token in range(first, end):
+            position = token - first + context - (end - first)
+            seen = [j for j in range(context)
+                    if (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
+                    and block_tables[s, j // block_size] >= 0]
+            pages, slots = [int(block_tables[s, j // block_size]) for j in seen], [j % block_size for j in seen]
+            keys = k_cache[pages, slots].astype(np.float64) * _scale_of(k_scale, s, num_kv_heads)[:, None]
+            values = v_cache[pages, slots].astype(np.float64) * _scale_of(v_scale, s, num_kv_heads)[:, None]
+            logits = scale * np.einsum("hd,jhd->hj", q[token], keys[:, head_of])
+            if softcap:
+                logits = softcap * np.tanh(logits / softcap)
+            if alibi_slopes is not None:
+                slopes = np.asarray(alibi_slopes, np.float64)
+                slopes = slopes[s] if slopes.ndim == 2 else slopes
+                logits = logits - slopes[:, None] * np.abs(position - np.array(seen, np.float64))
+            with_sink = logits if sinks is None else np.concatenate([logits, np.asarray(sinks)[:, None]], axis=1)
+            lse[:, token] = log_sum_exp(with_sink, axis=1)
+            weights = np.exp(logits - np.where(np.isneginf(lse[:, token]), 0, lse[:, token])[:, None])
+            out[token] = np.einsum("hj,jhd->hd", weights, values[:, head_of])
+    return out, lse
+
+
+def log_sum_exp(x, axis):
+    """log(sum(exp(x))), -inf where there is nothing or all is -inf."""
+    x = np.asarray(x, np.float64)
+    if x.shape[axis] == 0:
+        return np.full(np.delete(x.shape, axis), -np.inf)
+    highest = x.max(axis, keepdims=True)
+    origin = np.where(np.isneginf(highest), 0, highest)
+    with np.errstate(divide="ignore"):
+        return np.squeeze(origin, axis) + np.log(np.exp(x - origin).sum(axis))
+
+
+def merge_attention_states(o, lse):
+    """o [parts, tokens, heads, dim], lse [parts, heads, tokens]; a part with lse -inf counts nothing."""
+    merged = log_sum_exp(lse, axis=0)
+    weights = np.exp(lse - np.where(np.isneginf(merged), 0, merged)).transpose(0, 2, 1)[..., None]
+    return np.where(weights > 0, weights * np.where(weights > 0, o, 0), 0).sum(0), merged

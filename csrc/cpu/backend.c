@@ -37,6 +37,7 @@ const pk_backend pk_cpu_backend = {
     .gather = pk_cpu_gather,
     .rms_norm = pk_cpu_rms_norm,
     .linear = pk_cpu_linear,
+    .qk_norm_rope_store = pk_cpu_qk_norm_rope_store,
     .silu_and_mul = pk_cpu_silu_and_mul,
     .sample = pk_cpu_sample,
     .store_kvcache = pk_cpu_store_kvcache,

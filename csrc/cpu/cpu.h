@@ -22,6 +22,7 @@ void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float e
 /* --- isa.c: the instruction set that kernels with variants use, capped by PAGEDKV_CPU_ISA */
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
+bool pk_cpu_has_avx512bf16(void); /* beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without */
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);

@@ -44,3 +44,13 @@ pk_isa pk_cpu_isa_level(void)
 }
 
 const char *pk_cpu_isa(void) { return names[pk_cpu_isa_level()]; }
+
+bool pk_cpu_has_avx512bf16(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    const char *cap = getenv("PAGEDKV_CPU_ISA");
+    return (!cap || !*cap) && pk_cpu_isa_level() == PK_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}

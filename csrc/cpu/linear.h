@@ -1,0 +1,25 @@
+/* linear.h - what the files of `linear` share: the kernel's arguments and its variants. */
+#ifndef PK_CPU_LINEAR_H
+#define PK_CPU_LINEAR_H
+
+#include "pk.h"
+
+/* sums[r, c] = dot(x[r], weight[c]) in fp32 */
+typedef struct {
+    const void *x;      /* [num_rows, size]: fp32, or the weight's dtype (see below) */
+    const void *weight; /* [num_outputs, size] */
+    float *sums;        /* [num_rows, num_outputs] */
+    int64_t num_rows, num_outputs, size, x_stride, weight_stride, sums_stride;
+    pk_dtype dtype; /* of weight */
+} pk_dot_args;
+
+typedef void (*pk_dot_kernel)(const pk_dot_args *args);
+
+/* x in fp32, weights of any float dtype (linear.inc) */
+void pk_dot_generic(const pk_dot_args *args);
+void pk_dot_avx2(const pk_dot_args *args);
+void pk_dot_avx512(const pk_dot_args *args);
+/* x and weights in bfloat16, multiplied as they are */
+void pk_dot_avx512bf16(const pk_dot_args *args);
+
+#endif

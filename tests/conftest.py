@@ -1,0 +1,37 @@
+"""Fixtures of the whole suite.
+
+seed, rng   fresh random input for every test and every run; a failure prints the seed, PAGEDKV_TEST_SEED=n repeats it
+device      "cpu" and "cuda:0" in turn (the second has the mark gpu and skips where there is none)
+"""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def seed(request) -> int:
+    fixed = os.environ.get("PAGEDKV_TEST_SEED")
+    value = int(fixed) if fixed else random.SystemRandom().randrange(2**31)
+    print(f"PAGEDKV_TEST_SEED={value}")  # shown with the captured output of a failure
+    return value
+
+
+@pytest.fixture
+def rng(seed) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param != "cpu":
+        import pagedkv
+
+        info = pagedkv.build_info()
+        if not info["cuda"]:
+            pytest.skip("built without CUDA")
+        if info["cuda_devices"] == 0:
+            pytest.skip("no CUDA device")
+    return request.param

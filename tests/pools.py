@@ -1,0 +1,114 @@
+"""Poisoned pools, and moving test data to a device and back.
+
+A pool is NaN in every element that no sequence owns, its pages are handed out in random order, and unused entries of
+the block tables hold UNUSED_PAGE, which no kernel survives reading: whatever leaks, shows.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from cases import AttentionCase
+
+UNUSED_PAGE = 2147480000
+
+
+def make_tables(rng, context_lens, block_size: int, *, spare_blocks: int = 3, spare_entries: int = 2):
+    """Block tables [seqs, most pages + spare_entries] with pages in random order, and the size of the pool."""
+    counts = [-(-int(n) // block_size) for n in context_lens]
+    num_blocks = sum(counts) + spare_blocks
+    order = rng.permutation(num_blocks)
+    tables = np.full((len(counts), max(counts, default=0) + spare_entries), UNUSED_PAGE, np.int32)
+    for s, count in enumerate(counts):
+        tables[s, :count], order = order[:count], order[count:]
+    return tables, num_blocks
+
+
+def make_pool(rng, tables, context_lens, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str):
+    """A cache [blocks, block_size, heads, dim] (float64 holding numbers of `dtype`), NaN where nobody owns it."""
+    pool = np.full((num_blocks, block_size, num_kv_heads, head_dim), np.nan)
+    for s, context in enumerate(context_lens):
+        for first in range(0, int(context), block_size):
+            part = pool[tables[s, first // block_size], : min(block_size, int(context) - first)]
+            part[:] = oracle.rounded(rng.standard_normal(part.shape), dtype)
+    return pool
+
+
+@dataclass
+class Batch:
+    """An AttentionCase with numbers. `arguments` are keywords that the oracle and paged_attention_fwd share."""
+
+    case: AttentionCase
+    q: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    block_tables: np.ndarray
+    context_lens: np.ndarray
+    cu_seqlens_q: np.ndarray
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def expected(self):
+        return oracle.paged_attention_fwd(self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens,
+                                          cu_seqlens_q=self.cu_seqlens_q, **self.arguments)
+
+
+def make_batch(case: AttentionCase, rng) -> Batch:
+    num_seqs, heads, kv_heads = len(case.query_lens), case.num_q_heads, case.num_kv_heads
+    tables, num_blocks = make_tables(rng, case.context_lens, case.block_size)
+    shape = (tables, case.context_lens, num_blocks, case.block_size, kv_heads, case.head_dim)
+    k_cache, v_cache = (make_pool(rng, *shape, case.cache_dtype or case.dtype) for _ in range(2))
+    if case.masked_page:
+        for s, context in enumerate(case.context_lens):
+            if context:
+                tables[s, rng.integers(-(-context // case.block_size))] = -1
+
+    def scale():
+        shapes = {"number": (), "one": (1,), "heads": (kv_heads,), "seqs": (num_seqs, kv_heads)}
+        if case.scales is None:
+            return None
+        drawn = rng.uniform(0.5, 1.5, shapes[case.scales]).astype(np.float32)
+        return float(drawn) if case.scales == "number" else drawn
+
+    slopes = {None: None, "shared": (heads,), "per_seq": (num_seqs, heads)}[case.alibi]
+    arguments = dict(
+        softmax_scale=case.softmax_scale, causal=case.causal, window_size=case.window_size, softcap=case.softcap,
+        alibi_slopes=None if slopes is None else rng.uniform(0, 1, slopes).astype(np.float32),
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, k_scale=scale(), v_scale=scale())
+    q = oracle.rounded(rng.standard_normal((case.num_tokens, heads, case.head_dim)), case.dtype)
+    cu_seqlens_q = np.cumsum((0, *case.query_lens)).astype(np.int32)
+    return Batch(case, q, k_cache, v_cache, tables, np.array(case.context_lens, np.int32), cu_seqlens_q, arguments)
+
+
+# --- to a device and back
+
+
+def put(x, device: str, dtype: str | None = None):
+    """A NumPy array on `device`: as pagedkv.Tensor of `dtype` where that is given (x holds numbers of it)."""
+    import pagedkv
+
+    if x is None or isinstance(x, (int, float)):
+        return x
+    if dtype is not None:
+        return pagedkv.asarray(np.ascontiguousarray(x, np.float32), dtype=dtype, device=device)
+    return x if device == "cpu" else pagedkv.asarray(x, device=device)
+
+
+def put_sliceable(x, device: str, dtype: str):
+    """The same as something that can be sliced and transposed: NumPy on the CPU (float32, float16), torch on a GPU."""
+    if device == "cpu":
+        return x.astype(dtype)
+    torch = pytest.importorskip("torch", reason="strided tensors on a GPU need torch")
+    return torch.from_numpy(x).to(device, getattr(torch, dtype))
+
+
+def get(x) -> np.ndarray:
+    """Any result as float64 on the host."""
+    import pagedkv
+
+    if isinstance(x, np.ndarray):
+        return x.astype(np.float64)
+    x = x if isinstance(x, pagedkv.Tensor) else pagedkv.from_dlpack(x)
+    on_host = pagedkv.empty(x.shape, x.dtype, "cpu").copy_(x)
+    return pagedkv.empty(x.shape, "float32", "cpu").copy_(on_host).numpy().astype(np.float64)

@@ -1,0 +1,134 @@
+/* block_manager.h - the page allocator of a paged KV cache: reference counts, prefix cache, copy on write, swap.
+ *
+ * Plain C, no Python, no tensor: it only does the bookkeeping. A `block` is a page of block_size token positions,
+ * named by its index in the pool. A sequence is named by the caller's int64 id and owns a list of pages, a number of
+ * known tokens and a number of computed ones (those whose KV is in the pages).
+ *
+ *     block_pool.c     pages, free list, least-recently-used list of cached pages
+ *     block_salts.c    salts, interned
+ *     prefix_index.c   which page holds the KV of which tokens after which prefix, under which salt
+ *     block_seqs.c     the map from ids to sequences
+ *     block_manager.c  allocate, fork, truncate, free
+ *     block_grow.c     append, reserve (copy on write), commit
+ *     block_swap.c     swap_out, swap_in
+ *     block_step.c     the int32 arrays of one engine step
+ *     block_check.c    statistics and every invariant, spelled out
+ *
+ * Every function is O(1) a page. A function that fails has changed nothing. Not thread-safe: the caller locks.
+ */
+#ifndef PK_BLOCK_MANAGER_H
+#define PK_BLOCK_MANAGER_H
+
+#include "pk.h"
+
+typedef struct pk_block_manager pk_block_manager;
+
+typedef struct {
+    int64_t num_blocks, block_size;
+    int64_t num_host_blocks; /* pages of the swap space */
+    double watermark;        /* fraction of the pages that allocate() leaves free while others hold pages */
+    bool is_caching;         /* prefix caching */
+    uint8_t hash_key[16];    /* must be random where prompts come from strangers */
+    int hash_bits;           /* 64; tests lower it: with 0 all prompts collide and every result must be the same */
+} pk_bm_config;
+
+typedef struct {
+    const int32_t *ids; /* 0 <= id */
+    int64_t count;
+} pk_tokens;
+
+typedef struct {
+    const void *bytes;
+    int64_t num_bytes;
+} pk_salt;
+
+typedef struct {
+    const int32_t *data; /* [count, 2] source, destination; the manager's memory, valid until its next call */
+    int64_t count;
+} pk_pairs;
+
+pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
+void pk_bm_destroy(pk_block_manager *manager);
+
+/* --- sequences. Batch forms are all or nothing, and a batch may name a sequence once. */
+
+/* hits[i]: leading tokens of prompt i whose KV is already in the pool (whole pages; they count as computed). */
+pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const pk_tokens *prompts,
+                         pk_salt salt, int64_t *hits, pk_error *err);
+/* What allocate would find now, and how many more tokens are in pages that living sequences are computing. */
+pk_status pk_bm_match(const pk_block_manager *manager, pk_tokens prompt, pk_salt salt, int64_t *hit_tokens,
+                      int64_t *pending_tokens, pk_error *err);
+pk_status pk_bm_can_allocate(const pk_block_manager *manager, pk_tokens prompt, pk_salt salt, bool *can, pk_error *err);
+pk_status pk_bm_can_allocate_count(const pk_block_manager *manager, int64_t num_tokens, bool *can, pk_error *err);
+
+/* `copies`: pages whose KV must be copied (copy_blocks) before the new positions are written. */
+pk_status pk_bm_append(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const pk_tokens *tokens,
+                       pk_pairs *copies, pk_error *err);
+/* Makes room for positions < num_tokens[i] whose ids are not known yet. */
+pk_status pk_bm_reserve(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const int64_t *num_tokens,
+                        pk_pairs *copies, pk_error *err);
+/* The KV of positions < num_computed[i] is in the pages (or will be, before anything launched later reads it). */
+pk_status pk_bm_commit(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const int64_t *num_computed,
+                       pk_error *err);
+pk_status pk_bm_fork(pk_block_manager *manager, int64_t parent_id, int64_t child_id, pk_error *err);
+pk_status pk_bm_truncate(pk_block_manager *manager, int64_t seq_id, int64_t num_tokens, pk_error *err);
+pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, pk_error *err);
+
+/* Pairs are (device page, host page) and (host page, device page). */
+pk_status pk_bm_swap_out(pk_block_manager *manager, int64_t seq_id, pk_pairs *copies, pk_error *err);
+pk_status pk_bm_swap_in(pk_block_manager *manager, int64_t seq_id, pk_pairs *copies, pk_error *err);
+
+/* Forgets all cached KV (after a change of weights, say). Sequences that live on are never cached. Returns how many
+ * pages left the index. */
+int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager);
+
+/* --- looking */
+
+typedef struct {
+    int64_t num_tokens, num_reserved, num_computed, num_blocks;
+    const int32_t *blocks; /* valid until the sequence changes; NULL where is_swapped */
+    bool is_swapped;
+} pk_seq_info;
+
+bool pk_bm_contains(const pk_block_manager *manager, int64_t seq_id);
+pk_status pk_bm_seq_info(const pk_block_manager *manager, int64_t seq_id, pk_seq_info *info, pk_error *err);
+pk_status pk_bm_copy_tokens(const pk_block_manager *manager, int64_t seq_id, int32_t *token_ids, pk_error *err);
+
+typedef struct {
+    int64_t num_blocks, block_size, num_seqs;
+    int64_t used, cached, free,
+        shared;      /* pages: referenced; unreferenced with reusable KV; neither; referenced twice */
+    int64_t pending; /* pages that sequences are filling for the first time */
+    int64_t host_used, host_free;
+    int64_t hit_tokens, lookup_tokens, evictions, copies; /* since the start */
+    int64_t waste_tokens;                                 /* positions of used pages that hold no token */
+} pk_bm_stats;
+void pk_bm_get_stats(const pk_block_manager *manager, pk_bm_stats *stats);
+
+typedef enum { PK_PAGE_FREE, PK_PAGE_CACHED, PK_PAGE_USED, PK_PAGE_SHARED } pk_page_state;
+pk_page_state pk_bm_page_state(const pk_block_manager *manager, int64_t block);
+
+/* Verifies every invariant in O(pages + tokens); false and a sentence that names the broken one. */
+bool pk_bm_check(const pk_block_manager *manager, char *message, size_t message_bytes);
+
+/* --- one engine step: sequence i queries positions [starts[i], starts[i] + lens[i]) */
+
+typedef struct {
+    int64_t num_seqs, num_tokens, max_blocks, max_seqlen_q;
+} pk_step_size;
+
+typedef struct {
+    int32_t *slot_mapping; /* [num_tokens] block * block_size + offset; -1 where the KV is already computed */
+    int32_t *positions;    /* [num_tokens] */
+    int32_t *context_lens; /* [num_seqs] starts + lens */
+    int32_t *cu_seqlens_q; /* [num_seqs + 1] */
+    int32_t *block_tables; /* [num_seqs, max_blocks] padded with -1 */
+} pk_step;
+
+pk_status pk_bm_step_size(const pk_block_manager *manager, int64_t num_seqs, const int64_t *seq_ids,
+                          const int64_t *starts, const int64_t *lens, pk_step_size *size, pk_error *err);
+/* After pk_bm_step_size with the same arguments (size->max_blocks may be raised in between). */
+void pk_bm_step_fill(const pk_block_manager *manager, const int64_t *seq_ids, const int64_t *starts,
+                     const int64_t *lens, const pk_step_size *size, const pk_step *step);
+
+#endif /* PK_BLOCK_MANAGER_H */

@@ -99,10 +99,10 @@ pk_status pk_bm_reserve(pk_block_manager *manager, int64_t count, const int64_t 
                         pk_pairs *copies, pk_error *err)
 {
     for (int64_t i = 0; i < count; i++)
-        if (num_tokens[i] < 0)
-            return pk_fail(err, PK_EVALUE, "num_tokens is %lld but must not be negative", (long long)num_tokens[i]);
+        if (num_tokens[i] < 0 || num_tokens[i] > INT32_MAX)
+            return pk_fail(err, PK_EVALUE, "num_tokens: %lld is out of range 0..2**31-1", (long long)num_tokens[i]);
     PK_TRY(seqs_name(manager, count, seq_ids, true, err));
-    memcpy(manager->ends, num_tokens, (size_t)count * sizeof *num_tokens);
+    for (int64_t i = 0; i < count; i++) manager->ends[i] = num_tokens[i];
     return make_writable(manager, count, copies, err);
 }
 

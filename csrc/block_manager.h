@@ -46,6 +46,9 @@ typedef struct {
     const int32_t *data; /* [count, 2] source, destination; the manager's memory, valid until its next call */
     int64_t count;
 } pk_pairs;
+/* Makes the pairs of the last call the caller's. */
+int32_t *pk_bm_take_pairs(pk_block_manager *manager);
+void pk_bm_free_pairs(int32_t *pairs);
 
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
 void pk_bm_destroy(pk_block_manager *manager);
@@ -96,14 +99,15 @@ pk_status pk_bm_copy_tokens(const pk_block_manager *manager, int64_t seq_id, int
 
 typedef struct {
     int64_t num_blocks, block_size, num_seqs;
-    int64_t used, cached, free,
-        shared;      /* pages: referenced; unreferenced with reusable KV; neither; referenced twice */
-    int64_t pending; /* pages that sequences are filling for the first time */
-    int64_t host_used, host_free;
+    int64_t used, cached, free, shared; /* pages: referenced; only reusable; neither; referenced more than once */
+    int64_t available;                  /* cached + free */
+    int64_t pending;                    /* full pages that sequences are computing for the first time */
+    int64_t num_host_blocks, host_used, host_free;
     int64_t hit_tokens, lookup_tokens, evictions, copies; /* since the start */
-    int64_t waste_tokens;                                 /* positions of used pages that hold no token */
-} pk_bm_stats;
-void pk_bm_get_stats(const pk_block_manager *manager, pk_bm_stats *stats);
+} pk_bm_counts;
+void pk_bm_get_counts(const pk_block_manager *manager, pk_bm_counts *counts);
+/* Positions of used pages that hold no token: the price of pages. O(sequences). */
+int64_t pk_bm_waste_tokens(const pk_block_manager *manager);
 
 typedef enum { PK_PAGE_FREE, PK_PAGE_CACHED, PK_PAGE_USED, PK_PAGE_SHARED } pk_page_state;
 pk_page_state pk_bm_page_state(const pk_block_manager *manager, int64_t block);

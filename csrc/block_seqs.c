@@ -134,6 +134,16 @@ pk_status pairs_make_room(pk_block_manager *manager, int64_t count, pk_error *er
     return PK_OK;
 }
 
+int32_t *pk_bm_take_pairs(pk_block_manager *manager)
+{
+    int32_t *pairs = manager->pairs;
+    manager->pairs = NULL;
+    manager->pairs_capacity = 0;
+    return pairs;
+}
+
+void pk_bm_free_pairs(int32_t *pairs) { free(pairs); }
+
 pk_status batch_make_room(pk_block_manager *manager, int64_t count, pk_error *err)
 {
     if (count <= manager->batch_capacity) return PK_OK;

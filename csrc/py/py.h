@@ -47,10 +47,10 @@ enum {
 #define PY_MAX_PARAMS 24
 
 typedef struct {
-    const char *function;           /* for messages: "store_kvcache" */
+    char function[32];              /* for messages: "store_kvcache" */
     PyObject *names[PY_MAX_PARAMS]; /* interned */
     int num_params, num_positional;
-    uint32_t required;              /* bit i: parameter i has no default */
+    uint32_t required; /* bit i: parameter i has no default */
 } py_signature;
 
 /* ----------------------------------------------------------- module state */
@@ -164,7 +164,6 @@ typedef struct {
     int64_t count;
     /* private */
     void *converted;
-    PyObject *owner;
     py_hold hold;
     int64_t few[32];
 } py_ints;

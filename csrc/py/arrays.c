@@ -1,0 +1,155 @@
+/* arrays.c - the NumPy C API: int32 arrays over memory that C owns, new arrays; and sequences of integers as C arrays.
+ *
+ * NumPy is loaded by the first function here that needs it, so that `import pagedkv` does not pay for it. The headers of
+ * NumPy 2 make a binary that also runs with later ones.
+ */
+#include "py/py.h"
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
+static const int type_numbers[PK_NUM_DTYPES] = {
+    [PK_F32] = NPY_FLOAT32, [PK_F16] = NPY_FLOAT16, [PK_BF16] = -1,       [PK_F8E4M3] = -1,
+    [PK_U8] = NPY_UINT8,    [PK_I32] = NPY_INT32,   [PK_I64] = NPY_INT64,
+};
+
+bool py_array_has_dtype(pk_dtype dtype) { return type_numbers[dtype] >= 0; }
+
+PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable)
+{
+    npy_intp dims[PK_MAX_DIMS];
+    if (PyArray_ImportNumPyAPI() < 0) return NULL;
+    for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
+    int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (is_writable ? NPY_ARRAY_WRITEABLE : 0);
+    PyObject *array = PyArray_New(&PyArray_Type, ndim, dims, NPY_INT32, NULL, (void *)data, 0, flags, NULL);
+    if (!array) return NULL;
+    Py_INCREF(owner); /* stolen below, also on failure */
+    if (PyArray_SetBaseObject((PyArrayObject *)array, owner) < 0) Py_CLEAR(array);
+    return array;
+}
+
+PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data)
+{
+    npy_intp dims[PK_MAX_DIMS];
+    if (PyArray_ImportNumPyAPI() < 0) return NULL;
+    for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
+    PyObject *array = PyArray_SimpleNew(ndim, dims, type_numbers[dtype]);
+    if (array) *data = PyArray_DATA((PyArrayObject *)array);
+    return array;
+}
+
+// --- sequences of integers
+
+static int out_of_range(const char *name, int64_t index, int64_t value, int64_t min, int64_t max)
+{
+    PyErr_Format(PyExc_ValueError, "%s: element %lld is %lld but must be in [%lld, %lld]", name, (long long)index,
+                 (long long)value, (long long)min, (long long)max);
+    return -1;
+}
+
+/* Room for `count` elements of the wanted dtype: the few inside the struct, or allocated. */
+static void *reserve_ints(py_ints *ints, int64_t count, size_t bytes)
+{
+    if ((size_t)count * bytes <= sizeof ints->few) return ints->few;
+    if (!(ints->converted = PyMem_Malloc((size_t)count * bytes))) PyErr_NoMemory();
+    return ints->converted;
+}
+
+static int from_sequence(const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
+{
+    /* A tuple of our own: __index__ of an element may run code that changes the caller's list. */
+    PyObject *items = PySequence_Tuple(object);
+    if (!items) return -1;
+    Py_ssize_t count = PyTuple_Size(items);
+    void *data = reserve_ints(ints, count, pk_dtype_bytes(dtype));
+    int result = data ? 0 : -1;
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
+        PyObject *item = PyTuple_GetItem(items, i);
+        int overflow = 0;
+        int64_t value = PyLong_Check(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+        if (overflow || !PyLong_Check(item)) {
+            char element[96];
+            PyOS_snprintf(element, sizeof element, "%s: element %lld", name, (long long)i);
+            if ((result = py_int64_arg(element, item, &value)) < 0) break;
+        }
+        if (value < min || value > max) {
+            result = out_of_range(name, i, value, min, max);
+        } else if (dtype == PK_I32) {
+            ((int32_t *)data)[i] = (int32_t)value;
+        } else {
+            ((int64_t *)data)[i] = value;
+        }
+    }
+    Py_DECREF(items);
+    ints->i64 = data;
+    ints->count = count;
+    return result;
+}
+
+static int64_t read_int(const pk_view *view, int64_t i)
+{
+    i *= view->stride[0];
+    return view->dtype == PK_I32 ? ((const int32_t *)view->data)[i] : ((const int64_t *)view->data)[i];
+}
+
+static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
+{
+    if (view->ndim != 1) {
+        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions but must have 1", name, view->ndim);
+        return -1;
+    }
+    if (view->dtype != PK_I32 && view->dtype != PK_I64) {
+        PyErr_Format(PyExc_TypeError, "%s: dtype is %s but must be one of int32, int64", name,
+                     pk_dtype_name(view->dtype));
+        return -1;
+    }
+    if (view->device.type != PK_CPU) {
+        PyErr_Format(PyExc_BufferError, "%s: must be on the cpu", name);
+        return -1;
+    }
+    int64_t count = view->shape[0];
+    bool in_place = view->dtype == dtype && (count < 2 || view->stride[0] == 1);
+    void *data = in_place ? view->data : reserve_ints(ints, count, pk_dtype_bytes(dtype));
+    if (!data && count) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t value = read_int(view, i);
+        if (value < min || value > max) return out_of_range(name, i, value, min, max);
+        if (in_place) continue;
+        if (dtype == PK_I32)
+            ((int32_t *)data)[i] = (int32_t)value;
+        else
+            ((int64_t *)data)[i] = value;
+    }
+    ints->i64 = data;
+    ints->count = count;
+    return 0;
+}
+
+int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max,
+                 py_ints *ints)
+{
+    ints->i64 = NULL;
+    ints->count = 0;
+    ints->converted = NULL;
+    ints->hold.kind = PY_HOLD_NOTHING;
+    if (PyList_Check(object) || PyTuple_Check(object) || PyRange_Check(object))
+        return from_sequence(name, object, dtype, min, max, ints);
+
+    py_tensor_in taken;
+    if (py_take_tensor(state, name, object, true, NULL, &taken) < 0) {
+        /* Not a tensor: perhaps some other sequence; bytes and str are refused by name. */
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) || !PySequence_Check(object) || PyUnicode_Check(object)) return -1;
+        PyErr_Clear();
+        return from_sequence(name, object, dtype, min, max, ints);
+    }
+    ints->hold = taken.hold;
+    return from_tensor(name, &taken.view, dtype, min, max, ints);
+}
+
+void py_release_ints(py_ints *ints)
+{
+    PyMem_Free(ints->converted);
+    ints->converted = NULL;
+    py_release(&ints->hold);
+}

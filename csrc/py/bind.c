@@ -1,0 +1,208 @@
+/* bind.c - arguments of a METH_FASTCALL|METH_KEYWORDS call into one array, by interned names.
+ *
+ * A call site's keyword names are interned, so a name is found by comparing pointers; and callers tend to write keywords in
+ * the order of the signature, so the search starts behind the last one found.
+ */
+#include <string.h>
+
+#include "py/py.h"
+
+// --- signatures, read from the first line of a docstring: "name($module, a, b=1, *, c=(-1, -1))\n--\n\n..."
+
+static const char *const signature_names[PY_NUM_SIGNATURES] = {
+#define X(name) [PY_SIG_##name] = #name,
+    PY_SIGNATURES(X)
+#undef X
+};
+
+/* The end of one parameter: the next comma or closing parenthesis outside of parentheses. */
+static const char *parameter_end(const char *at)
+{
+    for (int depth = 0; *at && *at != '\n'; at++) {
+        if (depth == 0 && (*at == ',' || *at == ')')) return at;
+        depth += (*at == '(') - (*at == ')');
+    }
+    return NULL;
+}
+
+static int parse_signature(py_signature *signature, const char *doc)
+{
+    size_t length = strcspn(doc, "(");
+    const char *at = doc + length, *end;
+    if (!*at || length >= sizeof signature->function) goto unreadable;
+    memcpy(signature->function, doc, length);
+
+    bool keyword_only = false;
+    for (at++; (end = parameter_end(at)); at = end + 2) { /* ", " */
+        length = strcspn(at, "=,)");
+        if (*at == '*') {
+            keyword_only = true;
+        } else if (length && *at != '$' && *at != '/') {
+            int i = signature->num_params;
+            if (i == PY_MAX_PARAMS) goto unreadable;
+            PyObject *name = PyUnicode_FromStringAndSize(at, (Py_ssize_t)length);
+            if (!name) return -1;
+            PyUnicode_InternInPlace(&name);
+            signature->names[i] = name;
+            signature->num_params++;
+            if (at[length] != '=') signature->required |= 1u << i;
+            if (!keyword_only) signature->num_positional++;
+        }
+        if (*end == ')') return 0;
+    }
+unreadable:
+    PyErr_Format(PyExc_SystemError, "cannot read the signature: %.100s", doc);
+    return -1;
+}
+
+int py_add_signature(py_state *state, const char *name, const char *doc)
+{
+    for (int i = 0; i < PY_NUM_SIGNATURES; i++)
+        if (strcmp(signature_names[i], name) == 0) return parse_signature(&state->signatures[i], doc);
+    PyErr_Format(PyExc_SystemError, "%s is missing from PY_SIGNATURES", name);
+    return -1;
+}
+
+int py_add_signatures(py_state *state, const char *prefix, const PyMethodDef *methods)
+{
+    char name[64];
+    for (; methods->ml_name; methods++) {
+        if (!(methods->ml_flags & METH_KEYWORDS)) continue;
+        PyOS_snprintf(name, sizeof name, "%s%s", prefix, methods->ml_name);
+        if (py_add_signature(state, name, methods->ml_doc) < 0) return -1;
+    }
+    return 0;
+}
+
+// --- messages, in CPython's words
+
+static int too_many(const py_signature *signature, Py_ssize_t nargs)
+{
+    int most = signature->num_positional, least = 0;
+    while (least < most && (signature->required >> least) & 1) least++;
+    if (least < most)
+        PyErr_Format(PyExc_TypeError, "%s() takes from %d to %d positional arguments but %zd were given",
+                     signature->function, least, most, nargs);
+    else
+        PyErr_Format(PyExc_TypeError, "%s() takes %d positional argument%s but %zd %s given", signature->function, most,
+                     most == 1 ? "" : "s", nargs, nargs == 1 ? "was" : "were");
+    return -1;
+}
+
+static int missing(const py_signature *signature, PyObject *const *given)
+{
+    PyObject *text = NULL;
+    int count = 0, said = 0;
+    for (int i = 0; i < signature->num_params; i++) count += ((signature->required >> i) & 1) && !given[i];
+    for (int i = 0; i < signature->num_params; i++) {
+        if (!((signature->required >> i) & 1) || given[i]) continue;
+        const char *between = said == 0 ? "" : said < count - 1 ? ", " : count == 2 ? " and " : ", and ";
+        PyObject *longer = text ? PyUnicode_FromFormat("%U%s'%U'", text, between, signature->names[i])
+                                : PyUnicode_FromFormat("'%U'", signature->names[i]);
+        Py_XDECREF(text);
+        if (!longer) return -1;
+        text = longer;
+        said++;
+    }
+    PyErr_Format(PyExc_TypeError, "%s() missing %d required positional argument%s: %U", signature->function, count,
+                 count == 1 ? "" : "s", text);
+    Py_DECREF(text);
+    return -1;
+}
+
+// --- the binder
+
+/* The parameter called `name`, -1 with no exception where there is none. */
+static int find_parameter(const py_signature *signature, PyObject *name, int start)
+{
+    int count = signature->num_params;
+    for (int i = start; i < count; i++)
+        if (signature->names[i] == name) return i;
+    for (int i = 0; i < start; i++)
+        if (signature->names[i] == name) return i;
+    for (int i = 0; i < count; i++) /* a name that was made at run time and not interned */
+        if (PyUnicode_Compare(signature->names[i], name) == 0) return i;
+    return -1;
+}
+
+int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, PyObject **given)
+{
+    if (nargs > signature->num_positional) return too_many(signature, nargs);
+    for (Py_ssize_t i = 0; i < nargs; i++) given[i] = args[i];
+    for (Py_ssize_t i = nargs; i < signature->num_params; i++) given[i] = NULL;
+
+    Py_ssize_t num_keywords = kwnames ? PyTuple_Size(kwnames) : 0;
+    int next = (int)nargs;
+    for (Py_ssize_t k = 0; k < num_keywords; k++) {
+        PyObject *name = PyTuple_GetItem(kwnames, k);
+        int i = find_parameter(signature, name, next);
+        if (i < 0 || given[i]) {
+            PyErr_Format(PyExc_TypeError,
+                         i < 0 ? "%s() got an unexpected keyword argument '%U'"
+                               : "%s() got multiple values for argument '%U'",
+                         signature->function, name);
+            return -1;
+        }
+        given[i] = args[nargs + k];
+        next = i + 1;
+    }
+    uint32_t seen = nargs >= 32 ? ~0u : (1u << nargs) - 1;
+    for (int i = (int)nargs; signature->required >> i; i++) seen |= (uint32_t)(given[i] != NULL) << i;
+    return (signature->required & ~seen) ? missing(signature, given) : 0;
+}
+
+int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given)
+{
+    PyObject *values[2 * PY_MAX_PARAMS], *kwnames = NULL;
+    Py_ssize_t nargs = PyTuple_Size(args), num_keywords = kwargs ? PyDict_Size(kwargs) : 0;
+    if (nargs > signature->num_positional) return too_many(signature, nargs);
+    if (num_keywords > signature->num_params) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %d arguments but %zd were given", signature->function,
+                     signature->num_params, nargs + num_keywords);
+        return -1;
+    }
+    if (num_keywords && !(kwnames = PySequence_Tuple(kwargs))) return -1;
+    for (Py_ssize_t i = 0; i < nargs; i++) values[i] = PyTuple_GetItem(args, i);
+    for (Py_ssize_t k = 0; k < num_keywords; k++)
+        values[nargs + k] = PyDict_GetItemWithError(kwargs, PyTuple_GetItem(kwnames, k));
+    int result = py_bind(signature, values, nargs, kwnames, given);
+    Py_XDECREF(kwnames);
+    return result;
+}
+
+// --- numbers
+
+int py_int64_arg(const char *name, PyObject *value, int64_t *out)
+{
+    PyObject *integer = PyNumber_Index(value);
+    if (!integer) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyObject *type = PyType_GetName(Py_TYPE(value));
+            if (type) PyErr_Format(PyExc_TypeError, "%s: must be an int, not '%U'", name, type);
+            Py_XDECREF(type);
+        }
+        return -1;
+    }
+    int overflow;
+    *out = PyLong_AsLongLongAndOverflow(integer, &overflow);
+    if (overflow) PyErr_Format(PyExc_ValueError, "%s: %R does not fit in 64 bits", name, integer);
+    Py_DECREF(integer);
+    return overflow ? -1 : 0;
+}
+
+int py_double_arg(const char *name, PyObject *value, double *out)
+{
+    *out = PyFloat_AsDouble(value);
+    if (*out != -1.0 || !PyErr_Occurred()) return 0;
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyObject *type = PyType_GetName(Py_TYPE(value));
+        if (type) PyErr_Format(PyExc_TypeError, "%s: must be a number, not '%U'", name, type);
+        Py_XDECREF(type);
+    } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s: %R does not fit in a float", name, value);
+    }
+    return -1;
+}

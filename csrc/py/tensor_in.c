@@ -1,0 +1,349 @@
+/* tensor_in.c - any tensor -> pk_view, in place.
+ *
+ *   what             how                                                  for
+ *   our own          read the struct                                      pagedkv.Tensor
+ *   exchange API     type(x).__dlpack_c_exchange_api__, a C function      PyTorch >= 2.10
+ *   buffer           PyObject_GetBuffer (says what is read-only)          NumPy, array.array, memoryview
+ *   DLPack           x.__dlpack__(max_version=(1, 3)), then without       CuPy, JAX, older PyTorch
+ *
+ * Which one it is depends on the type alone and is remembered by type. The exchange API is the fast one, tens of ns, because
+ * it fills a DLTensor on our stack and makes no Python object. Shape and strides are copied: a producer may change its own.
+ * Format: https://dmlc.github.io/dlpack/latest/ (dlpack.h is vendored), protocol: the Python array API standard.
+ */
+#include <string.h>
+
+#include "py/py.h"
+
+// --- DLTensor -> pk_view
+
+static int dtype_from_dlpack(DLDataType type)
+{
+    if (type.lanes != 1) return -1;
+    switch (type.code << 8 | type.bits) {
+        case kDLFloat << 8 | 32: return PK_F32;
+        case kDLFloat << 8 | 16: return PK_F16;
+        case kDLBfloat << 8 | 16: return PK_BF16;
+        case kDLFloat8_e4m3fn << 8 | 8: return PK_F8E4M3;
+        case kDLUInt << 8 | 8: return PK_U8;
+        case kDLInt << 8 | 32: return PK_I32;
+        case kDLInt << 8 | 64: return PK_I64;
+        default: return -1;
+    }
+}
+
+static int unsupported_dtype(const char *name, DLDataType type)
+{
+    static const char *const words[] = {[kDLInt] = "int",          [kDLUInt] = "uint",     [kDLFloat] = "float",
+                                        [kDLOpaqueHandle] = "opaque", [kDLBfloat] = "bfloat", [kDLComplex] = "complex",
+                                        [kDLBool] = "bool"};
+    const char *word = type.code < sizeof words / sizeof *words ? words[type.code] : "float";
+    char lanes[16] = "";
+    if (type.lanes != 1) PyOS_snprintf(lanes, sizeof lanes, "x%d", (int)type.lanes);
+    PyErr_Format(PyExc_TypeError,
+                 "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)",
+                 name, word, (int)type.bits, lanes);
+    return -1;
+}
+
+static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly, pk_view *view)
+{
+    int dtype = dtype_from_dlpack(tensor->dtype);
+    if (dtype < 0) return unsupported_dtype(name, tensor->dtype);
+    if (tensor->ndim < 0 || tensor->ndim > PK_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions but at most %d are supported", name, (int)tensor->ndim,
+                     PK_MAX_DIMS);
+        return -1;
+    }
+    switch (tensor->device.device_type) {
+        case kDLCPU:
+        case kDLCUDAHost: view->device = (pk_device){PK_CPU, 0}; break;
+        case kDLCUDA:
+        case kDLCUDAManaged: view->device = (pk_device){PK_CUDA, tensor->device.device_id}; break;
+        default:
+            PyErr_Format(PyExc_BufferError, "%s: is on DLPack device type %d but must be on the cpu or cuda", name,
+                         (int)tensor->device.device_type);
+            return -1;
+    }
+    view->data = tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
+    view->dtype = (pk_dtype)dtype;
+    view->ndim = tensor->ndim;
+    view->is_readonly = is_readonly;
+    int64_t dense = 1, numel = 1;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        view->shape[i] = tensor->shape[i];
+        view->stride[i] = tensor->strides ? tensor->strides[i] : dense;
+        dense *= tensor->shape[i];
+        numel = tensor->shape[i] < 0 ? -1 : numel * tensor->shape[i];
+        if (numel < 0) break;
+    }
+    if (numel < 0 || (numel > 0 && !view->data)) {
+        PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name, numel < 0 ? "a negative size" : "no address");
+        return -1;
+    }
+    if ((uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
+        PyErr_Format(PyExc_BufferError, "%s: its address %p is not aligned to its dtype %s", name, view->data,
+                     pk_dtype_name(view->dtype));
+        return -1;
+    }
+    return 0;
+}
+
+// --- the readers
+
+/* Puts the argument's name before the message of an exception that a producer raised. */
+static int name_error(const char *name)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (type == PyExc_TypeError || type == PyExc_ValueError || type == PyExc_BufferError || type == PyExc_RuntimeError)
+        PyErr_Format(type, "%s: %S", name, value ? value : Py_None);
+    else
+        PyErr_Restore(type, value, traceback), type = value = traceback = NULL;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return -1;
+}
+
+static int take_managed(const char *name, DLManagedTensorVersioned *managed, py_tensor_in *taken)
+{
+    taken->hold.kind = PY_HOLD_VERSIONED;
+    taken->hold.versioned = managed;
+    if (managed->version.major == DLPACK_MAJOR_VERSION)
+        return fill_view(name, &managed->dl_tensor, managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY, &taken->view);
+    PyErr_Format(PyExc_BufferError, "%s: its producer speaks DLPack %u, pagedkv speaks %d", name, managed->version.major,
+                 DLPACK_MAJOR_VERSION);
+    return -1;
+}
+
+static int read_exchange(const char *name, PyObject *object, bool must_outlive_call, py_tensor_in *taken)
+{
+    const DLPackExchangeAPI *exchange = taken->exchange;
+    if (!must_outlive_call && exchange->dltensor_from_py_object_no_sync) {
+        DLTensor tensor;
+        if (exchange->dltensor_from_py_object_no_sync(object, &tensor) < 0) return name_error(name);
+        return fill_view(name, &tensor, false, &taken->view);
+    }
+    DLManagedTensorVersioned *managed;
+    if (exchange->managed_tensor_from_py_object_no_sync(object, &managed) < 0) return name_error(name);
+    return take_managed(name, managed, taken);
+}
+
+/* struct-module format of one native element -> DLPack dtype; code 255 where there is none. */
+static DLDataType dtype_of_format(const char *format, Py_ssize_t itemsize)
+{
+    DLDataType type = {.code = 255, .bits = (uint8_t)(itemsize * 8), .lanes = 1};
+    const uint16_t one = 1;
+    bool is_little = *(const uint8_t *)&one;
+    if (!format) format = "B";
+    if (*format == '@' || *format == '=' || *format == (is_little ? '<' : '>')) format++;
+    if (!*format || format[1]) return type;
+    if (strchr("efdg", *format)) type.code = kDLFloat;
+    if (strchr("bhilqn", *format)) type.code = kDLInt;
+    if (strchr("BHILQN", *format)) type.code = kDLUInt;
+    if (*format == '?') type.code = kDLBool;
+    return type;
+}
+
+static int read_buffer(const char *name, PyObject *object, py_tensor_in *taken)
+{
+    Py_buffer *buffer = &taken->hold.buffer;
+    if (PyObject_GetBuffer(object, buffer, PyBUF_RECORDS_RO) < 0) return name_error(name);
+    taken->hold.kind = PY_HOLD_BUFFER;
+    DLTensor tensor = {.data = buffer->buf,
+                       .device = {kDLCPU, 0},
+                       .ndim = buffer->ndim,
+                       .dtype = dtype_of_format(buffer->format, buffer->itemsize),
+                       .shape = (int64_t *)buffer->shape};
+    if (tensor.dtype.code == 255) {
+        PyErr_Format(PyExc_TypeError, "%s: elements of format '%s' are not supported", name, buffer->format);
+        return -1;
+    }
+    int64_t strides[PK_MAX_DIMS];
+    if (buffer->strides && buffer->ndim <= PK_MAX_DIMS) {
+        for (int i = 0; i < buffer->ndim; i++) {
+            strides[i] = buffer->strides[i] / buffer->itemsize;
+            if (strides[i] * buffer->itemsize != buffer->strides[i]) {
+                PyErr_Format(PyExc_BufferError, "%s: stride %d of %zd bytes is no multiple of its element's %zd", name, i,
+                             buffer->strides[i], buffer->itemsize);
+                return -1;
+            }
+        }
+        tensor.strides = strides;
+    }
+    return fill_view(name, &tensor, buffer->readonly, &taken->view);
+}
+
+/* object.__dlpack__(...), telling a CUDA producer the stream, with and then without max_version. */
+static PyObject *call_dlpack(py_state *state, PyObject *object, pk_stream stream)
+{
+    PyObject *device = PyObject_CallMethodObjArgs(object, state->str_dlpack_device, NULL);
+    if (!device) return NULL;
+    PyObject *type = PySequence_GetItem(device, 0);
+    Py_DECREF(device);
+    long device_type = type ? PyLong_AsLong(type) : -1;
+    Py_XDECREF(type);
+    if (device_type == -1 && PyErr_Occurred()) return NULL;
+
+    PyObject *capsule = NULL, *method = NULL, *nothing = PyTuple_New(0), *keywords = PyDict_New();
+    if (!nothing || !keywords || !(method = PyObject_GetAttr(object, state->str_dlpack))) goto done;
+    if (device_type == kDLCUDA || device_type == kDLCUDAManaged) {
+        /* 1 is the legacy default stream; 0 is forbidden as ambiguous */
+        PyObject *number = PyLong_FromVoidPtr(stream ? stream : (void *)1);
+        int set = number ? PyDict_SetItemString(keywords, "stream", number) : -1;
+        Py_XDECREF(number);
+        if (set < 0) goto done;
+    }
+    PyObject *version = Py_BuildValue("(ii)", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+    int set = version ? PyDict_SetItemString(keywords, "max_version", version) : -1;
+    Py_XDECREF(version);
+    if (set < 0) goto done;
+    capsule = PyObject_Call(method, nothing, keywords);
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) { /* a producer from before DLPack 1.0 */
+        PyErr_Clear();
+        if (PyDict_DelItemString(keywords, "max_version") == 0) capsule = PyObject_Call(method, nothing, keywords);
+    }
+done:
+    Py_XDECREF(method);
+    Py_XDECREF(nothing);
+    Py_XDECREF(keywords);
+    return capsule;
+}
+
+static int read_dlpack(py_state *state, const char *name, PyObject *object, pk_stream stream, py_tensor_in *taken)
+{
+    PyObject *capsule = call_dlpack(state, object, stream);
+    if (!capsule) return name_error(name);
+    int result = -1;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        DLManagedTensorVersioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (PyCapsule_SetName(capsule, "used_dltensor_versioned") == 0) result = take_managed(name, managed, taken);
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        if (PyCapsule_SetName(capsule, "used_dltensor") == 0) {
+            taken->hold.kind = PY_HOLD_LEGACY;
+            taken->hold.legacy = managed;
+            result = fill_view(name, &managed->dl_tensor, false, &taken->view);
+        }
+    } else {
+        PyErr_Format(PyExc_BufferError, "%s: __dlpack__() returned no unused DLPack capsule", name);
+    }
+    Py_DECREF(capsule);
+    return result;
+}
+
+// --- which reader, by type
+
+static const DLPackExchangeAPI *exchange_of(py_state *state, PyTypeObject *type)
+{
+    PyObject *capsule = PyObject_GetAttr((PyObject *)type, state->str_exchange_api);
+    if (!capsule) return NULL;
+    const DLPackExchangeAPIHeader *header = NULL;
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+        header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* the table itself lives as long as the process */
+    while (header && header->version.major != DLPACK_MAJOR_VERSION) header = header->prev_api;
+    return (const DLPackExchangeAPI *)header;
+}
+
+static void remember_type(py_state *state, py_known_type known)
+{
+#ifdef Py_GIL_DISABLED
+    PyMutex_Lock(&state->known_types_mutex);
+#endif
+    int count = state->num_known_types;
+    if (count < PY_MAX_KNOWN_TYPES) {
+        Py_INCREF(known.type);
+        state->known_types[count] = known;
+        __atomic_store_n(&state->num_known_types, count + 1, __ATOMIC_RELEASE);
+    }
+#ifdef Py_GIL_DISABLED
+    PyMutex_Unlock(&state->known_types_mutex);
+#endif
+}
+
+static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_known_type *known)
+{
+    int count = __atomic_load_n(&state->num_known_types, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < count; i++) {
+        if (state->known_types[i].type != type) continue;
+        *known = state->known_types[i];
+        return 0;
+    }
+    *known = (py_known_type){.type = type};
+    if (type == state->tensor_type) {
+        known->reader = PY_READ_TENSOR;
+    } else if ((known->exchange = exchange_of(state, type))) {
+        known->reader = PY_READ_EXCHANGE;
+    } else {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        PyErr_Clear();
+        if (PyType_GetSlot(type, Py_bf_getbuffer)) {
+            known->reader = PY_READ_BUFFER;
+        } else if (PyObject_HasAttr((PyObject *)type, state->str_dlpack)) {
+            known->reader = PY_READ_DLPACK;
+        } else {
+            PyObject *type_name = PyType_GetName(type);
+            if (type_name)
+                PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name,
+                             type_name);
+            Py_XDECREF(type_name);
+            return -1;
+        }
+    }
+    remember_type(state, *known);
+    return 0;
+}
+
+int py_take_tensor(py_state *state, const char *name, PyObject *object, bool must_outlive_call, pk_stream stream,
+                   py_tensor_in *taken)
+{
+    py_known_type known;
+    taken->hold.kind = PY_HOLD_NOTHING;
+    if (reader_of(state, name, Py_TYPE(object), &known) < 0) return -1;
+    taken->reader = known.reader;
+    taken->exchange = known.exchange;
+    int result = -1;
+    switch (known.reader) {
+        case PY_READ_TENSOR:
+            taken->view = *py_tensor_view(object);
+            if (must_outlive_call) {
+                taken->hold.kind = PY_HOLD_OBJECT;
+                taken->hold.object = Py_NewRef(object);
+            }
+            return 0;
+        case PY_READ_EXCHANGE: result = read_exchange(name, object, must_outlive_call, taken); break;
+        case PY_READ_BUFFER:
+            result = read_buffer(name, object, taken);
+            if (result == 0 || taken->hold.kind != PY_HOLD_NOTHING) break;
+            /* no buffer from this one (an array on a GPU, a dtype without a format) */
+            if (!PyObject_HasAttr(object, state->str_dlpack)) break;
+            PyErr_Clear();
+            /* fall through */
+        case PY_READ_DLPACK: result = read_dlpack(state, name, object, stream, taken); break;
+    }
+    if (result < 0) py_release(&taken->hold);
+    return result;
+}
+
+void py_release(py_hold *hold)
+{
+    switch (hold->kind) {
+        case PY_HOLD_NOTHING: break;
+        case PY_HOLD_OBJECT: Py_DECREF(hold->object); break;
+        case PY_HOLD_BUFFER: PyBuffer_Release(&hold->buffer); break;
+        case PY_HOLD_VERSIONED:
+            if (hold->versioned->deleter) hold->versioned->deleter(hold->versioned);
+            break;
+        case PY_HOLD_LEGACY:
+            if (hold->legacy->deleter) hold->legacy->deleter(hold->legacy);
+            break;
+        case PY_HOLD_MEMORY: {
+            const pk_backend *backend;
+            if (pk_backend_of(hold->memory.device, &backend, NULL) == PK_OK)
+                backend->release(hold->memory.device, hold->memory.data);
+            break;
+        }
+    }
+    hold->kind = PY_HOLD_NOTHING;
+}

@@ -116,7 +116,8 @@ class BuildExt(build_ext):
     def c_command(self, stem):
         isa = next((f for suffix, f in ISA_FLAGS.items() if IS_X86 and stem.endswith(suffix)), "")
         includes = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
-        defines = ["-DPAGEDKV_WITH_CUDA"] if self.cuda else []
+        defines = [f'-DPAGEDKV_VERSION="{self.distribution.get_version()}"']
+        defines += ["-DPAGEDKV_WITH_CUDA"] if self.cuda else []
         if not FREE_THREADED:
             defines.append("-DPy_LIMITED_API=0x030B0000")
         extra = os.environ.get("CFLAGS", "")

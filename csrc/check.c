@@ -52,7 +52,7 @@ bool pk_view_is_contiguous(const pk_view *view)
 
 /* No two elements share memory: sorted by stride, each dimension must step over all the smaller ones.
  * (Sufficient, and exact for every layout that a slice, a transpose or an expand can make.) */
-static bool has_distinct_elements(const pk_view *view)
+bool pk_view_has_distinct_elements(const pk_view *view)
 {
     int order[PK_MAX_DIMS], count = 0;
     for (int i = 0; i < view->ndim; i++) {
@@ -152,7 +152,7 @@ static pk_status expect_layout(pk_env *env, const char *name, const pk_view *vie
         return pk_fail(env->err, PK_ELAYOUT, "%s: must be contiguous", name);
     if (flags & PK_WRITABLE) {
         if (view->is_readonly) return pk_fail(env->err, PK_ELAYOUT, "%s: is read-only but would be written", name);
-        if (!has_distinct_elements(view))
+        if (!pk_view_has_distinct_elements(view))
             return pk_fail(env->err, PK_ELAYOUT, "%s: would be written but its elements share memory (a stride is 0 or dimensions overlap)", name);
     }
     return PK_OK;

@@ -85,6 +85,7 @@ typedef struct {
 
 int64_t pk_view_numel(const pk_view *view);
 bool pk_view_is_contiguous(const pk_view *view);
+bool pk_view_has_distinct_elements(const pk_view *view); /* no two of them share memory */
 
 /* A tensor that an operation writes. Either the caller gave it (`is_given`, `view` is filled) and its
  * shape is checked, or `allocate` makes one in the caller's framework and fills `view`. */

@@ -34,6 +34,7 @@ const pk_backend pk_cpu_backend = {
     .release = cpu_release,
     .synchronize = cpu_nothing_to_wait_for,
     .check_errors = cpu_nothing_to_wait_for, /* CPU operations raise at once */
+    .copy = pk_cpu_copy,
     .gather = pk_cpu_gather,
     .rms_norm = pk_cpu_rms_norm,
     .linear = pk_cpu_linear,

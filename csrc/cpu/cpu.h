@@ -31,6 +31,7 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
                         const void *value, int64_t value_head_stride);
 
 /* --- entries of the backend's table */
+pk_status pk_cpu_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err); /* swap_blocks too */

@@ -3,9 +3,9 @@
  * A call site's keyword names are interned, so a name is found by comparing pointers; and callers tend to write keywords in
  * the order of the signature, so the search starts behind the last one found.
  */
-#include <string.h>
-
 #include "py/py.h"
+
+#include <string.h>
 
 // --- signatures, read from the first line of a docstring: "name($module, a, b=1, *, c=(-1, -1))\n--\n\n..."
 
@@ -37,7 +37,9 @@ static int parse_signature(py_signature *signature, const char *doc)
         length = strcspn(at, "=,)");
         if (*at == '*') {
             keyword_only = true;
-        } else if (length && *at != '$' && *at != '/') {
+        } else if (*at == '/') {
+            signature->num_unnamed = signature->num_params;
+        } else if (length && *at != '$') {
             int i = signature->num_params;
             if (i == PY_MAX_PARAMS) goto unreadable;
             PyObject *name = PyUnicode_FromStringAndSize(at, (Py_ssize_t)length);
@@ -45,6 +47,7 @@ static int parse_signature(py_signature *signature, const char *doc)
             PyUnicode_InternInPlace(&name);
             signature->names[i] = name;
             signature->num_params++;
+            if (!(signature->texts[i] = PyUnicode_AsUTF8AndSize(name, NULL))) return -1;
             if (at[length] != '=') signature->required |= 1u << i;
             if (!keyword_only) signature->num_positional++;
         }
@@ -67,7 +70,7 @@ int py_add_signatures(py_state *state, const char *prefix, const PyMethodDef *me
 {
     char name[64];
     for (; methods->ml_name; methods++) {
-        if (!(methods->ml_flags & METH_KEYWORDS)) continue;
+        if ((methods->ml_flags & (METH_FASTCALL | METH_KEYWORDS)) != (METH_FASTCALL | METH_KEYWORDS)) continue;
         PyOS_snprintf(name, sizeof name, "%s%s", prefix, methods->ml_name);
         if (py_add_signature(state, name, methods->ml_doc) < 0) return -1;
     }
@@ -115,12 +118,12 @@ static int missing(const py_signature *signature, PyObject *const *given)
 /* The parameter called `name`, -1 with no exception where there is none. */
 static int find_parameter(const py_signature *signature, PyObject *name, int start)
 {
-    int count = signature->num_params;
+    int first = signature->num_unnamed, count = signature->num_params;
     for (int i = start; i < count; i++)
         if (signature->names[i] == name) return i;
-    for (int i = 0; i < start; i++)
+    for (int i = first; i < start; i++)
         if (signature->names[i] == name) return i;
-    for (int i = 0; i < count; i++) /* a name that was made at run time and not interned */
+    for (int i = first; i < count; i++) /* a name that was made at run time and not interned */
         if (PyUnicode_Compare(signature->names[i], name) == 0) return i;
     return -1;
 }
@@ -132,7 +135,7 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
     for (Py_ssize_t i = nargs; i < signature->num_params; i++) given[i] = NULL;
 
     Py_ssize_t num_keywords = kwnames ? PyTuple_Size(kwnames) : 0;
-    int next = (int)nargs;
+    int next = nargs > signature->num_unnamed ? (int)nargs : signature->num_unnamed;
     for (Py_ssize_t k = 0; k < num_keywords; k++) {
         PyObject *name = PyTuple_GetItem(kwnames, k);
         int i = find_parameter(signature, name, next);
@@ -153,7 +156,7 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
 
 int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given)
 {
-    PyObject *values[2 * PY_MAX_PARAMS], *kwnames = NULL;
+    PyObject *values[2 * PY_MAX_PARAMS] = {NULL}, *kwnames = NULL;
     Py_ssize_t nargs = PyTuple_Size(args), num_keywords = kwargs ? PyDict_Size(kwargs) : 0;
     if (nargs > signature->num_positional) return too_many(signature, nargs);
     if (num_keywords > signature->num_params) {

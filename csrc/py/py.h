@@ -3,10 +3,11 @@
  *   module.c              the module: state, exceptions, types, functions
  *   bind.c                arguments: METH_FASTCALL|METH_KEYWORDS -> one array; ints, floats
  *   tensor_in.c           any tensor -> pk_view
- *   tensor_type.c         pagedkv.Tensor
+ *   tensor_type.c         pagedkv.Tensor; tensor_make.c: empty, asarray; tensor_out.c: DLPack capsules
  *   arrays.c              int32 NumPy arrays over C memory; sequences of integers -> C arrays
- *   call.c                what one operation needs: bind, views, stream, outputs, run, error
- *   ops.c                 one short function an operation
+ *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
+ *   ops.c ops_dense.c     one short function an operation
+ *   runtime.c             devices, threads, what was built
  *   block_manager_type.c  pagedkv.BlockManager
  *   errors.c              pk_status -> exception
  *
@@ -20,6 +21,15 @@
 
 #include "pk.h"
 #include "py/dlpack.h"
+
+#ifndef Py_SETREF /* not in the limited API */
+#define Py_SETREF(slot, value)            \
+    do {                                  \
+        PyObject *py_old_ = (slot);       \
+        (slot) = (value);                 \
+        Py_XDECREF(py_old_);              \
+    } while (0)
+#endif
 
 /* ------------------------------------------------------------- signatures */
 
@@ -49,7 +59,9 @@ enum {
 typedef struct {
     char function[32];              /* for messages: "store_kvcache" */
     PyObject *names[PY_MAX_PARAMS]; /* interned */
+    const char *texts[PY_MAX_PARAMS];
     int num_params, num_positional;
+    int num_unnamed;   /* the first ones, before a "/", have no keyword */
     uint32_t required; /* bit i: parameter i has no default */
 } py_signature;
 
@@ -68,10 +80,12 @@ typedef struct {
     PyTypeObject *tensor_type;
     PyObject *out_of_blocks, *cuda_error;
     PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
-    PyObject *dlpack_call_names; /* ("stream", "max_version") */
     py_signature signatures[PY_NUM_SIGNATURES];
     py_known_type known_types[PY_MAX_KNOWN_TYPES];
     int num_known_types;
+#ifdef Py_GIL_DISABLED
+    PyMutex known_types_mutex;
+#endif
 } py_state;
 
 static inline py_state *py_module_state(PyObject *module) { return (py_state *)PyModule_GetState(module); }
@@ -81,7 +95,8 @@ static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_
 /* New references to the module's types (each file makes its own and registers its signatures). */
 PyTypeObject *py_tensor_type(PyObject *module);
 PyObject *py_block_manager_type(PyObject *module);
-extern PyMethodDef py_tensor_functions[], py_op_functions[];
+/* The module's functions, by file. */
+extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_runtime_functions[];
 
 /* ------------------------------------------------------- errors (errors.c) */
 
@@ -135,6 +150,8 @@ typedef struct {
  * caller keeps `object` alive). `stream` is what a CUDA producer without the exchange API is told to be ready on. */
 int py_take_tensor(py_state *state, const char *name, PyObject *object, bool must_outlive_call, pk_stream stream,
                    py_tensor_in *taken);
+
+DLDataType py_dlpack_dtype(pk_dtype dtype);
 
 /* ---------------------------------------------------- Tensor (tensor_type.c) */
 

@@ -10,9 +10,9 @@
  * it fills a DLTensor on our stack and makes no Python object. Shape and strides are copied: a producer may change its own.
  * Format: https://dmlc.github.io/dlpack/latest/ (dlpack.h is vendored), protocol: the Python array API standard.
  */
-#include <string.h>
-
 #include "py/py.h"
+
+#include <string.h>
 
 // --- DLTensor -> pk_view
 
@@ -29,6 +29,15 @@ static int dtype_from_dlpack(DLDataType type)
         case kDLInt << 8 | 64: return PK_I64;
         default: return -1;
     }
+}
+
+DLDataType py_dlpack_dtype(pk_dtype dtype)
+{
+    static const uint8_t codes[PK_NUM_DTYPES] = {[PK_F32] = kDLFloat,   [PK_F16] = kDLFloat,
+                                                 [PK_BF16] = kDLBfloat, [PK_F8E4M3] = kDLFloat8_e4m3fn,
+                                                 [PK_U8] = kDLUInt,     [PK_I32] = kDLInt,
+                                                 [PK_I64] = kDLInt};
+    return (DLDataType){.code = codes[dtype], .bits = (uint8_t)(8 * pk_dtype_bytes(dtype)), .lanes = 1};
 }
 
 static int unsupported_dtype(const char *name, DLDataType type)
@@ -253,7 +262,7 @@ static void remember_type(py_state *state, py_known_type known)
 #endif
     int count = state->num_known_types;
     if (count < PY_MAX_KNOWN_TYPES) {
-        Py_INCREF(known.type);
+        Py_INCREF((PyObject *)known.type);
         state->known_types[count] = known;
         __atomic_store_n(&state->num_known_types, count + 1, __ATOMIC_RELEASE);
     }

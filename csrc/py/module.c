@@ -1,0 +1,124 @@
+/* module.c - the module pagedkv._C: its state, exceptions, types and functions. */
+#include "py/py.h"
+
+#ifndef PAGEDKV_VERSION
+#error "setup.py passes PAGEDKV_VERSION"
+#endif
+
+static int add_exception(PyObject *module, PyObject **slot, const char *name, const char *doc, PyObject *base)
+{
+    char full_name[64];
+    PyOS_snprintf(full_name, sizeof full_name, "pagedkv.%s", name);
+    *slot = PyErr_NewExceptionWithDoc(full_name, doc, base, NULL);
+    return *slot ? PyModule_AddObjectRef(module, name, *slot) : -1;
+}
+
+static int add_functions(PyObject *module, py_state *state, PyMethodDef *functions)
+{
+    return py_add_signatures(state, "", functions) < 0 ? -1 : PyModule_AddFunctions(module, functions);
+}
+
+static int intern_names(py_state *state)
+{
+    const struct {
+        PyObject **slot;
+        const char *text;
+    } names[] = {
+        {&state->str_dlpack, "__dlpack__"},
+        {&state->str_dlpack_device, "__dlpack_device__"},
+        {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
+        {&state->str_requires_grad, "requires_grad"},
+        {&state->str_cuda_stream, "cuda_stream"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].slot = PyUnicode_InternFromString(names[i].text))) return -1;
+    return 0;
+}
+
+static int module_exec(PyObject *module)
+{
+    py_state *state = py_module_state(module);
+    if (intern_names(state) < 0) return -1;
+    if (add_exception(module, &state->out_of_blocks, "OutOfBlocks",
+                      "The pool of a BlockManager has no free block left for what was asked; nothing was changed.",
+                      PyExc_MemoryError) < 0 ||
+        add_exception(module, &state->cuda_error, "CudaError",
+                      "A call of CUDA, cuBLAS or NCCL failed; the message has the call and the error's name.",
+                      PyExc_RuntimeError) < 0)
+        return -1;
+    if (!(state->tensor_type = py_tensor_type(module))) return -1;
+    if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
+    if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
+        add_functions(module, state, py_dense_functions) < 0 || add_functions(module, state, py_runtime_functions) < 0)
+        return -1;
+    return PyModule_AddStringConstant(module, "__version__", PAGEDKV_VERSION);
+}
+
+/* Everything in the state that is a Python object, once for traverse and once for clear. */
+static void visit_state(py_state *state, void (*each)(PyObject **slot, void *context), void *context)
+{
+    PyObject **const slots[] = {
+        (PyObject **)&state->tensor_type, &state->out_of_blocks,     &state->cuda_error,    &state->str_dlpack,
+        &state->str_dlpack_device,        &state->str_exchange_api,  &state->str_requires_grad, &state->str_cuda_stream,
+    };
+    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) each(slots[i], context);
+    for (int i = 0; i < PY_NUM_SIGNATURES; i++)
+        for (int n = 0; n < state->signatures[i].num_params; n++) each(&state->signatures[i].names[n], context);
+    for (int i = 0; i < state->num_known_types; i++) each((PyObject **)&state->known_types[i].type, context);
+}
+
+typedef struct {
+    visitproc visit;
+    void *arg;
+    int result;
+} visitor;
+
+static void visit_slot(PyObject **slot, void *context)
+{
+    visitor *v = context;
+    if (*slot && !v->result) v->result = v->visit(*slot, v->arg);
+}
+
+static void clear_slot(PyObject **slot, void *context)
+{
+    (void)context;
+    Py_CLEAR(*slot);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    visitor v = {visit, arg, 0};
+    visit_state(py_module_state(module), visit_slot, &v);
+    return v.result;
+}
+
+static int module_clear(PyObject *module)
+{
+    py_state *state = py_module_state(module);
+    visit_state(state, clear_slot, NULL);
+    state->num_known_types = 0;
+    return 0;
+}
+
+static void module_free(void *module) { module_clear(module); }
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "pagedkv._C",
+    .m_doc = "The C extension of pagedkv; use it through the package.",
+    .m_size = sizeof(py_state),
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&module_definition); }

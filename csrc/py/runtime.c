@@ -1,0 +1,82 @@
+/* runtime.c - devices, threads, and what this binary was built with. */
+#include "py/tensor.h"
+
+typedef pk_status (*device_function)(pk_device device, pk_error *err);
+
+static pk_status synchronize_device(pk_device device, pk_error *err)
+{
+    const pk_backend *backend;
+    PK_TRY(pk_backend_of(device, &backend, err));
+    return backend->synchronize(device, err);
+}
+
+static pk_status check_device(pk_device device, pk_error *err)
+{
+    const pk_backend *backend;
+    PK_TRY(pk_backend_of(device, &backend, err));
+    return backend->check_errors(device, err);
+}
+
+/* Both wait for the device, so the GIL is released. */
+static PyObject *on_device(PyObject *module, int signature, pk_device_type otherwise, device_function function,
+                           PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
+    pk_device device = {otherwise, 0};
+    pk_error err;
+    if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
+    if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
+    pk_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = function(device, &err);
+    Py_END_ALLOW_THREADS
+    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
+}
+
+PyDoc_STRVAR(synchronize_doc,
+             "synchronize($module, device=\"cpu\")\n--\n\n"
+             "Waits until all work queued on `device` is done. Nothing to wait for on the CPU, whose operations are done when\n"
+             "they return. Raises CudaError for what went wrong in earlier work.");
+static PyObject *py_synchronize(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return on_device(module, PY_SIG_synchronize, PK_CPU, synchronize_device, args, nargs, kwnames);
+}
+
+PyDoc_STRVAR(check_errors_doc,
+             "check_errors($module, device=\"cuda:0\")\n--\n\n"
+             "Waits for `device` and raises ValueError for what its kernels recorded (a slot or a page out of range, which they\n"
+             "treated as masked), then forgets it. The CPU raises at once and never has anything recorded.");
+static PyObject *py_check_errors(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return on_device(module, PY_SIG_check_errors, PK_CUDA, check_device, args, nargs, kwnames);
+}
+
+PyDoc_STRVAR(get_num_threads_doc, "get_num_threads($module, /)\n--\n\nThe threads that operations on the CPU use.");
+static PyObject *py_get_num_threads(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromLong(pk_cpu_num_threads());
+}
+
+PyDoc_STRVAR(set_num_threads_doc,
+             "set_num_threads($module, n, /)\n--\n\n"
+             "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.");
+static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[1];
+    int64_t n;
+    if (py_bind(&py_module_state(module)->signatures[PY_SIG_set_num_threads], args, nargs, kwnames, given) < 0) return NULL;
+    if (py_int64_arg("n", given[0], &n) < 0) return NULL;
+    if (n < 1 || n > 4096) return PyErr_Format(PyExc_ValueError, "n: is %lld but must be in [1, 4096]", (long long)n);
+    pk_cpu_set_num_threads((int)n);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef py_runtime_functions[] = {
+    PY_METHOD("synchronize", py_synchronize, synchronize_doc),
+    PY_METHOD("check_errors", py_check_errors, check_errors_doc),
+    PY_METHOD("set_num_threads", py_set_num_threads, set_num_threads_doc),
+    {"get_num_threads", py_get_num_threads, METH_NOARGS, get_num_threads_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,261 @@
+/* tensor_make.c - how a Tensor comes to be: empty(), asarray(), from_dlpack(); and what devices and dtypes are called. */
+#include "py/tensor.h"
+
+#include <string.h>
+
+// --- arguments
+
+static int shape_item(const char *name, PyObject *item, bool allow_free, int64_t *size)
+{
+    if (py_int64_arg(name, item, size) < 0) return -1;
+    if (*size >= (allow_free ? -1 : 0)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: a size is %lld but must be at least 0", name, (long long)*size);
+    return -1;
+}
+
+int py_shape_arg(const char *name, PyObject *object, bool allow_free, int64_t *shape)
+{
+    if (PyIndex_Check(object)) return shape_item(name, object, allow_free, shape) < 0 ? -1 : 1;
+    PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+    if (!items) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "%s: must be an int or a sequence of ints, not %R", name, object);
+        return -1;
+    }
+    Py_ssize_t ndim = PyTuple_Size(items);
+    if (ndim > PK_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%s: has %zd dimensions but at most %d are supported", name, ndim, PK_MAX_DIMS);
+        ndim = -1;
+    }
+    for (Py_ssize_t i = 0; i < ndim; i++)
+        if (shape_item(name, PyTuple_GetItem(items, i), allow_free, &shape[i]) < 0) ndim = -1;
+    Py_DECREF(items);
+    return (int)ndim;
+}
+
+/* The word that names a dtype or a device: "float32" of "float32", torch.float32, numpy.float32, dtype('float32'). */
+static PyObject *word_of(PyObject *object)
+{
+    if (PyUnicode_Check(object)) return Py_NewRef(object);
+    return PyType_Check(object) ? PyType_GetName((PyTypeObject *)object) : PyObject_Str(object);
+}
+
+int py_dtype_arg(const char *name, PyObject *object, pk_dtype *dtype)
+{
+    PyObject *word = word_of(object);
+    const char *text = word ? PyUnicode_AsUTF8AndSize(word, NULL) : NULL;
+    if (!text) {
+        Py_XDECREF(word);
+        return -1;
+    }
+    const char *last = strrchr(text, '.');
+    int found = -1;
+    for (int i = 0; i < PK_NUM_DTYPES; i++)
+        if (strcmp(last ? last + 1 : text, pk_dtype_name((pk_dtype)i)) == 0) found = i;
+    Py_DECREF(word);
+    if (found < 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: %R is not a dtype (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
+                     object);
+        return -1;
+    }
+    *dtype = (pk_dtype)found;
+    return 0;
+}
+
+int py_device_arg(const char *name, PyObject *object, pk_device *device)
+{
+    PyObject *word = word_of(object);
+    const char *text = word ? PyUnicode_AsUTF8AndSize(word, NULL) : NULL;
+    bool is_known = false;
+    if (text && (strcmp(text, "cpu") == 0 || strcmp(text, "cpu:0") == 0)) {
+        *device = (pk_device){PK_CPU, 0};
+        is_known = true;
+    } else if (text && strncmp(text, "cuda", 4) == 0) {
+        size_t digits = strspn(text + 4 + (text[4] == ':'), "0123456789");
+        is_known = text[4] == 0 || (text[4] == ':' && digits > 0 && digits < 4 && text[5 + digits] == 0);
+        *device = (pk_device){PK_CUDA, text[4] ? (int)PyOS_strtol(text + 5, NULL, 10) : 0};
+    }
+    Py_XDECREF(word);
+    if (!is_known && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "%s: %R is not a device (\"cpu\", \"cuda\", \"cuda:1\" are)", name, object);
+    return is_known ? 0 : -1;
+}
+
+static bool is_given(PyObject *object) { return object && object != Py_None; }
+
+// --- empty
+
+PyDoc_STRVAR(empty_doc,
+             "empty($module, shape, dtype=\"float32\", device=\"cpu\")\n--\n\n"
+             "A new Tensor, contiguous, whose elements are not initialised.\n\n"
+             "shape: an int or a sequence of at most 8. dtype: a name (\"bfloat16\") or a torch or NumPy dtype. device: \"cpu\",\n"
+             "\"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. Raises MemoryError where there is not enough.");
+static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { SHAPE, DTYPE, DEVICE, COUNT };
+    PyObject *given[COUNT];
+    py_state *state = py_module_state(module);
+    if (py_bind(&state->signatures[PY_SIG_empty], args, nargs, kwnames, given) < 0) return NULL;
+    pk_dtype dtype = PK_F32;
+    pk_device device = {PK_CPU, 0};
+    int64_t shape[PK_MAX_DIMS];
+    pk_error err;
+    int ndim = py_shape_arg("shape", given[SHAPE], false, shape);
+    if (ndim < 0 || (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||
+        (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0))
+        return NULL;
+    return py_tensor_new(state, dtype, device, ndim, shape, &err);
+}
+
+// --- from_dlpack
+
+static PyObject *tensor_from(py_state *state, const char *name, PyObject *object)
+{
+    py_tensor_in taken;
+    if (Py_TYPE(object) == state->tensor_type) return Py_NewRef(object);
+    if (py_take_tensor(state, name, object, true, NULL, &taken) < 0) return NULL;
+    return py_tensor_from_view(state, &taken.view, &taken.hold);
+}
+
+PyDoc_STRVAR(from_dlpack_doc,
+             "from_dlpack($module, obj, /)\n--\n\n"
+             "A Tensor over the memory of any tensor (torch, NumPy, CuPy, JAX, any DLPack producer); nothing is copied.\n\n"
+             "The producer's memory stays alive as long as the Tensor or a view of it. Read-only memory stays read-only.\n"
+             "No stream is waited for. Raises BufferError or TypeError where the memory cannot be described.\n"
+             "Protocol: https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html");
+static PyObject *py_from_dlpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
+    if (py_bind(&state->signatures[PY_SIG_from_dlpack], args, nargs, kwnames, given) < 0) return NULL;
+    return tensor_from(state, "obj", given[0]);
+}
+
+// --- asarray
+
+/* A contiguous copy with another dtype or on another device. A step through the CPU does what a GPU's copy cannot. */
+static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk_device device)
+{
+    const pk_view *src = py_tensor_view(tensor);
+    bool via_cpu = (src->device.type != PK_CPU || device.type != PK_CPU) &&
+                   (src->dtype != dtype || !pk_view_is_contiguous(src));
+    if (via_cpu && src->device.type != PK_CPU && !pk_view_is_contiguous(src)) {
+        PyErr_SetString(PyExc_BufferError, "obj: only a contiguous tensor can be copied from a GPU");
+        return NULL;
+    }
+    pk_error err;
+    pk_device cpu = {PK_CPU, 0};
+    PyObject *step = NULL;
+    if (via_cpu) {
+        bool from_gpu = src->device.type != PK_CPU;
+        if (!(step = converted(state, tensor, from_gpu ? src->dtype : dtype, cpu))) return NULL;
+        PyObject *result = converted(state, step, dtype, device);
+        Py_DECREF(step);
+        return result;
+    }
+    PyObject *copy = py_tensor_new(state, dtype, device, src->ndim, src->shape, &err);
+    if (!copy) return NULL;
+    const pk_backend *backend;
+    pk_status status = pk_copy(src, py_tensor_view(copy), NULL, &err);
+    if (status == PK_OK && src->device.type != PK_CPU && (status = pk_backend_of(src->device, &backend, &err)) == PK_OK)
+        status = backend->synchronize(src->device, &err); /* the host reads it next */
+    if (status == PK_OK) return copy;
+    py_raise(state, &err);
+    Py_DECREF(copy);
+    return NULL;
+}
+
+PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
+{
+    const pk_view *view = py_tensor_view(tensor);
+    return view->device.type == PK_CPU ? Py_NewRef(tensor) : converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
+}
+
+/* The NumPy array as `dtype`, or NULL: floats are not cut to integers, and integers that do not fit are refused. */
+static PyObject *cast_array(PyObject *numpy, PyObject *array, const char *dtype)
+{
+    PyObject *cast = PyObject_CallMethod(array, "astype", "sss", dtype, "C", "same_kind");
+    if (!cast || *dtype == 'f') return cast;
+    PyObject *equal = PyObject_CallMethod(numpy, "array_equal", "OO", cast, array);
+    if (equal && PyObject_Not(equal) == 1) PyErr_Format(PyExc_ValueError, "obj: a value does not fit %s", dtype);
+    Py_XDECREF(equal);
+    if (PyErr_Occurred()) Py_CLEAR(cast);
+    return cast;
+}
+
+/* Python numbers, nested lists and NumPy's other dtypes, by way of NumPy: floats become float32, integers int64. */
+static PyObject *from_numpy(py_state *state, PyObject *object, const pk_dtype *dtype)
+{
+    PyObject *tensor = NULL, *cast = NULL, *own = NULL, *kind = NULL;
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    PyObject *array = numpy ? PyObject_CallMethod(numpy, "asarray", "O", object) : NULL;
+    if (array && (own = PyObject_GetAttrString(array, "dtype"))) kind = PyObject_GetAttrString(own, "kind");
+    const char *letter = kind ? PyUnicode_AsUTF8AndSize(kind, NULL) : NULL;
+    if (letter && !strchr("fiub", *letter)) {
+        PyErr_Format(PyExc_TypeError, "obj: elements of NumPy dtype %S cannot be in a tensor", own);
+    } else if (letter) {
+        pk_dtype target = dtype ? *dtype : *letter == 'f' ? PK_F32 : PK_I64;
+        cast = cast_array(numpy, array, py_array_has_dtype(target) ? pk_dtype_name(target) : "float32");
+        if (cast && (tensor = tensor_from(state, "obj", cast)) && py_tensor_view(tensor)->dtype != target)
+            Py_SETREF(tensor, converted(state, tensor, target, (pk_device){PK_CPU, 0}));
+    }
+    Py_XDECREF(cast);
+    Py_XDECREF(kind);
+    Py_XDECREF(own);
+    Py_XDECREF(array);
+    Py_XDECREF(numpy);
+    return tensor;
+}
+
+PyDoc_STRVAR(asarray_doc,
+             "asarray($module, obj, dtype=None, device=None)\n--\n\n"
+             "A Tensor of `obj`: the same memory where dtype and device are right already, otherwise a contiguous copy.\n\n"
+             "obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is given.\n"
+             "dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates at\n"
+             "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy from a GPU waits\n"
+             "for the device.");
+static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { OBJ, DTYPE, DEVICE, COUNT };
+    PyObject *given[COUNT];
+    py_state *state = py_module_state(module);
+    if (py_bind(&state->signatures[PY_SIG_asarray], args, nargs, kwnames, given) < 0) return NULL;
+    bool has_dtype = is_given(given[DTYPE]), has_device = is_given(given[DEVICE]);
+    pk_dtype dtype;
+    pk_device device;
+    if ((has_dtype && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||
+        (has_device && py_device_arg("device", given[DEVICE], &device) < 0))
+        return NULL;
+
+    PyObject *object = given[OBJ], *tensor = NULL;
+    bool is_python = PyList_Check(object) || PyTuple_Check(object) || PyFloat_Check(object) || PyLong_Check(object);
+    if (!is_python) tensor = tensor_from(state, "obj", object);
+    if (!tensor && !is_python && PyErr_ExceptionMatches(PyExc_TypeError) && PyObject_CheckBuffer(object)) {
+        PyErr_Clear(); /* an array of a dtype that only NumPy has */
+        is_python = true;
+    }
+    if (is_python) tensor = from_numpy(state, object, has_dtype ? &dtype : NULL);
+    if (!tensor) return NULL;
+
+    const pk_view *view = py_tensor_view(tensor);
+    if (!has_dtype) dtype = view->dtype;
+    if (!has_device) device = view->device;
+    bool is_there = device.type == view->device.type && device.index == view->device.index;
+    if (dtype != view->dtype && (dtype > PK_F8E4M3 || view->dtype > PK_F8E4M3)) {
+        Py_SETREF(tensor, py_tensor_on_cpu(state, tensor));
+        if (tensor) Py_SETREF(tensor, from_numpy(state, tensor, &dtype));
+        is_there = device.type == PK_CPU;
+    } else if (dtype != view->dtype) {
+        is_there = false;
+    }
+    if (tensor && !is_there) Py_SETREF(tensor, converted(state, tensor, dtype, device));
+    return tensor;
+}
+
+PyMethodDef py_tensor_functions[] = {
+    PY_METHOD("empty", py_empty, empty_doc),
+    PY_METHOD("asarray", py_asarray, asarray_doc),
+    PY_METHOD("from_dlpack", py_from_dlpack, from_dlpack_doc),
+    {NULL, NULL, 0, NULL},
+};

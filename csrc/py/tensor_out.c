@@ -1,0 +1,180 @@
+/* tensor_out.c - Tensor as a DLPack producer: capsules of both kinds.
+ *
+ * A capsule holds a reference to the Tensor, which holds the memory; the consumer's deleter gives it back, from any thread.
+ */
+#include "py/tensor.h"
+
+#include <stdlib.h>
+
+/* What a capsule of either kind points to: the managed tensor, then its shape and strides. */
+typedef struct {
+    union {
+        DLManagedTensorVersioned versioned;
+        DLManagedTensor legacy;
+    };
+    int64_t shape[PK_MAX_DIMS], strides[PK_MAX_DIMS];
+} exported;
+
+static void drop_owner(void *owner)
+{
+    if (!Py_IsInitialized()) return; /* the interpreter and all of its objects are gone */
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF((PyObject *)owner);
+    PyGILState_Release(gil);
+}
+
+static void delete_versioned(DLManagedTensorVersioned *managed)
+{
+    drop_owner(managed->manager_ctx);
+    free(managed);
+}
+
+static void delete_legacy(DLManagedTensor *managed)
+{
+    drop_owner(managed->manager_ctx);
+    free(managed);
+}
+
+/* A capsule that nobody has taken deletes its tensor itself. */
+static void destroy_versioned(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor_versioned")) return;
+    delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+}
+
+static void destroy_legacy(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+    delete_legacy(PyCapsule_GetPointer(capsule, "dltensor"));
+}
+
+static DLDevice dlpack_device(const pk_view *view)
+{
+    return (DLDevice){view->device.type == PK_CPU ? kDLCPU : kDLCUDA, view->device.index};
+}
+
+static void fill_dltensor(exported *out, const pk_view *view, DLTensor *tensor)
+{
+    for (int i = 0; i < view->ndim; i++) {
+        out->shape[i] = view->shape[i];
+        out->strides[i] = view->stride[i];
+    }
+    *tensor = (DLTensor){
+        .data = view->data,
+        .device = dlpack_device(view),
+        .ndim = view->ndim,
+        .dtype = py_dlpack_dtype(view->dtype),
+        .shape = out->shape,
+        .strides = out->strides,
+    };
+}
+
+static PyObject *versioned_capsule(PyObject *tensor, bool is_copy)
+{
+    const pk_view *view = py_tensor_view(tensor);
+    exported *out = calloc(1, sizeof *out);
+    if (!out) return PyErr_NoMemory();
+    fill_dltensor(out, view, &out->versioned.dl_tensor);
+    out->versioned.version = (DLPackVersion){DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    out->versioned.flags = (view->is_readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0) |
+                           (is_copy ? DLPACK_FLAG_BITMASK_IS_COPIED : 0);
+    out->versioned.deleter = delete_versioned;
+    out->versioned.manager_ctx = Py_NewRef(tensor);
+    PyObject *capsule = PyCapsule_New(&out->versioned, "dltensor_versioned", destroy_versioned);
+    if (!capsule) delete_versioned(&out->versioned);
+    return capsule;
+}
+
+static PyObject *legacy_capsule(PyObject *tensor)
+{
+    const pk_view *view = py_tensor_view(tensor);
+    if (view->is_readonly) {
+        PyErr_SetString(PyExc_BufferError, "the tensor is read-only, which a capsule from before DLPack 1.0 cannot say");
+        return NULL;
+    }
+    exported *out = calloc(1, sizeof *out);
+    if (!out) return PyErr_NoMemory();
+    fill_dltensor(out, view, &out->legacy.dl_tensor);
+    out->legacy.deleter = delete_legacy;
+    out->legacy.manager_ctx = Py_NewRef(tensor);
+    PyObject *capsule = PyCapsule_New(&out->legacy, "dltensor", destroy_legacy);
+    if (!capsule) delete_legacy(&out->legacy);
+    return capsule;
+}
+
+static PyObject *copy_of(py_state *state, PyObject *tensor)
+{
+    const pk_view *view = py_tensor_view(tensor);
+    pk_error err;
+    PyObject *copy = py_tensor_new(state, view->dtype, view->device, view->ndim, view->shape, &err);
+    if (copy && pk_copy(view, py_tensor_view(copy), NULL, &err) != PK_OK) {
+        py_raise(state, &err);
+        Py_CLEAR(copy);
+    }
+    return copy;
+}
+
+/* The consumer's stream must see what was written. Our own work without stream= is on the legacy default stream, and -1 asks
+ * for nothing; for any other stream the device is waited for. */
+static int be_ready(py_state *state, const pk_view *view, PyObject *stream)
+{
+    int64_t number = 1;
+    if (view->device.type == PK_CPU) return 0; /* the array API asks for None here; every value means the same */
+    if (stream && stream != Py_None && py_int64_arg("stream", stream, &number) < 0) return -1;
+    if (number == -1 || number == 1) return 0;
+    pk_error err;
+    const pk_backend *backend;
+    if (pk_backend_of(view->device, &backend, &err) == PK_OK && backend->synchronize(view->device, &err) == PK_OK) return 0;
+    py_raise(state, &err);
+    return -1;
+}
+
+const char py_tensor_dlpack_doc[] =
+    "__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
+    "A DLPack capsule over the same memory, as the Python array API standard says: versioned where max_version is (1, 0) or\n"
+    "later, else of the older kind. copy=True makes a copy; dl_device other than the tensor's own raises BufferError.";
+
+PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { STREAM, MAX_VERSION, DL_DEVICE, COPY, COUNT };
+    PyObject *given[COUNT];
+    py_state *state = py_state_of(self);
+    const pk_view *view = py_tensor_view(self);
+    if (py_bind(&state->signatures[PY_SIG_Tensor___dlpack__], args, nargs, kwnames, given) < 0) return NULL;
+
+    int major = 0, minor, device_type, device_index;
+    if (given[MAX_VERSION] && given[MAX_VERSION] != Py_None) {
+        if (!PyTuple_Check(given[MAX_VERSION]))
+            return PyErr_Format(PyExc_TypeError, "max_version: must be None or a tuple of two ints, not %R", given[MAX_VERSION]);
+        if (!PyArg_ParseTuple(given[MAX_VERSION], "ii;max_version: must be a tuple of two ints", &major, &minor)) return NULL;
+    }
+    if (given[DL_DEVICE] && given[DL_DEVICE] != Py_None) {
+        DLDevice own = dlpack_device(view);
+        if (!PyTuple_Check(given[DL_DEVICE]))
+            return PyErr_Format(PyExc_TypeError, "dl_device: must be None or a tuple of two ints, not %R", given[DL_DEVICE]);
+        if (!PyArg_ParseTuple(given[DL_DEVICE], "ii;dl_device: must be a tuple of two ints", &device_type, &device_index))
+            return NULL;
+        if (device_type != (int)own.device_type || device_index != own.device_id)
+            return PyErr_Format(PyExc_BufferError, "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) "
+                                "copies it", (int)own.device_type, (int)own.device_id);
+    }
+    if (be_ready(state, view, given[STREAM]) < 0) return NULL;
+
+    int wants_copy = given[COPY] && given[COPY] != Py_None ? PyObject_IsTrue(given[COPY]) : 0;
+    if (wants_copy < 0) return NULL;
+    PyObject *tensor = wants_copy ? copy_of(state, self) : Py_NewRef(self);
+    if (!tensor) return NULL;
+    PyObject *capsule = major >= 1 ? versioned_capsule(tensor, wants_copy) : legacy_capsule(tensor);
+    Py_DECREF(tensor);
+    return capsule;
+}
+
+const char py_tensor_dlpack_device_doc[] =
+    "__dlpack_device__($self, /)\n--\n\n(device type, device index) in DLPack's numbers: (1, 0) is the CPU, (2, i) is cuda:i.";
+
+PyObject *py_tensor_dlpack_device(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    DLDevice device = dlpack_device(py_tensor_view(self));
+    return Py_BuildValue("(ii)", (int)device.device_type, (int)device.device_id);
+}

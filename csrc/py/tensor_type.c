@@ -1,0 +1,438 @@
+/* tensor_type.c - pagedkv.Tensor: the object, its attributes, views, and the buffer protocol.
+ *
+ * It is storage with a shape, not an array library: it owns memory on either device (or holds what does) and gives it to
+ * others by DLPack (tensor_out.c) and by the buffer protocol. A Tensor never changes after it was made, only its elements.
+ */
+#include "py/tensor.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hold)
+{
+    py_tensor *self = (py_tensor *)PyType_GenericAlloc(state->tensor_type, 0);
+    if (!self) {
+        py_release(hold);
+        return NULL;
+    }
+    self->view = *view;
+    self->hold = *hold;
+    hold->kind = PY_HOLD_NOTHING;
+    return (PyObject *)self;
+}
+
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape, pk_error *err)
+{
+    pk_view view = {.ndim = ndim, .dtype = dtype, .device = device};
+    int64_t bytes = (int64_t)pk_dtype_bytes(dtype);
+    for (int i = 0; i < ndim; i++) view.shape[i] = shape[i];
+    int64_t stride = 1;
+    bool too_large = false, is_empty = false;
+    for (int i = ndim - 1; i >= 0; i--) {
+        view.stride[i] = stride;
+        is_empty |= shape[i] == 0;
+        too_large |= __builtin_mul_overflow(stride, shape[i] ? shape[i] : 1, &stride);
+    }
+    too_large |= __builtin_mul_overflow(bytes, stride, &bytes);
+    if (too_large) {
+        pk_fail(err, PK_ENOMEM, "a tensor of this shape has more than 2^63 bytes");
+        return py_raise(state, err);
+    }
+    const pk_backend *backend;
+    py_hold hold = {.kind = PY_HOLD_MEMORY, .memory = {.device = device}};
+    if (pk_backend_of(device, &backend, err) != PK_OK ||
+        backend->allocate(device, is_empty ? 0 : (size_t)bytes, &hold.memory.data, err) != PK_OK)
+        return py_raise(state, err);
+    view.data = hold.memory.data;
+    return py_tensor_from_view(state, &view, &hold);
+}
+
+const pk_view *py_tensor_view(PyObject *tensor) { return &((py_tensor *)tensor)->view; }
+
+/* A view of the same memory: holds the tensor that holds it, not a view of a view. */
+static PyObject *view_of(PyObject *self, const pk_view *view)
+{
+    py_hold *own = &((py_tensor *)self)->hold;
+    py_hold hold = {.kind = PY_HOLD_OBJECT};
+    hold.object = Py_NewRef(own->kind == PY_HOLD_OBJECT ? own->object : self);
+    return py_tensor_from_view(py_state_of(self), view, &hold);
+}
+
+// --- life
+
+static int tensor_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    py_hold *hold = &((py_tensor *)self)->hold;
+    Py_VISIT(Py_TYPE(self));
+    if (hold->kind == PY_HOLD_OBJECT) Py_VISIT(hold->object);
+    if (hold->kind == PY_HOLD_BUFFER) Py_VISIT(hold->buffer.obj);
+    return 0;
+}
+
+static int tensor_clear(PyObject *self)
+{
+    py_tensor *tensor = (py_tensor *)self;
+    tensor->view = (pk_view){.ndim = 1}; /* no elements, whoever still looks */
+    py_release(&tensor->hold);
+    return 0;
+}
+
+static void tensor_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    if (((py_tensor *)self)->weakrefs) PyObject_ClearWeakRefs(self);
+    py_release(&((py_tensor *)self)->hold);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+// --- attributes
+
+PyObject *py_shape_tuple(const int64_t *values, int ndim)
+{
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int i = 0; tuple && i < ndim; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (!value || PyTuple_SetItem(tuple, i, value) < 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyObject *device_text(pk_device device)
+{
+    return device.type == PK_CPU ? PyUnicode_FromString("cpu") : PyUnicode_FromFormat("cuda:%d", device.index);
+}
+
+static PyObject *get_shape(PyObject *self, void *unused)
+{
+    (void)unused;
+    return py_shape_tuple(py_tensor_view(self)->shape, py_tensor_view(self)->ndim);
+}
+
+static PyObject *get_strides(PyObject *self, void *unused)
+{
+    (void)unused;
+    return py_shape_tuple(py_tensor_view(self)->stride, py_tensor_view(self)->ndim);
+}
+
+static PyObject *get_dtype(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(pk_dtype_name(py_tensor_view(self)->dtype));
+}
+
+static PyObject *get_device(PyObject *self, void *unused)
+{
+    (void)unused;
+    return device_text(py_tensor_view(self)->device);
+}
+
+static PyObject *get_ndim(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(py_tensor_view(self)->ndim);
+}
+
+static PyObject *get_nbytes(PyObject *self, void *unused)
+{
+    (void)unused;
+    const pk_view *view = py_tensor_view(self);
+    return PyLong_FromLongLong(pk_view_numel(view) * (int64_t)pk_dtype_bytes(view->dtype));
+}
+
+static PyObject *tensor_repr(PyObject *self)
+{
+    PyObject *shape = get_shape(self, NULL), *device = device_text(py_tensor_view(self)->device), *text = NULL;
+    if (shape && device)
+        text = PyUnicode_FromFormat("Tensor(shape=%S, dtype='%s', device='%U')", shape,
+                                    pk_dtype_name(py_tensor_view(self)->dtype), device);
+    Py_XDECREF(shape);
+    Py_XDECREF(device);
+    return text;
+}
+
+// --- views
+
+static Py_ssize_t tensor_length(PyObject *self)
+{
+    const pk_view *view = py_tensor_view(self);
+    if (view->ndim) return (Py_ssize_t)view->shape[0];
+    PyErr_SetString(PyExc_TypeError, "len() of a tensor with no dimensions");
+    return -1;
+}
+
+static PyObject *tensor_subscript(PyObject *self, PyObject *key)
+{
+    pk_view view = *py_tensor_view(self);
+    int64_t bytes = (int64_t)pk_dtype_bytes(view.dtype), start;
+    if (view.ndim == 0) {
+        PyErr_SetString(PyExc_IndexError, "a tensor with no dimensions cannot be indexed");
+        return NULL;
+    }
+    if (PySlice_Check(key)) {
+        Py_ssize_t from, to, step;
+        if (PySlice_Unpack(key, &from, &to, &step) < 0) return NULL;
+        view.shape[0] = PySlice_AdjustIndices((Py_ssize_t)view.shape[0], &from, &to, step);
+        start = view.shape[0] ? from * view.stride[0] : 0;
+        view.stride[0] = view.shape[0] > 1 ? view.stride[0] * step : view.stride[0];
+    } else if (PyIndex_Check(key)) {
+        Py_ssize_t i = PyNumber_AsSsize_t(key, PyExc_IndexError);
+        if (i == -1 && PyErr_Occurred()) return NULL;
+        if (i < 0) i += (Py_ssize_t)view.shape[0];
+        if (i < 0 || i >= view.shape[0]) {
+            PyErr_Format(PyExc_IndexError, "index %R is out of range for dimension 0 of size %lld", key,
+                         (long long)view.shape[0]);
+            return NULL;
+        }
+        start = i * view.stride[0];
+        view.ndim--;
+        for (int d = 0; d < view.ndim; d++) view.shape[d] = view.shape[d + 1], view.stride[d] = view.stride[d + 1];
+    } else {
+        PyErr_SetString(PyExc_TypeError, "a tensor is indexed by one integer or one slice, of dimension 0");
+        return NULL;
+    }
+    if (view.data) view.data = (char *)view.data + start * bytes;
+    return view_of(self, &view);
+}
+
+PyDoc_STRVAR(view_doc,
+             "view($self, shape)\n--\n\n"
+             "The same memory with another shape; one dimension may be -1 (worked out from the rest).\n\n"
+             "The tensor must be contiguous (BufferError); the shape must have as many elements (ValueError).");
+static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[1];
+    pk_view view = *py_tensor_view(self);
+    if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_view], args, nargs, kwnames, given) < 0) return NULL;
+    int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1;
+    int ndim = py_shape_arg("shape", given[0], true, shape), free_dim = -1;
+    if (ndim < 0) return NULL;
+    if (!pk_view_is_contiguous(&view)) {
+        PyErr_SetString(PyExc_BufferError, "only a contiguous tensor can be viewed with another shape");
+        return NULL;
+    }
+    bool overflows = false;
+    for (int i = 0; i < ndim; i++) {
+        if (shape[i] >= 0)
+            overflows |= __builtin_mul_overflow(known, shape[i], &known);
+        else if (free_dim < 0)
+            free_dim = i;
+        else
+            overflows = true;
+    }
+    if (free_dim >= 0 && known > 0) shape[free_dim] = numel / known, known *= shape[free_dim];
+    if (overflows || known != numel || (free_dim >= 0 && shape[free_dim] < 0)) {
+        PyErr_Format(PyExc_ValueError, "shape: %R does not fit %lld elements", given[0], (long long)numel);
+        return NULL;
+    }
+    view.ndim = ndim;
+    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= shape[i--]) view.shape[i] = shape[i], view.stride[i] = stride;
+    return view_of(self, &view);
+}
+
+// --- elements
+
+PyDoc_STRVAR(copy_doc,
+             "copy_($self, src, *, stream=None)\n--\n\n"
+             "Copies the elements of `src`, any tensor of the same shape, into this one, and returns this one.\n\n"
+             "On the CPU between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
+             "saturates at 448). Where one side is on a GPU both must be contiguous and of one dtype, and the copy is ordered\n"
+             "on `stream` (default: the current stream of src's framework).");
+static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { SRC, STREAM };
+    py_call call;
+    if (py_call_begin(&call, py_state_of(self), PY_SIG_Tensor_copy_, STREAM, args, nargs, kwnames) < 0) return NULL;
+    const pk_view *src = py_call_tensor(&call, SRC);
+    PY_CALL_RUN(&call, pk_copy(src, py_tensor_view(self), call.stream, &call.err));
+    return py_call_end(&call, Py_NewRef(self));
+}
+
+PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address of the first element, as an int.");
+static PyObject *tensor_data_ptr(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromVoidPtr(py_tensor_view(self)->data);
+}
+
+// --- buffer protocol
+
+static const char *const formats[PK_NUM_DTYPES] = {
+    [PK_F32] = "f", [PK_F16] = "e", [PK_U8] = "B", [PK_I32] = "i", [PK_I64] = "q"};
+
+static int tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
+{
+    const pk_view *view = py_tensor_view(self);
+    bool is_contiguous = pk_view_is_contiguous(view);
+    const char *problem = NULL;
+    buffer->obj = NULL;
+    if (view->device.type != PK_CPU)
+        problem = "memory on a GPU has no buffer: pagedkv.asarray(tensor, device=\"cpu\") copies it";
+    else if (!formats[view->dtype])
+        problem = "%s has no buffer format and no NumPy dtype: pagedkv.asarray(tensor, dtype=\"float32\") converts it, and "
+                  "torch.from_dlpack(tensor) takes it as it is";
+    else if ((flags & PyBUF_WRITABLE) && view->is_readonly)
+        problem = "the tensor is read-only";
+    else if (!is_contiguous && ((flags & PyBUF_STRIDES) != PyBUF_STRIDES ||
+                                (flags & (PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS) &
+                                 ~PyBUF_STRIDES)))
+        problem = "the tensor is not contiguous";
+    else if ((flags & PyBUF_F_CONTIGUOUS & ~PyBUF_STRIDES) && !(flags & PyBUF_C_CONTIGUOUS & ~PyBUF_STRIDES) &&
+             view->ndim > 1)
+        problem = "the tensor is not contiguous in Fortran's order";
+    if (problem) {
+        PyErr_Format(PyExc_BufferError, problem, pk_dtype_name(view->dtype));
+        return -1;
+    }
+    Py_ssize_t *sizes = PyMem_Malloc(2 * PK_MAX_DIMS * sizeof *sizes), itemsize = (Py_ssize_t)pk_dtype_bytes(view->dtype);
+    if (!sizes) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < view->ndim; i++) {
+        sizes[i] = (Py_ssize_t)view->shape[i];
+        sizes[PK_MAX_DIMS + i] = (Py_ssize_t)view->stride[i] * itemsize;
+    }
+    *buffer = (Py_buffer){
+        .buf = view->data,
+        .obj = Py_NewRef(self),
+        .len = (Py_ssize_t)pk_view_numel(view) * itemsize,
+        .itemsize = itemsize,
+        .readonly = view->is_readonly,
+        .ndim = view->ndim,
+        .format = (flags & PyBUF_FORMAT) ? (char *)formats[view->dtype] : NULL,
+        .shape = (flags & PyBUF_ND) ? sizes : NULL,
+        .strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES ? sizes + PK_MAX_DIMS : NULL,
+        .internal = sizes,
+    };
+    return 0;
+}
+
+static void tensor_releasebuffer(PyObject *self, Py_buffer *buffer)
+{
+    (void)self;
+    PyMem_Free(buffer->internal);
+}
+
+PyDoc_STRVAR(numpy_doc,
+             "numpy($self, /)\n--\n\n"
+             "The tensor as a NumPy array over the same memory. On the CPU only, and not for bfloat16 and float8_e4m3fn, which\n"
+             "NumPy has not (BufferError).");
+static PyObject *tensor_numpy(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *memory = PyMemoryView_FromObject(self), *numpy = NULL, *array = NULL;
+    if (memory && (numpy = PyImport_ImportModule("numpy"))) array = PyObject_CallMethod(numpy, "asarray", "O", memory);
+    Py_XDECREF(numpy);
+    Py_XDECREF(memory);
+    return array;
+}
+
+PyDoc_STRVAR(array_doc,
+             "__array__($self, dtype=None, copy=None)\n--\n\n"
+             "NumPy asks here where the buffer protocol has refused: raises the reason.");
+static PyObject *tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    (void)args, (void)kwargs;
+    return tensor_numpy(self, NULL);
+}
+
+static PyObject *list_of(const pk_view *view, int dim, const char *data)
+{
+    if (dim == view->ndim) {
+        switch (view->dtype) {
+            case PK_U8: return PyLong_FromLong(*(const uint8_t *)data);
+            case PK_I32: return PyLong_FromLong(*(const int32_t *)data);
+            case PK_I64: return PyLong_FromLongLong(*(const int64_t *)data);
+            default: {
+                float value;
+                pk_view one = {.data = &value, .dtype = PK_F32}, element = {.data = (void *)data, .dtype = view->dtype};
+                pk_copy(&element, &one, NULL, NULL);
+                return PyFloat_FromDouble(value);
+            }
+        }
+    }
+    int64_t step = view->stride[dim] * (int64_t)pk_dtype_bytes(view->dtype);
+    PyObject *list = PyList_New((Py_ssize_t)view->shape[dim]);
+    for (int64_t i = 0; list && i < view->shape[dim]; i++) {
+        PyObject *item = list_of(view, dim + 1, data + i * step);
+        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(tolist_doc, "tolist($self, /)\n--\n\nThe elements as nested lists of int or float (one number without dimensions).");
+static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *tensor = py_tensor_on_cpu(py_state_of(self), self);
+    PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data) : NULL;
+    Py_XDECREF(tensor);
+    return list;
+}
+
+// --- the type
+
+PyDoc_STRVAR(tensor_doc,
+             "Memory with a shape and a dtype, on the CPU or a GPU; made by empty(), asarray(), from_dlpack() and by operations.\n\n"
+             "Storage, not an array library: it is indexed along dimension 0 by an int or a slice (views of the same memory,\n"
+             "which keep it alive), and goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
+             "dtypes: float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64.");
+
+static PyMethodDef tensor_methods[] = {
+    PY_METHOD("copy_", tensor_copy, copy_doc),
+    PY_METHOD("view", tensor_view, view_doc),
+    PY_METHOD("__dlpack__", py_tensor_dlpack, py_tensor_dlpack_doc),
+    {"__dlpack_device__", py_tensor_dlpack_device, METH_NOARGS, py_tensor_dlpack_device_doc},
+    {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS, array_doc},
+    {"numpy", tensor_numpy, METH_NOARGS, numpy_doc},
+    {"tolist", tensor_tolist, METH_NOARGS, tolist_doc},
+    {"data_ptr", tensor_data_ptr, METH_NOARGS, data_ptr_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef tensor_getset[] = {
+    {"shape", get_shape, NULL, "Sizes, a tuple of int.", NULL},
+    {"strides", get_strides, NULL, "Steps between neighbours along each dimension, in elements (NumPy counts bytes).", NULL},
+    {"dtype", get_dtype, NULL, "The name of the dtype, \"bfloat16\".", NULL},
+    {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
+    {"ndim", get_ndim, NULL, "The number of dimensions.", NULL},
+    {"nbytes", get_nbytes, NULL, "Bytes of all elements (of a view: of its own elements only).", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef tensor_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(py_tensor, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot tensor_slots[] = {
+    {Py_tp_doc, (void *)tensor_doc},
+    {Py_tp_dealloc, tensor_dealloc},
+    {Py_tp_traverse, tensor_traverse},
+    {Py_tp_clear, tensor_clear},
+    {Py_tp_repr, tensor_repr},
+    {Py_tp_methods, tensor_methods},
+    {Py_tp_getset, tensor_getset},
+    {Py_tp_members, tensor_members},
+    {Py_mp_length, tensor_length},
+    {Py_mp_subscript, tensor_subscript},
+    {Py_bf_getbuffer, tensor_getbuffer},
+    {Py_bf_releasebuffer, tensor_releasebuffer},
+    {0, NULL},
+};
+
+static PyType_Spec tensor_spec = {
+    .name = "pagedkv.Tensor",
+    .basicsize = sizeof(py_tensor),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = tensor_slots,
+};
+
+PyTypeObject *py_tensor_type(PyObject *module)
+{
+    py_state *state = py_module_state(module);
+    if (py_add_signatures(state, "Tensor_", tensor_methods) < 0) return NULL;
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &tensor_spec, NULL);
+}

@@ -77,7 +77,7 @@ typedef struct {
 #define PY_MAX_KNOWN_TYPES 16
 
 typedef struct {
-    PyTypeObject *tensor_type;
+    PyTypeObject *tensor_type, *step_type;
     PyObject *out_of_blocks, *cuda_error;
     PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
     py_signature signatures[PY_NUM_SIGNATURES];

@@ -1,0 +1,101 @@
+/* block_manager_py.h - what the files of the Python type BlockManager share.
+ *
+ *   block_manager_type.c     the type: constructor, properties, looking at sequences
+ *   block_manager_methods.c  what changes one sequence
+ *   block_manager_batch.c    the same for many at once
+ *   block_manager_step.c     prepare: the arrays of one step
+ *   block_manager_show.c     stats, repr, the picture of the pool
+ *
+ * Arguments are converted first (that may run the caller's code), then one call of the core does everything under the
+ * object's lock, so that a call is atomic for other threads: by the GIL, or by a critical section where there is none.
+ */
+#ifndef PK_BLOCK_MANAGER_PY_H
+#define PK_BLOCK_MANAGER_PY_H
+
+#include <string.h>
+
+#include "py/py.h"
+
+#include "block_manager.h"
+
+typedef struct {
+    PyObject_HEAD pk_block_manager *core;
+    PyObject *no_pairs;    /* the empty int32 array that most calls return */
+    PyObject *step_memory; /* capsule around what the arrays of the last step lie in; NULL before the first */
+} py_block_manager;
+
+static inline py_block_manager *manager_of(PyObject *self) { return (py_block_manager *)self; }
+
+#ifdef Py_GIL_DISABLED
+#define PY_LOCKED(self, statement)       \
+    do {                                 \
+        Py_BEGIN_CRITICAL_SECTION(self); \
+        statement;                       \
+        Py_END_CRITICAL_SECTION();       \
+    } while (0)
+#else
+#define PY_LOCKED(self, statement) \
+    do {                           \
+        (void)(self);              \
+        statement;                 \
+    } while (0)
+#endif
+
+/* Binds the arguments of BlockManager.<method> into `given`, or returns NULL from the caller. */
+#define PY_BIND_METHOD(self, method)                                                                            \
+    PyObject *given[PY_MAX_PARAMS];                                                                             \
+    if (py_bind(&py_state_of(self)->signatures[PY_SIG_BlockManager_##method], args, nargs, kwnames, given) < 0) \
+    return NULL
+
+#define PY_FASTCALL PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
+
+/* NULL (left out) is the empty salt. The bytes stay the caller's. */
+int py_salt_arg(PyObject *value, pk_salt *salt);
+static inline int py_take_tokens(PyObject *self, const char *name, PyObject *object, py_ints *ints)
+{
+    return py_take_ints(py_state_of(self), name, object, PK_I32, 0, INT32_MAX, ints);
+}
+static inline int py_take_seq_ids(PyObject *self, PyObject *object, py_ints *ints)
+{
+    return py_take_ints(py_state_of(self), "seq_ids", object, PK_I64, INT64_MIN, INT64_MAX, ints);
+}
+
+/* An int, or something with __index__ that is no sequence (a NumPy scalar). */
+bool py_is_number(PyObject *value);
+
+/* What a call of the core came to. */
+typedef struct {
+    pk_status status;
+    pk_error err;
+    int32_t *pairs; /* taken over from the core; NULL: none */
+    int64_t num_pairs;
+} py_outcome;
+/* After a core call that gave `pairs`, still under the lock: takes them away before the next call overwrites them. */
+void py_keep_pairs(PyObject *self, py_outcome *out, pk_pairs pairs);
+/* The exception, or the pairs as an array, or None. */
+PyObject *py_pairs_result(PyObject *self, py_outcome *out);
+PyObject *py_none_result(PyObject *self, pk_status status, const pk_error *err);
+
+/* Every method that takes keywords: py_bm_<name> and its docstring, one line of the type's table each. */
+#define PY_BLOCK_MANAGER_METHODS(X)                                                                                  \
+    X(allocate)                                                                                                      \
+    X(match) X(can_allocate) X(append) X(reserve) X(commit) X(fork) X(truncate) X(free) X(swap_out) X(swap_in)       \
+        X(block_table) X(token_ids) X(num_tokens) X(num_computed) X(allocate_batch) X(append_batch) X(reserve_batch) \
+            X(commit_batch) X(free_batch) X(prepare)
+#define X(name)                          \
+    PyObject *py_bm_##name(PY_FASTCALL); \
+    extern const char py_bm_##name##_doc[];
+PY_BLOCK_MANAGER_METHODS(X)
+#undef X
+
+PyObject *py_bm_reset_prefix_cache(PyObject *self, PyObject *unused);
+PyObject *py_bm_stats(PyObject *self, PyObject *unused);
+PyObject *py_bm_check(PyObject *self, PyObject *unused);
+PyObject *py_bm_html(PyObject *self, PyObject *unused);
+PyObject *py_bm_repr(PyObject *self);
+extern const char py_bm_reset_prefix_cache_doc[], py_bm_stats_doc[], py_bm_check_doc[], py_bm_html_doc[];
+
+/* pagedkv.Step, a named tuple: block_manager_step.c */
+PyTypeObject *py_step_type(void);
+
+#endif /* PK_BLOCK_MANAGER_PY_H */

@@ -1,0 +1,71 @@
+"""Writes what a benchmark measured, with what it was measured on, to benchmarks/results/<name>.json."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The checkout's commit, with "+changes" where tracked files outside of results/ differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run([*git, *changes], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git checkout)"
+    return head + ("+changes" if dirty else "")
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def pagedkv_version() -> str:
+    from pagedkv import __version__
+
+    return __version__
+
+
+def record(name: str, rows: list[dict], *, machine: dict | None = None, versions: dict | None = None, **extra) -> Path:
+    """Writes the rows as JSON and returns the file's path.
+
+    `machine` and `versions` add to what is found out here (a GPU and its driver, say); `extra` becomes further fields
+    beside "rows".
+    """
+    result = {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_name(), "cores": cores()} | (machine or {}),
+        "versions": {"python": platform.python_version(), "numpy": version("numpy"), "pagedkv": pagedkv_version()}
+        | (versions or {}),
+        **extra,
+        "rows": rows,
+    }
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path

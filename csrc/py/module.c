@@ -18,6 +18,15 @@ static int add_functions(PyObject *module, py_state *state, PyMethodDef *functio
     return py_add_signatures(state, "", functions) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }
 
+static int add_block_manager(PyObject *module, py_state *state)
+{
+    PyObject *type = py_block_manager_type(module);
+    if (!type) return -1;
+    int result = PyModule_AddObjectRef(module, "BlockManager", type);
+    Py_DECREF(type);
+    return result < 0 ? -1 : PyModule_AddObjectRef(module, "Step", (PyObject *)state->step_type);
+}
+
 static int intern_names(py_state *state)
 {
     const struct {
@@ -48,6 +57,7 @@ static int module_exec(PyObject *module)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
+    if (add_block_manager(module, state) < 0) return -1;
     if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
         add_functions(module, state, py_dense_functions) < 0 || add_functions(module, state, py_runtime_functions) < 0)
         return -1;
@@ -58,8 +68,9 @@ static int module_exec(PyObject *module)
 static void visit_state(py_state *state, void (*each)(PyObject **slot, void *context), void *context)
 {
     PyObject **const slots[] = {
-        (PyObject **)&state->tensor_type, &state->out_of_blocks,     &state->cuda_error,    &state->str_dlpack,
-        &state->str_dlpack_device,        &state->str_exchange_api,  &state->str_requires_grad, &state->str_cuda_stream,
+        (PyObject **)&state->tensor_type, (PyObject **)&state->step_type, &state->out_of_blocks,
+        &state->cuda_error,               &state->str_dlpack,             &state->str_dlpack_device,
+        &state->str_exchange_api,         &state->str_requires_grad,      &state->str_cuda_stream,
     };
     for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) each(slots[i], context);
     for (int i = 0; i < PY_NUM_SIGNATURES; i++)

@@ -8,7 +8,7 @@
  *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
  *   ops.c ops_dense.c     one short function an operation
  *   runtime.c             devices, threads, what was built
- *   block_manager_type.c  pagedkv.BlockManager
+ *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *
  * Conventions: a function that returns int gives 0, or -1 with an exception set. `name` is the argument's name, for the message.
@@ -94,7 +94,7 @@ static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_
 
 /* New references to the module's types (each file makes its own and registers its signatures). */
 PyTypeObject *py_tensor_type(PyObject *module);
-PyObject *py_block_manager_type(PyObject *module);
+PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_type */
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_runtime_functions[];
 

@@ -4,21 +4,72 @@ Three things that work alone, and an engine built on them: `BlockManager` (the p
 `paged_attention_fwd`, and `LLM`. Arrays come and go by DLPack: PyTorch, NumPy, CuPy and JAX objects are used in place.
 """
 
-from importlib import import_module as _import_module
-from typing import Any as _Any
+from pagedkv._C import (
+    CudaError,
+    OutOfBlocks,
+    Tensor,
+    __version__,
+    asarray,
+    build_info,
+    check_errors,
+    copy_blocks,
+    embedding,
+    empty,
+    from_dlpack,
+    gather_rows,
+    get_num_threads,
+    linear,
+    merge_attention_states,
+    paged_attention_fwd,
+    qk_norm_rope_store,
+    rms_norm,
+    sample,
+    set_num_threads,
+    silu_and_mul,
+    store_kvcache,
+    swap_blocks,
+    synchronize,
+)
 
-from pagedkv._C import *  # noqa: F403  (the extension's public names, see _C.pyi)
-from pagedkv._C import __version__  # noqa: F401
+# LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
+__all__ = [
+    "LLM",
+    "CudaError",
+    "OutOfBlocks",
+    "SamplingParams",
+    "Tensor",
+    "__version__",
+    "asarray",
+    "build_info",
+    "check_errors",
+    "copy_blocks",
+    "embedding",
+    "empty",
+    "from_dlpack",
+    "gather_rows",
+    "get_num_threads",
+    "linear",
+    "merge_attention_states",
+    "paged_attention_fwd",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "sample",
+    "set_num_threads",
+    "silu_and_mul",
+    "store_kvcache",
+    "swap_blocks",
+    "synchronize",
+]
 
-_LAZY = {"LLM": "pagedkv.engine", "SamplingParams": "pagedkv.engine"}  # they need NumPy and tokenizers, the rest does not
 
-
-def __getattr__(name: str) -> _Any:
-    if name not in _LAZY:
+def __getattr__(name: str) -> object:
+    if name not in ("LLM", "SamplingParams"):
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_LAZY[name]), name)
+    import pagedkv.engine
+
+    value = globals()[name] = getattr(pagedkv.engine, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted(__all__)

@@ -1,6 +1,12 @@
 /* runtime.c - devices, threads, and what this binary was built with. */
 #include "py/tensor.h"
 
+#ifdef __clang__
+#define COMPILER "Clang " __clang_version__
+#else
+#define COMPILER "GCC " __VERSION__
+#endif
+
 typedef pk_status (*device_function)(pk_device device, pk_error *err);
 
 static pk_status synchronize_device(pk_device device, pk_error *err)
@@ -73,10 +79,40 @@ static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(build_info_doc,
+             "build_info($module, /)\n--\n\n"
+             "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
+             "cuda_devices; cuda_problem (why CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by\n"
+             "PAGEDKV_CPU_ISA); threads; dlpack; compiler; free_threaded.");
+static PyObject *py_build_info(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    const pk_backend *backend;
+    pk_error err;
+    pk_status status;
+    int num_devices;
+    Py_BEGIN_ALLOW_THREADS /* loads the driver and the BLAS */
+    status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
+    num_devices = pk_cuda_device_count();
+    Py_END_ALLOW_THREADS
+    bool has_cuda = status == PK_OK;
+#ifdef Py_GIL_DISABLED
+    PyObject *free_threaded = Py_True;
+#else
+    PyObject *free_threaded = Py_False;
+#endif
+    return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION, "backends",
+                         has_cuda ? Py_BuildValue("[ss]", "cpu", "cuda") : Py_BuildValue("[s]", "cpu"), "cuda",
+                         pk_built_with_cuda() ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
+                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "threads", pk_cpu_num_threads(), "dlpack", Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION),
+                         "compiler", COMPILER, "free_threaded", free_threaded);
+}
+
 PyMethodDef py_runtime_functions[] = {
     PY_METHOD("synchronize", py_synchronize, synchronize_doc),
     PY_METHOD("check_errors", py_check_errors, check_errors_doc),
     PY_METHOD("set_num_threads", py_set_num_threads, set_num_threads_doc),
+    {"build_info", py_build_info, METH_NOARGS, build_info_doc},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, get_num_threads_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -346,9 +346,12 @@ int pk_cpu_num_threads(void);
 void pk_cpu_set_num_threads(int num_threads);
 /* "avx512", "avx2" or "generic": what run-time dispatch chose; PAGEDKV_CPU_ISA=generic|avx2|avx512 caps it. */
 const char *pk_cpu_isa(void);
-/* The BLAS behind `linear` with many rows ("oneDNN 3.9 /usr/lib/libdnnl.so.3", "OpenBLAS ...", "none"), loaded now
- * if it was not. */
+/* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The text
+ * belongs to the thread and is good until the next call. */
 const char *pk_cpu_blas_name(void);
+/* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then csrc/py imports NumPy, which
+ * brings one. */
+bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype);
 
 /* ------------------------------------------- operations (csrc/ops_*.c) */
 

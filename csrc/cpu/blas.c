@@ -1,0 +1,127 @@
+/* blas.c - finds the BLAS that `linear` uses for many rows; nothing of it is linked or required.
+ *
+ *   oneDNN         dlopen'ed at first use (libdnnl.so.3: already loaded, SONAME, or the lib folder of this Python's
+ *                  prefix, where its wheel puts it); multiplies bf16 and f16 as they are
+ *   an sgemm       that the process has loaded already: NumPy's (its wheels carry OpenBLAS under a prefix), or any
+ *                  libopenblas, libblas, libmkl_rt. csrc/py imports NumPy once where one is wanted and none was found
+ *
+ * An sgemm is called from each of our own threads on its own block, itself with one thread: the number of threads is
+ * pagedkv's, and two pools never wait for each other's cores.
+ */
+#define _GNU_SOURCE /* dladdr, dl_iterate_phdr */
+#include "cpu/blas.h"
+#include "cpu/cpu.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+// --- sgemm
+
+enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 }; /* cblas.h */
+typedef void (*sgemm_ilp64)(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                            const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                            int64_t ldc);
+typedef void (*sgemm_lp64)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a,
+                           int lda, const float *b, int ldb, float beta, float *c, int ldc);
+
+static struct {
+    sgemm_ilp64 ilp64;
+    sgemm_lp64 lp64; /* one of the two */
+    int (*get_num_threads)(void);
+    void (*set_num_threads)(int num_threads);
+    int users, threads_before; /* calls in progress, and what the first of them found */
+    char name[256];
+} sgemm;
+
+/* How builds of OpenBLAS decorate their names: scipy_<name>64_ has 64-bit integers, and so on. */
+static const struct {
+    const char *prefix, *suffix;
+    bool is_ilp64;
+} decorations[] = {{"scipy_", "64_", true}, {"", "64_", true}, {"scipy_", "", false}, {"", "", false}};
+
+static void *decorated_symbol(void *library, int decoration, const char *name)
+{
+    char symbol[96];
+    snprintf(symbol, sizeof symbol, "%s%s%s", decorations[decoration].prefix, name, decorations[decoration].suffix);
+    return dlsym(library, symbol);
+}
+
+static int find_sgemm_in(struct dl_phdr_info *info, size_t size, void *unused)
+{
+    (void)size, (void)unused;
+    const char *file = strrchr(info->dlpi_name, '/');
+    if (!file || !(strstr(file, "blas") || strstr(file, "mkl_rt"))) return 0;
+    void *library = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD); /* the reference is kept: it stays loaded */
+    if (!library) return 0;
+    for (int i = 0; i < 4; i++) {
+        void *function = decorated_symbol(library, i, "cblas_sgemm");
+        if (!function) continue;
+        memcpy(decorations[i].is_ilp64 ? (void *)&sgemm.ilp64 : (void *)&sgemm.lp64, &function, sizeof function);
+        void *get = decorated_symbol(library, i, "openblas_get_num_threads");
+        void *set = decorated_symbol(library, i, "openblas_set_num_threads");
+        void *config = decorated_symbol(library, i, "openblas_get_config");
+        memcpy(&sgemm.get_num_threads, &get, sizeof get);
+        memcpy(&sgemm.set_num_threads, &set, sizeof set);
+        char *(*get_config)(void);
+        memcpy(&get_config, &config, sizeof config);
+        snprintf(sgemm.name, sizeof sgemm.name, "%s (%s)", config ? get_config() : "BLAS", info->dlpi_name);
+        return 1;
+    }
+    dlclose(library);
+    return 0;
+}
+
+bool pk_cpu_find_sgemm(void)
+{
+    pthread_mutex_lock(&lock);
+    if (!sgemm.ilp64 && !sgemm.lp64) dl_iterate_phdr(find_sgemm_in, NULL);
+    bool is_found = sgemm.ilp64 || sgemm.lp64;
+    pthread_mutex_unlock(&lock);
+    return is_found;
+}
+
+void pk_cpu_sgemm_begin(void)
+{
+    if (!sgemm.set_num_threads || !sgemm.get_num_threads) return;
+    pthread_mutex_lock(&lock);
+    if (sgemm.users++ == 0) {
+        sgemm.threads_before = sgemm.get_num_threads();
+        sgemm.set_num_threads(1);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+void pk_cpu_sgemm_end(void)
+{
+    if (!sgemm.set_num_threads || !sgemm.get_num_threads) return;
+    pthread_mutex_lock(&lock);
+    if (--sgemm.users == 0) sgemm.set_num_threads(sgemm.threads_before);
+    pthread_mutex_unlock(&lock);
+}
+
+void pk_dot_sgemm(const pk_dot_args *args)
+{
+    const float *weight = args->weight;
+    int64_t weight_stride = args->weight_stride;
+    if (args->dtype != PK_F32) {
+        int64_t row_bytes = weight_stride * (int64_t)pk_dtype_bytes(args->dtype);
+        for (int64_t c = 0; c < args->num_outputs; c++)
+            pk_cpu_row_to_f32(args->scratch + c * args->size, (const char *)args->weight + c * row_bytes, args->dtype,
+                              args->size);
+        weight = args->scratch, weight_stride = args->size;
+    }
+    if (sgemm.ilp64)
+        sgemm.ilp64(ROW_MAJOR, NO_TRANS, TRANS, args->num_rows, args->num_outputs, args->size, 1.0f, args->x,
+                    args->x_stride, weight, weight_stride, 0.0f, args->sums, args->sums_stride);
+    else
+        sgemm.lp64(ROW_MAJOR, NO_TRANS, TRANS, (int)args->num_rows, (int)args->num_outputs, (int)args->size, 1.0f,
+                   args->x, (int)args->x_stride, weight, (int)weight_stride, 0.0f, args->sums, (int)args->sums_stride);
+}
+
+const char *pk_cpu_sgemm_name(void) { return pk_cpu_find_sgemm() ? sgemm.name : NULL; }

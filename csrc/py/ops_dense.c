@@ -75,6 +75,8 @@ static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (py_call_begin(&call, py_module_state(module), PY_SIG_linear, STREAM, args, nargs, kwnames) < 0) return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const pk_view *bias = py_call_optional(&call, BIAS);
+    if (!call.has_failed && x->device.type == PK_CPU && x->ndim == 2)
+        call.has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_linear(x, weight, bias, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));

@@ -161,6 +161,12 @@ PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hol
 PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape, pk_error *err);
 const pk_view *py_tensor_view(PyObject *tensor);
 
+/* --------------------------------------------------------- runtime (runtime.c) */
+
+/* Imports NumPy where `linear` on the CPU would use a BLAS for so many rows and the process has loaded none: NumPy brings
+ * one. */
+int py_ensure_blas(int64_t num_rows, pk_dtype dtype);
+
 /* ----------------------------------------------------------- arrays (arrays.c) */
 
 /* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NumPy is loaded by the

@@ -79,11 +79,19 @@ static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
+int py_ensure_blas(int64_t num_rows, pk_dtype dtype)
+{
+    if (!pk_cpu_lacks_blas(num_rows, dtype)) return 0;
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    Py_XDECREF(numpy);
+    return numpy ? 0 : -1;
+}
+
 PyDoc_STRVAR(build_info_doc,
              "build_info($module, /)\n--\n\n"
              "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
              "cuda_devices; cuda_problem (why CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by\n"
-             "PAGEDKV_CPU_ISA); threads; dlpack; compiler; free_threaded.");
+             "PAGEDKV_CPU_ISA); blas (what `linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
 static PyObject *py_build_info(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -91,9 +99,12 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
     pk_error err;
     pk_status status;
     int num_devices;
+    const char *blas;
+    if (py_ensure_blas(INT32_MAX, PK_F32) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS /* loads the driver and the BLAS */
     status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
     num_devices = pk_cuda_device_count();
+    blas = pk_cpu_blas_name();
     Py_END_ALLOW_THREADS
     bool has_cuda = status == PK_OK;
 #ifdef Py_GIL_DISABLED
@@ -101,10 +112,11 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 #else
     PyObject *free_threaded = Py_False;
 #endif
-    return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION, "backends",
+    return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION, "backends",
                          has_cuda ? Py_BuildValue("[ss]", "cpu", "cuda") : Py_BuildValue("[s]", "cpu"), "cuda",
                          pk_built_with_cuda() ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
-                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "threads", pk_cpu_num_threads(), "dlpack", Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION),
+                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "blas", blas,
+                         "threads", pk_cpu_num_threads(), "dlpack", Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION),
                          "compiler", COMPILER, "free_threaded", free_threaded);
 }
 

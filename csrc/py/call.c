@@ -12,7 +12,7 @@ static int read_stream(py_call *call, PyObject *object)
 {
     PyObject *number = PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, call->state->str_cuda_stream);
     if (number && PyLong_Check(number)) {
-        call->stream = PyLong_AsVoidPtr(number);
+        call->stream = (pk_stream)(uintptr_t)PyLong_AsUnsignedLongLong(number); /* negative: OverflowError */
         call->stream_is_fixed = true;
     }
     Py_XDECREF(number);

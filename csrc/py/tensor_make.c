@@ -172,15 +172,16 @@ PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
     return view->device.type == PK_CPU ? Py_NewRef(tensor) : converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
 }
 
-/* The NumPy array as `dtype`, or NULL: floats are not cut to integers, and integers that do not fit are refused. */
+/* The NumPy array as `dtype`, a copy; numbers that an integer dtype does not hold are refused. */
 static PyObject *cast_array(PyObject *numpy, PyObject *array, const char *dtype)
 {
-    PyObject *cast = PyObject_CallMethod(array, "astype", "sss", dtype, "C", "same_kind");
+    PyObject *cast = PyObject_CallMethod(array, "astype", "s", dtype);
     if (!cast || *dtype == 'f') return cast;
     PyObject *equal = PyObject_CallMethod(numpy, "array_equal", "OO", cast, array);
-    if (equal && PyObject_Not(equal) == 1) PyErr_Format(PyExc_ValueError, "obj: a value does not fit %s", dtype);
+    int is_equal = equal ? PyObject_IsTrue(equal) : -1;
     Py_XDECREF(equal);
-    if (PyErr_Occurred()) Py_CLEAR(cast);
+    if (is_equal == 0) PyErr_Format(PyExc_ValueError, "obj: a number does not fit %s", dtype);
+    if (is_equal <= 0) Py_CLEAR(cast);
     return cast;
 }
 

@@ -48,6 +48,7 @@ void pk_bm_get_counts(const pk_block_manager *manager, pk_bm_counts *counts)
         .num_host_blocks = manager->num_host_blocks,
         .host_used = manager->num_host_blocks - manager->num_host_free,
         .host_free = manager->num_host_free,
+        .watermark_blocks = manager->watermark_blocks,
         .hit_tokens = manager->hit_tokens,
         .lookup_tokens = manager->lookup_tokens,
         .evictions = manager->evictions,

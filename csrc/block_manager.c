@@ -75,6 +75,14 @@ int64_t num_admissible(const pk_block_manager *manager, int64_t num_incoming)
     return num_available(manager) - (is_alone ? 0 : manager->watermark_blocks);
 }
 
+pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_error *err)
+{
+    if (num_blocks < 0)
+        return pk_fail(err, PK_EVALUE, "watermark_blocks is %lld but must be at least 0", (long long)num_blocks);
+    manager->watermark_blocks = num_blocks;
+    return PK_OK;
+}
+
 void seq_page_filled(pk_block_manager *manager, const pk_seq *seq, int64_t index)
 {
     int32_t page = seq->blocks[index];

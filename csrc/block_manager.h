@@ -52,6 +52,8 @@ void pk_bm_free_pairs(int32_t *pairs);
 
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
 void pk_bm_destroy(pk_block_manager *manager);
+/* Changes how many pages allocate() leaves available from now on. */
+pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 
 /* --- sequences. Batch forms are all or nothing, and a batch may name a sequence once. */
 
@@ -102,7 +104,7 @@ typedef struct {
     int64_t used, cached, free, shared; /* pages: referenced; only reusable; neither; referenced more than once */
     int64_t available;                  /* cached + free */
     int64_t pending;                    /* full pages that sequences are computing for the first time */
-    int64_t num_host_blocks, host_used, host_free;
+    int64_t num_host_blocks, host_used, host_free, watermark_blocks;
     int64_t hit_tokens, lookup_tokens, evictions, copies; /* since the start */
 } pk_bm_counts;
 void pk_bm_get_counts(const pk_block_manager *manager, pk_bm_counts *counts);

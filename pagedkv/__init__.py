@@ -5,6 +5,7 @@ Three things that work alone, and an engine built on them: `BlockManager` (the p
 """
 
 from pagedkv._C import (
+    BlockManager,
     CudaError,
     OutOfBlocks,
     Tensor,
@@ -34,6 +35,7 @@ from pagedkv._C import (
 # LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
 __all__ = [
     "LLM",
+    "BlockManager",
     "CudaError",
     "OutOfBlocks",
     "SamplingParams",

@@ -192,6 +192,23 @@ static PyObject *get_count(PyObject *self, void *offset)
     return PyLong_FromLongLong(*(int64_t *)((char *)&counts + (size_t)offset));
 }
 
+static int set_watermark_blocks(PyObject *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    int64_t num_blocks;
+    pk_status status;
+    pk_error err;
+    if (!value) {
+        PyErr_SetString(PyExc_AttributeError, "watermark_blocks cannot be deleted");
+        return -1;
+    }
+    if (py_int64_arg("watermark_blocks", value, &num_blocks) < 0) return -1;
+    PY_LOCKED(self, status = pk_bm_set_watermark(manager_of(self)->core, num_blocks, &err));
+    if (status == PK_OK) return 0;
+    py_raise(py_state_of(self), &err);
+    return -1;
+}
+
 #define COUNT(name, field, doc)                                           \
     {                                                                     \
         name, get_count, NULL, doc, (void *)offsetof(pk_bm_counts, field) \
@@ -204,6 +221,9 @@ static PyGetSetDef manager_properties[] = {
     COUNT("num_cached_blocks", cached, "Pages that nobody holds but whose KV can be reused until they are evicted."),
     COUNT("num_host_blocks", num_host_blocks, "Pages of the swap space."),
     COUNT("num_free_host_blocks", host_free, "Free pages of the swap space."),
+    {"watermark_blocks", get_count, set_watermark_blocks,
+     "The watermark in pages; may be set, to follow how many sequences there are to grow.",
+     (void *)offsetof(pk_bm_counts, watermark_blocks)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

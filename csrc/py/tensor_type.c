@@ -197,15 +197,26 @@ static PyObject *tensor_subscript(PyObject *self, PyObject *key)
 }
 
 PyDoc_STRVAR(view_doc,
-             "view($self, shape)\n--\n\n"
-             "The same memory with another shape; one dimension may be -1 (worked out from the rest).\n\n"
+             "view($self, shape, dtype=None)\n--\n\n"
+             "The same memory with another shape; one dimension may be -1 (worked out from the rest). With `dtype` its bytes\n"
+             "are read as elements of that type: nothing is converted.\n\n"
              "The tensor must be contiguous (BufferError); the shape must have as many elements (ValueError).");
 static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    PyObject *given[1];
+    PyObject *given[2];
     pk_view view = *py_tensor_view(self);
     if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_view], args, nargs, kwnames, given) < 0) return NULL;
     int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1;
+    if (given[1] && given[1] != Py_None) {
+        int64_t bytes = numel * (int64_t)pk_dtype_bytes(view.dtype);
+        if (py_dtype_arg("dtype", given[1], &view.dtype) < 0) return NULL;
+        numel = bytes / (int64_t)pk_dtype_bytes(view.dtype);
+        if (numel * (int64_t)pk_dtype_bytes(view.dtype) != bytes) {
+            PyErr_Format(PyExc_ValueError, "dtype: %lld bytes are no whole number of %s elements", (long long)bytes,
+                         pk_dtype_name(view.dtype));
+            return NULL;
+        }
+    }
     int ndim = py_shape_arg("shape", given[0], true, shape), free_dim = -1;
     if (ndim < 0) return NULL;
     if (!pk_view_is_contiguous(&view)) {

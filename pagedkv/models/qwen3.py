@@ -1,0 +1,177 @@
+"""Qwen3 (dense): https://arxiv.org/abs/2505.09388.
+
+One class a block. A block holds its weights and writes into buffers that the caller owns, so that nothing is
+allocated in the loop. The tokens of all sequences lie in one ragged batch [num_tokens, ...].
+
+    x = embedding(ids)
+    every layer:    x += attention(norm(x));   x += mlp(norm(x))
+    logits = head(norm(x)[the last token of every sequence])
+
+x is called residual; the next norm does the addition (rms_norm(..., residual=x)), since it reads x anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pagedkv
+from pagedkv import Tensor
+
+from .config import Qwen3Config
+from .rope import cos_sin_table
+from .weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the layers must know of a step; int32 arrays on the model's device (see BlockManager.prepare)."""
+
+    token_ids: Any  # [num_tokens]
+    positions: Any  # [num_tokens]
+    slot_mapping: Any  # [num_tokens], -1: the token's KV is in the cache already
+    block_tables: Any  # [num_seqs, max_blocks]
+    context_lens: Any  # [num_seqs]
+    cu_seqlens_q: Any  # [num_seqs + 1]
+    max_seqlen_q: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """A step's memory: [num_tokens, size] each."""
+
+    residual: Tensor  # hidden_size
+    hidden: Tensor  # hidden_size
+    normed: Tensor  # hidden_size
+    qkv: Tensor  # (num_q_heads + 2 * num_kv_heads) * head_dim
+    q: Tensor  # num_q_heads * head_dim
+    attention: Tensor  # num_q_heads * head_dim
+    gate_up: Tensor  # 2 * intermediate_size
+    activation: Tensor  # intermediate_size
+
+    @staticmethod
+    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = [config.hidden_size] * 3 + [q_size + 2 * kv_size, q_size, q_size]
+        sizes += [2 * config.intermediate_size, config.intermediate_size]
+        return Buffers(*(pagedkv.empty((num_tokens, size), dtype, device) for size in sizes))
+
+    def first(self, num_tokens: int) -> Buffers:
+        """The same memory cut to so many tokens."""
+        return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
+
+
+class Attention:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint, cos_sin: Tensor) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        self.num_q_heads, self.head_dim, self.eps = config.num_q_heads, config.head_dim, config.rms_norm_eps
+        self.window = (config.windows[layer] - 1, 0) if config.windows[layer] else (-1, -1)
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_weight = checkpoint.load_stacked(
+            {f"{prefix}.{name}.weight": count for name, count in rows.items()}, config.hidden_size
+        )
+        self.o_weight = checkpoint.load(f"{prefix}.o_proj.weight", config.hidden_size, q_size)
+        self.qkv_bias = self.o_bias = None
+        if config.attention_bias:
+            self.qkv_bias = checkpoint.load_stacked({f"{prefix}.{name}.bias": count for name, count in rows.items()})
+            self.o_bias = checkpoint.load(f"{prefix}.o_proj.bias", config.hidden_size)
+        self.q_norm = checkpoint.load(f"{prefix}.q_norm.weight", config.head_dim)
+        self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
+        self.cos_sin = cos_sin
+
+    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
+        """buffers.normed -> buffers.hidden"""
+        heads = (len(buffers.q), self.num_q_heads, self.head_dim)
+        q, out = buffers.q.view(heads), buffers.attention.view(heads)
+        pagedkv.linear(buffers.normed, self.qkv_weight, self.qkv_bias, out=buffers.qkv)
+        pagedkv.qk_norm_rope_store(
+            buffers.qkv,
+            self.q_norm,
+            self.k_norm,
+            self.cos_sin,
+            batch.positions,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            eps=self.eps,
+            q_out=q,
+        )
+        pagedkv.paged_attention_fwd(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_tables,
+            batch.context_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            window_size=self.window,
+            out=out,
+        )
+        pagedkv.linear(buffers.attention, self.o_weight, self.o_bias, out=buffers.hidden)
+
+
+class MLP:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint) -> None:
+        prefix = f"model.layers.{layer}.mlp"
+        rows = {f"{prefix}.{name}.weight": config.intermediate_size for name in ("gate_proj", "up_proj")}
+        self.gate_up_weight = checkpoint.load_stacked(rows, config.hidden_size)
+        self.down_weight = checkpoint.load(f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size)
+
+    def forward(self, buffers: Buffers) -> None:
+        """buffers.normed -> buffers.hidden"""
+        pagedkv.linear(buffers.normed, self.gate_up_weight, out=buffers.gate_up)
+        pagedkv.silu_and_mul(buffers.gate_up, out=buffers.activation)
+        pagedkv.linear(buffers.activation, self.down_weight, out=buffers.hidden)
+
+
+class Layer:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint, cos_sin: Tensor) -> None:
+        prefix = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.input_norm = checkpoint.load(f"{prefix}.input_layernorm.weight", config.hidden_size)
+        self.attention = Attention(config, layer, checkpoint, cos_sin)
+        self.post_attention_norm = checkpoint.load(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
+        self.mlp = MLP(config, layer, checkpoint)
+
+    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, *, is_first: bool) -> None:
+        """Adds buffers.hidden, the block before, to buffers.residual, and leaves its own result in buffers.hidden."""
+        residual, normed = buffers.residual, buffers.normed
+        if is_first:  # the residual is the embedding and nothing is to be added yet
+            pagedkv.rms_norm(residual, self.input_norm, self.eps, out=normed)
+        else:
+            pagedkv.rms_norm(buffers.hidden, self.input_norm, self.eps, residual=residual, out=normed)
+        self.attention.forward(batch, k_cache, v_cache, buffers)
+        pagedkv.rms_norm(buffers.hidden, self.post_attention_norm, self.eps, residual=residual, out=normed)
+        self.mlp.forward(buffers)
+
+
+class Qwen3:
+    """The whole model. `max_model_len` bounds the rotary table: no position may reach it."""
+
+    def __init__(self, config: Qwen3Config, checkpoint: Checkpoint, max_model_len: int) -> None:
+        table = cos_sin_table(config.rope, config.head_dim, max_model_len)
+        cos_sin = pagedkv.asarray(table, device=checkpoint.device)
+        self.eps = config.rms_norm_eps
+        self.embedding = checkpoint.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [Layer(config, i, checkpoint, cos_sin) for i in range(config.num_layers)]
+        self.norm = checkpoint.load("model.norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            self.head = self.embedding
+        else:
+            self.head = checkpoint.load("lm_head.weight", config.vocab_size, config.hidden_size)
+        # A tied model may hold its head a second time, and old files hold what the rotary table is made from.
+        ignored = {"lm_head.weight"} | {name for name in checkpoint.files if name.endswith("rotary_emb.inv_freq")}
+        checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
+        """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""
+        pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
+        for i, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, caches, strict=True)):
+            layer.forward(batch, k_cache, v_cache, buffers, is_first=i == 0)
+        return pagedkv.rms_norm(buffers.hidden, self.norm, self.eps, residual=buffers.residual, out=buffers.normed)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """float32 [num_rows, vocab_size]"""
+        return pagedkv.linear(hidden, self.head, out=out)

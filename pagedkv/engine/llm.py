@@ -1,0 +1,269 @@
+"""LLM: a model folder, a KV cache and a scheduler; generate() is all that a user needs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence as SequenceOf
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagedkv import BlockManager, OutOfBlocks
+from pagedkv.models.config import DTYPES, Qwen3Config
+from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.weights import ITEM_BYTES, Checkpoint
+
+from .model_runner import ModelRunner
+from .outputs import EngineStats, RequestMetrics, RequestOutput
+from .sampling_params import SamplingParams, check_int
+from .scheduler import Scheduler, Step
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Prompt = str | SequenceOf[int]
+DEFAULT_KV_CACHE_MEMORY = 4 << 30
+
+
+class LLM:
+    """Continuous batching for a Qwen3 folder in the Hugging Face layout.
+
+    model                   folder with config.json, safetensors and, for text, tokenizer.json
+    device                  "cpu"
+    dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
+    block_size              tokens in a page
+    num_blocks              pages in the pool; None: as many as kv_cache_memory holds
+    kv_cache_memory         bytes; None: what max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter
+                            of the machine's memory, at least one sequence
+    max_num_seqs            sequences that run (hold pages) at a time
+    max_num_batched_tokens  tokens computed in a step: prompts are cut into chunks to fit
+    max_model_len           prompt and new tokens of a request at most; None: the model's own limit
+    enable_prefix_caching   compute a common beginning of prompts once
+    seed                    of the seeds drawn for requests without one; None: from the operating system
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        if device != "cpu":
+            raise NotImplementedError(f"device is {device!r}; the engine runs on 'cpu'")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype is {dtype!r} but must be auto, {', '.join(DTYPES)}")
+        check_int("block_size", block_size, 1)
+        check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens} but must be at least max_num_seqs={max_num_seqs}: "
+                "every sequence that runs may decode a token in a step"
+            )
+        folder = Path(model)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder")
+        self.config = Qwen3Config.from_folder(folder)
+        self.dtype = self.config.dtype if dtype == "auto" else dtype
+        self.max_model_len = _model_len(max_model_len, self.config)
+        self.tokenizer = Tokenizer(folder)
+        self.stats = EngineStats()
+
+        if num_blocks is None:
+            num_blocks = self._num_blocks(kv_cache_memory, block_size, max_num_seqs)
+        check_int("num_blocks", num_blocks, 1)
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        checkpoint = Checkpoint(folder, self.dtype, device)
+        self._runner: ModelRunner | None = ModelRunner(
+            self.config,
+            Qwen3(self.config, checkpoint, self.max_model_len),
+            self.manager,
+            dtype=self.dtype,
+            device=device,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._random = random.Random(seed)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+
+    def _num_blocks(self, memory: int | None, block_size: int, max_num_seqs: int) -> int:
+        config = self.config
+        page_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * ITEM_BYTES[self.dtype]
+        if memory is not None:
+            if memory < page_bytes:
+                raise ValueError(f"kv_cache_memory is {memory} bytes but one page needs {page_bytes}")
+            return memory // page_bytes
+        pages_of_one = -(-self.max_model_len // block_size)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        affordable = min(DEFAULT_KV_CACHE_MEMORY, machine // 4) // page_bytes
+        return max(min(pages_of_one * max_num_seqs, affordable), pages_of_one)
+
+    # --- generate
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One output for every prompt, in order. A string is one prompt; token ids are a list inside the list.
+
+        A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
+        Calls from several threads are served one after the other.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        for prompt in prompts:
+            if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
+                raise TypeError(
+                    f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
+                )
+        params = _params_of_each(sampling_params, len(prompts))
+        start_time = time.perf_counter()
+        with self._lock:
+            if self._runner is None:
+                raise RuntimeError("this LLM is closed")
+            token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(map(index, p)) for p in prompts]
+            sequences: list[Sequence] = []
+            try:
+                for ids, one in zip(token_ids, params, strict=True):
+                    sequences.append(self._submit(ids, one, start_time))
+                self._run(sequences, use_tqdm)
+            finally:
+                self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
+        return [self._output(*each) for each in zip(prompts, token_ids, sequences, strict=True)]
+
+    def _submit(self, token_ids: list[int], params: SamplingParams, start_time: float) -> Sequence:
+        """Queues the request, or ends it at once: it wants no token, or it can never be served."""
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        bad = next((t for t in token_ids if not 0 <= t < self.config.vocab_size), None)
+        known = token_ids if bad is None else []
+        seq = Sequence(next(self._ids), known, params, seed, self.config.eos_token_ids, start_time)
+        try:
+            if bad is not None:
+                raise ValueError(f"token id {bad} is not in 0..{self.config.vocab_size - 1}")
+            self.scheduler.check(seq)
+        except (ValueError, OutOfBlocks) as error:
+            seq.finish("error", time.perf_counter(), error)
+            return seq
+        if params.max_tokens == 0:
+            seq.finish("length", time.perf_counter())
+        else:
+            self.scheduler.add(seq)
+        return seq
+
+    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> None:
+        """Steps until nothing waits or runs."""
+        with _progress_bar(len(sequences), use_tqdm) as bar:
+            bar.update(sum(seq.finish_reason is not None for seq in sequences))
+            while self.scheduler.has_work:
+                bar.update(len(self._step()))
+
+    def _step(self) -> list[Sequence]:
+        """One step, in its four parts; returns the sequences that are finished."""
+        start = time.perf_counter()
+        step = self.scheduler.schedule()
+        inputs = self._runner.fill(step)
+        filled = time.perf_counter()
+        self._runner.run(inputs)
+        tokens = self._runner.read(inputs)
+        computed = time.perf_counter()
+        finished = self.scheduler.update(step, tokens, computed)
+        self._count(step, filled - start, computed - filled, time.perf_counter() - computed)
+        return finished
+
+    def _count(self, step: Step, before: float, model: float, after: float) -> None:
+        stats = self.stats
+        pool = self.manager.stats()
+        stats.peak_used_blocks = max(stats.peak_used_blocks, pool["used"])
+        stats.peak_shared_blocks = max(stats.peak_shared_blocks, pool["shared"])
+        stats.num_steps += 1
+        stats.host_seconds += before + after
+        if step.num_decodes == len(step.sequences):
+            stats.decode_tokens += len(step.sampled)
+            stats.decode_seconds += before + model + after
+        else:
+            stats.prefill_tokens += sum(step.lengths[step.num_decodes :])
+            stats.prefill_seconds += before + model + after
+
+    def _output(self, prompt: Prompt, token_ids: list[int], seq: Sequence) -> RequestOutput:
+        new_ids = seq.tokens[seq.num_prompt_tokens :].tolist()
+        text = None
+        if self.tokenizer.exists:
+            text = self.tokenizer.decode(new_ids[:-1] if seq.finish_reason == "stop" else new_ids)
+        ttft = None if seq.first_token_time is None else seq.first_token_time - seq.start_time
+        return RequestOutput(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            text=text,
+            token_ids=new_ids,
+            finish_reason=seq.finish_reason,
+            error=seq.error,
+            num_cached_tokens=max(seq.num_cached, 0),
+            metrics=RequestMetrics(ttft, seq.finish_time - seq.start_time, seq.num_preemptions),
+        )
+
+    # --- the end
+
+    def close(self) -> None:
+        """Gives the weights' and the KV cache's memory back. Closing twice is fine; generate() raises then."""
+        with self._lock:
+            self._runner = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    params = list(given)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"sampling_params holds {one!r}, which is no SamplingParams")
+    return params
+
+
+def _model_len(wanted: int | None, config: Qwen3Config) -> int:
+    limit = config.max_position_embeddings
+    if config.rope.type == "yarn":  # files of transformers 4 scale without raising max_position_embeddings
+        limit = max(limit, int(config.rope.original_max_position_embeddings * config.rope.factor))
+    if wanted is None:
+        return config.max_position_embeddings
+    check_int("max_model_len", wanted, 1)
+    if wanted > limit:
+        raise ValueError(f"max_model_len is {wanted} but the model was made for {limit} positions")
+    return wanted
+
+
+def _progress_bar(total: int, use_tqdm: bool) -> tqdm:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)

@@ -1,0 +1,104 @@
+"""A step's arrays, and the model run on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import pagedkv
+from pagedkv import BlockManager, Tensor
+from pagedkv.models.config import Qwen3Config
+from pagedkv.models.qwen3 import Batch, Buffers, Qwen3
+
+from .scheduler import Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Views of arrays that the next step overwrites."""
+
+    batch: Batch
+    copies: np.ndarray | None  # [n, 2] pages
+    last_tokens: np.ndarray  # [num_rows]: the batch's tokens whose successors are sampled
+    temperatures: np.ndarray  # [num_rows] float32
+    seeds: np.ndarray  # [num_rows] int64
+    positions: np.ndarray  # [num_rows]: of the tokens to be sampled
+
+
+class ModelRunner:
+    """Owns the KV cache and the buffers of a step, all allocated here and never in the loop."""
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        model: Qwen3,
+        manager: BlockManager,
+        *,
+        dtype: str,
+        device: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.model, self.manager = model, manager
+        page = (manager.num_blocks, manager.block_size, config.num_kv_heads, config.head_dim)
+        self.caches = [
+            (pagedkv.empty(page, dtype, device), pagedkv.empty(page, dtype, device)) for _ in range(config.num_layers)
+        ]
+        self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
+        self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)
+        self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
+        self.token_ids = np.zeros(max_num_batched_tokens, np.int32)
+        self.temperatures = np.zeros(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.int64)
+        self.sampled = np.zeros(max_num_seqs, np.int32)
+
+    def fill(self, step: Step) -> StepInputs:
+        """The step's arrays. Needs a decoded token's value, in contrast to the scheduler."""
+        arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
+        num_decodes, num_rows = step.num_decodes, len(step.sampled)
+        end = num_decodes
+        self.token_ids[:end] = [seq.tokens[-1] for seq in step.sequences[:end]]
+        for i in range(num_decodes, len(step.sequences)):
+            start, length = step.starts[i], step.lengths[i]
+            self.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
+            end += length
+        sampled = [step.sequences[i] for i in step.sampled]
+        self.temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
+        self.seeds[:num_rows] = [seq.seed for seq in sampled]
+        batch = Batch(
+            token_ids=self.token_ids[:end],
+            positions=arrays.positions,
+            slot_mapping=arrays.slot_mapping,
+            block_tables=arrays.block_tables,
+            context_lens=arrays.context_lens,
+            cu_seqlens_q=arrays.cu_seqlens_q,
+            max_seqlen_q=arrays.max_seqlen_q,
+        )
+        return StepInputs(
+            batch,
+            step.copies,
+            arrays.cu_seqlens_q[1:][step.sampled] - 1,
+            self.temperatures[:num_rows],
+            self.seeds[:num_rows],
+            arrays.context_lens[step.sampled],  # a sequence's next token lies behind its context
+        )
+
+    def run(self, inputs: StepInputs) -> None:
+        """Computes the step; its tokens are in `sampled` then."""
+        if inputs.copies is not None and len(inputs.copies):
+            pagedkv.copy_blocks([cache for pair in self.caches for cache in pair], inputs.copies)
+        hidden = self.forward(inputs.batch)
+        num_rows = len(inputs.last_tokens)
+        if num_rows:
+            rows = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
+            logits = self.model.logits(rows, out=self.logits[:num_rows])
+            pagedkv.sample(logits, inputs.temperatures, inputs.seeds, inputs.positions, out=self.sampled[:num_rows])
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""
+        return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)))
+
+    def read(self, inputs: StepInputs) -> list[int]:
+        """The sampled tokens on the host."""
+        return self.sampled[: len(inputs.last_tokens)].tolist()

@@ -1,0 +1,42 @@
+"""How one request is sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Frozen; a wrong value raises at once.
+
+    temperature  0 is greedy: the most likely token, the lowest id of equals
+    max_tokens   how many tokens at most; 0 returns at once
+    ignore_eos   go on after an end-of-sequence token, until max_tokens
+    seed         int64. Given: the same tokens again, whatever else is in the batch, however the prompt is chunked.
+                 None: the engine draws one for every request
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+            raise TypeError(f"temperature is {self.temperature!r} but must be a number")
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature} but must be finite and at least 0")
+        check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos is {self.ignore_eos!r} but must be True or False")
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63))
+
+
+def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r} but must be an integer")
+    if not lowest <= value <= highest:
+        bounds = f"at least {lowest}" if value < lowest else f"at most {highest}"
+        raise ValueError(f"{name} is {value} but must be {bounds}")

@@ -1,0 +1,57 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from .sampling_params import SamplingParams
+
+
+class Sequence:
+    """Token ids, and the counts that the scheduler works on. It knows no pages: BlockManager does, by `id`.
+
+    0 <= num_computed <= num_tokens; where they meet, the token after the last is sampled.
+    """
+
+    __slots__ = (
+        "id", "params", "seed", "eos_token_ids", "tokens", "num_prompt_tokens", "num_tokens", "num_computed",
+        "num_in_pages", "num_cached", "num_preemptions", "retry_step", "finish_reason", "error", "start_time",
+        "first_token_time", "finish_time",
+    )  # fmt: skip
+
+    def __init__(
+        self, id: int, prompt: Iterable[int], params: SamplingParams, seed: int, eos: frozenset[int], start_time: float
+    ) -> None:
+        self.id, self.params, self.seed = id, params, seed
+        self.eos_token_ids = frozenset() if params.ignore_eos else eos
+        self.tokens = array("i", prompt)  # and what was sampled
+        self.num_prompt_tokens = self.num_tokens = len(self.tokens)
+        self.num_computed = 0  # tokens whose KV is computed by the steps scheduled so far
+        self.num_in_pages = 0  # tokens that the block manager knows
+        self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
+        self.num_preemptions = 0
+        self.retry_step = 0  # not worth an attempt to admit before this step
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self.start_time = start_time
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+
+    @property
+    def max_num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    def append(self, token: int, now: float) -> None:
+        """Takes the sampled token and decides whether it was the last."""
+        self.tokens.append(token)
+        self.num_tokens += 1
+        if self.first_token_time is None:
+            self.first_token_time = now
+        if token in self.eos_token_ids:
+            self.finish("stop", now)
+        elif self.num_tokens == self.max_num_tokens:
+            self.finish("length", now)
+
+    def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
+        self.finish_reason, self.error, self.finish_time = reason, error, now

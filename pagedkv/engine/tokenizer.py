@@ -1,0 +1,33 @@
+"""tokenizer.json, through the `tokenizers` library, loaded when the first text must be read or written."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+class Tokenizer:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "tokenizer.json"
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_file()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not self.exists:
+            raise FileNotFoundError(f"{self.path} is missing: without it prompts must be lists of token ids")
+        from tokenizers import Tokenizer as Loaded
+
+        try:
+            return Loaded.from_file(str(self.path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ValueError(f"{self.path}: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,380 @@
+"""LLM.generate(): what a user relies on. Right tokens are test_qwen3's business."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
+
+import pagedkv
+from pagedkv import LLM, OutOfBlocks, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(folder):
+    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8, seed=0) as llm:
+        yield llm
+
+
+def generate(llm: LLM, prompts, params=None):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+# --- prompts and outputs
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm):
+    ids = [ALPHABET.index(c) for c in "12+34="]
+    text, tokens = generate(llm, ["12+34=", ids], GREEDY)
+    assert (text.prompt, text.prompt_token_ids, tokens.prompt) == ("12+34=", ids, None)
+    assert text.token_ids == tokens.token_ids and text.text == tokens.text
+    assert (text.finish_reason, text.error, len(text.token_ids)) == ("length", None, 12)
+    array, pair = generate(llm, [np.array(ids), tuple(ids)], GREEDY)
+    assert array.token_ids == pair.token_ids == text.token_ids
+
+
+def test_a_string_is_one_prompt(llm):
+    """COMPAT defect 7: not one prompt a character."""
+    outputs = generate(llm, "abc", GREEDY)
+    assert len(outputs) == 1 and outputs[0].prompt == "abc"
+
+
+def test_no_prompts(llm):
+    assert generate(llm, []) == []
+
+
+@pytest.mark.parametrize("prompt", [3, None, 2.5, b"bytes"])
+def test_a_prompt_of_the_wrong_type(llm, prompt):
+    with pytest.raises(TypeError, match=r"one prompt of token ids: \[\[1, 2, 3\]\]"):
+        generate(llm, [[1], prompt])
+
+
+def test_max_tokens_zero(llm):
+    """COMPAT defect 7: it ends at once and leaves the others alone."""
+    nothing, one = generate(llm, ["abc", "abc"], [SamplingParams(max_tokens=0), SamplingParams(max_tokens=1)])
+    assert (nothing.token_ids, nothing.text, nothing.finish_reason, nothing.error) == ([], "", "length", None)
+    assert len(one.token_ids) == 1
+
+
+def test_parameters_for_each_prompt(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3)]
+    assert [len(output.token_ids) for output in generate(llm, ["a", "b", "c"], params)] == [1, 5, 3]
+    for wrong in (params[:2], params * 2, []):
+        with pytest.raises(ValueError, match=f"{len(wrong)} sampling_params for 3 prompts"):
+            generate(llm, ["a", "b", "c"], wrong)
+    with pytest.raises(TypeError, match="which is no SamplingParams"):
+        generate(llm, ["a"], [{"max_tokens": 3}])
+
+
+def test_unknown_options(llm, folder):
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=0.5)
+    with pytest.raises(TypeError, match="gpu_memory"):
+        LLM(folder, gpu_memory=0.9)
+    with pytest.raises(TypeError, match="verbose"):
+        llm.generate("a", verbose=True)
+
+
+BAD_PARAMS = [
+    ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
+    ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+    ({"temperature": float("inf")}, ValueError, "temperature is inf"),
+    ({"temperature": "hot"}, TypeError, "temperature is 'hot'"),
+    ({"temperature": True}, TypeError, "temperature is True"),
+    ({"max_tokens": -1}, ValueError, "max_tokens is -1"),
+    ({"max_tokens": 2.0}, TypeError, "max_tokens is 2.0"),
+    ({"max_tokens": None}, TypeError, "max_tokens is None"),
+    ({"max_tokens": 2**31}, ValueError, "max_tokens is 2147483648"),
+    ({"ignore_eos": 1}, TypeError, "ignore_eos is 1"),
+    ({"seed": 2**63}, ValueError, "seed is 9223372036854775808"),
+    ({"seed": 1.5}, TypeError, "seed is 1.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_PARAMS)
+def test_bad_sampling_params(options, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**options)
+
+
+BAD_OPTIONS = [
+    ({"block_size": 0}, ValueError, "block_size is 0"),
+    ({"block_size": "16"}, TypeError, "block_size is '16'"),
+    ({"num_blocks": -3}, ValueError, "num_blocks is -3"),
+    ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0"),
+    ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ValueError, "must be at least max_num_seqs=8"),
+    ({"max_model_len": 257}, ValueError, "max_model_len is 257 but the model was made for 256"),
+    ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
+    ({"kv_cache_memory": 100}, ValueError, "kv_cache_memory is 100 bytes but one page needs 16384"),
+    ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
+    ({"device": "tpu"}, NotImplementedError, "device is 'tpu'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
+def test_bad_engine_options(folder, options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(folder, **options)
+
+
+def test_pool_size(folder):
+    with LLM(folder, kv_cache_memory=10 * 16384 + 1) as llm:
+        assert llm.manager.num_blocks == 10
+    with LLM(folder, max_num_seqs=3) as llm:
+        assert llm.manager.num_blocks == 3 * 256 / 16
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        LLM(tmp_path / "nowhere")
+
+
+# --- requests that fail, alone
+
+
+def test_bad_requests_fail_alone(llm):
+    """COMPAT defects 3 and 7: each gets its own error, and the others their tokens."""
+    expected = generate(llm, ["abc"], GREEDY)[0].token_ids
+    huge = SamplingParams(max_tokens=2**31 - 1)
+    prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 250, "abc", "abc"]
+    outputs = generate(llm, prompts, [GREEDY] * 7 + [huge, GREEDY])
+    messages = [
+        None,
+        "the prompt is empty",
+        "the prompt is empty",
+        f"token id {VOCAB_SIZE} is not in 0..{VOCAB_SIZE - 1}",
+        "token id -1 is not in",
+        f"token id {2**40} is not in",
+        "250 prompt tokens and max_tokens=12 exceed max_model_len=256",
+        "3 prompt tokens and max_tokens=2147483647 exceed max_model_len=256",
+        None,
+    ]
+    for output, message in zip(outputs, messages, strict=True):
+        if message is None:
+            assert output.token_ids == expected and output.error is None
+        else:
+            assert output.finish_reason == "error" and output.token_ids == [] and isinstance(output.error, ValueError)
+            assert message in str(output.error)
+    assert outputs[3].prompt_token_ids == [VOCAB_SIZE]
+
+
+def test_a_request_larger_than_the_pool_fails_alone(folder):
+    with LLM(folder, block_size=4, num_blocks=8) as llm:
+        small, large, edge = generate(llm, ["abc", [1] * 22, [1] * 21], GREEDY)
+    assert small.error is None and edge.error is None
+    assert isinstance(large.error, OutOfBlocks) and "need 9 pages of 4 tokens but the pool has 8" in str(large.error)
+
+
+def test_a_prompt_to_the_very_end_of_the_model(llm):
+    """COMPAT defect 5: the rotary table has a row for every position that can be asked for."""
+    output = generate(llm, [[5] * 244], GREEDY)[0]
+    assert output.error is None and len(output.token_ids) == 12
+
+
+def test_the_engine_goes_on_after_an_error_within_a_step(llm, monkeypatch):
+    expected = generate(llm, ["abc", "xyz"], GREEDY)
+    calls = 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise KeyboardInterrupt
+        return silu(*args, **kwargs)
+
+    silu = pagedkv.silu_and_mul
+    monkeypatch.setattr(pagedkv, "silu_and_mul", failing)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, ["abc", "xyz"], GREEDY)
+    monkeypatch.undo()
+    assert llm.manager.num_free_blocks == llm.manager.num_blocks and not llm.scheduler.has_work
+    llm.manager.check()
+    again = generate(llm, ["abc", "xyz"], GREEDY)
+    assert [output.token_ids for output in again] == [output.token_ids for output in expected]
+
+
+# --- stopping
+
+
+def test_stops_at_every_eos_id(tmp_path):
+    """COMPAT defect 8: generation_config.json may hold several, config.json one more."""
+    plain = write_model(tmp_path / "plain")
+    prompts = [[i, i + 1, i + 2] for i in range(20)]
+    params = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
+    with LLM(plain) as llm:
+        free = [output.token_ids for output in generate(llm, prompts, params)]
+    eos = [EOS, 7, 50]
+    stopping = write_model(tmp_path / "eos", eos_token_id=eos[0], generation={"eos_token_id": eos[1:]})
+    with LLM(stopping) as llm:
+        outputs = generate(llm, prompts, params)
+        ignoring = generate(llm, prompts, SamplingParams(temperature=1.5, max_tokens=40, seed=3, ignore_eos=True))
+    assert [output.token_ids for output in ignoring] == free
+    seen = set()
+    for output, tokens in zip(outputs, free, strict=True):
+        end = next((i for i, token in enumerate(tokens) if token in eos), None)
+        if end is None:
+            assert (output.finish_reason, output.token_ids) == ("length", tokens)
+        else:
+            seen.add(tokens[end])
+            assert (output.finish_reason, output.token_ids) == ("stop", tokens[: end + 1])
+            assert len(output.text) == sum(token < len(ALPHABET) for token in tokens[:end])
+    assert len(seen) >= 2, "the test met too few ends"
+
+
+# --- sampling
+
+
+def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder):
+    """COMPAT defect 12: alone, in a batch, in chunks, from the cache, after preemption."""
+    rng = np.random.default_rng(seed := 8)
+    print(f"seed {seed}")
+    prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 40, 90, 40)]
+    params = [SamplingParams(temperature=1.0, max_tokens=30, seed=100 + i) for i in range(5)]
+    engines = [
+        {"num_blocks": 200},
+        {"num_blocks": 200, "max_num_batched_tokens": 8, "max_num_seqs": 4},
+        {"num_blocks": 200, "enable_prefix_caching": False},
+        {"num_blocks": 36},
+    ]
+    results = []
+    for options in engines:
+        with LLM(folder, block_size=4, **options) as llm:
+            results.append([output.token_ids for output in generate(llm, prompts, params)])
+            results.append([output.token_ids for output in generate(llm, prompts, params)])
+            results.append([generate(llm, [p], sp)[0].token_ids for p, sp in zip(prompts, params, strict=True)])
+            assert (llm.scheduler.num_preemptions > 0) == (options["num_blocks"] == 36)
+    assert all(result == results[0] for result in results)
+    assert len({tuple(tokens) for tokens in results[0]}) == 5
+
+
+def test_unseeded_requests_draw_from_the_engine(folder):
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    tokens = []
+    for seed in (1, 1, 2, None, None):
+        with LLM(folder, seed=seed) as llm:
+            tokens.append([output.token_ids for output in generate(llm, ["abc"] * 3, params)])
+    assert tokens[0] == tokens[1]
+    assert len({str(t) for t in tokens[1:]}) == 4
+    assert len({tuple(t) for t in tokens[0]}) == 3, "each request has a seed of its own"
+
+
+def test_temperature_follows_the_distribution(llm):
+    """The first token of many requests against softmax(logits / temperature)."""
+    runner, recorded = llm._runner, []
+    run = runner.run
+    runner.run = lambda inputs: (run(inputs), recorded.append(runner.logits.numpy()[0].copy()))
+    generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
+    runner.run = run
+    count, temperature = 1500, 3.0
+    outputs = generate(llm, [[1, 2, 3]] * count, SamplingParams(temperature=temperature, max_tokens=1))
+    scaled = recorded[0].astype(np.float64) / temperature
+    expected = np.exp(scaled - scaled.max())
+    expected /= expected.sum()
+    observed = np.bincount([output.token_ids[0] for output in outputs], minlength=VOCAB_SIZE) / count
+    assert np.abs(observed - expected).max() < 5 * np.sqrt(expected.max() / count)
+
+
+# --- life
+
+
+def test_closing(folder):
+    llm = LLM(folder)
+    generate(llm, "a", GREEDY)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        generate(llm, "a", GREEDY)
+
+
+def test_close_releases_the_memory(folder):
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    size = 256 << 20
+    gc.collect()
+    before = resident()
+    llm = LLM(folder, kv_cache_memory=size)
+    for pair in llm._runner.caches:
+        for cache in pair:
+            cache.copy_(np.zeros(cache.shape, np.float32))
+    assert resident() - before > 0.9 * size
+    del pair, cache
+    llm.close()
+    assert resident() - before < 0.2 * size
+
+
+def test_two_engines_side_by_side(folder, tmp_path):
+    other = write_model(tmp_path, seed=1)
+    with LLM(folder) as a, LLM(other) as b:
+        alone = [generate(engine, ["abc"], GREEDY)[0].token_ids for engine in (a, b)]
+        results = {}
+        threads = [
+            threading.Thread(target=lambda i=i, e=e: results.update({i: generate(e, ["abc"] * 5, GREEDY)}))
+            for i, e in enumerate((a, b, a, b))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert alone[0] != alone[1]
+    for i in range(4):
+        assert [output.token_ids for output in results[i]] == [alone[i % 2]] * 5
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 24, 40])
+def test_any_batch_size(folder, max_num_seqs):
+    """COMPAT defect 4: nothing is special about a size between two powers of two."""
+    prompts = [[i % VOCAB_SIZE, 3] for i in range(50)]
+    with LLM(folder, max_num_seqs=max_num_seqs) as llm:
+        tokens = [output.token_ids for output in generate(llm, prompts, GREEDY)]
+        assert [generate(llm, [p], GREEDY)[0].token_ids for p in prompts[:5]] == tokens[:5]
+
+
+# --- numbers
+
+
+def test_metrics_and_stats(llm):
+    outputs = generate(llm, ["abcdefgh" * 4, "abcdefgh" * 4 + "x"], GREEDY)
+    for output in outputs:
+        assert 0 < output.metrics.time_to_first_token < output.metrics.total_time
+        assert output.metrics.num_preemptions == 0
+    assert [output.num_cached_tokens for output in outputs] == [0, 32]
+    stats = llm.stats
+    assert stats.prefill_tokens == 32 + 1 and stats.peak_shared_blocks == 8
+    assert 11 <= stats.decode_tokens <= 22 and stats.num_steps == 13
+    assert 0 < stats.host_seconds < stats.prefill_seconds + stats.decode_seconds
+
+
+# --- tokenizer
+
+
+def test_without_a_tokenizer(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    with LLM(folder) as llm:
+        output = generate(llm, [[1, 2, 3]], GREEDY)[0]
+        assert output.text is None and len(output.token_ids) == 12
+        with pytest.raises(FileNotFoundError, match="tokenizer.json is missing"):
+            generate(llm, "abc", GREEDY)
+    (folder / "tokenizer.json").write_text("{}")
+    with LLM(folder) as llm, pytest.raises(ValueError, match="tokenizer.json: "):
+        generate(llm, "abc", GREEDY)
+
+
+def test_the_package_imports_the_engine_lazily():
+    import subprocess
+    import sys
+
+    code = "import sys, pagedkv; assert 'numpy' not in sys.modules and 'pagedkv.engine' not in sys.modules; pagedkv.LLM"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,256 @@
+"""The scheduler on a real BlockManager, with a pool of page contents in place of a model.
+
+Every slot remembers which tokens its KV was computed from. A step writes the slots that prepare() names, and every
+position that a query may see must hold exactly the sequence's own beginning: a wrong prefix hit, a page shared by
+mistake or a chunk computed out of order is found at once.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pagedkv import BlockManager, OutOfBlocks, SamplingParams
+from pagedkv.engine.scheduler import Scheduler, Step
+from pagedkv.engine.sequence import Sequence
+
+STALE = ("nobody's",)
+
+
+class Engine:
+    """Scheduler, pages and a sampler that hashes the context: what is sampled depends on all tokens before."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, num_seqs: int = 8, budget: int = 64):
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=10_000
+        )
+        self.slots = [STALE] * (num_blocks * block_size)
+        self.sequences: list[Sequence] = []
+        self.num_computed = 0  # tokens, recomputation included
+
+    def submit(self, prompt: list[int], max_tokens: int) -> Sequence:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        seq = Sequence(len(self.sequences), prompt, params, 0, frozenset(), 0.0)
+        self.scheduler.check(seq)
+        self.scheduler.add(seq)
+        self.sequences.append(seq)
+        return seq
+
+    def step(self) -> Step:
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        assert step.sequences, "a step without work"
+        assert sum(step.lengths) <= scheduler.max_num_batched_tokens
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert step.lengths[: step.num_decodes] == [1] * step.num_decodes
+        assert step.copies is None or len(step.copies) == 0
+        self.compute(step)
+        tokens = [next_token(step.sequences[i].tokens) for i in step.sampled]
+        scheduler.update(step, tokens, now=float(scheduler.step_number))
+        self.manager.check()
+        return step
+
+    def compute(self, step: Step) -> None:
+        arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
+        size, row = self.manager.block_size, 0
+        for i, (seq, start, length) in enumerate(zip(step.sequences, step.starts, step.lengths, strict=True)):
+            for position in range(start, start + length):
+                slot = arrays.slot_mapping[row]
+                assert arrays.positions[row] == position
+                if slot >= 0:
+                    self.slots[slot] = tuple(seq.tokens[: position + 1])
+                row += 1
+            assert arrays.context_lens[i] == start + length
+            for position in range(start + length):
+                slot = arrays.block_tables[i][position // size] * size + position % size
+                assert self.slots[slot] == tuple(seq.tokens[: position + 1]), f"sequence {seq.id} at {position}"
+        self.num_computed += row
+
+    def finish(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "some request starves"
+        for seq in self.sequences:
+            assert list(seq.tokens) == expected_tokens(seq)
+            assert seq.finish_reason == "length"
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+
+
+def next_token(tokens) -> int:
+    return hash(tuple(tokens)) % 1000
+
+
+def expected_tokens(seq: Sequence) -> list[int]:
+    tokens = list(seq.tokens[: seq.num_prompt_tokens])
+    for _ in range(seq.params.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traffic(seed, caching):
+    """Arrivals, shared prefixes, chunks, preemption in all mixes."""
+    rng = random.Random(seed)
+    block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
+    num_seqs = rng.choice([1, 3, 8])
+    budget = num_seqs + rng.choice([0, 1, 5, 100])
+    print(f"seed {seed}: {num_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
+    engine = Engine(num_blocks, block_size, caching=caching, num_seqs=num_seqs, budget=budget)
+    common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+    for _ in range(25):
+        prompt = rng.choice(common)[: rng.randint(0, 40)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
+        try:
+            engine.submit(prompt, rng.randint(1, 30))
+        except OutOfBlocks:
+            continue
+        if rng.random() < 0.5 and engine.scheduler.has_work:
+            engine.step()
+    engine.finish()
+
+
+def test_decodes_come_first_and_prompts_are_chunked():
+    engine = Engine(100, 4, num_seqs=4, budget=10)
+    short, long = engine.submit([1, 2, 3], 20), engine.submit(list(range(100, 135)), 3)
+    step = engine.step()
+    assert [(seq.id, start, n) for seq, start, n in zip(step.sequences, step.starts, step.lengths, strict=True)] == [
+        (short.id, 0, 3),
+        (long.id, 0, 7),
+    ]
+    assert step.sampled == [0]
+    for start in (7, 16, 25, 34):
+        step = engine.step()
+        assert (step.num_decodes, step.sequences, step.starts[1]) == (1, [short, long], start)
+    assert step.sampled == [0, 1]  # only the last chunk of a prompt samples
+    engine.finish()
+
+
+def test_a_fully_cached_prompt_computes_its_last_token_only():
+    engine = Engine(20, 4)
+    engine.submit(list(range(8)), 1)
+    engine.finish()
+    again = engine.submit(list(range(8)), 1)
+    step = engine.step()
+    assert (step.starts, step.lengths, again.num_cached) == ([7], [1], 8)
+    engine.finish()
+
+
+def test_max_num_seqs_bounds_the_running_set():
+    """COMPAT defect 2: not only the sequences of one step. A long prompt in chunks occupies a seat as well."""
+    engine = Engine(200, 4, num_seqs=2, budget=4)
+    for i in range(6):
+        engine.submit([100 * i + j for j in range(30)], 5)
+    while engine.scheduler.has_work:
+        engine.step()
+        assert engine.manager.stats()["num_seqs"] <= 2
+    engine.finish()
+
+
+def test_what_never_fits_is_refused():
+    engine = Engine(4, 4)
+    with pytest.raises(OutOfBlocks, match="need 5 pages of 4 tokens but the pool has 4"):
+        engine.submit([1] * 10, 8)
+    engine.submit([1] * 10, 7)  # 17 tokens, but the last one is never computed
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.submit([], 5)
+    engine.scheduler.max_model_len = 12
+    with pytest.raises(ValueError, match="10 prompt tokens and max_tokens=3 exceed max_model_len=12"):
+        engine.submit([1] * 10, 3)
+    engine.finish()
+
+
+def test_equal_prompts_of_one_step_are_computed_once():
+    """COMPAT defect 6: the others wait for the first one and then hit."""
+    engine = Engine(200, 4, num_seqs=8, budget=16)
+    sequences = [engine.submit(list(range(40)), 4) for _ in range(5)]
+    engine.finish()
+    # Chunks of 16, 16 and 8 tokens; then the last token of each of the four, and every sampled token but the last.
+    assert engine.num_computed == 40 + 4 * 1 + 5 * 3
+    assert [seq.num_cached for seq in sequences] == [0, 40, 40, 40, 40]
+
+
+def test_waiting_for_a_prefix_lets_others_pass():
+    engine = Engine(200, 4, num_seqs=8, budget=64)
+    first, second = engine.submit(list(range(40)), 4), engine.submit(list(range(40)), 4)
+    other = engine.submit([7] * 10, 4)
+    assert engine.step().sequences == [first, other]
+    assert second in engine.step().sequences
+    engine.finish()
+
+
+def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
+    """COMPAT defect 11: neither while it waits for a prefix in many chunks nor while the pool is full."""
+    engine = Engine(64, 4, num_seqs=4, budget=4)
+    attempts = {"match": 0, "allocate": 0}
+
+    class Counting:
+        def __init__(self, manager):
+            self.__dict__["manager"] = manager
+
+        def __getattr__(self, name):
+            if name in attempts:
+                attempts[name] += 1
+            return getattr(self.manager, name)
+
+        def __setattr__(self, name, value):
+            setattr(self.manager, name, value)
+
+    engine.scheduler.manager = Counting(engine.manager)
+    engine.submit(list(range(120)), 40)
+    engine.submit(list(range(120)), 40)  # waits for 30 chunks
+    engine.submit([9] * 200, 3)  # does not fit until the others are gone
+    engine.finish()
+    assert engine.scheduler.step_number > 100
+    assert attempts["match"] <= 10 and attempts["allocate"] <= 10, attempts
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_does_not_thrash(caching):
+    """COMPAT defect 11: in a pool for a third of the work, little is computed twice and the oldest always goes on."""
+    engine = Engine(30, 4, caching=caching, num_seqs=16, budget=64)
+    sequences = [engine.submit([100 * i + j for j in range(8)], 40) for i in range(12)]
+    engine.finish()
+    needed = sum(seq.max_num_tokens - 1 for seq in sequences)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.num_computed < 2 * needed, f"{engine.num_computed} tokens computed for {needed}"
+    assert max(seq.num_preemptions for seq in sequences) <= 4
+    ends = [seq.finish_time for seq in sequences]
+    assert ends == sorted(ends), "first come, first served"
+
+
+def test_preemption_takes_the_latest():
+    engine = Engine(6, 2, num_seqs=3, caching=False)
+    first, second = engine.submit([1, 2], 9), engine.submit([3, 4], 9)
+    engine.finish()
+    assert (first.num_preemptions, second.num_preemptions > 0) == (0, True)
+
+
+def test_abort_gives_all_pages_back():
+    engine = Engine(50, 4)
+    for i in range(12):
+        engine.submit([i] * 10, 10)
+    engine.step()
+    engine.scheduler.abort(engine.sequences)
+    assert not engine.scheduler.has_work
+    assert engine.manager.num_free_blocks == 50 and engine.manager.stats()["num_seqs"] == 0
+    engine.manager.check()
+
+
+def test_step_arrays_of_an_odd_mix():
+    """The plan, and what prepare() makes of it, spelled out once."""
+    engine = Engine(50, 4, num_seqs=3, budget=5)
+    engine.submit([1, 2, 3], 5)
+    engine.step()
+    engine.submit([4, 5, 6, 7, 8, 9], 5)
+    step = engine.scheduler.schedule()
+    arrays = engine.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
+    np.testing.assert_array_equal(arrays.positions, [3, 0, 1, 2, 3])
+    np.testing.assert_array_equal(arrays.context_lens, [4, 4])
+    np.testing.assert_array_equal(arrays.cu_seqlens_q, [0, 1, 5])
+    np.testing.assert_array_equal(arrays.slot_mapping // 4, np.repeat(arrays.block_tables[:, 0], [1, 4]))
+    assert step.sampled == [0]

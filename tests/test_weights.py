@@ -1,0 +1,266 @@
+"""Safetensors files and config.json: what is right is mapped, what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from checkpoints import TINY, random_weights, safetensors_bytes, tensor_shapes, write_model
+
+from pagedkv import LLM
+from pagedkv.models.config import Qwen3Config
+from pagedkv.models.weights import Checkpoint, CheckpointError, SafetensorsFile
+
+
+def bfloat16_bits(array: np.ndarray) -> np.ndarray:
+    """float32 values that bfloat16 holds exactly -> their uint16 bits."""
+    bits = array.view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return (bits >> 16).astype(np.uint16)
+
+
+def exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(-8, 8, shape).astype(np.float32)
+
+
+def test_tensors_are_views_of_the_file(tmp_path):
+    rng = np.random.default_rng(seed := 1)
+    print(f"seed {seed}")
+    values = {"a": exact(rng, (3, 5)), "b": exact(rng, (7,)), "c": exact(rng, (2, 2, 2)), "empty": exact(rng, (0, 4))}
+    path = tmp_path / "model.safetensors"
+    stored = {"a": values["a"], "b": bfloat16_bits(values["b"]), "c": values["c"].astype(np.float16)}
+    path.write_bytes(safetensors_bytes(stored | {"empty": values["empty"]}))
+    file = SafetensorsFile(path)
+    for name, dtype in (("a", "float32"), ("b", "bfloat16"), ("c", "float16"), ("empty", "float32")):
+        tensor = file.tensor(name)
+        assert tensor.dtype == dtype and tuple(tensor.shape) == values[name].shape
+        np.testing.assert_array_equal(np.array(tensor.tolist(), np.float32).reshape(values[name].shape), values[name])
+    assert file.tensor("a").data_ptr() == file.tensor("a").data_ptr()  # no copy
+    kept = file.tensor("b")
+    del file, tensor  # the view keeps the mapping
+    assert kept.tolist() == values["b"].tolist()
+
+
+def test_load_converts_and_stacks(tmp_path):
+    rng = np.random.default_rng(2)
+    values = {"q": exact(rng, (4, 6)), "k": exact(rng, (2, 6)), "bias": exact(rng, (4,)), "half": exact(rng, (3, 3))}
+    stored = values | {"half": bfloat16_bits(values["half"])}
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(stored))
+    for dtype in ("float32", "bfloat16", "float16"):
+        checkpoint = Checkpoint(tmp_path, dtype, "cpu")
+        stacked = checkpoint.load_stacked({"q": 4, "k": 2}, 6)
+        assert stacked.dtype == dtype
+        assert stacked.tolist() == np.concatenate([values["q"], values["k"]]).tolist()
+        assert checkpoint.load("half", 3, 3).tolist() == values["half"].tolist()
+        with pytest.raises(CheckpointError, match="tensor 'bias' is no part of the model"):
+            checkpoint.check_all_used()
+        assert checkpoint.load("bias", 4).tolist() == values["bias"].tolist()
+        checkpoint.check_all_used()
+
+
+def test_unaligned_data_is_copied(tmp_path):
+    """The format allows any header length."""
+    data = safetensors_bytes({"a": np.arange(6, dtype=np.float32)})
+    length = int.from_bytes(data[:8], "little")
+    (tmp_path / "x.safetensors").write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    assert SafetensorsFile(tmp_path / "x.safetensors").tensor("a").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def split_in_shards(folder, count: int) -> None:
+    """Replaces model.safetensors by shards and their index."""
+    weights = random_weights(TINY)
+    names = sorted(weights)
+    weight_map = {}
+    for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = {name: weights[name] for name in names[i::count]}
+        (folder / file).write_bytes(safetensors_bytes(part))
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_sharded_checkpoint(tmp_path):
+    whole, shards = write_model(tmp_path / "whole"), write_model(tmp_path / "shards")
+    split_in_shards(shards, 3)
+    with LLM(whole) as a, LLM(shards) as b:
+        prompts = [[1, 2, 3], [5] * 20]
+        tokens = [[output.token_ids for output in llm.generate(prompts, use_tqdm=False)] for llm in (a, b)]
+    with LLM(whole, seed=0) as a, LLM(shards, seed=0) as b:
+        tokens = [[output.token_ids for output in llm.generate(prompts, use_tqdm=False)] for llm in (a, b)]
+    assert tokens[0] == tokens[1]
+    (shards / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="names 'model-00002-of-00003.safetensors', which is not in the folder"):
+        LLM(shards)
+
+
+def test_one_file_of_another_name(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    LLM(folder).close()
+    (folder / "more.safetensors").write_bytes(safetensors_bytes({}))
+    with pytest.raises(FileNotFoundError, match="several .safetensors files but no model.safetensors.index.json"):
+        LLM(folder)
+
+
+def test_a_folder_without_weights(tmp_path):
+    """COMPAT defect 7: no uninitialised weights without an error."""
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no model.safetensors: no weights to load"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("name", sorted(tensor_shapes(TINY)))
+def test_missing_tensor(tmp_path, name):
+    folder = write_model(tmp_path)
+    weights = random_weights(TINY)
+    del weights[name]
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' is missing"):
+        LLM(folder)
+
+
+def test_extra_tensor(tmp_path):
+    folder = write_model(tmp_path)
+    extra = {"model.layers.7.mlp.up_proj.weight": np.zeros((96, 64), np.float32)}
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY) | extra))
+    with pytest.raises(CheckpointError, match=r"safetensors: tensor 'model.layers.7.mlp.up_proj.weight' is no part"):
+        LLM(folder)
+
+
+def test_a_tied_model_may_hold_its_head_twice(tmp_path):
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    weights = random_weights(TINY | {"tie_word_embeddings": True})
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    LLM(folder).close()
+
+
+def test_mis_shaped_tensor(tmp_path):
+    folder = write_model(tmp_path)
+    weights = random_weights(TINY)
+    weights["model.layers.1.self_attn.k_proj.weight"] = np.zeros((64, 65), np.float32)
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    message = r"model.safetensors: tensor 'model.layers.1.self_attn.k_proj.weight' has shape \[64, 65\] but .* \[64, 64\]"
+    with pytest.raises(CheckpointError, match=message):
+        LLM(folder)
+
+
+def corrupt_header(data: bytes, change) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+BAD_FILES = {
+    "empty": (lambda data: b"", "empty file"),
+    "short": (lambda data: data[:5], r"truncated, or no safetensors file \(5 bytes\)"),
+    "header cut": (lambda data: data[:100], r"truncated, or no safetensors file \(100 bytes\)"),
+    "data cut": (lambda data: data[:-1], r"tensor 'a' ends at byte \d+ but the file is truncated at \d+"),
+    "huge header": (lambda data: b"\xff" * 8 + data[8:], "truncated, or no safetensors file"),
+    "no JSON": (lambda data: (4).to_bytes(8, "little") + b"{]{]" + data, "the header is no JSON"),
+    "no object": (lambda data: (4).to_bytes(8, "little") + b"[1] " + data, "the header is no JSON object"),
+    "no dtype": (lambda data: corrupt_header(data, lambda h: h["a"].pop("dtype")), "tensor 'a': bad header"),
+    "text as shape": (lambda data: corrupt_header(data, lambda h: h["a"].update(shape="66")), "tensor 'a': bad header"),
+    "negative": (lambda data: corrupt_header(data, lambda h: h["a"].update(shape=[-1, -6])), "tensor 'a': bad header"),
+    "offsets": (
+        lambda data: corrupt_header(data, lambda h: h["a"].update(data_offsets=[0, 20])),
+        r"tensor 'a': offsets 0..20 do not fit F32 \[6\]",
+    ),
+    "offsets below": (
+        lambda data: corrupt_header(data, lambda h: h["a"].update(data_offsets=[-24, 0])),
+        "tensor 'a': bad header entry",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(tmp_path, case):
+    change, message = BAD_FILES[case]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(change(safetensors_bytes({"a": np.arange(6, dtype=np.float32)})))
+    with pytest.raises(CheckpointError, match=f"model.safetensors: .*{message}|model.safetensors: {message}"):
+        SafetensorsFile(path).tensor("a")
+
+
+def test_quantised_dtype_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(safetensors_bytes({"a": np.zeros(4, np.uint8)}, {"a": "F8_E4M3"}))
+    with pytest.raises(NotImplementedError, match="tensor 'a' has dtype F8_E4M3; supported are F32, F16, BF16"):
+        SafetensorsFile(path).tensor("a")
+
+
+# --- config.json
+
+
+def config_of(folder, remove: str | None = None, generation: dict | None = None, **changes) -> Qwen3Config:
+    raw = {k: v for k, v in (TINY | changes).items() if k != remove}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return Qwen3Config.from_folder(folder)
+
+
+def test_spellings_of_transformers_4_and_5(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    new = config_of(tmp_path, rope_parameters=yarn | {"rope_theta": 1e6})
+    old = config_of(tmp_path, remove="rope_parameters", rope_scaling=yarn, rope_theta=1e6)
+    older = config_of(tmp_path, remove="rope_parameters", rope_scaling={"type": "yarn", **yarn}, rope_theta=1e6)
+    assert new == old == older
+    assert (new.rope.type, new.rope.theta, new.rope.factor) == ("yarn", 1e6, 4.0)
+    assert config_of(tmp_path, remove="dtype", torch_dtype="bfloat16").dtype == "bfloat16"
+    assert config_of(tmp_path, remove="head_dim").head_dim == 16
+    assert config_of(tmp_path, remove="rope_parameters", rope_scaling=None, rope_theta=5e5).rope.theta == 5e5
+
+
+def test_eos_ids_of_both_files(tmp_path):
+    """COMPAT defect 8."""
+    assert config_of(tmp_path).eos_token_ids == frozenset()
+    assert config_of(tmp_path, eos_token_id=3).eos_token_ids == {3}
+    assert config_of(tmp_path, eos_token_id=3, generation={"eos_token_id": [5, 6]}).eos_token_ids == {3, 5, 6}
+    assert config_of(tmp_path, eos_token_id=None, generation={"eos_token_id": 7}).eos_token_ids == {7}
+
+
+REFUSED = {
+    "moe": ({"model_type": "qwen3_moe"}, NotImplementedError, "model_type is 'qwen3_moe'"),
+    "llama3 rope": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        NotImplementedError,
+        "rope type 'llama3'; supported are default, linear, yarn",
+    ),
+    "partial rope": ({"partial_rotary_factor": 0.5}, NotImplementedError, "partial_rotary_factor"),
+    "activation": ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act is 'gelu'"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, NotImplementedError, "quant_method is 'fp8'"),
+    "dtype": ({"dtype": "float64"}, NotImplementedError, "dtype is 'float64'"),
+    "layer type": (
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "chunked_attention"]},
+        NotImplementedError,
+        "layer_types holds 'chunked_attention'",
+    ),
+    "heads": ({"num_key_value_heads": 3}, ValueError, "num_attention_heads is 4, no multiple of num_key_value_heads 3"),
+    "negative": ({"hidden_size": -1}, ValueError, "hidden_size is -1 but must be a positive integer"),
+    "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
+    "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_config(tmp_path, case):
+    changes, error, message = REFUSED[case]
+    with pytest.raises(error, match=f"config.json: .*{message}"):
+        config_of(tmp_path, **changes)
+
+
+def test_config_without_an_entry_or_no_json(tmp_path):
+    with pytest.raises(ValueError, match="config.json: no 'hidden_size'"):
+        config_of(tmp_path, remove="hidden_size")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: "):
+        Qwen3Config.from_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        Qwen3Config.from_folder(tmp_path)

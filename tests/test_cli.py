@@ -1,0 +1,99 @@
+"""python -m pagedkv: output, help, and errors of one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from checkpoints import save_pretrained, write_model
+
+from pagedkv import cli
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "pagedkv", *args], capture_output=True, text=True, timeout=120)
+
+
+def main(capsys, *args: str) -> tuple[int, str, str]:
+    """In this process: starting Python many times takes long."""
+    try:
+        code = cli.main(list(args))
+    except SystemExit as exit:
+        code = exit.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_demo():
+    result = run("demo")
+    assert result.returncode == 0, result.stderr
+    sums = re.findall(r"(\d+)\+(\d+)=(\d+)", result.stdout)
+    assert len(sums) == 32 and all(int(a) + int(b) == int(c) for a, b, c in sums)
+    assert "32 of 32 right" in result.stdout
+    for word in ("prefill", "decode", "tokens/s", "TTFT", "pages", "shared", "found"):
+        assert word in result.stdout
+    shared = re.search(r"(\d+) of them shared", result.stdout)
+    assert int(shared[1]) > 0
+    assert "requests: 100%" in result.stderr
+
+
+def test_demo_without_its_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "DEMO_MODEL", tmp_path / "gone")
+    code, out, err = main(capsys, "demo")
+    assert (code, out) == (1, "") and "the demo model is not in this installation" in err
+
+
+def test_info():
+    result = run("info")
+    assert result.returncode == 0, result.stderr
+    for word in ("pagedkv", "python", "numpy", "tokenizers", "cpu", "cuda", "threads", "isa", "blas"):
+        assert word in result.stdout.lower()
+
+
+def test_generate_from_a_folder_of_transformers(tmp_path):
+    save_pretrained(tmp_path)
+    result = run("generate", str(tmp_path), "12+34=", "abc", "--max-tokens", "5")
+    assert result.returncode == 0, result.stderr
+    assert "12+34=" in result.stdout and "abc" in result.stdout and result.stderr == ""
+
+
+def test_generate_options(capsys, tmp_path):
+    write_model(tmp_path)
+    args = ("generate", str(tmp_path), "abc", "--max-tokens", "30", "--temperature", "1")
+    first = main(capsys, *args, "--seed", "1")
+    assert first[0] == 0 and first[1].startswith("abc")
+    assert main(capsys, *args, "--seed", "1", "--block-size", "3") == first
+    assert main(capsys, *args, "--seed", "2")[1] != first[1]
+    assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0")[1] == "abc\n"
+
+
+ERRORS = [
+    (("generate", "{tmp}/nowhere", "a"), 1, "nowhere: no such folder"),
+    (("generate", "{tmp}", "a", "--max-tokens", "1000"), 1, "exceed max_model_len=256"),
+    (("generate", "{tmp}", ""), 1, "the prompt is empty"),
+    (("generate", "{tmp}", "a", "--temperature", "-1"), 1, "temperature is -1.0"),
+    (("generate", "{tmp}", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
+    (("generate", "{tmp}", "a", "--block-size", "0"), 2, "0 is less than 1"),
+    (("generate", "{tmp}", "a", "--seed", "x"), 2, "invalid int value: 'x'"),
+    (("generate", "{tmp}"), 2, "prompt"),
+    (("generate", "{tmp}", "a", "--top-q", "1"), 2, "unrecognized arguments: --top-q 1"),
+    (("demo", "--num-prompts", "0"), 2, "0 is less than 1"),
+    (("dance",), 2, "invalid choice: 'dance'"),
+    ((), 2, "required"),
+]
+
+
+@pytest.mark.parametrize(("args", "code", "message"), ERRORS)
+def test_errors_are_one_line(capsys, tmp_path, args, code, message):
+    write_model(tmp_path)
+    result = main(capsys, *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
+    assert result[:2] == (code, "")
+    assert message in result[2] and result[2].count("\n") == 1 and "Traceback" not in result[2]
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("info",)])
+def test_help(capsys, command):
+    code, out, err = main(capsys, *command, "--help")
+    assert (code, err) == (0, "") and out.startswith("usage: pagedkv")

@@ -266,7 +266,7 @@ const pk_backend pk_cuda_backend = {
     /* check_errors */ backend_check_errors,
     /* copy */ pk_cuda_copy,
     /* store_kvcache */ pk_cuda_store_kvcache,
-    /* attention */ nullptr,
+    /* attention */ pk_cuda_attention,
     /* copy_blocks */ pk_cuda_copy_blocks,
     /* swap_blocks */ pk_cuda_swap_blocks,
     /* merge_attention_states */ pk_cuda_merge_attention_states,

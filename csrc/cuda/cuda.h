@@ -47,6 +47,7 @@ enum pk_cuda_bad_kind {
     PK_BAD_ID,
     PK_BAD_POSITION,
     PK_BAD_QUERY_RANGE,
+    PK_BAD_CONTEXT,
     PK_NUM_BAD_KINDS
 };
 
@@ -193,6 +194,7 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 
 pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);

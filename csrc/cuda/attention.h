@@ -1,0 +1,203 @@
+/* attention.h - what the attention kernels share: which keys a sequence may see, page lookups, the tensor-core
+ * wrappers.
+ *
+ * Semantics of every argument: csrc/ops_attention.c. Three kernels answer a call (attention.cu chooses):
+ *
+ *     attention_decode.h   few query rows a sequence (decode, speculative decode): the keys are split over the machine
+ *     attention_tiles.h    many query rows (prefill, chunked prefill): tiles of rows, mma.sync, sm_80 and newer
+ *     attention_simple.cu  whatever the two cannot take (fp32, unaligned views): one warp a row, right and slow
+ *
+ * Inside a kernel, scores are in base 2: log2(e) is folded into the scale, so that a probability is one ex2.
+ */
+#ifndef PK_CUDA_ATTENTION_H
+#define PK_CUDA_ATTENTION_H
+
+#include "cuda/cuda.h"
+
+/* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
+struct row_filter {
+    int64_t min_rows, max_rows;
+};
+
+/* The most rows of a sequence that the decode kernel takes (filter.max_rows must be within). */
+static inline int64_t pk_cuda_attention_decode_max_rows(const pk_attention_args *args)
+{
+    return args->head_dim <= 128 ? 32 : 16;
+}
+pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                   pk_stream stream, pk_error *err);
+/* One a kind of cache (attention_decode_<kind>.cu). */
+struct decode_plan;
+pk_status pk_cuda_attention_decode_bf16(const pk_attention_args *args, const decode_plan &plan,
+                                        const pk_cuda_device *device, pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention_decode_f16(const pk_attention_args *args, const decode_plan &plan,
+                                       const pk_cuda_device *device, pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention_decode_fp8(const pk_attention_args *args, const decode_plan &plan,
+                                       const pk_cuda_device *device, pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention_tiles(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                  pk_stream stream, pk_error *err);
+/* Hopper's prefill (wgmma and the copy engine), where it applies. */
+bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                         pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention_simple(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                   pk_stream stream, pk_error *err);
+
+#define PK_LOG2E 1.4426950408889634f
+#define PK_LN2 0.6931471805599453f
+/* Below every real score and finite, so that a row that has seen no key yet needs no branch: exp2(-inf - this) is 0. */
+#define PK_NO_SCORE -1e30f
+
+// --- which keys a sequence may see
+
+struct sequence_view {
+    int first_query, num_queries; /* rows of q */
+    int context;                  /* keys */
+    int first_key;                /* the first that any of its queries sees */
+};
+
+/* Takes what the device arrays say with a grain of salt: a length that does not fit is cut and recorded. `is_recorder`
+ * is one thread of the grid. */
+__device__ static inline sequence_view view_sequence(const pk_attention_args &args, int seq, pk_cuda_bad_id *bad_id,
+                                                     bool is_recorder)
+{
+    sequence_view view;
+    if (args.cu_seqlens_q) {
+        int begin = args.cu_seqlens_q[seq], end = args.cu_seqlens_q[seq + 1];
+        if (begin < 0 || end < begin || end > args.num_tokens || end - begin > args.max_seqlen_q) {
+            if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_QUERY_RANGE, seq, end, args.num_tokens + 1);
+            begin = min(max(begin, 0), (int)args.num_tokens);
+            end = min(max(end, begin), (int)args.num_tokens);
+            end = (int)min((int64_t)end, begin + args.max_seqlen_q);
+        }
+        view.first_query = begin;
+        view.num_queries = end - begin;
+    } else {
+        view.num_queries = (int)args.max_seqlen_q;
+        view.first_query = seq * view.num_queries;
+    }
+    int64_t capacity = args.max_blocks_per_seq * args.block_size;
+    int context = args.context_lens[seq];
+    if (context < 0 || context > capacity) {
+        if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_CONTEXT, seq, context, capacity + 1);
+        context = context < 0 ? 0 : (int)capacity;
+    }
+    view.context = context;
+    view.first_key = 0;
+    if (args.window_left >= 0) view.first_key = (int)max((int64_t)0, context - view.num_queries - args.window_left);
+    return view;
+}
+
+/* A page id that may be used, or -1. */
+__device__ static inline int checked_page(const pk_attention_args &args, int page, int seq, pk_cuda_bad_id *bad_id)
+{
+    if (page >= args.num_blocks) {
+        pk_record_bad_id(bad_id, PK_BAD_PAGE, seq, page, args.num_blocks);
+        return -1;
+    }
+    return page;
+}
+
+/* Scores that are not plain q.k * scale: softcap and ALiBi. `score` is q.k; the result is in base 2. */
+__device__ static inline float modified_score(const pk_attention_args &args, float score, float scale, float slope,
+                                              int distance)
+{
+    float x = score * scale;
+    if (args.softcap > 0) x = args.softcap * tanhf(x / args.softcap);
+    return (x - slope * (float)abs(distance)) * PK_LOG2E;
+}
+
+__device__ static inline float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// --- copies to shared memory
+
+__device__ static inline uint32_t smem_address(const void *pointer)
+{
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* 16 bytes from global to shared memory, or zeros. */
+__device__ static inline void copy_async_16(uint32_t to, const void *from, bool is_valid)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
+}
+__device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ static inline void copy_async_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// --- tensor cores: m16n8k16, fp32 accumulators
+
+__device__ static inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ static inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ static inline uint32_t transpose_8x8(uint32_t x)
+{
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* The arithmetic of a kernel: Element is what the tensor cores multiply, and IS_FP8 says that the cache holds e4m3,
+ * which is exact in fp16: one conversion instruction for two elements, and 16-bit tensor cores from there on. */
+template <typename Element_, bool IS_FP8_>
+struct attention_kind {
+    using Element = Element_;
+    static constexpr bool IS_FP8 = IS_FP8_;
+    static constexpr int CACHE_BYTES = IS_FP8_ ? 1 : 2;
+
+    __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+    {
+        if constexpr (std::is_same_v<Element, __nv_bfloat16>)
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        else
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+
+    __device__ static inline uint32_t pack(float low, float high)
+    {
+        if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+            __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+            return *(uint32_t *)&pair;
+        } else {
+            __half2 pair = __floats2half2_rn(low, high);
+            return *(uint32_t *)&pair;
+        }
+    }
+};
+using kind_bf16 = attention_kind<__nv_bfloat16, false>;
+using kind_f16 = attention_kind<__half, false>;
+using kind_fp8 = attention_kind<__half, true>;
+
+/* Two e4m3 (the low 16 bits of x) as two fp16. */
+__device__ static inline uint32_t fp8_pair_to_f16(uint32_t x)
+{
+    __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
+    return (uint32_t)pair.x | (uint32_t)pair.y << 16;
+}
+
+#endif

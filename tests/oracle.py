@@ -110,3 +110,78 @@ def merge_attention_states(o, lse):
     merged = log_sum_exp(lse, axis=0)
     weights = np.exp(lse - np.where(np.isneginf(merged), 0, merged)).transpose(0, 2, 1)[..., None]
     return np.where(weights > 0, weights * np.where(weights > 0, o, 0), 0).sum(0), merged
+
+
+# --- dense operations
+
+
+def rms_norm(x, weight, eps, dtype: str, *, residual=None):
+    """Returns out and the new residual (None without one). Rounds where the definition does: the sum with the residual,
+    the normalised row, the product with the weight."""
+    if residual is not None:
+        residual = x = rounded(np.asarray(x) + residual, dtype)
+    normal = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps)
+    return rounded(rounded(normal, dtype) * weight, dtype), residual
+
+
+def silu_and_mul(x, dtype: str):
+    gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    with np.errstate(over="ignore"):
+        return rounded(rounded(gate / (1 + np.exp(-gate)), dtype) * up, dtype)
+
+
+def linear(x, weight, bias=None):
+    """In float64, not rounded."""
+    product = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    return product if bias is None else product + bias
+
+
+def rotate_halves(x, cos_sin):
+    """x [..., dim], cos_sin [..., dim]: cos of every pair (i, i + dim / 2), then sin."""
+    (low, high), (cosine, sine) = np.split(x, 2, axis=-1), np.split(np.asarray(cos_sin, np.float64), 2, axis=-1)
+    return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
+
+
+def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *,
+                       cache_dtype=None, k_scale=None, v_scale=None):
+    """Returns q [tokens, heads, dim] and copies of the caches after the store."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = np.asarray(qkv, np.float64).reshape(len(qkv), qkv.shape[1] // head_dim, head_dim)
+    num_q_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = np.split(heads, [num_q_heads, num_q_heads + num_kv_heads], axis=1)
+    if q_weight is not None:
+        q, k = rms_norm(q, q_weight, eps, dtype)[0], rms_norm(k, k_weight, eps, dtype)[0]
+    q, k = (rounded(rotate_halves(x, cos_sin[positions][:, None]), dtype) for x in (q, k))
+    return q, *store_kvcache(k, v, k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype, k_scale=k_scale,
+                             v_scale=v_scale)
+
+
+# --- sampling
+
+
+def philox4x32(counter, key, rounds: int = 10) -> list[int]:
+    """Philox4x32 of Salmon et al. 2011, in Python integers: 4 words from 4 words of counter and 2 of key."""
+    c, k, mask = list(counter), list(key), 0xFFFFFFFF
+    for _ in range(rounds):
+        high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
+    return c
+
+
+def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
+    """The variate of every token: word v % 4 of Philox with counter (v // 4, position, 0, 0) and the seed's two halves
+    as key, taken as w = ((word >> 1) + 0.5) * 2^-31 (at most 1 - 2^-24), then -log(-log(1 - w))."""
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    words = [word for v in range(0, vocab_size, 4) for word in philox4x32((v // 4, position, 0, 0), key)]
+    w = np.minimum(((np.array(words[:vocab_size]) >> 1) + 0.5) * 2.0**-31, 1 - 2.0**-24)
+    return -np.log(-np.log1p(-w))
+
+
+def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndarray:
+    """What a row's tokens are compared by: the greatest wins, the lowest index among equals."""
+    logits = np.asarray(logits, np.float64)
+    if temperature == 0 or logits.max() == np.inf:
+        return logits
+    return (logits - logits.max()) / temperature + gumbel(len(logits), seed, position)

@@ -1,0 +1,152 @@
+"""linear against float64: every path (own kernels of every instruction set, a BLAS for many rows), any shape and stride."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import oracle
+import pagedkv
+import pytest
+from pools import get, put, put_sliceable
+
+DTYPES = ["float32", "float16", "bfloat16"]
+# rows, in_features, out_features: nothing, one, odd, one slice and a bit, more rows than a block, a model's
+SHAPES = [(0, 7, 5), (3, 0, 5), (3, 5, 0), (1, 1, 1), (1, 77, 130), (2, 5000, 3), (3, 33, 4), (4, 64, 64), (5, 129, 67),
+          (17, 1030, 66), (70, 65, 300), (130, 2100, 65), (300, 515, 33), (8, 1024, 4096)]  # fmt: skip
+
+
+def make_case(rng, shape, dtype):
+    rows, size, outputs = shape
+    x, weight = rng.standard_normal((rows, size)), rng.standard_normal((outputs, size)) / max(size, 1) ** 0.5
+    return [oracle.rounded(a, dtype) for a in (x, weight, rng.standard_normal(outputs))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(rng, device, dtype, with_bias, shape):
+    x, weight, bias = make_case(rng, shape, dtype)
+    arguments = [put(a, device, dtype) for a in ([x, weight, bias] if with_bias else [x, weight])]
+    expected = oracle.linear(x, weight, bias if with_bias else None)
+    tolerance = oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(pagedkv.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
+    # fp32 out of 16-bit arguments: only the order of the sums differs
+    out = pagedkv.empty(expected.shape, "float32", device)
+    assert pagedkv.linear(*arguments, out=out) is out
+    np.testing.assert_allclose(get(out), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", [(1, 70, 33), (6, 77, 130), (100, 64, 70)], ids=str)
+def test_strides_with_poison_between(rng, device, dtype, shape):
+    x, weight, _ = make_case(rng, shape, dtype)
+    rows, size, outputs = shape
+    wide_x, wide_weight = np.full((rows, size + 9), np.nan), np.full((outputs + 1, size + 5), np.nan)
+    wide_x[:, 4 : 4 + size], wide_weight[:outputs, :size] = x, weight
+    wide_x, wide_weight = (put_sliceable(a, device, dtype) for a in (wide_x, wide_weight))
+    out = put_sliceable(np.full((rows, outputs + 3), -5.0), device, dtype)
+    pagedkv.linear(wide_x[:, 4 : 4 + size], wide_weight[:outputs, :size], out=out[:, 1 : 1 + outputs])
+    tolerance = oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(out)[:, 1 : 1 + outputs], oracle.linear(x, weight), atol=tolerance, rtol=tolerance)
+    assert (get(out)[:, [0, outputs + 1, outputs + 2]] == -5).all()
+
+
+def test_rows_in_reverse_and_repeated(rng):
+    x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (9, 40, 24), "float32"))
+    np.testing.assert_array_equal(pagedkv.linear(x[::-1], weight[::-1]), pagedkv.linear(x, weight)[::-1, ::-1])
+    repeated = pagedkv.linear(np.broadcast_to(x[:1], (5, 40)), weight)
+    np.testing.assert_array_equal(repeated, np.repeat(pagedkv.linear(x[:1], weight), 5, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_batch(rng, dtype):
+    x, weight, bias = make_case(rng, (13, 1300, 70), dtype)
+    arguments = put(weight, "cpu", dtype), put(bias, "cpu", dtype)
+    together = get(pagedkv.linear(put(x, "cpu", dtype), *arguments))
+    for rows in (slice(0, 1), slice(12, 13), slice(3, 6), slice(5, 9)):
+        np.testing.assert_array_equal(get(pagedkv.linear(put(x[rows], "cpu", dtype), *arguments)), together[rows])
+
+
+def test_infinities_and_nan_stay_in_their_rows(rng, device):
+    x, weight, _ = make_case(rng, (5, 100, 40), "float32")
+    x[1, 3], x[3, 99] = np.inf, np.nan
+    out = get(pagedkv.linear(put(x, device, "float32"), put(weight, device, "float32")))
+    np.testing.assert_array_equal(out[1], np.where(weight[:, 3] > 0, np.inf, -np.inf))
+    assert np.isnan(out[3]).all()
+    np.testing.assert_allclose(out[[0, 2, 4]], oracle.linear(x[[0, 2, 4]], weight), atol=2e-5)
+
+
+def test_threads_of_python_may_call_at_once(rng):
+    x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
+    alone, results = pagedkv.linear(x, weight), []
+    threads = [threading.Thread(target=lambda: results.append(pagedkv.linear(x, weight))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    for result in results:
+        np.testing.assert_allclose(result, alone, atol=1e-5)
+
+
+def floats(*shape):
+    return np.zeros(shape, np.float32)
+
+
+BUFFER = floats(6, 20)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 5)), ValueError, "weight: dim 1 is 5 but x has K=4"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), floats(4)), ValueError, "bias: dim 0 is 4 but weight has N=3"),
+    (lambda: pagedkv.linear(floats(4), floats(3, 4)), ValueError, "x: has 1 dimensions but must have 2"),
+    (lambda: pagedkv.linear(floats(2, 4), np.zeros((3, 4), np.float16)), TypeError, "weight: dtype is float16 but x has float32"),
+    (lambda: pagedkv.linear(floats(2, 4).astype(int), floats(3, 4)), TypeError, "x: dtype is int64 but must be one of"),
+    (lambda: pagedkv.linear(floats(4, 2).T, floats(3, 4)), BufferError, "x: the last dimension must be dense"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=floats(2, 4)), ValueError, "out: dim 1 is 4 but weight has N=3"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=np.zeros((2, 3), np.float16)), TypeError, "out: dtype is float16"),
+    (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
+    (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
+    (lambda: pagedkv.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
+])  # fmt: skip
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_x_and_out_may_be_columns_of_one_buffer(rng):
+    buffer = rng.standard_normal((6, 20)).astype(np.float32)
+    weight = rng.standard_normal((10, 10)).astype(np.float32)
+    expected = oracle.linear(buffer[:, :10], weight)
+    pagedkv.linear(buffer[:, :10], weight, out=buffer[:, 10:])
+    np.testing.assert_allclose(buffer[:, 10:], expected, atol=1e-4)
+
+
+# --- paths that this process does not take by itself
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    """The kernels of lesser machines, and with them the BLAS, which takes over from fewer rows there."""
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu or batch or threads"],
+                         env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+def test_numpy_is_imported_only_where_its_blas_is_wanted():
+    code = """if True:
+        import array, sys, pagedkv
+        x = pagedkv.asarray(array.array("f", [0.5]) * 2800).view((70, 40))
+        pagedkv.linear(x[:4], x)
+        print("numpy" in sys.modules)
+        print(pagedkv.linear(x, x).tolist() == [[10.0] * 70] * 70)
+        print(pagedkv.build_info()["blas"])
+        print("numpy" in sys.modules)
+    """
+    environment = os.environ | {"PAGEDKV_CPU_ISA": "generic"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    before, is_right, blas, after = run.stdout.splitlines()
+    assert (before, is_right, after) == ("False", "True", "True")
+    assert blas.startswith("none") or "blas" in blas.lower(), blas

@@ -80,10 +80,8 @@ def assert_close(logits: np.ndarray, expected: np.ndarray, tolerance: float) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_at_every_position(tmp_path, form):
+def test_logits_at_every_position(tmp_path, rng, form):
     model = save_pretrained(tmp_path, **FORMS[form])
-    rng = np.random.default_rng(seed := 7)
-    print(f"seed {seed}")
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 5, 50, 97)]
     for chunk in (8, 2048):
         with LLM(tmp_path, block_size=4, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
@@ -116,7 +114,7 @@ def greedy(tmp_path_factory):
     """A folder, prompts of which some share their beginning, and what transformers generates from each."""
     folder = tmp_path_factory.mktemp("greedy")
     model = save_pretrained(folder, seed=3)
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng(11)  # fixed: fresh prompts would meet a tie of two tokens some day
     common = rng.integers(VOCAB_SIZE, size=33).tolist()
     prompts = [common + rng.integers(VOCAB_SIZE, size=n).tolist() for n in (0, 1, 17)]
     prompts += [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 3, 60, 100)]
@@ -144,9 +142,9 @@ def test_greedy_tokens(greedy, engine):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close(tmp_path, dtype):
+def test_half_precision_is_close(tmp_path, rng, dtype):
     model = save_pretrained(tmp_path, dtype=dtype)
-    prompt = np.random.default_rng(5).integers(VOCAB_SIZE, size=40).tolist()
+    prompt = rng.integers(VOCAB_SIZE, size=40).tolist()
     with LLM(tmp_path, block_size=4, num_blocks=64) as llm:
         assert llm.dtype == dtype
         poison(llm)
@@ -156,9 +154,9 @@ def test_half_precision_is_close(tmp_path, dtype):
     assert_close(recorded[0][0][1], expected, 0.1 if dtype == "bfloat16" else 0.02)
 
 
-def test_a_bfloat16_checkpoint_computed_in_float32(tmp_path):
+def test_a_bfloat16_checkpoint_computed_in_float32(tmp_path, rng):
     model = save_pretrained(tmp_path, dtype="bfloat16")
-    prompt = np.random.default_rng(5).integers(VOCAB_SIZE, size=40).tolist()
+    prompt = rng.integers(VOCAB_SIZE, size=40).tolist()
     with LLM(tmp_path, dtype="float32", block_size=4, num_blocks=64) as llm:
         recorded = record_logits(llm)
         llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

@@ -93,14 +93,14 @@ def expected_tokens(seq: Sequence) -> list[int]:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("seed", range(12))
-def test_random_traffic(seed, caching):
+@pytest.mark.parametrize("case", range(20))
+def test_random_traffic(seed, case, caching):
     """Arrivals, shared prefixes, chunks, preemption in all mixes."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {case}")
     block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
     num_seqs = rng.choice([1, 3, 8])
     budget = num_seqs + rng.choice([0, 1, 5, 100])
-    print(f"seed {seed}: {num_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
+    print(f"{num_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
     engine = Engine(num_blocks, block_size, caching=caching, num_seqs=num_seqs, budget=budget)
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for _ in range(25):
@@ -183,6 +183,27 @@ def test_waiting_for_a_prefix_lets_others_pass():
     engine.finish()
 
 
+def test_who_waits_for_a_prefix_is_not_forgotten():
+    """The one who computes it may be done with it, and gone, sooner than its length says."""
+    for num_computed in range(1, 65):
+        engine = Engine(20, 64, num_seqs=2, budget=8)
+        engine.submit(list(range(64)), 1)
+        while engine.sequences[0].num_computed < num_computed and engine.scheduler.has_work:
+            engine.step()
+        second = engine.submit(list(range(64)) + [5], 1)
+        engine.finish()
+        assert second.num_cached == 64
+
+
+def test_a_pool_that_somebody_else_fills():
+    """No endless loop: an error, because nothing would ever free the pages."""
+    engine = Engine(4, 4)
+    engine.manager.allocate(1000, list(range(8)))
+    engine.submit([1] * 12, 2)
+    with pytest.raises(OutOfBlocks):
+        engine.step()
+
+
 def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
     """COMPAT defect 11: neither while it waits for a prefix in many chunks nor while the pool is full."""
     engine = Engine(64, 4, num_seqs=4, budget=4)
@@ -221,6 +242,25 @@ def test_preemption_does_not_thrash(caching):
     assert max(seq.num_preemptions for seq in sequences) <= 4
     ends = [seq.finish_time for seq in sequences]
     assert ends == sorted(ends), "first come, first served"
+
+
+def test_watermark_blocks():
+    manager = BlockManager(10, 1)
+    manager.watermark_blocks = 8
+    manager.allocate(1, range(4))  # alone: the watermark is kept for those who run, and nobody does
+    manager.watermark_blocks = 3
+    with pytest.raises(OutOfBlocks, match="4 more pages are needed but 3 of 10 can be given"):
+        manager.allocate(2, range(10, 14))
+    manager.watermark_blocks = 2
+    manager.allocate(2, range(10, 14))
+    manager.append(1, [50, 51])  # to grow it may be used
+    with pytest.raises(ValueError, match="watermark_blocks is -1"):
+        manager.watermark_blocks = -1
+    with pytest.raises(TypeError):
+        manager.watermark_blocks = 0.5
+    with pytest.raises(AttributeError, match="cannot be deleted"):
+        del manager.watermark_blocks
+    assert manager.watermark_blocks == 2
 
 
 def test_preemption_takes_the_latest():

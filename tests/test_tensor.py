@@ -96,6 +96,24 @@ def test_view(rng):
     assert pagedkv.empty((0, 3)).view((3, 0)).shape == (3, 0)
 
 
+def test_view_as_another_dtype(rng):
+    """The bytes stay what they are."""
+    array = random_array(rng, (4, 6), "int32")
+    tensor = pagedkv.asarray(array)
+    assert tensor.view((4, 6), "float32").numpy().view(np.int32).tolist() == array.tolist()
+    assert tensor.view((4, 24), dtype="uint8").numpy().tobytes() == array.tobytes()
+    assert tensor.view((4, -1), "int64").tolist() == array.view(np.int64).tolist()
+    bf16 = tensor.view(-1, "bfloat16")
+    assert (bf16.shape, bf16.dtype, bf16.data_ptr()) == ((48,), "bfloat16", tensor.data_ptr())
+    assert tensor.view((24,), None).dtype == "int32"
+    with pytest.raises(ValueError, match="does not fit 48 elements"):
+        tensor.view((24,), "float16")
+    with pytest.raises(ValueError, match="dtype: 12 bytes are no whole number of int64 elements"):
+        tensor[0][:3].view(-1, "int64")
+    with pytest.raises(TypeError, match="float12"):
+        tensor.view((24,), "float12")
+
+
 def test_dtype_conversion_of_every_pair(rng):
     """Against NumPy for float16, and against the definition of bfloat16 (cut to 16 bits, ties to even)."""
     array = np.concatenate([rng.standard_normal(1000) * 10.0 ** rng.integers(-6, 6, 1000), [0.0, -0.0, 448.0, 1e-30]])

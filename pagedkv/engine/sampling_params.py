@@ -13,8 +13,9 @@ class SamplingParams:
     temperature  0 is greedy: the most likely token, the lowest id of equals
     max_tokens   how many tokens at most; 0 returns at once
     ignore_eos   go on after an end-of-sequence token, until max_tokens
-    seed         int64. Given: the same tokens again, whatever else is in the batch, however the prompt is chunked.
-                 None: the engine draws one for every request
+    seed         int64. Given: the same random numbers again, whatever else is in the batch and however the prompt is
+                 chunked, and so the same tokens but for the rounding of the logits. None: the engine draws one for
+                 every request
     """
 
     temperature: float = 1.0

@@ -144,7 +144,7 @@ class Scheduler:
             seq = self.waiting[0]
             if self._was_refused(seq):
                 break
-            if seq.retry_step > self.step_number or self._waits_for_prefix(seq):
+            if self._waits_for_prefix(seq):
                 passed.append(self.waiting.popleft())
                 continue
             if not self._allocate(seq):
@@ -163,9 +163,16 @@ class Scheduler:
         return refused is seq and self.manager.num_free_blocks <= num_free
 
     def _waits_for_prefix(self, seq: Sequence) -> bool:
+        """Whether a sequence that runs is computing pages that this one begins with, too."""
+        if not self.running:
+            return False
+        if seq.retry_step > self.step_number:
+            return True
         _, num_pending = self.manager.match(seq.tokens)
-        # So many steps at least until all of it is computed: looking again earlier would only hash the prompt again.
-        seq.retry_step = self.step_number + -(-num_pending // self.max_num_batched_tokens)
+        # All of it takes so many steps at least (a page may be computed but for one token already): looking again
+        # earlier would only hash the prompt again.
+        num_missing = num_pending - self.manager.block_size + 1
+        seq.retry_step = self.step_number + max(-(-num_missing // self.max_num_batched_tokens), 1)
         return num_pending > 0
 
     def _allocate(self, seq: Sequence) -> bool:
@@ -174,6 +181,8 @@ class Scheduler:
         try:
             num_hits = self.manager.allocate(seq.id, seq.tokens)
         except OutOfBlocks:
+            if not self.running:
+                raise  # somebody else holds pages of the pool: there is nothing to wait for
             self._refused = seq, self.manager.num_free_blocks
             return False
         seq.num_in_pages = seq.num_tokens

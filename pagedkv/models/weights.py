@@ -28,14 +28,13 @@ class CheckpointError(ValueError):
 
 
 class SafetensorsFile:
-    """One mapped file. Views keep the mapping alive; there is nothing to close."""
+    """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with open(path, "rb") as file:
-                # A private mapping may be written to, so that NumPy and DLPack hand it out freely; nobody does.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(data, np.uint8)

@@ -1,8 +1,8 @@
 /* ops_blocks.c - copy_blocks and swap_blocks: whole pages within a pool, or between two pools (device and host).
  *
- *   pairs   [num_pairs, 2] int32 or int64 on the host: dst block pairs[p][1] becomes src block pairs[p][0]
- *   caches  [num_blocks, ...], any dtype. The memory of one block must be gapless, in any order of its dimensions
- *           (NHD, or HND by strides); blocks may lie apart (K and V interleaved in one allocation).
+ *   pairs   (src_dst_pairs of copy_blocks) [num_pairs, 2] int32 or int64 on the host: dst block pairs[p][1] becomes src
+ * block pairs[p][0] caches  [num_blocks, ...], any dtype. The memory of one block must be gapless, in any order of its
+ * dimensions (NHD, or HND by strides); blocks may lie apart (K and V interleaved in one allocation).
  *
  * The copies happen in no particular order, so a block that is written twice, or within one pool both read and
  * written, is an error. Every pair is checked before anything is copied.
@@ -47,13 +47,14 @@ static pk_status check_cache(const char *name, const pk_view *cache, pk_device d
     return PK_OK;
 }
 
-static pk_status check_range(const pk_view *pairs, int side, const char *name, int64_t num_blocks, pk_error *err)
+static pk_status check_range(const char *pairs_name, const pk_view *pairs, int side, const char *name,
+                             int64_t num_blocks, pk_error *err)
 {
     for (int64_t p = 0; p < pairs->shape[0]; p++) {
         int64_t block = pair_at(pairs, p, side);
         if (block < 0 || block >= num_blocks)
-            return pk_fail(err, PK_EVALUE, "pairs[%lld][%d] is %lld but %s has %lld blocks", (long long)p, side,
-                           (long long)block, name, (long long)num_blocks);
+            return pk_fail(err, PK_EVALUE, "%s[%lld, %d] is %lld but %s has %lld blocks", pairs_name, (long long)p,
+                           side, (long long)block, name, (long long)num_blocks);
     }
     return PK_OK;
 }
@@ -65,7 +66,7 @@ static int compare_blocks(const void *left, const void *right)
 }
 
 /* No block is written twice; `is_one_pool`: none is both read and written. */
-static pk_status check_conflicts(const pk_view *pairs, bool is_one_pool, pk_error *err)
+static pk_status check_conflicts(const char *name, const pk_view *pairs, bool is_one_pool, pk_error *err)
 {
     int64_t count = pairs->shape[0];
     if (count == 0) return PK_OK;
@@ -77,34 +78,37 @@ static pk_status check_conflicts(const pk_view *pairs, bool is_one_pool, pk_erro
     pk_status status = PK_OK;
     for (int64_t p = 1; p < count && !status; p++)
         if (written[p] == written[p - 1])
-            status = pk_fail(err, PK_EVALUE, "pairs: block %lld is a destination twice", (long long)written[p]);
+            status = pk_fail(err, PK_EVALUE, "%s: block %lld is a destination twice", name, (long long)written[p]);
     for (int64_t p = 0; is_one_pool && p < count && !status; p++) {
         int64_t source = pair_at(pairs, p, 0);
         if (bsearch(&source, written, (size_t)count, sizeof *written, compare_blocks))
-            status = pk_fail(err, PK_EVALUE, "pairs: block %lld is both a source and a destination", (long long)source);
+            status =
+                pk_fail(err, PK_EVALUE, "%s: block %lld is both a source and a destination", name, (long long)source);
     }
     free(written);
     return status;
 }
 
-static pk_status check_pairs(const pk_view *pairs, pk_error *err)
+static pk_status check_pairs(const char *name, const pk_view *pairs, pk_error *err)
 {
     pk_env env;
     pk_env_init(&env, err);
-    return pk_expect(&env, "pairs", pairs, "P 2", PK_ANY_INT | PK_DENSE | PK_HOST);
+    return pk_expect(&env, name, pairs, "P 2", PK_ANY_INT | PK_DENSE | PK_HOST);
 }
 
 pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err)
 {
-    PK_TRY(check_pairs(pairs, err));
+    const char *pairs_name = "src_dst_pairs";
+    PK_TRY(check_pairs(pairs_name, pairs, err));
     if (num_caches == 0) return PK_OK;
     for (int i = 0; i < num_caches; i++) {
         char name[32];
         snprintf(name, sizeof name, "caches[%d]", i);
         PK_TRY(check_cache(name, &caches[i], caches[0].device, true, err));
-        for (int side = 0; side < 2; side++) PK_TRY(check_range(pairs, side, name, caches[i].shape[0], err));
+        for (int side = 0; side < 2; side++)
+            PK_TRY(check_range(pairs_name, pairs, side, name, caches[i].shape[0], err));
     }
-    PK_TRY(check_conflicts(pairs, true, err));
+    PK_TRY(check_conflicts(pairs_name, pairs, true, err));
     const pk_backend *backend;
     PK_BACKEND_OP(caches[0].device, copy_blocks, &backend, err);
     pk_blocks_args args = {
@@ -126,21 +130,21 @@ static pk_status check_alike(const char *name, const pk_view *src, const char *o
                        pk_dtype_name(src->dtype));
     if (src->ndim != dst->ndim)
         return pk_fail(err, PK_ESHAPE, "%s: has %d dimensions but %s has %d", other, dst->ndim, name, src->ndim);
-    for (int dim = 1; dim < src->ndim; dim++) {
+    for (int dim = 1; dim < src->ndim; dim++)
         if (src->shape[dim] != dst->shape[dim])
-            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", other, dim, (long long)dst->shape[dim],
-                           name, (long long)src->shape[dim]);
+            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", other, dim,
+                           (long long)dst->shape[dim], name, (long long)src->shape[dim]);
+    for (int dim = 1; dim < src->ndim; dim++)
         if (src->shape[dim] > 1 && src->stride[dim] != dst->stride[dim])
             return pk_fail(err, PK_ELAYOUT, "%s: stride %d is %lld but %s has %lld", other, dim,
                            (long long)dst->stride[dim], name, (long long)src->stride[dim]);
-    }
     return PK_OK;
 }
 
 pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
                          pk_error *err)
 {
-    PK_TRY(check_pairs(pairs, err));
+    PK_TRY(check_pairs("pairs", pairs, err));
     if (num_caches == 0) return PK_OK;
     bool is_one_pool = false;
     for (int i = 0; i < num_caches; i++) {
@@ -150,11 +154,11 @@ pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches,
         PK_TRY(check_cache(src_name, &src[i], src[0].device, false, err));
         PK_TRY(check_cache(dst_name, &dst[i], dst[0].device, true, err));
         PK_TRY(check_alike(src_name, &src[i], dst_name, &dst[i], err));
-        PK_TRY(check_range(pairs, 0, src_name, src[i].shape[0], err));
-        PK_TRY(check_range(pairs, 1, dst_name, dst[i].shape[0], err));
+        PK_TRY(check_range("pairs", pairs, 0, src_name, src[i].shape[0], err));
+        PK_TRY(check_range("pairs", pairs, 1, dst_name, dst[i].shape[0], err));
         is_one_pool |= src[i].data == dst[i].data;
     }
-    PK_TRY(check_conflicts(pairs, is_one_pool, err));
+    PK_TRY(check_conflicts("pairs", pairs, is_one_pool, err));
     const pk_backend *backend; /* the GPU moves the bytes where one side is there */
     PK_BACKEND_OP(src[0].device.type == PK_CPU ? dst[0].device : src[0].device, swap_blocks, &backend, err);
     pk_blocks_args args = {

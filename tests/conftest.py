@@ -29,9 +29,7 @@ def device(request) -> str:
     if request.param != "cpu":
         import pagedkv
 
-        info = pagedkv.build_info()
-        if not info["cuda"]:
-            pytest.skip("built without CUDA")
-        if info["cuda_devices"] == 0:
-            pytest.skip("no CUDA device")
+        problem = pagedkv.build_info()["cuda_problem"]
+        if problem is not None:
+            pytest.skip(problem)
     return request.param

@@ -91,7 +91,8 @@ def put(x, device: str, dtype: str | None = None):
     if x is None or isinstance(x, (int, float)):
         return x
     if dtype is not None:
-        return pagedkv.asarray(np.ascontiguousarray(x, np.float32), dtype=dtype, device=device)
+        with np.errstate(invalid="ignore"):  # NaN
+            return pagedkv.asarray(np.ascontiguousarray(x, np.float32), dtype=dtype, device=device)
     return x if device == "cpu" else pagedkv.asarray(x, device=device)
 
 

@@ -1,15 +1,26 @@
 /* backend.c - the CPU backend's table, its memory and threads. */
+#define _DEFAULT_SOURCE /* madvise */
 #include "cpu/cpu.h"
 
 #include <omp.h>
 #include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+/* What is read all over in random order (a KV cache, weights) is worth huge pages: fewer TLB misses. */
+enum { HUGE_PAGE = 2 << 20, HUGE_FROM = 4 * HUGE_PAGE };
 
 static pk_status cpu_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {
     (void)device;
     *data = NULL;
-    if (bytes > SIZE_MAX - 63 || !(*data = aligned_alloc(64, ((bytes ? bytes : 1) + 63) & ~(size_t)63)))
+    size_t alignment = bytes >= HUGE_FROM ? HUGE_PAGE : 64, mask = alignment - 1;
+    if (bytes > SIZE_MAX - mask || !(*data = aligned_alloc(alignment, ((bytes ? bytes : 1) + mask) & ~mask)))
         return pk_fail(err, PK_ENOMEM, "cannot allocate %zu bytes of host memory", bytes);
+#ifdef MADV_HUGEPAGE
+    if (bytes >= HUGE_FROM) (void)madvise(*data, bytes, MADV_HUGEPAGE); /* advice: works as well where it is refused */
+#endif
     return PK_OK;
 }
 

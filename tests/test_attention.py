@@ -1,0 +1,250 @@
+"""paged_attention_fwd against the float64 oracle, over the shared case list."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import oracle
+import pagedkv
+import pytest
+from cases import ATTENTION_CASES, AttentionCase
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pools import UNUSED_PAGE, get, make_batch, put, put_sliceable
+
+CASE = AttentionCase("small", (1, 3), (9, 20), block_size=4, head_dim=32)
+
+
+def place_caches(case, batch, device):
+    dtype = case.cache_dtype or case.dtype
+    if case.layout == "NHD":
+        return put(batch.k_cache, device, dtype), put(batch.v_cache, device, dtype)
+    if case.layout == "HND":
+        heads_first = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (batch.k_cache, batch.v_cache))
+        return tuple(put_sliceable(x, device, dtype).swapaxes(1, 2) for x in heads_first)
+    both = put_sliceable(np.stack([batch.k_cache, batch.v_cache], axis=1), device, dtype)
+    return both[:, 0], both[:, 1]
+
+
+def place_queries(case, batch, device):
+    """q and, for a strided case, an out that is a view too, with what lies around it."""
+    if not case.strided_q:
+        return put(batch.q, device, case.dtype), None, None
+    wide = np.full((case.num_tokens, case.num_q_heads + 3, case.head_dim), np.nan)
+    around = put_sliceable(np.full_like(wide, 77.0), device, case.dtype)
+    wide[:, 1:-2] = batch.q
+    return put_sliceable(wide, device, case.dtype)[:, 1:-2], around[:, 2:-1], around
+
+
+def run(batch, device, **changes):
+    """paged_attention_fwd on a device, with the results as float64: out, lse."""
+    case = batch.case
+    q, out, around = place_queries(case, batch, device)
+    k_cache, v_cache = place_caches(case, batch, device)
+    arguments = {name: put(value, device) if isinstance(value, np.ndarray) else value
+                 for name, value in batch.arguments.items()}
+    arguments |= dict(num_splits=case.num_splits, out=out, return_lse=True)
+    if not case.uniform:
+        arguments |= dict(cu_seqlens_q=put(batch.cu_seqlens_q, device), max_seqlen_q=max(case.query_lens, default=0))
+    out, lse = pagedkv.paged_attention_fwd(q, k_cache, v_cache, put(batch.block_tables, device),
+                                           put(batch.context_lens, device), **(arguments | changes))
+    if around is not None:
+        assert (get(around)[:, [0, 1, -1]] == 77.0).all(), "wrote beside out"
+    return get(out), get(lse)
+
+
+def check(batch, results):
+    (out, lse), (expected_out, expected_lse) = results, batch.expected()
+    tolerance = oracle.tolerance(batch.case.dtype)
+    np.testing.assert_allclose(out, expected_out, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+def test_case(case, device, rng):
+    batch = make_batch(case, rng)
+    check(batch, run(batch, device))
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    """The whole list once more in a process whose dispatch is capped: the default run takes the best one only."""
+    probe = [sys.executable, "-c", "import pagedkv; print(pagedkv.build_info()['isa'])"]
+    environment = os.environ | {"PAGEDKV_CPU_ISA": isa}
+    found = subprocess.run(probe, env=environment, capture_output=True, text=True, check=True)
+    if found.stdout.strip() != isa:
+        pytest.skip(f"this machine has no {isa}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_case and cpu"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_an_unknown_instruction_set_is_reported():
+    command = [sys.executable, "-c", "import pagedkv; print(pagedkv.build_info()['isa'])"]
+    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": "mmx"}, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stderr.count("PAGEDKV_CPU_ISA is 'mmx' but must be generic, avx2 or avx512") == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_batch(data, seed):
+    draw = data.draw
+    num_seqs = draw(st.integers(0, 4))
+    query_lens = tuple(draw(st.integers(0, 20)) for _ in range(num_seqs))
+    context_lens = tuple(draw(st.integers(0, 90)) for _ in range(num_seqs))
+    kv_heads, dtype = draw(st.integers(1, 3)), draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+    has_fp8 = draw(st.booleans())
+    case = AttentionCase(
+        "any", query_lens, context_lens, num_q_heads=kv_heads * draw(st.integers(1, 5)), num_kv_heads=kv_heads,
+        head_dim=8 * draw(st.integers(1, 8)), block_size=draw(st.integers(1, 40)), dtype=dtype,
+        cache_dtype="float8_e4m3fn" if has_fp8 else None, causal=draw(st.booleans()),
+        window_size=(draw(st.integers(-1, 40)), draw(st.integers(-1, 40))), softcap=draw(st.sampled_from([0.0, 5.0])),
+        alibi=draw(st.sampled_from([None, "shared", "per_seq"])), sinks=draw(st.booleans()),
+        scales=draw(st.sampled_from([None, "number", "one", "heads", "seqs"])) if has_fp8 else None,
+        num_splits=draw(st.integers(0, 6)), masked_page=draw(st.booleans()))
+    batch = make_batch(case, np.random.default_rng(draw(st.integers(0, 2**31))))
+    check(batch, run(batch, "cpu"))
+
+
+# --- what a result may depend on
+
+
+def test_a_sequence_gets_the_same_bits_in_any_batch_on_any_number_of_threads(rng):
+    case = AttentionCase("batch", (1, 30, 1, 5, 1), (5000, 200, 63, 2100, 300))
+    batch = make_batch(case, rng)
+    threads = pagedkv.get_num_threads()
+    try:
+        pagedkv.set_num_threads(1)
+        alone, _ = run(batch, "cpu")
+        pagedkv.set_num_threads(4)
+        assert np.array_equal(run(batch, "cpu")[0], alone)
+    finally:
+        pagedkv.set_num_threads(threads)
+    for s, (first, end) in enumerate(zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:])):
+        out = pagedkv.paged_attention_fwd(put(batch.q[first:end], "cpu", "float32"),
+                                          put(batch.k_cache, "cpu", "float32"), put(batch.v_cache, "cpu", "float32"),
+                                          batch.block_tables[s : s + 1], batch.context_lens[s : s + 1])
+        assert np.array_equal(get(out), alone[first:end])
+
+
+def test_given_out_is_returned_and_rows_of_nobody_stay(device, rng):
+    batch = make_batch(CASE, rng)
+    starts = np.array([1, 2, 4], np.int32)  # the first row belongs to no sequence
+    out = put(np.full(batch.q.shape, 5.0), device, "float32")
+    result = pagedkv.paged_attention_fwd(
+        put(batch.q, device, "float32"), *place_caches(CASE, batch, device), put(batch.block_tables[:, :9], device),
+        put(batch.context_lens, device), cu_seqlens_q=put(starts, device), out=out)
+    assert result is out
+    assert (get(out)[0] == 5.0).all() and (get(out)[1:] != 5.0).all()
+
+
+def test_pages_that_no_query_sees_are_not_looked_at(device, rng):
+    """A window has moved on and the pages behind it are somebody else's, or out of range."""
+    batch = make_batch(AttentionCase("window", (1,), (100,), window_size=(20, 0)), rng)
+    expected = run(batch, device)
+    batch.block_tables[0, : (100 - 1 - 20) // 16] = UNUSED_PAGE
+    assert np.array_equal(run(batch, device)[0], expected[0])
+
+
+def test_nan_in_own_keys_is_not_hidden(device, rng):
+    batch = make_batch(CASE, rng)
+    batch.k_cache[batch.block_tables[0, 1], 0, :, 3] = np.nan
+    out, _ = run(batch, device)
+    assert np.isnan(out[0]).all() and not np.isnan(out[1:]).any()
+
+
+def test_large_logits_neither_overflow_nor_vanish(device, rng):
+    batch = make_batch(CASE, rng)
+    batch.arguments["softmax_scale"] = 300.0
+    out, lse = run(batch, device)
+    expected_out, expected_lse = batch.expected()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    np.testing.assert_allclose(out, expected_out, atol=2e-3)  # fp32 logits of 1e3 are good to 1e-4
+
+
+# --- bad calls: (what to change, the error, what the message says)
+
+
+def _with(**arrays):
+    def change(batch, arguments):
+        for name, (index, value) in arrays.items():
+            array = getattr(batch, name, None)
+            (arguments[name] if array is None else array)[index] = value
+
+    return change
+
+
+def _argument(**values):
+    return lambda batch, arguments: arguments.update(values)
+
+
+def _array(name, make):
+    return lambda batch, arguments: arguments.update({name: make(batch)})
+
+
+BAD_CONTENT = [
+    (_with(block_tables=((1, 2), 99)), r"block_tables\[1, 2\] is 99 but k_cache has 11 blocks"),
+    (_with(context_lens=(0, 29)), r"context_lens\[0\] is 29 but block_tables has room for 0 to 28 keys"),
+    (_with(context_lens=(1, -1)), r"context_lens\[1\] is -1 "),
+    (_with(cu_seqlens_q=(0, -1)), r"cu_seqlens_q\[0\] is -1 "),
+    (_with(cu_seqlens_q=(1, 5)), r"cu_seqlens_q\[2\] is 4 but cu_seqlens_q\[1\] is 5"),
+    (_with(cu_seqlens_q=(2, 5)), r"cu_seqlens_q\[2\] is 5 but q has 4 tokens"),
+    (_argument(max_seqlen_q=2), r"cu_seqlens_q\[2\] ends 3 queries but max_seqlen_q is 2"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD_CONTENT, ids=[m for _, m in BAD_CONTENT])
+def test_bad_content_is_refused_before_anything_is_written(change, message, rng):
+    batch, arguments = make_batch(CASE, rng), {}
+    change(batch, arguments)
+    out = put(np.full(batch.q.shape, 5.0), "cpu", "float32")
+    with pytest.raises(ValueError, match=message):
+        run(batch, "cpu", out=out, **arguments)
+    assert (get(out) == 5.0).all()
+
+
+BAD_ARGUMENTS = [
+    (dict(num_splits=-1), ValueError, "num_splits is -1 but must be 0 to 256"),
+    (dict(num_splits=257), ValueError, "num_splits is 257"),
+    (dict(softcap=-1.0), ValueError, "softcap is -1"),
+    (dict(softcap=float("nan")), ValueError, "softcap is nan"),
+    (dict(softmax_scale=float("inf")), ValueError, "softmax_scale is inf"),
+    (dict(window_size=(-2, 0)), ValueError, r"window_size\[0\] is -2"),
+    (dict(window_size=(0, -2)), ValueError, r"window_size\[1\] is -2"),
+    (dict(max_seqlen_q=-5), ValueError, "max_seqlen_q is -5"),
+    (dict(k_scale=2.0), ValueError, "k_scale: is given but the caches are float32"),
+    (dict(v_scale=np.ones(2, np.float32)), ValueError, "v_scale: is given but the caches are float32"),
+    (dict(alibi_slopes=np.ones(3, np.float32)), ValueError, "alibi_slopes: dim 0 is 3 but q has H=4"),
+    (dict(alibi_slopes=np.ones((3, 4), np.float32)), ValueError, "alibi_slopes: dim 0 is 3 but block_tables has S=2"),
+    (dict(sinks=np.ones(4, np.float64)), TypeError, "sinks"),
+    (dict(sinks=np.ones(5, np.float32)), ValueError, "sinks: dim 0 is 5 but q has H=4"),
+    (dict(cu_seqlens_q=np.zeros(2, np.int32)), ValueError, r"cu_seqlens_q: dim 0 is 2 but must be S \+ 1"),
+    (dict(cu_seqlens_q=np.zeros(3, np.int64)), TypeError, "cu_seqlens_q: dtype is int64"),
+    (dict(out=np.zeros((4, 4, 16), np.float32)), ValueError, "out: dim 2 is 16 but q has D=32"),
+    (dict(out=np.zeros((4, 4, 32), np.float16)), TypeError, "out: dtype is float16"),
+    (dict(cu_seqlens_q=None, q=np.zeros((5, 4, 32), np.float32)), ValueError, "5 tokens, which 2 sequences"),
+    (dict(q=np.zeros((4, 3, 32), np.float32)), ValueError, "3 heads, which is no multiple of k_cache's 2"),
+    (dict(q=np.zeros((4, 4, 32), np.float16)), TypeError, "k_cache: dtype is float32 but q has float16"),
+    (dict(q=np.zeros((4, 4, 40), np.float32)), ValueError, "k_cache: dim 3 is 32 but q has D=40"),
+    (dict(block_tables=np.zeros((2, 7), np.int64)), TypeError, "block_tables: dtype is int64"),
+    (dict(context_lens=np.zeros(3, np.int32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", BAD_ARGUMENTS, ids=[m for _, _, m in BAD_ARGUMENTS])
+def test_bad_arguments(changes, error, message, rng):
+    batch = make_batch(CASE, rng)
+    arguments = dict(q=batch.q.astype(np.float32), k_cache=batch.k_cache.astype(np.float32),
+                     v_cache=batch.v_cache.astype(np.float32), block_tables=batch.block_tables,
+                     context_lens=batch.context_lens, cu_seqlens_q=batch.cu_seqlens_q)
+    with pytest.raises(error, match=message):
+        pagedkv.paged_attention_fwd(**(arguments | changes))
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 264])
+def test_head_dims_that_no_kernel_has(head_dim):
+    q, cache = np.zeros((1, 1, head_dim), np.float32), np.zeros((1, 4, 1, head_dim), np.float32)
+    with pytest.raises(ValueError, match=f"head_dim\\) is {head_dim} but must be a multiple of 8 up to 256"):
+        pagedkv.paged_attention_fwd(q, cache, cache, np.zeros((1, 1), np.int32), np.ones(1, np.int32))

@@ -106,7 +106,11 @@ class BuildExt(build_ext):
         if self.cuda:
             library_dir = next(self.cuda.glob("lib*/libcudart_static.a")).parent
             libraries = [f"-L{library_dir}", "-lcudart_static", "-lrt", *libraries]
-        link = [*self.compiler.linker_so, *shlex.split(os.environ.get("LDFLAGS", "")), "-fopenmp", "-Wl,--exclude-libs,ALL"]
+        # not self.compiler.linker_so: it carries the rpath of this Python's own build
+        link = [self.compiler.compiler_so[0], "-shared", "-fopenmp", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        exports = folder / "exports.map"  # OpenMP's critical sections and static libraries would show symbols of their own
+        exports.write_text("{ global: PyInit__C; local: *; };\n")
+        link.append(f"-Wl,--version-script={exports}")
         self.run_one([*link, *objects, *libraries, "-o", str(output)])
         beside = ROOT / "pagedkv" / output.name
         if output.resolve() != beside.resolve():

@@ -1,0 +1,80 @@
+"""What `import pagedkv` costs and brings along; measured in fresh interpreters."""
+
+import importlib.metadata
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+
+WHERE = Path(pagedkv.__file__).parent.parent
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=WHERE, capture_output=True, text=True, check=True).stdout
+
+
+def test_brings_neither_numpy_nor_torch():
+    code = """
+import sys
+before = set(sys.modules)
+import pagedkv
+print(*sorted(set(sys.modules) - before))
+"""
+    assert run(code).split() == ["pagedkv", "pagedkv._C"]
+
+
+def test_numpy_comes_when_it_is_needed():
+    code = """
+import sys, pagedkv
+tensor = pagedkv.empty(3)
+tensor.copy_(pagedkv.empty(3)); tensor.tolist(); tensor[1:]; tensor.view((3, 1))
+print('numpy' in sys.modules)
+tensor.numpy()
+print('numpy' in sys.modules, 'torch' in sys.modules)
+"""
+    assert run(code).split() == ["False", "True", "False"]
+
+
+def test_import_time():
+    """Less than 10 ms; a busy machine may take longer, so the best of several counts."""
+    code = "import time; t = time.perf_counter(); import pagedkv; print(time.perf_counter() - t)"
+    times = [float(run(code)) for _ in range(7)]
+    print(f"import: {min(times) * 1e3:.2f} ms, median {statistics.median(times) * 1e3:.2f} ms")
+    assert min(times) < 0.010
+
+
+def test_version_is_one():
+    try:
+        installed = importlib.metadata.version("pagedkv")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("imported from a checkout that is not installed")
+    assert installed == pagedkv.__version__ == pagedkv.build_info()["version"]
+
+
+def test_version_in_the_checkout():
+    pyproject = WHERE / "pyproject.toml"
+    if not pyproject.exists():
+        pytest.skip("not a checkout")
+    assert f'version = "{pagedkv.__version__}"' in pyproject.read_text()
+
+
+def test_imports_in_a_second_interpreter_state():
+    """Multi-phase initialisation: a fresh module object has its own state and works."""
+    code = """
+import sys, pagedkv, importlib
+first = pagedkv._C
+for name in [n for n in sys.modules if n.startswith('pagedkv')]: del sys.modules[name]
+import pagedkv as again
+assert again._C is not first and again.Tensor is not first.Tensor
+old, new = first.asarray([1.0, 2.0]), again.asarray([3.0, 4.0])
+new.copy_(old)  # a Tensor of another module object is just a tensor
+print(new.tolist())
+del first, old
+import gc; gc.collect()
+print(again.empty(3).view((3, 1)).shape)
+"""
+    assert run(code).splitlines() == ["[1.0, 2.0]", "(3, 1)"]

@@ -72,7 +72,7 @@ def test_class(name):
     for method, node in methods.items():
         if method == "__new__":
             assert parameters_of_stub(node, is_method=True) == parameters_of(class_)
-        elif any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list):
+        elif any(ast.unparse(d) == "property" or ast.unparse(d).endswith(".setter") for d in node.decorator_list):
             assert inspect.isgetsetdescriptor(vars(class_)[method]) and vars(class_)[method].__doc__
         elif method not in UNSAID:
             assert parameters_of_stub(node, is_method=True) == parameters_of(getattr(class_, method)), method

@@ -112,6 +112,9 @@ def test_view_as_another_dtype(rng):
         tensor[0][:3].view(-1, "int64")
     with pytest.raises(TypeError, match="float12"):
         tensor.view((24,), "float12")
+    raw = tensor.view(-1, "uint8")
+    with pytest.raises(BufferError, match="dtype: the address .* is not aligned to int32"):
+        raw[2:-2].view(-1, "int32")
 
 
 def test_dtype_conversion_of_every_pair(rng):

@@ -196,33 +196,42 @@ static PyObject *tensor_subscript(PyObject *self, PyObject *key)
     return view_of(self, &view);
 }
 
+/* Reads the bytes of a contiguous view as elements of another dtype; returns their number, or -1. */
+static int64_t reinterpret(pk_view *view, PyObject *dtype)
+{
+    int64_t bytes = pk_view_numel(view) * (int64_t)pk_dtype_bytes(view->dtype);
+    if (py_dtype_arg("dtype", dtype, &view->dtype) < 0) return -1;
+    int64_t itemsize = (int64_t)pk_dtype_bytes(view->dtype);
+    if (bytes % itemsize == 0 && (uintptr_t)view->data % (uintptr_t)itemsize == 0) return bytes / itemsize;
+    if (bytes % itemsize)
+        PyErr_Format(PyExc_ValueError, "dtype: %lld bytes are no whole number of %s elements", (long long)bytes,
+                     pk_dtype_name(view->dtype));
+    else
+        PyErr_Format(PyExc_BufferError, "dtype: the address %p is not aligned to %s", view->data,
+                     pk_dtype_name(view->dtype));
+    return -1;
+}
+
 PyDoc_STRVAR(view_doc,
              "view($self, shape, dtype=None)\n--\n\n"
              "The same memory with another shape; one dimension may be -1 (worked out from the rest). With `dtype` its bytes\n"
              "are read as elements of that type: nothing is converted.\n\n"
-             "The tensor must be contiguous (BufferError); the shape must have as many elements (ValueError).");
+             "The tensor must be contiguous, and aligned to `dtype` (BufferError); the shape must have as many elements\n"
+             "(ValueError).");
 static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    PyObject *given[2];
+    enum { SHAPE, DTYPE, COUNT };
+    PyObject *given[COUNT];
     pk_view view = *py_tensor_view(self);
     if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_view], args, nargs, kwnames, given) < 0) return NULL;
     int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1;
-    if (given[1] && given[1] != Py_None) {
-        int64_t bytes = numel * (int64_t)pk_dtype_bytes(view.dtype);
-        if (py_dtype_arg("dtype", given[1], &view.dtype) < 0) return NULL;
-        numel = bytes / (int64_t)pk_dtype_bytes(view.dtype);
-        if (numel * (int64_t)pk_dtype_bytes(view.dtype) != bytes) {
-            PyErr_Format(PyExc_ValueError, "dtype: %lld bytes are no whole number of %s elements", (long long)bytes,
-                         pk_dtype_name(view.dtype));
-            return NULL;
-        }
-    }
-    int ndim = py_shape_arg("shape", given[0], true, shape), free_dim = -1;
-    if (ndim < 0) return NULL;
     if (!pk_view_is_contiguous(&view)) {
         PyErr_SetString(PyExc_BufferError, "only a contiguous tensor can be viewed with another shape");
         return NULL;
     }
+    if (given[DTYPE] && given[DTYPE] != Py_None && (numel = reinterpret(&view, given[DTYPE])) < 0) return NULL;
+    int ndim = py_shape_arg("shape", given[SHAPE], true, shape), free_dim = -1;
+    if (ndim < 0) return NULL;
     bool overflows = false;
     for (int i = 0; i < ndim; i++) {
         if (shape[i] >= 0)
@@ -234,7 +243,7 @@ static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t n
     }
     if (free_dim >= 0 && known > 0) shape[free_dim] = numel / known, known *= shape[free_dim];
     if (overflows || known != numel || (free_dim >= 0 && shape[free_dim] < 0)) {
-        PyErr_Format(PyExc_ValueError, "shape: %R does not fit %lld elements", given[0], (long long)numel);
+        PyErr_Format(PyExc_ValueError, "shape: %R does not fit %lld elements", given[SHAPE], (long long)numel);
         return NULL;
     }
     view.ndim = ndim;

@@ -32,7 +32,7 @@ ISA_FLAGS = {
     "_avx512": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
     "_avx512bf16": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
 }
-C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fopenmp -Wall -Wextra -Werror=implicit -Werror=vla"
+C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra -Werror=implicit -Werror=vla"
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall"
 
 

@@ -51,19 +51,18 @@ static inline uint32_t PK_BITS_OF(float value)
 #define PK_GUMBEL_MAX 22.2f
 #define PK_GUMBEL_MIN (-2.9f)
 
-PK_GUMBEL_FN void pk_philox(uint32_t c0, uint32_t c1, uint32_t k0, uint32_t k1, uint32_t out[4])
+#define PK_PHILOX_ROUNDS 10
+#define PK_PHILOX_KEY0_STEP 0x9E3779B9u /* what each round adds to the key's words */
+#define PK_PHILOX_KEY1_STEP 0xBB67AE85u
+
+/* One round on the counter's four words; the words after the last round are the result. */
+PK_GUMBEL_FN void pk_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1)
 {
-    uint32_t c2 = 0, c3 = 0;
-    for (int round = 0; round < 10; round++) {
-        uint64_t product0 = (uint64_t)0xD2511F53u * c0, product1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(product1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)product1;
-        c2 = (uint32_t)(product0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)product0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+    uint64_t product0 = (uint64_t)0xD2511F53u * *c0, product1 = (uint64_t)0xCD9E8D57u * *c2;
+    *c0 = (uint32_t)(product1 >> 32) ^ *c1 ^ k0;
+    *c1 = (uint32_t)product1;
+    *c2 = (uint32_t)(product0 >> 32) ^ *c3 ^ k1;
+    *c3 = (uint32_t)product0;
 }
 
 /* Natural logarithm of a normal positive float to about 1 ulp. x = 2^e * m with m in [sqrt(1/2), sqrt(2)); the
@@ -95,8 +94,9 @@ PK_GUMBEL_FN float pk_gumbel(uint32_t x)
     w = w < 0x1.fffffep-1f ? w : 0x1.fffffep-1f;
     /* -log(1 - w) without the loss of 1 - w for small w: log(t) * w / (1 - t) with the rounded t. */
     float t = PK_ADD(1.0f, -w);
-    float exponential = t == 1.0f ? w : PK_DIV(PK_MUL(pk_log(t), w), PK_ADD(t, -1.0f));
-    return -pk_log(exponential);
+    float divisor = t < 1.0f ? PK_ADD(t, -1.0f) : 1.0f;
+    float exponential = PK_DIV(PK_MUL(pk_log(t), w), divisor); /* no branch around it: C compilers vectorise this */
+    return -pk_log(t < 1.0f ? exponential : w);
 }
 
 #endif

@@ -3,7 +3,7 @@
  * Every row is converted to fp32, worked on, and rounded where transformers' modules round, so that bf16 and f16 follow
  * the same casts as a model that runs there. A row is independent of the others, whatever the batch and the threads.
  */
-#include "cpu/cpu.h"
+#include "cpu/rows.h"
 
 #include <math.h>
 #include <omp.h>
@@ -105,7 +105,7 @@ pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_err
             int64_t count = size - at < CHUNK ? size - at : CHUNK;
             pk_cpu_row_to_f32(gate, x + at * bytes, args->dtype, count);
             pk_cpu_row_to_f32(up, x + (size + at) * bytes, args->dtype, count);
-            for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i]));
+            pk_cpu_rows()->silu(gate, count);
             pk_cpu_round_row(gate, args->dtype, count); /* the activation is a tensor of its own in transformers' MLP */
             for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
             pk_cpu_row_from_f32(out + at * bytes, args->dtype, gate, count);

@@ -4,13 +4,13 @@
  * chunk whose best logit plus the greatest possible Gumbel variate stays below the best key so far is skipped, which
  * changes no result and leaves little but reading the row.
  */
-#include "cpu/cpu.h"
+#include "cpu/rows.h"
 #include "gumbel.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-enum { CHUNK = 64 };
+enum { CHUNK = PK_GUMBEL_CHUNK };
 
 /* logits[at .. at + CHUNK) in fp32; behind the end of the row -inf, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
@@ -19,6 +19,7 @@ static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_
     pk_cpu_row_to_f32(chunk, (const char *)logits + at * (int64_t)pk_dtype_bytes(dtype), dtype, count);
     for (int64_t i = count; i < CHUNK; i++) chunk[i] = -INFINITY;
     float greatest = -INFINITY;
+#pragma omp simd reduction(max : greatest)
     for (int i = 0; i < CHUNK; i++) greatest = chunk[i] > greatest ? chunk[i] : greatest;
     return greatest;
 }
@@ -57,24 +58,22 @@ static pk_status argmax_row(const void *logits, const pk_sample_args *args, int6
 
 static int32_t gumbel_row(const void *logits, const pk_sample_args *args, int64_t row, int32_t argmax, float greatest)
 {
-    float temperature = args->temperatures[row], chunk[CHUNK], gumbel[CHUNK];
+    float temperature = args->temperatures[row], chunk[CHUNK];
     uint64_t seed = (uint64_t)args->seeds[row];
     uint32_t position = (uint32_t)args->positions[row];
+    const pk_row_kernels *rows = pk_cpu_rows();
     if (greatest == INFINITY) return argmax; /* an infinite logit leaves nothing to chance */
     float best_key = -INFINITY, floor = PK_GUMBEL_MIN;
     int32_t best = argmax;
     for (int64_t at = 0; at < args->vocab_size; at += CHUNK) {
         float chunk_best = load_chunk(chunk, logits, args->dtype, at, args->vocab_size);
         if ((chunk_best - greatest) / temperature + PK_GUMBEL_MAX < floor) continue;
-        for (int i = 0; i < CHUNK / 4; i++) {
-            uint32_t words[4];
-            pk_philox((uint32_t)(at / 4 + i), position, (uint32_t)seed, (uint32_t)(seed >> 32), words);
-            for (int j = 0; j < 4; j++) gumbel[4 * i + j] = pk_gumbel(words[j]);
-        }
-        for (int i = 0; i < CHUNK; i++) {
-            float key = (chunk[i] - greatest) / temperature + gumbel[i];
-            if (key > best_key) best_key = key, best = (int32_t)(at + i);
-        }
+        float key = rows->gumbel_keys(chunk, greatest, temperature, (uint32_t)(at / 4), position, seed);
+        if (key <= best_key) continue;
+        int i = 0;
+        while (chunk[i] != key) i++;
+        best = (int32_t)(at + i);
+        best_key = key;
         floor = best_key > floor ? best_key : floor;
     }
     return best;

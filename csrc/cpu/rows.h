@@ -1,0 +1,28 @@
+/* rows.h - the row kernels that exist once an instruction set (rows.inc); pk_cpu_rows() picks this machine's. */
+#ifndef PK_CPU_ROWS_H
+#define PK_CPU_ROWS_H
+
+#include "cpu/cpu.h"
+
+enum { PK_GUMBEL_CHUNK = 64 };
+
+typedef struct {
+    void (*silu)(float *x, int64_t count);
+    /* Replaces the logits of PK_GUMBEL_CHUNK tokens, 4 * first_counter and on, by their keys (csrc/gumbel.h) and
+     * returns the greatest. */
+    float (*gumbel_keys)(float *logits, float greatest, float temperature, uint32_t first_counter, uint32_t position,
+                         uint64_t seed);
+} pk_row_kernels;
+
+extern const pk_row_kernels pk_rows_generic, pk_rows_avx2, pk_rows_avx512;
+
+static inline const pk_row_kernels *pk_cpu_rows(void)
+{
+#ifdef __x86_64__
+    if (pk_cpu_isa_level() >= PK_ISA_AVX512) return &pk_rows_avx512;
+    if (pk_cpu_isa_level() >= PK_ISA_AVX2) return &pk_rows_avx2;
+#endif
+    return &pk_rows_generic;
+}
+
+#endif

@@ -94,14 +94,11 @@ static void ring_unlink(pk_block_manager *manager, int32_t page)
     pages[pages[page].twin_next].twin_prev = pages[page].twin_prev;
 }
 
-/* `page` is in no ring; the slot's ring is not empty. */
+/* `page` is in no ring; the slot's ring is not empty. The latest computed twin is the head. */
 static void ring_add(pk_block_manager *manager, pk_index_slot *slot, int32_t page)
 {
-    int32_t head = slot->page;
-    bool goes_first = manager->pages[page].state == COMPUTED;
-    bool after_head = goes_first && manager->pages[head].state == COMPUTED;  // the oldest computed twin stays the head
-    ring_insert_before(manager, page, after_head ? manager->pages[head].twin_next : head);
-    if (goes_first && !after_head) slot->page = page;
+    ring_insert_before(manager, page, slot->page);
+    if (manager->pages[page].state == COMPUTED) slot->page = page;
 }
 
 // --- what the other files call

@@ -1,7 +1,7 @@
 /* block_manager_show.c - BlockManager: statistics, check, a few lines of text, and the pool drawn for notebooks. */
-#include <stdlib.h>
-
 #include "py/block_manager_py.h"
+
+#include <stdlib.h>
 
 static void get_counts(PyObject *self, pk_bm_counts *counts, int64_t *waste)
 {

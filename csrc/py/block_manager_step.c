@@ -1,8 +1,8 @@
 /* block_manager_step.c - BlockManager.prepare: the int32 arrays of one engine step, as views of one piece of memory
  * that is used again by the next step. It moves only when a step needs more than it has. */
-#include <stdlib.h>
-
 #include "py/block_manager_py.h"
+
+#include <stdlib.h>
 
 // --- Step, what prepare returns
 

@@ -1,7 +1,7 @@
 /* block_manager_type.c - pagedkv.BlockManager: the object, its properties, looking at its sequences. */
-#include <stddef.h>
-
 #include "py/block_manager_py.h"
+
+#include <stddef.h>
 
 static const char type_doc[] =
     "BlockManager(num_blocks, block_size, *, enable_prefix_caching=True, watermark=0.0, num_host_blocks=0, "

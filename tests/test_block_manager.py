@@ -229,6 +229,17 @@ def test_pending_pages_are_found_by_match_only_and_vanish_with_their_sequence():
     assert manager.stats()["free"] == 8
 
 
+def test_a_pending_page_that_all_sharers_were_truncated_into_is_not_promised():
+    manager = BlockManager(8, 4)
+    manager.allocate(1, [1, 2, 3, 4])
+    manager.fork(1, 2)
+    manager.truncate(1, 2)
+    assert manager.match([1, 2, 3, 4]) == (0, 4)  # sequence 2 still computes it
+    manager.truncate(2, 3)
+    assert manager.match([1, 2, 3, 4]) == (0, 0)
+    manager.check()
+
+
 # --- COMPAT.md defect 11: costs
 
 
@@ -298,6 +309,17 @@ def test_fork_shares_and_the_first_writer_gets_a_copy():
     assert manager.token_ids(1).tolist() == [1, 2, 3, 4, 5, 6, 8]
     assert manager.token_ids(2).tolist() == [1, 2, 3, 4, 5, 6, 7]
     manager.check()
+
+
+def test_a_page_that_a_sibling_has_computed_is_not_stored_again():
+    manager = BlockManager(8, 4)
+    manager.allocate(1, [1, 2, 3, 4, 5])
+    manager.fork(1, 2)
+    manager.commit(1, 4)  # page 0 may be hit and read from now on
+    table = manager.block_table(2).tolist()
+    step = manager.prepare([2], [0], [5])
+    assert manager.num_computed(2) == 0
+    assert step.slot_mapping.tolist() == [-1] * 4 + [table[1] * 4]
 
 
 def test_sharers_that_grow_in_one_batch_need_one_copy_less_than_they_are():

@@ -1,0 +1,83 @@
+"""Replays a trace's prompts through BlockManager at several pool sizes: hit rate, evictions, time.
+
+Every request is allocated, committed and freed before the next one, so that the hit rate is the prefix cache's alone.
+The trace is JSON lines as in traces.py; a public one is mooncake_synthetic.jsonl of the Mooncake project.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import traces
+from record import record
+
+from pagedkv import BlockManager, OutOfBlocks
+
+
+def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int) -> dict:
+    manager = BlockManager(num_blocks, block_size)
+    refused, times = 0, []
+    for number, prompt in enumerate(prompts):
+        start = time.perf_counter()
+        try:
+            manager.allocate(number, prompt)
+            manager.commit(number, len(prompt))
+            manager.free(number)
+        except OutOfBlocks:
+            refused += 1
+        times.append(time.perf_counter() - start)
+    stats = manager.stats()
+    total = sum(len(prompt) for prompt in prompts)
+    return {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "pool_tokens": num_blocks * block_size,
+        "prompt_tokens": total,
+        "hit_tokens": stats["hit_tokens"],
+        "hit_rate": stats["hit_tokens"] / total,
+        "evictions": stats["evictions"],
+        "refused": refused,
+        "seconds": sum(times),
+        "median_request_us": float(np.median(times)) * 1e6,
+        "p99_request_us": float(np.percentile(times, 99)) * 1e6,
+        "pages_per_second": sum(-(-len(prompt) // block_size) for prompt in prompts) / sum(times),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="JSON lines: timestamp, input_length, output_length, hash_ids")
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="token positions a page")
+    parser.add_argument(
+        "--pool-tokens", type=int, nargs="+", default=[250_000, 1_000_000, 4_000_000, 16_000_000],
+        help="pool sizes in tokens; an unbounded pool is always measured too",
+    )  # fmt: skip
+    parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/replay_trace.json")
+    arguments = parser.parse_args()
+
+    trace = traces.load(arguments.trace)
+    prompts = [traces.expand(*request) for request in trace]
+    rows = []
+    print(f"{len(prompts)} requests, {sum(map(len, prompts)):,} prompt tokens")
+    print(f"{'page':>5} {'pool tokens':>12} {'hit rate':>9} {'evictions':>10} {'refused':>8} {'seconds':>8} {'us/request':>11}")
+    for block_size in arguments.block_size:
+        reusable = traces.reusable_tokens(trace, block_size)
+        unbounded = sum(-(-len(prompt) // block_size) for prompt in prompts)
+        for num_blocks in [*(tokens // block_size for tokens in arguments.pool_tokens), unbounded]:
+            row = replay(prompts, num_blocks, block_size) | {"is_unbounded": num_blocks == unbounded}
+            row["share_of_reusable"] = row["hit_tokens"] / reusable if reusable else None
+            rows.append(row)
+            print(
+                f"{block_size:5} {'unbounded' if row['is_unbounded'] else format(row['pool_tokens'], ','):>12} "
+                f"{row['hit_rate']:9.1%} {row['evictions']:10,} {row['refused']:8} {row['seconds']:8.3f} "
+                f"{row['median_request_us']:11.1f}"
+            )
+        if rows[-1]["hit_tokens"] != reusable:
+            raise SystemExit(f"unbounded pool: {rows[-1]['hit_tokens']} hit tokens, but the ids say {reusable}")
+    if not arguments.no_record:
+        record("replay_trace", rows, trace=arguments.trace.name, requests=len(prompts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Request traces: what replay_trace.py and tests/test_replay.py replay.
+
+Format, one JSON object a line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}. An
+id stands for the content of 512 tokens together with all that came before them; equal ids, equal content.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+ID_TOKENS = 512
+
+
+def load(path: str | Path) -> list[tuple[int, list[int]]]:
+    """[(input_length, hash_ids)] in the order of the file."""
+    with open(path) as lines:
+        requests = [json.loads(line) for line in lines if line.strip()]
+    return [(request["input_length"], request["hash_ids"]) for request in requests]
+
+
+def generate(rng: np.random.Generator, num_requests: int) -> list[tuple[int, list[int]]]:
+    """A small trace of the same kind: conversations that go on, sharing system prompts."""
+    requests, conversations, next_id = [], [], 0
+    for _ in range(num_requests):
+        if conversations and rng.random() < 0.7:
+            ids = conversations[rng.integers(len(conversations))]
+            ids = list(ids[: rng.integers(1, len(ids) + 1)])
+        else:
+            ids = []
+        new = int(rng.integers(1, 4))
+        ids = ids + list(range(next_id, next_id + new))
+        next_id += new
+        conversations.append(ids)
+        requests.append((len(ids) * ID_TOKENS - int(rng.integers(0, ID_TOKENS)), ids))
+    return requests
+
+
+def expand(input_length: int, hash_ids: list[int]) -> np.ndarray:
+    """The prompt's token ids: 512 distinct ones for every id, cut to the length."""
+    tokens = np.add.outer(np.array(hash_ids, np.int32) * ID_TOKENS, np.arange(ID_TOKENS, dtype=np.int32)).ravel()
+    return tokens[:input_length]
+
+
+def reusable_tokens(trace: list[tuple[int, list[int]]], block_size: int) -> int:
+    """Hit tokens with an unbounded pool, from the ids alone: whole pages that an earlier request has filled.
+
+    An id names its content and all before it, so a page was seen if its last token lies in what an earlier request has
+    of that id. The last id of a request may be cut short: `filled` says how far each id has been computed in whole pages.
+    """
+    filled: dict[int, int] = {}
+    hits = 0
+    for input_length, hash_ids in trace:
+        whole = input_length // block_size * block_size
+        hit = 0
+        for index, name in enumerate(hash_ids):
+            start = index * ID_TOKENS
+            known = filled.get(name, start)
+            hit = min(known, whole)
+            if known < start + ID_TOKENS:
+                break
+        hits += hit // block_size * block_size
+        for index, name in enumerate(hash_ids):
+            end = min((index + 1) * ID_TOKENS, whole)
+            filled[name] = max(filled.get(name, index * ID_TOKENS), end)
+    return hits

@@ -80,9 +80,11 @@ def run_generate(args: argparse.Namespace) -> int:
     ) as llm:
         outputs = llm.generate(args.prompt, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
-        if output.error is not None:
-            raise output.error
-        print(output.prompt + output.text)
+        if output.error is None:
+            print(output.prompt + output.text)
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        raise errors[0]
     return 0
 
 

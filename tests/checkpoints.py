@@ -72,7 +72,8 @@ def safetensors_bytes(tensors: dict[str, np.ndarray], dtypes: dict[str, str] | N
     data = b""
     for name, array in tensors.items():
         dtype = (dtypes or {}).get(name, names.get(str(array.dtype)))
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + array.nbytes]}
+        offsets = [len(data), len(data) + array.nbytes]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
         data += array.tobytes()
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

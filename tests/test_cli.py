@@ -67,6 +67,8 @@ def test_generate_options(capsys, tmp_path):
     assert main(capsys, *args, "--seed", "1", "--block-size", "3") == first
     assert main(capsys, *args, "--seed", "2")[1] != first[1]
     assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0")[1] == "abc\n"
+    code, out, err = main(capsys, "generate", str(tmp_path), "abc", "", "--max-tokens", "0")
+    assert (code, out) == (1, "abc\n") and "the prompt is empty" in err  # the others are not lost
 
 
 ERRORS = [

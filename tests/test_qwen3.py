@@ -20,7 +20,9 @@ FORMS = {
     "one_kv_head": {"num_key_value_heads": 1},
     "wide_heads": {"head_dim": 64, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 80},
     "yarn": {"rope_parameters": YARN},
-    "yarn_mscale": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 16}},
+    "yarn_mscale": {
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 16}
+    },
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
     "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
 }
@@ -69,8 +71,9 @@ def oracle_tokens(model, prompt: list[int], count: int) -> list[int]:
 
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)  # else it takes prompt tokens that equal its padding for padding
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=count, **greedy)
     return out[0, len(prompt) :].tolist()
 
 

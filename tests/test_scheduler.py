@@ -202,6 +202,10 @@ def test_a_pool_that_somebody_else_fills():
     engine.submit([1] * 12, 2)
     with pytest.raises(OutOfBlocks):
         engine.step()
+    engine.scheduler.abort(engine.sequences)
+    engine.submit([1] * 7, 5)
+    with pytest.raises(OutOfBlocks):
+        engine.finish()
 
 
 def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):

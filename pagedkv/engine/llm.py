@@ -46,6 +46,8 @@ class LLM:
     max_model_len           prompt and new tokens of a request at most; None: the model's own limit
     enable_prefix_caching   compute a common beginning of prompts once
     seed                    of the seeds drawn for requests without one; None: from the operating system
+
+    To look at: `config`, `stats` (EngineStats), `manager` (the BlockManager), `max_model_len`, `dtype`.
     """
 
     def __init__(
@@ -138,7 +140,8 @@ class LLM:
         for prompt in prompts:
             if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
                 raise TypeError(
-                    f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
+                    f"a prompt is a string or a list of token ids, not {prompt!r} "
+                    "(one prompt of token ids: [[1, 2, 3]])"
                 )
         params = _params_of_each(sampling_params, len(prompts))
         start_time = time.perf_counter()

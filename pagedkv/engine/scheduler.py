@@ -65,18 +65,17 @@ class Scheduler:
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
-        num_prompt, num_total = seq.num_prompt_tokens, seq.max_num_tokens
-        if num_prompt == 0:
+        num_total = seq.max_num_tokens
+        wanted = f"{seq.num_prompt_tokens} prompt tokens and max_tokens={seq.params.max_tokens}"
+        if seq.num_prompt_tokens == 0:
             raise ValueError("the prompt is empty")
         if num_total > self.max_model_len:
-            raise ValueError(
-                f"{num_prompt} prompt tokens and max_tokens={seq.params.max_tokens} exceed max_model_len={self.max_model_len}"
-            )
+            raise ValueError(f"{wanted} exceed max_model_len={self.max_model_len}")
         num_pages = -(-(num_total - 1) // self.manager.block_size)  # the last token is sampled and never computed
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
-                f"{num_prompt} prompt tokens and max_tokens={seq.params.max_tokens} need {num_pages} pages of "
-                f"{self.manager.block_size} tokens but the pool has {self.manager.num_blocks}"
+                f"{wanted} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
+                f"{self.manager.num_blocks}"
             )
 
     def add(self, seq: Sequence) -> None:
@@ -104,7 +103,7 @@ class Scheduler:
                 length = min(remaining, budget)
                 step.add(seq, length)
                 budget -= length
-        if has_room:
+        if has_room or not self.running:
             self._admit(step, budget)
         return step
 

@@ -81,7 +81,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
         raise NotImplementedError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
-        raise NotImplementedError(f"quantization_config.quant_method is {method!r}; quantised weights are not supported")
+        raise NotImplementedError(f"quantised weights (quantization_config.quant_method is {method!r})")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"  # transformers 5 and 4
     if dtype not in DTYPES:
         raise NotImplementedError(f"dtype is {dtype!r}; supported are {', '.join(DTYPES)}")

@@ -1,0 +1,53 @@
+# A menu: `make help`. Nothing here is needed to install or to use pagedkv.
+SHELL := /bin/bash
+PYTHON ?= python3
+FUZZ_SECONDS ?= 60
+CLANG ?= $(firstword $(shell command -v clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14 2>/dev/null))
+CLANG_FORMAT ?= $(firstword $(shell command -v clang-format-14 clang-format 2>/dev/null))
+C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu csrc/cuda/*.cuh tests/*.c))
+
+help: ## this text
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+build: ## the extension, in place (PAGEDKV_CUDA=0 leaves CUDA out)
+	$(PYTHON) setup.py build_ext --inplace
+
+test: build ## the tests
+	$(PYTHON) -m pytest
+
+# A copy of the package in build/asan, so that the checkout's own extension stays as it is. The tests chosen are those of the
+# C code itself; leaks are tests/test_leaks.py's, because the interpreter never frees everything.
+ASAN := $(CURDIR)/build/asan
+ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py test_block_manager.py test_block_manager_state.py \
+              test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py
+asan: ## the C core and the extension's tests under ASan and UBSan
+	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS)" LDFLAGS="$(ASAN_FLAGS)" \
+	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
+	PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(wildcard $(addprefix tests/,$(ASAN_TESTS)))
+
+fuzz: ## the BlockManager core under libFuzzer for FUZZ_SECONDS (default 60); needs clang
+	@test -n "$(CLANG)" || { echo "make fuzz: no clang found (CLANG=...)"; exit 1; }
+	mkdir -p .fuzz/corpus
+	$(CLANG) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -Icsrc \
+	    tests/fuzz_block_manager.c $(wildcard csrc/block_*.c) csrc/prefix_index.c csrc/check.c -o .fuzz/block_manager
+	.fuzz/block_manager -max_total_time=$(FUZZ_SECONDS) -max_len=512 -print_final_stats=1 -artifact_prefix=.fuzz/ .fuzz/corpus
+
+bench: build ## every benchmark that runs here; results go to benchmarks/results
+	for name in $(wildcard benchmarks/*.py); do \
+	    [ $$name = benchmarks/record.py ] || $(PYTHON) $$name || exit 1; done
+
+format: ## C and CUDA sources by clang-format 14
+	$(CLANG_FORMAT) -i $(C_SOURCES)
+
+sanitize-gpu: build ## the GPU tests under compute-sanitizer's memory and race checks
+	for tool in memcheck racecheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -x -m gpu tests || exit 1; done
+
+clean: ## what was built
+	rm -rf build dist .fuzz *.egg-info pagedkv/_C*.so
+
+.PHONY: help build test asan fuzz bench format sanitize-gpu clean

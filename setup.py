@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-# A CPU file whose name ends so is compiled for that instruction set; csrc/cpu/backend.c picks one at run time.
+# A CPU file whose name ends so is compiled for that instruction set; csrc/cpu/isa.c picks one at run time.
 ISA_FLAGS = {
     "_avx2": "-mavx2 -mfma -mf16c -mbmi2",
     "_avx512": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",

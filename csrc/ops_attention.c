@@ -65,6 +65,9 @@ static pk_status check_shapes(const pk_env *env, const pk_attention_call *call)
     return PK_OK;
 }
 
+/* A side of the window that reaches over any int32 context is unbounded; backends may count in int32. */
+static int64_t window_side(int64_t keys) { return keys >= INT32_MAX ? -1 : keys; }
+
 static int64_t longest_query(const pk_env *env, const pk_attention_call *call)
 {
     int64_t tokens = pk_dim(env, 'T'), seqs = pk_dim(env, 'S');
@@ -115,8 +118,8 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
         .v_head_stride = v_cache->stride[2],
         .block_table_stride = call->block_tables->stride[0],
         .alibi_seq_stride = alibi && alibi->ndim == 2 ? alibi->stride[0] : 0,
-        .window_left = call->window_left,
-        .window_right = call->is_causal ? 0 : call->window_right,
+        .window_left = window_side(call->window_left),
+        .window_right = call->is_causal ? 0 : window_side(call->window_right),
         .softmax_scale = isnan(call->softmax_scale) ? 1.0f / sqrtf((float)q->shape[2]) : (float)call->softmax_scale,
         .softcap = (float)call->softcap,
         .num_splits = (int)call->num_splits,

@@ -72,7 +72,7 @@ typedef struct {
     pk_attention_seq *seqs;
     pk_attention_item *items;
     void *scratch;
-    int64_t num_items, num_part_rows, heads_per_item;
+    int64_t num_items, num_part_rows;
     size_t scratch_bytes; /* a thread */
     int num_threads;
 } cpu_plan;
@@ -129,18 +129,39 @@ static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double
     return PK_OK;
 }
 
-/* Calls for every (sequence, query tile, part): counts them, or writes them with `heads` KV heads each. The last
- * queries come first: under a causal mask they have the most keys, and what is long must not be left for the end. */
-static int64_t list_items(cpu_plan *plan, const pk_attention_args *args, int64_t heads, pk_attention_item *items)
+/* Rows of one KV head in an item of the sequence. */
+static int64_t tile_rows(const pk_attention_args *args, const pk_attention_seq *seq)
+{
+    return smaller(seq->num_queries, queries_per_tile(args)) * (args->num_q_heads / args->num_kv_heads);
+}
+
+/* KV heads in an item of the sequence: many where they have few rows, because heads that share an item read the pages
+ * in the order of their addresses; at most `most`. */
+static int64_t heads_per_item(const pk_attention_args *args, const pk_attention_seq *seq, int64_t most)
+{
+    int64_t heads = ITEM_ROWS / tile_rows(args, seq);
+    return heads < 1 ? 1 : smaller(heads, most);
+}
+
+/* Counts the items, and writes them where `items` is not NULL. The last queries come first: under a causal mask they
+ * have the most keys, and what is long must not be left for the end. */
+static int64_t list_items(const cpu_plan *plan, const pk_attention_args *args, int64_t most_heads,
+                          pk_attention_item *items)
 {
     int64_t count = 0, per_tile = queries_per_tile(args);
     for (int64_t s = 0; s < args->num_seqs; s++) {
         const pk_attention_seq *seq = &plan->seqs[s];
-        for (int64_t tile = divide_up(seq->num_queries, per_tile) - 1; tile >= 0; tile--)
+        if (seq->num_queries == 0) continue;
+        int64_t heads = heads_per_item(args, seq, most_heads), groups = divide_up(args->num_kv_heads, heads);
+        int64_t tiles = divide_up(seq->num_queries, per_tile), parts = seq->end_part - seq->first_part;
+        if (!items) {
+            count += tiles * parts * groups;
+            continue;
+        }
+        for (int64_t tile = tiles - 1; tile >= 0; tile--)
             for (int64_t part = seq->first_part; part < seq->end_part; part++)
-                for (int64_t head = 0; head < args->num_kv_heads; head += heads, count++) {
-                    if (!items) continue;
-                    items[count] = (pk_attention_item){
+                for (int64_t head = 0; head < args->num_kv_heads; head += heads)
+                    items[count++] = (pk_attention_item){
                         .seq = (int32_t)s,
                         .part = (int32_t)part,
                         .first_query = tile * per_tile,
@@ -148,7 +169,6 @@ static int64_t list_items(cpu_plan *plan, const pk_attention_args *args, int64_t
                         .first_head = head,
                         .num_heads = smaller(heads, args->num_kv_heads - head),
                     };
-                }
     }
     return count;
 }
@@ -161,17 +181,16 @@ static pk_status make_plan(cpu_plan *plan, const pk_attention_args *args, const 
     PK_TRY(plan_seqs(plan, args, &work, err));
 
     int max_threads = work < PARALLEL_WORK ? 1 : omp_get_max_threads();
-    int64_t group = args->num_q_heads / args->num_kv_heads, longest = 0;
-    for (int64_t s = 0; s < args->num_seqs; s++)
-        if (plan->seqs[s].num_queries > longest) longest = plan->seqs[s].num_queries;
-    if (longest == 0) return PK_OK; /* no items */
-    int64_t rows = smaller(longest, queries_per_tile(args)) * group;
-    int64_t heads = smaller(args->num_kv_heads, rows < ITEM_ROWS ? ITEM_ROWS / rows : 1);
+    int64_t heads = args->num_kv_heads;
     while (heads > 1 && list_items(plan, args, heads, NULL) < ITEMS_PER_THREAD * max_threads) heads = (heads + 1) / 2;
-
-    plan->num_items = list_items(plan, args, heads, NULL);
+    if ((plan->num_items = list_items(plan, args, heads, NULL)) == 0) return PK_OK;
     plan->num_threads = (int)smaller(max_threads, plan->num_items);
-    plan->scratch_bytes = kernel->scratch_bytes(heads, rows, args->head_dim);
+    for (int64_t s = 0; s < args->num_seqs; s++) {
+        const pk_attention_seq *seq = &plan->seqs[s];
+        if (seq->num_queries == 0) continue;
+        size_t bytes = kernel->scratch_bytes(heads_per_item(args, seq, heads), tile_rows(args, seq), args->head_dim);
+        if (bytes > plan->scratch_bytes) plan->scratch_bytes = bytes;
+    }
     plan->items = malloc((size_t)plan->num_items * sizeof *plan->items);
     plan->scratch = aligned_alloc(64, (size_t)plan->num_threads * plan->scratch_bytes);
     if (!plan->items || !plan->scratch) goto no_memory;

@@ -1,6 +1,7 @@
 """What `import pagedkv` costs and brings along; measured in fresh interpreters."""
 
 import importlib.metadata
+import os
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,22 @@ def test_import_time():
     times = [float(run(code)) for _ in range(7)]
     print(f"import: {min(times) * 1e3:.2f} ms, median {statistics.median(times) * 1e3:.2f} ms")
     assert min(times) < 0.010
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_idle_threads_do_not_spin_for_long(given, spins):
+    """libgomp prints what it has read; the environment is left as it was."""
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+    code = "import os, pagedkv; print(os.environ.get('GOMP_SPINCOUNT'))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=WHERE, env=env | {"OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True
+    )
+    assert result.stdout == f"{given.get('GOMP_SPINCOUNT')}\n", result.stderr
+    if "GOMP_SPINCOUNT" not in result.stderr:
+        pytest.skip("another OpenMP runtime than libgomp")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in result.stderr
 
 
 def test_version_is_one():

@@ -1,7 +1,8 @@
 """Replays a trace's prompts through BlockManager at several pool sizes: hit rate, evictions, time.
 
 Every request is allocated, committed and freed before the next one, so that the hit rate is the prefix cache's alone.
-The trace is JSON lines as in traces.py; a public one is mooncake_synthetic.jsonl of the Mooncake project.
+The trace is JSON lines as in traces.py; a public one is mooncake_synthetic.jsonl of the Mooncake project. Without one a
+small generated trace is replayed and nothing is recorded.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="JSON lines: timestamp, input_length, output_length, hash_ids")
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines: timestamp, input_length, output_length, hash_ids")
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="token positions a page")
     parser.add_argument(
         "--pool-tokens", type=int, nargs="+", default=[250_000, 1_000_000, 4_000_000, 16_000_000],
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/replay_trace.json")
     arguments = parser.parse_args()
 
-    trace = traces.load(arguments.trace)
+    trace = traces.load(arguments.trace) if arguments.trace else traces.generate(np.random.default_rng(0), 1000)
     prompts = [traces.expand(*request) for request in trace]
     rows = []
     print(f"{len(prompts)} requests, {sum(map(len, prompts)):,} prompt tokens")
@@ -75,7 +76,7 @@ def main() -> None:
             )
         if rows[-1]["hit_tokens"] != reusable:
             raise SystemExit(f"unbounded pool: {rows[-1]['hit_tokens']} hit tokens, but the ids say {reusable}")
-    if not arguments.no_record:
+    if arguments.trace and not arguments.no_record:
         record("replay_trace", rows, trace=arguments.trace.name, requests=len(prompts))
 
 

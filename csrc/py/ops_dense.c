@@ -102,12 +102,15 @@ static PyObject *py_silu_and_mul(PyObject *module, PyObject *const *args, Py_ssi
 PyDoc_STRVAR(sample_doc,
              "sample($module, logits, temperatures, seeds, positions, *, out=None, stream=None)\n--\n\n"
              "One token a row. Temperature 0 takes the largest logit (the lowest index of equal ones); otherwise the largest of\n"
-             "logits / temperature + Gumbel noise, which draws from softmax(logits / temperature).\n\n"
-             "logits: [num_rows, vocab_size] float32, float16 or bfloat16. temperatures: [num_rows] float32, at least 0.\n"
-             "seeds: [num_rows] int64. positions: [num_rows] int32, the position of the new token in its sequence.\n"
-             "Returns out, [num_rows] int32.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-             "The noise comes from Philox4x32-10 (Salmon et al. 2011) with (seed, position, token) as counter: a row's token does\n"
-             "not depend on the batch, on chunking or on the device.");
+             "(logits - max(logits)) / temperature + g, which draws from softmax(logits / temperature).\n\n"
+             "logits: [num_rows, vocab_size] float32, float16 or bfloat16; -inf excludes a token. temperatures: [num_rows]\n"
+             "float32, finite and at least 0. seeds: [num_rows] int64. positions: [num_rows] int32, at least 0: the position of\n"
+             "the new token in its sequence. Returns out, [num_rows] int32.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+             "A NaN logit, or a row of nothing but -inf, is a ValueError that names it.\n\n"
+             "The g are Gumbel variates of Philox4x32-10 (Salmon et al. 2011). Token v takes word v % 4 at counter\n"
+             "(v // 4, position, 0, 0) with the low and the high half of the seed as key; of that word x comes\n"
+             "w = min(((x >> 1) + 0.5) * 2**-31, 1 - 2**-24) and g = -log(-log(1 - w)). So a row's token depends on its logits,\n"
+             "temperature, seed and position only: not on the batch, on chunking, on threads or on the device.");
 static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { LOGITS, TEMPERATURES, SEEDS, POSITIONS, OUT, STREAM };

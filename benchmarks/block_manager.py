@@ -125,7 +125,7 @@ def rounds(function, count, setup=lambda: ()):
 
 
 def page_churn(make, is_batch, count):
-    """Fresh prompts are allocated, committed and freed; in the steady state every page evicts one. -> pages per second"""
+    """Pages per second: fresh prompts are allocated, committed and freed; in the steady state every page evicts one."""
     rng = np.random.default_rng(1)
     num_pages = NUM_SEQS * CONTEXT // BLOCK_SIZE
     manager, ids, computed = make(2 * num_pages), list(range(NUM_SEQS)), [CONTEXT] * NUM_SEQS

@@ -48,7 +48,7 @@ def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines: timestamp, input_length, output_length, hash_ids")
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="token positions a page")
     parser.add_argument(
         "--pool-tokens", type=int, nargs="+", default=[250_000, 1_000_000, 4_000_000, 16_000_000],
@@ -61,7 +61,7 @@ def main() -> None:
     prompts = [traces.expand(*request) for request in trace]
     rows = []
     print(f"{len(prompts)} requests, {sum(map(len, prompts)):,} prompt tokens")
-    print(f"{'page':>5} {'pool tokens':>12} {'hit rate':>9} {'evictions':>10} {'refused':>8} {'seconds':>8} {'us/request':>11}")
+    print(" page  pool tokens  hit rate  evictions  refused  seconds  us/request")
     for block_size in arguments.block_size:
         reusable = traces.reusable_tokens(trace, block_size)
         unbounded = sum(-(-len(prompt) // block_size) for prompt in prompts)

@@ -1,7 +1,7 @@
 """Request traces: what replay_trace.py and tests/test_replay.py replay.
 
-Format, one JSON object a line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}. An
-id stands for the content of 512 tokens together with all that came before them; equal ids, equal content.
+Format, one JSON object a line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}.
+An id stands for the content of 512 tokens together with all that came before them; equal ids, equal content.
 """
 
 import json
@@ -46,7 +46,7 @@ def reusable_tokens(trace: list[tuple[int, list[int]]], block_size: int) -> int:
     """Hit tokens with an unbounded pool, from the ids alone: whole pages that an earlier request has filled.
 
     An id names its content and all before it, so a page was seen if its last token lies in what an earlier request has
-    of that id. The last id of a request may be cut short: `filled` says how far each id has been computed in whole pages.
+    of that id. A request's last id may be cut short: `filled` says how far each id has been computed in whole pages.
     """
     filled: dict[int, int] = {}
     hits = 0

@@ -1,6 +1,6 @@
-"""What BlockManager does, in plain Python: a trie of pages. Slow, obvious, and sharing no idea with the C code but the rules.
+"""What BlockManager does, in plain Python: a trie of pages. Slow, obvious; it shares the rules with the C code, no more.
 
-A node of the trie is a full page's content; it lives while a page holds it, and its children become unreachable with it.
+A node of the trie is a full page's content. It lives while a page holds it; its children become unreachable with it.
 """
 
 import copy

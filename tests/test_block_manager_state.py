@@ -1,8 +1,8 @@
 """BlockManager against the model of block_model.py: every number, every page, every exception, and the KV itself.
 
 A simulated cache is written through prepare's slots and copied by the returned pairs. The KV of a position is the
-(salt, tokens) prefix that it was computed from, so that a page given to the wrong prompt, a missing copy or a write into
-a shared page is seen at once.
+(salt, tokens) prefix that it was computed from, so that a page given to the wrong prompt, a missing copy or a write
+into a shared page is seen at once.
 """
 
 import numpy as np
@@ -46,7 +46,9 @@ class Machine(RuleBasedStateMachine):
 
     def residents(self, data):
         ids = [s for s, seq in self.model.seqs.items() if not seq.is_swapped]
-        return data.draw(st.lists(st.sampled_from(ids), unique=True, min_size=1, max_size=3), label="seqs") if ids else []
+        if not ids:
+            return []
+        return data.draw(st.lists(st.sampled_from(ids), unique=True, min_size=1, max_size=3), label="seqs")
 
     def both(self, call, method, *args):
         """Runs the model and the manager; both fail or both succeed. Returns (model's result, manager's) or None."""

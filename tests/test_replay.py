@@ -1,4 +1,4 @@
-"""Traces through BlockManager: hit tokens against what the trace's ids say, and against an LRU model for small pools."""
+"""Traces through BlockManager: hit tokens against what the trace's ids say; small pools against an LRU model."""
 
 import os
 import sys

@@ -77,12 +77,13 @@ PyObject *py_pairs_result(PyObject *self, py_outcome *out);
 PyObject *py_none_result(PyObject *self, pk_status status, const pk_error *err);
 
 /* Every method that takes keywords: py_bm_<name> and its docstring, one line of the type's table each. */
-#define PY_BLOCK_MANAGER_METHODS(X)                                                                                   \
-    X(allocate)                                                                                                       \
-    X(match)                                                                                                          \
-    X(can_allocate) X(append) X(reserve) X(commit) X(fork) X(truncate) X(free) X(swap_out) X(swap_in) X(block_table)  \
-        X(token_ids) X(num_tokens) X(num_computed) X(allocate_batch) X(append_batch) X(reserve_batch) X(commit_batch) \
-            X(free_batch) X(prepare)
+// clang-format off
+#define PY_BLOCK_MANAGER_METHODS(X)                                                         \
+    X(allocate) X(match) X(can_allocate) X(append) X(reserve) X(commit)                     \
+    X(fork) X(truncate) X(free) X(swap_out) X(swap_in)                                      \
+    X(allocate_batch) X(append_batch) X(reserve_batch) X(commit_batch) X(free_batch)        \
+    X(block_table) X(token_ids) X(num_tokens) X(num_computed) X(prepare)
+// clang-format on
 #define X(name)                          \
     PyObject *py_bm_##name(PY_FASTCALL); \
     extern const char py_bm_##name##_doc[];

@@ -1,43 +1,16 @@
-/* convert.c - rows of any float dtype to and from fp32, and the one writer of a row of the KV cache. */
-#include "cpu/cpu.h"
-#include "cpu/convert.h"
+/* convert.c - rows of any float dtype to and from fp32 (the loops are in rows.inc), and the one writer of a row of the KV cache. */
+#include "cpu/rows.h"
+
+#include <string.h>
 
 void pk_cpu_row_to_f32(float *dst, const void *src, pk_dtype dtype, int64_t count)
 {
-    const uint16_t *halves = src;
-    const uint8_t *bytes = src;
-    switch (dtype) {
-        case PK_BF16:
-            for (int64_t i = 0; i < count; i++) dst[i] = pk_bf16_to_f32(halves[i]);
-            return;
-        case PK_F16:
-            for (int64_t i = 0; i < count; i++) dst[i] = pk_f16_to_f32(halves[i]);
-            return;
-        case PK_F8E4M3:
-            for (int64_t i = 0; i < count; i++) dst[i] = pk_f8e4m3_to_f32(bytes[i]);
-            return;
-        default:
-            memcpy(dst, src, (size_t)count * sizeof *dst);
-    }
+    pk_cpu_rows()->to_f32(dst, src, dtype, count);
 }
 
 void pk_cpu_row_from_f32(void *dst, pk_dtype dtype, const float *src, int64_t count)
 {
-    uint16_t *halves = dst;
-    uint8_t *bytes = dst;
-    switch (dtype) {
-        case PK_BF16:
-            for (int64_t i = 0; i < count; i++) halves[i] = pk_f32_to_bf16(src[i]);
-            return;
-        case PK_F16:
-            for (int64_t i = 0; i < count; i++) halves[i] = pk_f32_to_f16(src[i]);
-            return;
-        case PK_F8E4M3:
-            for (int64_t i = 0; i < count; i++) bytes[i] = pk_f32_to_f8e4m3(src[i]);
-            return;
-        default:
-            memcpy(dst, src, (size_t)count * sizeof *src);
-    }
+    pk_cpu_rows()->from_f32(dst, dtype, src, count);
 }
 
 void pk_cpu_store_row(void *dst, pk_dtype cache_dtype, const void *src, pk_dtype dtype, int64_t head_dim, float scale)

@@ -7,6 +7,8 @@
 enum { PK_GUMBEL_CHUNK = 64 };
 
 typedef struct {
+    void (*to_f32)(float *dst, const void *src, pk_dtype dtype, int64_t count);
+    void (*from_f32)(void *dst, pk_dtype dtype, const float *src, int64_t count);
     void (*silu)(float *x, int64_t count);
     /* Replaces the logits of PK_GUMBEL_CHUNK tokens, 4 * first_counter and on, by their keys (csrc/gumbel.h) and
      * returns the greatest. */

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -313,6 +315,22 @@ def test_close_releases_the_memory(folder):
     assert resident() - before < 0.2 * size
 
 
+def test_engines_leave_nothing_behind(folder):
+    def live_and_die() -> None:
+        with LLM(folder, block_size=4, num_blocks=50) as llm:
+            generate(llm, ["abc", [], [1] * 300], GREEDY)
+
+    for _ in range(5):
+        live_and_die()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(40):
+        live_and_die()
+    gc.collect()
+    grown = sys.getallocatedblocks() - before
+    assert grown < 400, f"{grown} blocks more after 40 engines"  # caches of Python still fill; an engine is thousands
+
+
 def test_two_engines_side_by_side(folder, tmp_path):
     other = write_model(tmp_path, seed=1)
     with LLM(folder) as a, LLM(other) as b:
@@ -372,8 +390,5 @@ def test_without_a_tokenizer(tmp_path):
 
 
 def test_the_package_imports_the_engine_lazily():
-    import subprocess
-    import sys
-
     code = "import sys, pagedkv; assert 'numpy' not in sys.modules and 'pagedkv.engine' not in sys.modules; pagedkv.LLM"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,8 +3,8 @@
     python benchmarks/linear.py [--threads 2] [--seconds 0.5] [--dtypes float32,bfloat16]
 
 Weights are cold, as in a model: several copies are walked in turn, more than any cache holds. The two are measured in
-alternating phases (never at once: both keep threads), each phase long enough for the other's threads to fall asleep. For
-few rows the time is that of reading the weight, so GB/s of it stand beside what plain reading reaches here.
+alternating phases (never at once: both keep threads), each long enough for the other's threads to fall asleep. For few
+rows the time is that of reading the weight, so GB/s of it stand beside what plain reading reaches here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def measure(outputs: int, size: int, rows: int, dtype: str, seconds: float) -> d
     weights = [torch.randn(outputs, size).to(torch_dtype) for _ in range(min(count, 4))]
     weights += [weights[i % 4].clone() for i in range(count - len(weights))]
     x, out = torch.randn(rows, size).to(torch_dtype), torch.empty(rows, outputs, dtype=torch_dtype)
-    contestants = {"pagedkv": lambda w: pagedkv.linear(x, w, out=out), "torch": lambda w: torch.nn.functional.linear(x, w)}
+    contestants = {
+        "pagedkv": lambda w: pagedkv.linear(x, w, out=out),
+        "torch": lambda w: torch.nn.functional.linear(x, w),
+    }
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(PHASES):
         for name, function in contestants.items():
@@ -65,8 +68,9 @@ def measure(outputs: int, size: int, rows: int, dtype: str, seconds: float) -> d
     weight_bytes, flops = outputs * size * torch_dtype.itemsize, 2 * outputs * size * rows
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        row |= {f"{name}_us": median * 1e6, f"{name}_us_quartiles": [low * 1e6, high * 1e6], f"{name}_best_us": min(values) * 1e6,
-                f"{name}_gb_s": weight_bytes / median / 1e9, f"{name}_gflop_s": flops / median / 1e9}  # fmt: skip
+        row |= {f"{name}_us": median * 1e6, f"{name}_us_quartiles": [low * 1e6, high * 1e6],
+                f"{name}_best_us": min(values) * 1e6, f"{name}_gb_s": weight_bytes / median / 1e9,
+                f"{name}_gflop_s": flops / median / 1e9}  # fmt: skip
     return row | {"speedup": row["torch_us"] / row["pagedkv_us"]}
 
 
@@ -79,9 +83,9 @@ def main() -> None:
     pagedkv.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
     bandwidth, info = read_bandwidth(), pagedkv.build_info()
-    print(f"{args.threads} threads, {info['isa']}, BLAS: {info['blas']}; reading memory: {bandwidth:.1f} GB/s; times are medians")
-    print(f"{'weight':<14}{'':13}{'rows':>5} {'dtype':<9}{'us':>9} {'quartiles':>15}{'GB/s':>7}{'of read':>8}{'GFLOP/s':>9}"
-          f"{'torch us':>10}{'speedup':>9}")  # fmt: skip
+    print(f"{args.threads} threads, {info['isa']}, BLAS: {info['blas']}; reading memory: {bandwidth:.1f} GB/s")
+    print(f"{'weight':<14}{'':13}{'rows':>5} {'dtype':<9}{'median us':>9} {'quartiles':>15}{'GB/s':>7}{'of read':>8}"
+          f"{'GFLOP/s':>9}{'torch us':>10}{'speedup':>9}")  # fmt: skip
     cases = [(*shape, rows) for shape in SHAPES for rows in ROWS] + [(*LM_HEAD, 1)]
     results = []
     for dtype in args.dtypes.split(","):
@@ -90,9 +94,9 @@ def main() -> None:
             r |= {"weight": name, "share_of_read_bandwidth": r["pagedkv_gb_s"] / bandwidth}
             results.append(r)
             low, high = r["pagedkv_us_quartiles"]
-            print(f"{f'{outputs} x {size}':<14}{name:<13}{rows:>5} {dtype:<9}{r['pagedkv_us']:>9.0f} {f'{low:.0f}-{high:.0f}':>15}"
-                  f"{r['pagedkv_gb_s']:>7.1f}{r['share_of_read_bandwidth']:>8.0%}{r['pagedkv_gflop_s']:>9.0f}{r['torch_us']:>10.0f}"
-                  f"{r['speedup']:>9.2f}", flush=True)  # fmt: skip
+            print(f"{f'{outputs} x {size}':<14}{name:<13}{rows:>5} {dtype:<9}{r['pagedkv_us']:>9.0f} "
+                  f"{f'{low:.0f}-{high:.0f}':>15}{r['pagedkv_gb_s']:>7.1f}{r['share_of_read_bandwidth']:>8.0%}"
+                  f"{r['pagedkv_gflop_s']:>9.0f}{r['torch_us']:>10.0f}{r['speedup']:>9.2f}", flush=True)  # fmt: skip
     record("linear-cpu", results, machine={"threads": args.threads, "isa": info["isa"], "read_gb_s": bandwidth},
            versions={"torch": version("torch"), "blas": info["blas"]})  # fmt: skip
 

@@ -349,8 +349,8 @@ const char *pk_cpu_isa(void);
 /* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The text
  * belongs to the thread and is good until the next call. */
 const char *pk_cpu_blas_name(void);
-/* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then csrc/py imports NumPy, which
- * brings one. */
+/* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then csrc/py imports NumPy,
+ * which brings one. */
 bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype);
 
 /* ------------------------------------------- operations (csrc/ops_*.c) */

@@ -14,7 +14,8 @@ def normal(rng, shape, dtype):
 
 
 def assert_close(actual, expected, dtype, scale=1.0):
-    np.testing.assert_allclose(get(actual), expected, atol=oracle.tolerance(dtype) * scale, rtol=oracle.tolerance(dtype))
+    tolerance = oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(actual), expected, atol=tolerance * scale, rtol=tolerance)
 
 
 # --- embedding, gather_rows
@@ -22,8 +23,9 @@ def assert_close(actual, expected, dtype, scale=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id_dtype", ["int32", "int64"])
-@pytest.mark.parametrize(("num_ids", "num_rows", "row_size"), [(0, 3, 8), (1, 1, 1), (7, 5, 33), (300, 64, 257), (4, 9, 0)])
-def test_gather(rng, device, dtype, id_dtype, num_ids, num_rows, row_size):
+@pytest.mark.parametrize("shape", [(0, 3, 8), (1, 1, 1), (7, 5, 33), (300, 64, 257), (4, 9, 0)], ids=str)
+def test_gather(rng, device, dtype, id_dtype, shape):
+    num_ids, num_rows, row_size = shape
     table, ids = normal(rng, (num_rows, row_size), dtype), rng.integers(0, num_rows, num_ids).astype(id_dtype)
     for operation in (lambda: pagedkv.embedding(put(ids, device), put(table, device, dtype)),
                       lambda: pagedkv.gather_rows(put(table, device, dtype), put(ids, device))):
@@ -144,7 +146,8 @@ def test_qk_norm_rope_store(rng, device, dtype, shape):
 def test_qk_norm_rope_store_into_fp8(rng, device, dtype, scale):
     case = rope_case(rng, dtype)
     scales = [rng.uniform(0.01, 2, 2).astype(np.float32) if scale == "heads" else scale for _ in range(2)]
-    q, k, v = run_rope(case, device, dtype, "float8_e4m3fn", k_scale=put(scales[0], device), v_scale=put(scales[1], device))
+    on_device = {name: put(scale, device) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)}
+    q, k, v = run_rope(case, device, dtype, "float8_e4m3fn", **on_device)
     expected = oracle.qk_norm_rope_store(*case, 1e-6, dtype, cache_dtype="float8_e4m3fn", k_scale=scales[0],
                                          v_scale=scales[1])
     np.testing.assert_allclose(q, expected[0], atol=4 * oracle.tolerance(dtype))
@@ -193,22 +196,32 @@ ROPE = dict(qkv=floats(2, 4 * 8), q_weight=floats(8), k_weight=floats(8), cos_si
 
 @pytest.mark.parametrize(("call", "error", "message"), [
     (lambda: pagedkv.rms_norm(floats(2, 4), floats(5)), ValueError, "weight: dim 0 is 5 but x has D=4"),
-    (lambda: pagedkv.rms_norm(floats(2, 4), np.zeros(4, np.float16)), TypeError, "weight: dtype is float16 but x has float32"),
-    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), -1.0), ValueError, "eps is -1 but must be finite and at least 0"),
+    (lambda: pagedkv.rms_norm(floats(2, 4), np.zeros(4, np.float16)),
+     TypeError, "weight: dtype is float16 but x has float32"),
+    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), -1.0),
+     ValueError, "eps is -1 but must be finite and at least 0"),
     (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), float("nan")), ValueError, "eps is nan"),
-    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), residual=floats(2, 5)), ValueError, "residual: dim 1 is 5 but x has D=4"),
-    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), residual=np.broadcast_to(floats(1, 4), (2, 4))), BufferError, "residual"),
+    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), residual=floats(2, 5)),
+     ValueError, "residual: dim 1 is 5 but x has D=4"),
+    (lambda: pagedkv.rms_norm(floats(2, 4), floats(4), residual=np.broadcast_to(floats(1, 4), (2, 4))),
+     BufferError, "residual"),
     (lambda: pagedkv.rms_norm(floats(2, 8)[:, ::2], floats(4)), BufferError, "x: the last dimension must be dense"),
     (lambda: pagedkv.rms_norm(floats(4), floats(4)), ValueError, "x: has 1 dimensions but must have 2"),
     (lambda: pagedkv.silu_and_mul(floats(2, 5)), ValueError, "x: dim 1 is 5 but must be even"),
     (lambda: pagedkv.silu_and_mul(floats(2, 6), out=floats(2, 4)), ValueError, "out: dim 1 is 4 but half of x has D=3"),
-    (lambda: pagedkv.embedding(floats(2), floats(3, 4)), TypeError, "token_ids: dtype is float32 but must be one of int32, int64"),
-    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"k_weight": None}), ValueError, "q_weight is given but k_weight is not"),
+    (lambda: pagedkv.embedding(floats(2), floats(3, 4)),
+     TypeError, "token_ids: dtype is float32 but must be one of int32, int64"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"k_weight": None}),
+     ValueError, "q_weight is given but k_weight is not"),
     (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"qkv": floats(2, 15)}), ValueError, "qkv: dim 1 is 15 but must be"),
-    (lambda: pagedkv.qk_norm_rope_store(**ROPE, q_out=floats(2, 3, 8)), ValueError, r"qkv: dim 1 is 32 but must be .*num_q_heads=3"),
-    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"cos_sin": floats(9, 4)}), ValueError, "cos_sin: dim 1 is 4 but k_cache has D=8"),
-    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"v_cache": floats(3, 4, 1, 8).astype(np.float16)}), TypeError, "v_cache"),
-    (lambda: pagedkv.qk_norm_rope_store(**ROPE, k_scale=2.0), ValueError, "k_scale: is given but the caches are float32"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE, q_out=floats(2, 3, 8)),
+     ValueError, r"qkv: dim 1 is 32 but must be .*num_q_heads=3"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"cos_sin": floats(9, 4)}),
+     ValueError, "cos_sin: dim 1 is 4 but k_cache has D=8"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE | {"v_cache": floats(3, 4, 1, 8).astype(np.float16)}),
+     TypeError, "v_cache"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE, k_scale=2.0),
+     ValueError, "k_scale: is given but the caches are float32"),
 ])  # fmt: skip
 def test_refusals(call, error, message):
     with pytest.raises(error, match=message):
@@ -246,7 +259,8 @@ def test_mlp_is_qwen3s(qwen3, seed, dtype):
     from transformers import Qwen3Config
 
     torch.manual_seed(seed)
-    module = qwen3.Qwen3MLP(Qwen3Config(hidden_size=96, intermediate_size=160)).to(getattr(torch, dtype)).requires_grad_(False)
+    module = qwen3.Qwen3MLP(Qwen3Config(hidden_size=96, intermediate_size=160)).to(getattr(torch, dtype))
+    module.requires_grad_(False)
     x = torch.randn(13, 96).to(getattr(torch, dtype))
     gate_up = torch.cat([module.gate_proj.weight, module.up_proj.weight])
     out = pagedkv.linear(pagedkv.silu_and_mul(pagedkv.linear(x, gate_up)), module.down_proj.weight)
@@ -271,7 +285,8 @@ def test_rope_is_qwen3s(qwen3, seed):
     q, k = norms[0](heads[:, :4]).detach(), norms[1](heads[:, 4:6]).detach()
     q, k = qwen3.apply_rotary_pos_emb(q, k, cosine[0, positions], sine[0, positions])
     k_cache, v_cache = torch.zeros(2, 5, 4, 2, 32)
-    out = pagedkv.qk_norm_rope_store(qkv, *weights, table, positions.int(), k_cache, v_cache, torch.arange(17, dtype=torch.int32))
+    slots = torch.arange(17, dtype=torch.int32)
+    out = pagedkv.qk_norm_rope_store(qkv, *weights, table, positions.int(), k_cache, v_cache, slots)
     torch.testing.assert_close(out, q, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(k_cache.view(20, 2, 32)[:17], k, rtol=1e-6, atol=2e-6)
     assert torch.equal(v_cache.view(20, 2, 32)[:17], heads[:, 6:])

@@ -1,4 +1,4 @@
-"""linear against float64: every path (own kernels of every instruction set, a BLAS for many rows), any shape and stride."""
+"""linear against float64: the kernels of every instruction set, a BLAS for many rows, any shape and stride."""
 
 import os
 import subprocess
@@ -102,11 +102,14 @@ BUFFER = floats(6, 20)
     (lambda: pagedkv.linear(floats(2, 4), floats(3, 5)), ValueError, "weight: dim 1 is 5 but x has K=4"),
     (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), floats(4)), ValueError, "bias: dim 0 is 4 but weight has N=3"),
     (lambda: pagedkv.linear(floats(4), floats(3, 4)), ValueError, "x: has 1 dimensions but must have 2"),
-    (lambda: pagedkv.linear(floats(2, 4), np.zeros((3, 4), np.float16)), TypeError, "weight: dtype is float16 but x has float32"),
+    (lambda: pagedkv.linear(floats(2, 4), np.zeros((3, 4), np.float16)),
+     TypeError, "weight: dtype is float16 but x has float32"),
     (lambda: pagedkv.linear(floats(2, 4).astype(int), floats(3, 4)), TypeError, "x: dtype is int64 but must be one of"),
     (lambda: pagedkv.linear(floats(4, 2).T, floats(3, 4)), BufferError, "x: the last dimension must be dense"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=floats(2, 4)), ValueError, "out: dim 1 is 4 but weight has N=3"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=np.zeros((2, 3), np.float16)), TypeError, "out: dtype is float16"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=floats(2, 4)),
+     ValueError, "out: dim 1 is 4 but weight has N=3"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=np.zeros((2, 3), np.float16)),
+     TypeError, "out: dtype is float16"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
@@ -130,8 +133,8 @@ def test_x_and_out_may_be_columns_of_one_buffer(rng):
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(isa):
     """The kernels of lesser machines, and with them the BLAS, which takes over from fewer rows there."""
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu or batch or threads"],
-                         env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu or batch or threads"]
+    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 

@@ -1,4 +1,4 @@
-"""sample: greedy, and Gumbel-max with Philox against the definition (oracle.py) and against the softmax it must follow."""
+"""sample: greedy, and Gumbel-max with Philox against its definition (oracle.py) and the softmax that it must follow."""
 
 import os
 import subprocess
@@ -90,7 +90,8 @@ def test_a_row_does_not_depend_on_its_batch(rng, device):
     temperatures, seeds, positions = rng.uniform(0, 2, 20), rng.integers(0, 2**40, 20), rng.integers(0, 9999, 20)
     together = draw(logits, temperatures, seeds, positions, device)
     order = rng.permutation(20)
-    np.testing.assert_array_equal(draw(logits[order], temperatures[order], seeds[order], positions[order], device), together[order])
+    shuffled = draw(logits[order], temperatures[order], seeds[order], positions[order], device)
+    np.testing.assert_array_equal(shuffled, together[order])
     for i in range(20):
         assert draw(logits[i : i + 1], temperatures[i], seeds[i], positions[i], device)[0] == together[i]
 
@@ -165,6 +166,6 @@ def test_of_several_bad_rows_the_first_is_named():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_draws_the_same(isa):
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu and fixed"],
-                         env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu and fixed"]
+    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]

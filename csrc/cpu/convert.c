@@ -1,4 +1,5 @@
-/* convert.c - rows of any float dtype to and from fp32 (the loops are in rows.inc), and the one writer of a row of the KV cache. */
+/* convert.c - rows of any float dtype to and from fp32 (the loops are in rows.inc), and the one writer of a row of the
+ * KV cache. */
 #include "cpu/rows.h"
 
 #include <string.h>

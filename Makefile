@@ -19,7 +19,7 @@ test: build ## the tests
 # C code itself; leaks are tests/test_leaks.py's, because the interpreter never frees everything.
 ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
-ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py test_block_manager.py test_block_manager_state.py \
+ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
               test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py
 asan: ## the C core and the extension's tests under ASan and UBSan
 	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS)" LDFLAGS="$(ASAN_FLAGS)" \

@@ -133,7 +133,8 @@ def test_x_and_out_may_be_columns_of_one_buffer(rng):
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(isa):
     """The kernels of lesser machines, and with them the BLAS, which takes over from fewer rows there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu or batch or threads"]
+    selected = ["-k", "cpu or batch or threads"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *selected]
     run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 

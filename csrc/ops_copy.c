@@ -39,7 +39,8 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
             return pk_fail(err, PK_ESHAPE, "src: dim %d is %lld but the destination has %lld", i,
                            (long long)src->shape[i], (long long)dst->shape[i]);
     if (src->dtype != dst->dtype && !(is_float(src->dtype) && is_float(dst->dtype)))
-        return pk_fail(err, PK_EDTYPE, "src: dtype is %s but the destination has %s, and only float dtypes are converted",
+        return pk_fail(err, PK_EDTYPE,
+                       "src: dtype is %s but the destination has %s, and only float dtypes are converted",
                        pk_dtype_name(src->dtype), pk_dtype_name(dst->dtype));
     if (dst->is_readonly) return pk_fail(err, PK_ELAYOUT, "the destination is read-only but would be written");
     if (!pk_view_has_distinct_elements(dst))

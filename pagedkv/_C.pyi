@@ -1,4 +1,4 @@
-"""The extension's names and types; tests/test_stub.py holds this file against the extension. Docs: help(pagedkv.<name>)."""
+"""The extension's names and types, held against it by tests/test_stub.py. For the docs: help(pagedkv.<name>)."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, final, overload
@@ -170,7 +170,13 @@ def linear(
 ) -> _T: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
-    logits: _T, temperatures: _Tensor, seeds: _Tensor, positions: _Tensor, *, out: _T | None = None, stream: _Stream = None
+    logits: _T,
+    temperatures: _Tensor,
+    seeds: _Tensor,
+    positions: _Tensor,
+    *,
+    out: _T | None = None,
+    stream: _Stream = None,
 ) -> _T: ...
 
 @final

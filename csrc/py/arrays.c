@@ -1,7 +1,7 @@
 /* arrays.c - the NumPy C API: int32 arrays over memory that C owns, new arrays; and sequences of integers as C arrays.
  *
- * NumPy is loaded by the first function here that needs it, so that `import pagedkv` does not pay for it. The headers of
- * NumPy 2 make a binary that also runs with later ones.
+ * NumPy is loaded by the first function here that needs it, so that `import pagedkv` does not pay for it. The headers
+ * of NumPy 2 make a binary that also runs with later ones.
  */
 #include "py/py.h"
 

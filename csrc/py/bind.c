@@ -1,7 +1,7 @@
 /* bind.c - arguments of a METH_FASTCALL|METH_KEYWORDS call into one array, by interned names.
  *
- * A call site's keyword names are interned, so a name is found by comparing pointers; and callers tend to write keywords in
- * the order of the signature, so the search starts behind the last one found.
+ * A call site's keyword names are interned, so a name is found by comparing pointers; and callers tend to write
+ * keywords in the order of the signature, so the search starts behind the last one found.
  */
 #include "py/py.h"
 
@@ -140,10 +140,10 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
         PyObject *name = PyTuple_GetItem(kwnames, k);
         int i = find_parameter(signature, name, next);
         if (i < 0 || given[i]) {
-            PyErr_Format(PyExc_TypeError,
-                         i < 0 ? "%s() got an unexpected keyword argument '%U'"
-                               : "%s() got multiple values for argument '%U'",
-                         signature->function, name);
+            PyErr_Format(
+                PyExc_TypeError,
+                i < 0 ? "%s() got an unexpected keyword argument '%U'" : "%s() got multiple values for argument '%U'",
+                signature->function, name);
             return -1;
         }
         given[i] = args[nargs + k];

@@ -10,7 +10,8 @@
 /* An int, or any object with a `cuda_stream` attribute (torch.cuda.Stream). */
 static int read_stream(py_call *call, PyObject *object)
 {
-    PyObject *number = PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, call->state->str_cuda_stream);
+    PyObject *number =
+        PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, call->state->str_cuda_stream);
     if (number && PyLong_Check(number)) {
         call->stream = (pk_stream)(uintptr_t)PyLong_AsUnsignedLongLong(number); /* negative: OverflowError */
         call->stream_is_fixed = true;
@@ -18,7 +19,8 @@ static int read_stream(py_call *call, PyObject *object)
     Py_XDECREF(number);
     if (call->stream_is_fixed && !PyErr_Occurred()) return 0;
     PyErr_Clear();
-    PyErr_Format(PyExc_TypeError, "stream: must be None, an int (a cudaStream_t) or have a cuda_stream, not %R", object);
+    PyErr_Format(PyExc_TypeError, "stream: must be None, an int (a cudaStream_t) or have a cuda_stream, not %R",
+                 object);
     return -1;
 }
 
@@ -34,9 +36,8 @@ int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyO
     call->released = NULL;
     call->status = PK_OK;
     if (py_bind(call->signature, args, nargs, kwnames, call->given) < 0) return -1;
-    return stream >= 0 && call->given[stream] && call->given[stream] != Py_None
-               ? read_stream(call, call->given[stream])
-               : 0;
+    return stream >= 0 && call->given[stream] && call->given[stream] != Py_None ? read_stream(call, call->given[stream])
+                                                                                : 0;
 }
 
 static void free_list(py_tensor_list *list)
@@ -131,7 +132,8 @@ const pk_view *py_call_writable(py_call *call, int parameter)
 {
     py_tensor_in *taken = take_parameter(call, parameter);
     if (!taken) return NULL;
-    if (refuse_grad(call, call->signature->texts[parameter], call->given[parameter], taken) < 0) call->has_failed = true;
+    if (refuse_grad(call, call->signature->texts[parameter], call->given[parameter], taken) < 0)
+        call->has_failed = true;
     return &taken->view;
 }
 

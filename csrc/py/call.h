@@ -2,11 +2,9 @@
  *
  *     py_call call;
  *     if (py_call_begin(&call, state, PY_SIG_rms_norm, STREAM, args, nargs, kwnames) < 0) return NULL;
- *     const pk_view *x = py_call_tensor(&call, X);                          // NULL after a failure: the rest is skipped
- *     py_output out;
- *     py_call_output(&call, OUT, &out);
- *     PY_CALL_RUN(&call, pk_rms_norm(x, ..., &out.base, call.stream, &call.err));
- *     return py_call_end(&call, py_output_result(&out));
+ *     const pk_view *x = py_call_tensor(&call, X);                          // NULL after a failure: the rest is
+ * skipped py_output out; py_call_output(&call, OUT, &out); PY_CALL_RUN(&call, pk_rms_norm(x, ..., &out.base,
+ * call.stream, &call.err)); return py_call_end(&call, py_output_result(&out));
  *
  * The first failure sticks: later steps do nothing, PY_CALL_RUN does not run, and py_call_end raises.
  */
@@ -65,22 +63,23 @@ int64_t py_call_int(py_call *call, int parameter, int64_t otherwise);
 double py_call_double(py_call *call, int parameter, double otherwise);
 bool py_call_bool(py_call *call, int parameter, bool otherwise);
 
-/* The output given as `parameter`, or (None, left out, or parameter -1) one to be allocated in the framework of the first
- * tensor argument: torch in, torch out; NumPy in, NumPy out where NumPy has the dtype; otherwise a pagedkv.Tensor. */
+/* The output given as `parameter`, or (None, left out, or parameter -1) one to be allocated in the framework of the
+ * first tensor argument: torch in, torch out; NumPy in, NumPy out where NumPy has the dtype; otherwise a
+ * pagedkv.Tensor. */
 void py_call_output(py_call *call, int parameter, py_output *output);
 /* A new reference to what the operation wrote; NULL where the call failed. Call it once for every py_call_output. */
 PyObject *py_output_result(py_output *output);
 
-/* Releases the GIL around an operation of the CPU that is not trivially small. It is kept for CUDA: launches are short, and
- * taking it back costs up to milliseconds where other threads want it. */
+/* Releases the GIL around an operation of the CPU that is not trivially small. It is kept for CUDA: launches are short,
+ * and taking it back costs up to milliseconds where other threads want it. */
 void py_call_release_gil(py_call *call);
 void py_call_take_gil(py_call *call);
-#define PY_CALL_RUN(call, expression)           \
-    do {                                        \
-        if ((call)->has_failed) break;          \
-        py_call_release_gil(call);              \
-        (call)->status = (expression);          \
-        py_call_take_gil(call);                 \
+#define PY_CALL_RUN(call, expression)  \
+    do {                               \
+        if ((call)->has_failed) break; \
+        py_call_release_gil(call);     \
+        (call)->status = (expression); \
+        py_call_take_gil(call);        \
     } while (0)
 
 /* The same of two outputs, as a tuple; of one where `second` is NULL. */

@@ -2,14 +2,16 @@
 #ifndef PK_PY_DOCS_H
 #define PK_PY_DOCS_H
 
+/* clang-format off */
 #define PY_DOC_OUT \
-    "out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out, NumPy\n" \
-    "in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
+    "out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out,\n" \
+    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
 #define PY_DOC_STREAM \
-    "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: the current stream of the framework of the\n" \
-    "first CUDA tensor, otherwise the legacy default stream. Ignored on the CPU. Nothing is waited for.\n"
+    "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: the current stream of the framework of\n" \
+    "the first CUDA tensor, otherwise the legacy default stream. Ignored on the CPU. Nothing is waited for.\n"
 #define PY_DOC_ERRORS \
-    "Shapes and values raise ValueError, dtypes TypeError, strides, read-only memory and devices BufferError; after an error\n" \
-    "nothing was written.\n"
+    "Shapes and values raise ValueError, dtypes TypeError, strides, read-only memory and devices BufferError; after an\n" \
+    "error nothing was written.\n"
+/* clang-format on */
 
 #endif

@@ -68,9 +68,15 @@ static int module_exec(PyObject *module)
 static void visit_state(py_state *state, void (*each)(PyObject **slot, void *context), void *context)
 {
     PyObject **const slots[] = {
-        (PyObject **)&state->tensor_type, (PyObject **)&state->step_type, &state->out_of_blocks,
-        &state->cuda_error,               &state->str_dlpack,             &state->str_dlpack_device,
-        &state->str_exchange_api,         &state->str_requires_grad,      &state->str_cuda_stream,
+        (PyObject **)&state->tensor_type,
+        (PyObject **)&state->step_type,
+        &state->out_of_blocks,
+        &state->cuda_error,
+        &state->str_dlpack,
+        &state->str_dlpack_device,
+        &state->str_exchange_api,
+        &state->str_requires_grad,
+        &state->str_cuda_stream,
     };
     for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) each(slots[i], context);
     for (int i = 0; i < PY_NUM_SIGNATURES; i++)

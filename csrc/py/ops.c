@@ -1,5 +1,5 @@
-/* ops.c - the operations on a paged KV cache, for Python: bind, make views, call. No rule about shapes is here: those are in
- * csrc/ops_store.c, ops_attention.c, ops_blocks.c, ops_merge.c, ops_rope.c. */
+/* ops.c - the operations on a paged KV cache, for Python: bind, make views, call. No rule about shapes is here: those
+ * are in csrc/ops_store.c, ops_attention.c, ops_blocks.c, ops_merge.c, ops_rope.c. */
 #include "py/call.h"
 #include "py/docs.h"
 
@@ -8,28 +8,31 @@
 #define CACHES_DOC \
     "k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same float dtype, or float8_e4m3fn.\n"
 #define SLOTS_DOC \
-    "slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one is padding and stores nothing.\n"
+    "slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one stores nothing.\n"
 #define SCALES_DOC "k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 "
 
-PyDoc_STRVAR(store_kvcache_doc,
-             "store_kvcache($module, key, value, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None, stream=None)\n"
-             "--\n\n"
-             "Writes new keys and values into their pages, in place.\n\n"
-             "key, value: [num_tokens, num_kv_heads, head_dim] float32, float16 or bfloat16; the last dimension dense, so slices\n"
-             "of a fused qkv projection are taken as they are.\n" CACHES_DOC SLOTS_DOC SCALES_DOC
-             "of shape [1] or [num_kv_heads].\n" PY_DOC_STREAM PY_DOC_ERRORS
-             "A slot outside of the pool: the CPU raises ValueError before anything is written; CUDA skips it and records it for\n"
-             "check_errors().");
+PyDoc_STRVAR(
+    store_kvcache_doc,
+    "store_kvcache($module, key, value, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None, stream=None)\n"
+    "--\n\n"
+    "Writes new keys and values into their pages, in place.\n\n"
+    "key, value: [num_tokens, num_kv_heads, head_dim] float32, float16 or bfloat16; the last dimension dense, so\n"
+    "slices of a fused qkv projection are taken as they are.\n" CACHES_DOC SLOTS_DOC SCALES_DOC
+    "of shape [1] or [num_kv_heads].\n" PY_DOC_STREAM PY_DOC_ERRORS
+    "A slot outside of the pool: the CPU raises ValueError before anything is written; CUDA skips it and records it\n"
+    "for check_errors().");
 static PyObject *py_store_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { KEY, VALUE, K_CACHE, V_CACHE, SLOT_MAPPING, K_SCALE, V_SCALE, STREAM };
     py_call call;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_store_kvcache, STREAM, args, nargs, kwnames) < 0) return NULL;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_store_kvcache, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
     const pk_view *key = py_call_tensor(&call, KEY), *value = py_call_tensor(&call, VALUE);
     const pk_view *k_cache = py_call_writable(&call, K_CACHE), *v_cache = py_call_writable(&call, V_CACHE);
     const pk_view *slot_mapping = py_call_tensor(&call, SLOT_MAPPING);
     pk_scale k_scale = py_call_scale(&call, K_SCALE), v_scale = py_call_scale(&call, V_SCALE);
-    PY_CALL_RUN(&call, pk_store_kvcache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, call.stream, &call.err));
+    PY_CALL_RUN(&call,
+                pk_store_kvcache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, call.stream, &call.err));
     return py_call_end(&call, Py_NewRef(Py_None));
 }
 
@@ -51,32 +54,34 @@ static void read_window(py_call *call, int parameter, pk_attention_call *request
     Py_XDECREF(pair);
 }
 
-PyDoc_STRVAR(paged_attention_fwd_doc,
-             "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
-             "max_seqlen_q=None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-             "sinks=None, k_scale=None, v_scale=None, num_splits=0, out=None, return_lse=False, stream=None)\n--\n\n"
-             "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
-             "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads is a multiple of num_kv_heads.\n"
-             CACHES_DOC
-             "block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is padding.\n"
-             "context_lens: [num_seqs] int32, every key that a sequence may see, its new tokens included.\n"
-             "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each.\n"
-             "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
-             "softmax_scale: None is 1 / sqrt(head_dim). causal: query i of n sees key j iff j <= i + context_len - n.\n"
-             "window_size: (left, right) keys seen beside a query's own position, -1 is unbounded.\n"
-             "softcap: c > 0 makes every logit c * tanh(logit / c).\n"
-             "alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
-             "sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n" SCALES_DOC
-             "of shape [1], [num_kv_heads] or\n[num_seqs, num_kv_heads].\n"
-             "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number fixes the order of\n"
-             "additions whatever the batch.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-             "A page out of range: the CPU raises ValueError; CUDA masks its keys and records it for check_errors().\n\n"
-             "Returns out, or (out, lse) with lse [num_q_heads, num_tokens] float32, the natural log of the sum of the\n"
-             "exponentials of the logits. A row that sees no key gives 0 and -inf.");
+PyDoc_STRVAR(
+    paged_attention_fwd_doc,
+    "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
+    "max_seqlen_q=None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "sinks=None, k_scale=None, v_scale=None, num_splits=0, out=None, return_lse=False, stream=None)\n--\n\n"
+    "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
+    "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" CACHES_DOC
+    "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
+    "padding. context_lens: [num_seqs] int32, every key that a sequence may see, its new tokens included.\n"
+    "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each.\n"
+    "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
+    "softmax_scale: None is 1 / sqrt(head_dim). causal: query i of n sees key j iff j <= i + context_len - n.\n"
+    "window_size: (left, right) keys seen beside a query's own position, -1 is unbounded.\n"
+    "softcap: c > 0 makes every logit c * tanh(logit / c).\n"
+    "alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
+    "sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n" SCALES_DOC
+    "of shape [1], [num_kv_heads] or\n[num_seqs, num_kv_heads].\n"
+    "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number fixes the order of\n"
+    "additions whatever the batch.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "A page out of range: the CPU raises ValueError; CUDA masks its keys and records it for check_errors().\n\n"
+    "Returns out, or (out, lse) with lse [num_q_heads, num_tokens] float32, the natural log of the sum of the\n"
+    "exponentials of the logits. A row that sees no key gives 0 and -inf.");
 static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
+    /* clang-format off */
     enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, SOFTMAX_SCALE, CAUSAL,
            WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS, OUT, RETURN_LSE, STREAM };
+    /* clang-format on */
     py_call call;
     py_output out, lse;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_paged_attention_fwd, STREAM, args, nargs, kwnames) < 0)
@@ -106,37 +111,42 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
     return py_call_end(&call, py_output_results(&out, wants_lse ? &lse : NULL));
 }
 
-PyDoc_STRVAR(copy_blocks_doc,
-             "copy_blocks($module, caches, src_dst_pairs, *, stream=None)\n--\n\n"
-             "Copies whole pages within each cache: cache[dst] = cache[src] (the copy of copy-on-write).\n\n"
-             "caches: one tensor or a list of them (keys and values of all layers), [num_blocks, ...] of any dtype.\n"
-             "src_dst_pairs: [num_pairs, 2] int32 or int64 on the CPU, as BlockManager returns them. No page may be written\n"
-             "twice, or be both read and written.\n" PY_DOC_STREAM PY_DOC_ERRORS);
+PyDoc_STRVAR(
+    copy_blocks_doc,
+    "copy_blocks($module, caches, src_dst_pairs, *, stream=None)\n--\n\n"
+    "Copies whole pages within each cache: cache[dst] = cache[src] (the copy of copy-on-write).\n\n"
+    "caches: one tensor or a list of them (keys and values of all layers), [num_blocks, ...] of any dtype.\n"
+    "src_dst_pairs: [num_pairs, 2] int32 or int64 on the CPU, as BlockManager returns them. No page may be written\n"
+    "twice, or be both read and written.\n" PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_copy_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { CACHES, PAIRS, STREAM };
     py_call call;
     int num_caches;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_copy_blocks, STREAM, args, nargs, kwnames) < 0) return NULL;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_copy_blocks, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
     const pk_view *caches = py_call_tensors(&call, CACHES, true, &num_caches), *pairs = py_call_tensor(&call, PAIRS);
     PY_CALL_RUN(&call, pk_copy_blocks(caches, num_caches, pairs, call.stream, &call.err));
     return py_call_end(&call, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(swap_blocks_doc,
-             "swap_blocks($module, src, dst, pairs, *, stream=None)\n--\n\n"
-             "Copies whole pages from one pool to another, on the same device or between a GPU and the CPU:\n"
-             "dst[i][pairs[p, 1]] = src[i][pairs[p, 0]].\n\n"
-             "src, dst: one tensor each, or two lists of equal length, [num_blocks, ...] of any dtype and alike in all but the\n"
-             "number of pages. pairs: [num_pairs, 2] int32 or int64 on the CPU.\n" PY_DOC_STREAM PY_DOC_ERRORS
-             "Host memory that a GPU copies must stay alive and unchanged until the stream has done it.");
+PyDoc_STRVAR(
+    swap_blocks_doc,
+    "swap_blocks($module, src, dst, pairs, *, stream=None)\n--\n\n"
+    "Copies whole pages from one pool to another, on the same device or between a GPU and the CPU:\n"
+    "dst[i][pairs[p, 1]] = src[i][pairs[p, 0]].\n\n"
+    "src, dst: one tensor each, or two lists of equal length, [num_blocks, ...] of any dtype and alike in all but the\n"
+    "number of pages. pairs: [num_pairs, 2] int32 or int64 on the CPU.\n" PY_DOC_STREAM PY_DOC_ERRORS
+    "Host memory that a GPU copies must stay alive and unchanged until the stream has done it.");
 static PyObject *py_swap_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SRC, DST, PAIRS, STREAM };
     py_call call;
     int num_src, num_dst;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_swap_blocks, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *src = py_call_tensors(&call, SRC, false, &num_src), *dst = py_call_tensors(&call, DST, true, &num_dst);
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_swap_blocks, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *src = py_call_tensors(&call, SRC, false, &num_src),
+                  *dst = py_call_tensors(&call, DST, true, &num_dst);
     const pk_view *pairs = py_call_tensor(&call, PAIRS);
     if (!call.has_failed && num_src != num_dst) {
         PyErr_Format(PyExc_ValueError, "dst: has %d tensors but src has %d", num_dst, num_src);
@@ -146,12 +156,13 @@ static PyObject *py_swap_blocks(PyObject *module, PyObject *const *args, Py_ssiz
     return py_call_end(&call, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(merge_attention_states_doc,
-             "merge_attention_states($module, o, lse, *, out=None, return_lse=False, stream=None)\n--\n\n"
-             "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n\n"
-             "o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. lse: [num_parts, num_heads,\n"
-             "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing.\n" PY_DOC_OUT PY_DOC_STREAM
-             PY_DOC_ERRORS "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
+PyDoc_STRVAR(
+    merge_attention_states_doc,
+    "merge_attention_states($module, o, lse, *, out=None, return_lse=False, stream=None)\n--\n\n"
+    "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n\n"
+    "o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. lse: [num_parts, num_heads,\n"
+    "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing.\n" PY_DOC_OUT PY_DOC_STREAM
+        PY_DOC_ERRORS "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
 static PyObject *py_merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { O, LSE, OUT, RETURN_LSE, STREAM };
@@ -163,26 +174,42 @@ static PyObject *py_merge_attention_states(PyObject *module, PyObject *const *ar
     py_call_output(&call, OUT, &out);
     bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
     py_call_output(&call, -1, &out_lse);
-    PY_CALL_RUN(&call, pk_merge_attention_states(o, lse, &out.base, wants_lse ? &out_lse.base : NULL, call.stream, &call.err));
+    PY_CALL_RUN(&call,
+                pk_merge_attention_states(o, lse, &out.base, wants_lse ? &out_lse.base : NULL, call.stream, &call.err));
     return py_call_end(&call, py_output_results(&out, wants_lse ? &out_lse : NULL));
 }
 
-PyDoc_STRVAR(qk_norm_rope_store_doc,
-             "qk_norm_rope_store($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, "
-             "eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
-             "What stands between a fused projection and attention, in one pass: RMS norm of every head of q and k, rotary\n"
-             "embedding, k and v into their pages; returns q.\n\n"
-             "qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] float32, float16 or bfloat16.\n"
-             "q_weight, k_weight: [head_dim] of qkv's dtype, or both None for no norm.\n"
-             "cos_sin: [max_positions, head_dim] float32: the cosines of all pairs, then the sines. Dimension i is paired with\n"
-             "i + head_dim / 2 (RoFormer, Su et al. 2021, in the order of Llama and Qwen).\n"
-             "positions: [num_tokens] int32, less than max_positions.\n" CACHES_DOC SLOTS_DOC SCALES_DOC
-             "of shape [1] or [num_kv_heads].\n"
-             "q_out: [num_tokens, num_q_heads, head_dim] contiguous; left out, a new tensor in qkv's framework.\n"
-             PY_DOC_STREAM PY_DOC_ERRORS);
+PyDoc_STRVAR(
+    qk_norm_rope_store_doc,
+    "qk_norm_rope_store($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, "
+    "eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
+    "What stands between a fused projection and attention, in one pass: RMS norm of every head of q and k, rotary\n"
+    "embedding, k and v into their pages; returns q.\n\n"
+    "qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] float32, float16 or bfloat16.\n"
+    "q_weight, k_weight: [head_dim] of qkv's dtype, or both None for no norm.\n"
+    "cos_sin: [max_positions, head_dim] float32: the cosines of all pairs, then the sines. Dimension i is paired with\n"
+    "i + head_dim / 2 (RoFormer, Su et al. 2021, in the order of Llama and Qwen).\n"
+    "positions: [num_tokens] int32, less than max_positions.\n" CACHES_DOC SLOTS_DOC SCALES_DOC
+    "of shape [1] or [num_kv_heads].\n"
+    "q_out: [num_tokens, num_q_heads, head_dim] contiguous; left out, a new tensor in qkv's framework.\n" PY_DOC_STREAM
+        PY_DOC_ERRORS);
 static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { QKV, Q_WEIGHT, K_WEIGHT, COS_SIN, POSITIONS, K_CACHE, V_CACHE, SLOT_MAPPING, EPS, K_SCALE, V_SCALE, Q_OUT, STREAM };
+    enum {
+        QKV,
+        Q_WEIGHT,
+        K_WEIGHT,
+        COS_SIN,
+        POSITIONS,
+        K_CACHE,
+        V_CACHE,
+        SLOT_MAPPING,
+        EPS,
+        K_SCALE,
+        V_SCALE,
+        Q_OUT,
+        STREAM
+    };
     py_call call;
     py_output q_out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_qk_norm_rope_store, STREAM, args, nargs, kwnames) < 0)
@@ -195,8 +222,8 @@ static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, 
     double eps = py_call_double(&call, EPS, 1e-6);
     pk_scale k_scale = py_call_scale(&call, K_SCALE), v_scale = py_call_scale(&call, V_SCALE);
     py_call_output(&call, Q_OUT, &q_out);
-    PY_CALL_RUN(&call, pk_qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
-                                             k_scale, v_scale, &q_out.base, call.stream, &call.err));
+    PY_CALL_RUN(&call, pk_qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache,
+                                             slot_mapping, eps, k_scale, v_scale, &q_out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&q_out));
 }
 

@@ -1,15 +1,16 @@
-/* ops_dense.c - the dense operations of a model, for Python: bind, make views, call. No rule about shapes is here: those are
- * in csrc/ops_dense.c, ops_linear.c, ops_sample.c. */
+/* ops_dense.c - the dense operations of a model, for Python: bind, make views, call. No rule about shapes is here:
+ * those are in csrc/ops_dense.c, ops_linear.c, ops_sample.c. */
 #include "py/call.h"
 #include "py/docs.h"
 
-PyDoc_STRVAR(embedding_doc,
-             "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
-             "out[t] = weight[token_ids[t]].\n\n"
-             "token_ids: [num_tokens] int32 or int64. weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n"
-             "Returns out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-             "An id outside of the table raises ValueError on the CPU before anything is written; CUDA writes zeros and\n"
-             "records it for check_errors().");
+PyDoc_STRVAR(
+    embedding_doc,
+    "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
+    "out[t] = weight[token_ids[t]].\n\n"
+    "token_ids: [num_tokens] int32 or int64. weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n"
+    "Returns out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "An id outside of the table raises ValueError on the CPU before anything is written; CUDA writes zeros and\n"
+    "records it for check_errors().");
 static PyObject *py_embedding(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { TOKEN_IDS, WEIGHT, OUT, STREAM };
@@ -22,31 +23,34 @@ static PyObject *py_embedding(PyObject *module, PyObject *const *args, Py_ssize_
     return py_call_end(&call, py_output_result(&out));
 }
 
-PyDoc_STRVAR(gather_rows_doc,
-             "gather_rows($module, x, indices, *, out=None, stream=None)\n--\n\n"
-             "out[i] = x[indices[i]]: for example the last token of every sequence before the LM head.\n\n"
-             "x: [num_rows, row_size] float32, float16 or bfloat16. indices: [num_indices] int32 or int64.\n"
-             "Returns out, [num_indices, row_size] of x's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-             "An index out of range raises ValueError on the CPU before anything is written; CUDA writes zeros and records it\n"
-             "for check_errors().");
+PyDoc_STRVAR(
+    gather_rows_doc,
+    "gather_rows($module, x, indices, *, out=None, stream=None)\n--\n\n"
+    "out[i] = x[indices[i]]: for example the last token of every sequence before the LM head.\n\n"
+    "x: [num_rows, row_size] float32, float16 or bfloat16. indices: [num_indices] int32 or int64.\n"
+    "Returns out, [num_indices, row_size] of x's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "An index out of range raises ValueError on the CPU before anything is written; CUDA writes zeros and records it\n"
+    "for check_errors().");
 static PyObject *py_gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, INDICES, OUT, STREAM };
     py_call call;
     py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_gather_rows, STREAM, args, nargs, kwnames) < 0) return NULL;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_gather_rows, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
     const pk_view *x = py_call_tensor(&call, X), *indices = py_call_tensor(&call, INDICES);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_gather_rows(x, indices, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));
 }
 
-PyDoc_STRVAR(rms_norm_doc,
-             "rms_norm($module, x, weight, eps=1e-06, *, residual=None, out=None, stream=None)\n--\n\n"
-             "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n\n"
-             "x: [num_rows, row_size] float32, float16 or bfloat16. weight: [row_size] of the same dtype.\n"
-             "residual: like x, updated in place: residual += x first, rounded to its dtype, and the sum is what is normalised.\n"
-             "x itself is never changed, unless it is given as out.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
+PyDoc_STRVAR(
+    rms_norm_doc,
+    "rms_norm($module, x, weight, eps=1e-06, *, residual=None, out=None, stream=None)\n--\n\n"
+    "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n\n"
+    "x: [num_rows, row_size] float32, float16 or bfloat16. weight: [row_size] of the same dtype.\n"
+    "residual: like x, updated in place: residual += x first, rounded to its dtype, and the sum is what is\n"
+    "normalised. x itself is never changed, unless it is given as out.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, EPS, RESIDUAL, OUT, STREAM };
@@ -61,12 +65,13 @@ static PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t
     return py_call_end(&call, py_output_result(&out));
 }
 
-PyDoc_STRVAR(linear_doc,
-             "linear($module, x, weight, bias=None, *, out=None, stream=None)\n--\n\n"
-             "out = x @ weight.T + bias, accumulated in float32.\n\n"
-             "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias: [out_features],\n"
-             "both of x's dtype. Returns out, [num_rows, out_features] of x's dtype; a given out may also be float32.\n" PY_DOC_OUT
-             PY_DOC_STREAM PY_DOC_ERRORS);
+PyDoc_STRVAR(
+    linear_doc,
+    "linear($module, x, weight, bias=None, *, out=None, stream=None)\n--\n\n"
+    "out = x @ weight.T + bias, accumulated in float32.\n\n"
+    "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
+    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype or, where given, float32.\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, BIAS, OUT, STREAM };
@@ -82,35 +87,39 @@ static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t n
     return py_call_end(&call, py_output_result(&out));
 }
 
-PyDoc_STRVAR(silu_and_mul_doc,
-             "silu_and_mul($module, x, *, out=None, stream=None)\n--\n\n"
-             "out = silu(x[:, :n]) * x[:, n:] with silu(a) = a / (1 + exp(-a)): gate and up projection side by side (SwiGLU,\n"
-             "Shazeer 2020).\n\n"
-             "x: [num_rows, 2 * n] float32, float16 or bfloat16. Returns out, [num_rows, n] of x's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
+PyDoc_STRVAR(
+    silu_and_mul_doc,
+    "silu_and_mul($module, x, *, out=None, stream=None)\n--\n\n"
+    "out = silu(x[:, :n]) * x[:, n:] with silu(a) = a / (1 + exp(-a)): gate and up projection side by side (SwiGLU,\n"
+    "Shazeer 2020).\n\n"
+    "x: [num_rows, 2 * n] float32, float16 or bfloat16. Returns out, [num_rows, n] of x's dtype.\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_silu_and_mul(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, OUT, STREAM };
     py_call call;
     py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_silu_and_mul, STREAM, args, nargs, kwnames) < 0) return NULL;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_silu_and_mul, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
     const pk_view *x = py_call_tensor(&call, X);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_silu_and_mul(x, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));
 }
 
-PyDoc_STRVAR(sample_doc,
-             "sample($module, logits, temperatures, seeds, positions, *, out=None, stream=None)\n--\n\n"
-             "One token a row. Temperature 0 takes the largest logit (the lowest index of equal ones); otherwise the largest of\n"
-             "(logits - max(logits)) / temperature + g, which draws from softmax(logits / temperature).\n\n"
-             "logits: [num_rows, vocab_size] float32, float16 or bfloat16; -inf excludes a token. temperatures: [num_rows]\n"
-             "float32, finite and at least 0. seeds: [num_rows] int64. positions: [num_rows] int32, at least 0: the position of\n"
-             "the new token in its sequence. Returns out, [num_rows] int32.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-             "A NaN logit, or a row of nothing but -inf, is a ValueError that names it.\n\n"
-             "The g are Gumbel variates of Philox4x32-10 (Salmon et al. 2011). Token v takes word v % 4 at counter\n"
-             "(v // 4, position, 0, 0) with the low and the high half of the seed as key; of that word x comes\n"
-             "w = min(((x >> 1) + 0.5) * 2**-31, 1 - 2**-24) and g = -log(-log(1 - w)). So a row's token depends on its logits,\n"
-             "temperature, seed and position only: not on the batch, on chunking, on threads or on the device.");
+PyDoc_STRVAR(
+    sample_doc,
+    "sample($module, logits, temperatures, seeds, positions, *, out=None, stream=None)\n--\n\n"
+    "One token a row. Temperature 0 takes the largest logit (the lowest index of equal ones); otherwise the largest\n"
+    "of (logits - max(logits)) / temperature + g, which draws from softmax(logits / temperature).\n\n"
+    "logits: [num_rows, vocab_size] float32, float16 or bfloat16; -inf excludes a token. temperatures: [num_rows]\n"
+    "float32, finite and at least 0. seeds: [num_rows] int64. positions: [num_rows] int32, at least 0: the position\n"
+    "of the new token in its sequence. Returns out, [num_rows] int32.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "A NaN logit, or a row of nothing but -inf, is a ValueError that names it.\n\n"
+    "The g are Gumbel variates of Philox4x32-10 (Salmon et al. 2011). Token v takes word v % 4 at counter\n"
+    "(v // 4, position, 0, 0) with the low and the high half of the seed as key; of that word x comes\n"
+    "w = min(((x >> 1) + 0.5) * 2**-31, 1 - 2**-24) and g = -log(-log(1 - w)). So a row's token depends on its\n"
+    "logits, temperature, seed and position only: not on the batch, on chunking, on threads or on the device.");
 static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { LOGITS, TEMPERATURES, SEEDS, POSITIONS, OUT, STREAM };

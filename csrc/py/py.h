@@ -11,7 +11,8 @@
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *
- * Conventions: a function that returns int gives 0, or -1 with an exception set. `name` is the argument's name, for the message.
+ * Conventions: a function that returns int gives 0, or -1 with an exception set. `name` is the argument's name, for the
+ * message.
  */
 #ifndef PK_PY_H
 #define PK_PY_H
@@ -23,11 +24,11 @@
 #include "py/dlpack.h"
 
 #ifndef Py_SETREF /* not in the limited API */
-#define Py_SETREF(slot, value)            \
-    do {                                  \
-        PyObject *py_old_ = (slot);       \
-        (slot) = (value);                 \
-        Py_XDECREF(py_old_);              \
+#define Py_SETREF(slot, value)      \
+    do {                            \
+        PyObject *py_old_ = (slot); \
+        (slot) = (value);           \
+        Py_XDECREF(py_old_);        \
     } while (0)
 #endif
 
@@ -35,23 +36,25 @@
 
 /* Everything that takes keywords, by the name it has here: a module function, or Type_method. The signature itself
  * is read at import from the first line of the docstring, which is also what inspect.signature shows. */
-#define PY_SIGNATURES(X)                                                                                        \
-    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads)                        \
-    X(store_kvcache) X(paged_attention_fwd) X(copy_blocks) X(swap_blocks) X(merge_attention_states)             \
-    X(embedding) X(gather_rows) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) X(sample)           \
-    X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                         \
-    X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                 \
-    X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                  \
-    X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)              \
-    X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed) \
-    X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                   \
+/* clang-format off */
+#define PY_SIGNATURES(X)                                                                                              \
+    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads)                              \
+    X(store_kvcache) X(paged_attention_fwd) X(copy_blocks) X(swap_blocks) X(merge_attention_states)                   \
+    X(embedding) X(gather_rows) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) X(sample)                 \
+    X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                               \
+    X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
+    X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
+    X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)                    \
+    X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed)     \
+    X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                         \
     X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare)
+/* clang-format on */
 
 enum {
 #define X(name) PY_SIG_##name,
     PY_SIGNATURES(X)
 #undef X
-    PY_NUM_SIGNATURES
+        PY_NUM_SIGNATURES
 };
 
 #define PY_MAX_PARAMS 24
@@ -111,12 +114,16 @@ int py_add_signatures(py_state *state, const char *prefix, const PyMethodDef *me
 int py_add_signature(py_state *state, const char *name, const char *doc);
 
 /* given[i] is the borrowed argument of parameter i, or NULL where it was left out. Messages as CPython's own. */
-int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, PyObject **given);
+int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+            PyObject **given);
 /* The same for a tp_new or tp_init. */
 int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given);
 
 /* A method-table row of a function or method that takes keywords: PY_METHOD("allocate", py_allocate, allocate_doc) */
-#define PY_METHOD(name, function, doc) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS, doc}
+#define PY_METHOD(name, function, doc)                                                    \
+    {                                                                                     \
+        name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS, doc \
+    }
 
 int py_int64_arg(const char *name, PyObject *value, int64_t *out);
 int py_double_arg(const char *name, PyObject *value, double *out);
@@ -158,27 +165,29 @@ DLDataType py_dlpack_dtype(pk_dtype dtype);
 /* A new Tensor over `view`; takes the hold over, also where it fails. */
 PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hold);
 /* A new Tensor with its own memory, not initialised; contiguous. */
-PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape, pk_error *err);
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
+                        pk_error *err);
 const pk_view *py_tensor_view(PyObject *tensor);
 
 /* --------------------------------------------------------- runtime (runtime.c) */
 
-/* Imports NumPy where `linear` on the CPU would use a BLAS for so many rows and the process has loaded none: NumPy brings
- * one. */
+/* Imports NumPy where `linear` on the CPU would use a BLAS for so many rows and the process has loaded none: NumPy
+ * brings one. */
 int py_ensure_blas(int64_t num_rows, pk_dtype dtype);
 
 /* ----------------------------------------------------------- arrays (arrays.c) */
 
-/* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NumPy is loaded by the
- * first of these calls. */
+/* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NumPy is loaded by
+ * the first of these calls. */
 PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable);
 /* A new ndarray with its own memory, of any dtype that NumPy has; *data points at it. */
 PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data);
 bool py_array_has_dtype(pk_dtype dtype);
 
-/* A sequence of integers as a C array: int32 where `dtype` is PK_I32, int64 where it is PK_I64. Takes a list, a tuple, any
- * other sequence, or a one-dimensional int32 or int64 tensor on the CPU (read in place where the dtype is the one wanted).
- * Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A single int is not a sequence. */
+/* A sequence of integers as a C array: int32 where `dtype` is PK_I32, int64 where it is PK_I64. Takes a list, a tuple,
+ * any other sequence, or a one-dimensional int32 or int64 tensor on the CPU (read in place where the dtype is the one
+ * wanted). Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A single int is not a
+ * sequence. */
 typedef struct {
     union {
         const int32_t *i32;

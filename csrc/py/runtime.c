@@ -34,25 +34,25 @@ static PyObject *on_device(PyObject *module, int signature, pk_device_type other
     if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
     if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
     pk_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = function(device, &err);
-    Py_END_ALLOW_THREADS
-    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
+    Py_BEGIN_ALLOW_THREADS status = function(device, &err);
+    Py_END_ALLOW_THREADS return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
 }
 
-PyDoc_STRVAR(synchronize_doc,
-             "synchronize($module, device=\"cpu\")\n--\n\n"
-             "Waits until all work queued on `device` is done. Nothing to wait for on the CPU, whose operations are done when\n"
-             "they return. Raises CudaError for what went wrong in earlier work.");
+PyDoc_STRVAR(
+    synchronize_doc,
+    "synchronize($module, device=\"cpu\")\n--\n\n"
+    "Waits until all work queued on `device` is done. Nothing to wait for on the CPU, whose operations are done when\n"
+    "they return. Raises CudaError for what went wrong in earlier work.");
 static PyObject *py_synchronize(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     return on_device(module, PY_SIG_synchronize, PK_CPU, synchronize_device, args, nargs, kwnames);
 }
 
-PyDoc_STRVAR(check_errors_doc,
-             "check_errors($module, device=\"cuda:0\")\n--\n\n"
-             "Waits for `device` and raises ValueError for what its kernels recorded (a slot or a page out of range, which they\n"
-             "treated as masked), then forgets it. The CPU raises at once and never has anything recorded.");
+PyDoc_STRVAR(
+    check_errors_doc,
+    "check_errors($module, device=\"cuda:0\")\n--\n\n"
+    "Waits for `device` and raises ValueError for what its kernels recorded (a slot or a page out of range, which\n"
+    "they treated as masked), then forgets it. The CPU raises at once and never has anything recorded.");
 static PyObject *py_check_errors(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     return on_device(module, PY_SIG_check_errors, PK_CUDA, check_device, args, nargs, kwnames);
@@ -72,7 +72,8 @@ static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_
 {
     PyObject *given[1];
     int64_t n;
-    if (py_bind(&py_module_state(module)->signatures[PY_SIG_set_num_threads], args, nargs, kwnames, given) < 0) return NULL;
+    if (py_bind(&py_module_state(module)->signatures[PY_SIG_set_num_threads], args, nargs, kwnames, given) < 0)
+        return NULL;
     if (py_int64_arg("n", given[0], &n) < 0) return NULL;
     if (n < 1 || n > 4096) return PyErr_Format(PyExc_ValueError, "n: is %lld but must be in [1, 4096]", (long long)n);
     pk_cpu_set_num_threads((int)n);
@@ -87,11 +88,12 @@ int py_ensure_blas(int64_t num_rows, pk_dtype dtype)
     return numpy ? 0 : -1;
 }
 
-PyDoc_STRVAR(build_info_doc,
-             "build_info($module, /)\n--\n\n"
-             "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
-             "cuda_devices; cuda_problem (why CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by\n"
-             "PAGEDKV_CPU_ISA); blas (what `linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
+PyDoc_STRVAR(
+    build_info_doc,
+    "build_info($module, /)\n--\n\n"
+    "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
+    "cuda_devices; cuda_problem (why CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by\n"
+    "PAGEDKV_CPU_ISA); blas (what `linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
 static PyObject *py_build_info(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -102,22 +104,22 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
     const char *blas;
     if (py_ensure_blas(INT32_MAX, PK_F32) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS /* loads the driver and the BLAS */
-    status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
+        status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
     num_devices = pk_cuda_device_count();
     blas = pk_cpu_blas_name();
-    Py_END_ALLOW_THREADS
-    bool has_cuda = status == PK_OK;
+    Py_END_ALLOW_THREADS bool has_cuda = status == PK_OK;
 #ifdef Py_GIL_DISABLED
     PyObject *free_threaded = Py_True;
 #else
     PyObject *free_threaded = Py_False;
 #endif
-    return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION, "backends",
-                         has_cuda ? Py_BuildValue("[ss]", "cpu", "cuda") : Py_BuildValue("[s]", "cpu"), "cuda",
-                         pk_built_with_cuda() ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
-                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "blas", blas,
-                         "threads", pk_cpu_num_threads(), "dlpack", Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION),
-                         "compiler", COMPILER, "free_threaded", free_threaded);
+    return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION,
+                         "backends", has_cuda ? Py_BuildValue("[ss]", "cpu", "cuda") : Py_BuildValue("[s]", "cpu"),
+                         "cuda", pk_built_with_cuda() ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
+                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "blas", blas, "threads",
+                         pk_cpu_num_threads(), "dlpack",
+                         Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION), "compiler",
+                         COMPILER, "free_threaded", free_threaded);
 }
 
 PyMethodDef py_runtime_functions[] = {

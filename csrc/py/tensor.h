@@ -6,16 +6,15 @@
 #include "py/py.h"
 
 typedef struct {
-    PyObject_HEAD
-    pk_view view;
+    PyObject_HEAD pk_view view;
     py_hold hold;
     PyObject *weakrefs;
 } py_tensor;
 
 PyObject *py_shape_tuple(const int64_t *values, int ndim);
 
-/* A shape: an int or a sequence of them, at most PK_MAX_DIMS, not negative (one may be -1 where allow_free). Returns the
- * number of dimensions, or -1. */
+/* A shape: an int or a sequence of them, at most PK_MAX_DIMS, not negative (one may be -1 where allow_free). Returns
+ * the number of dimensions, or -1. */
 int py_shape_arg(const char *name, PyObject *object, bool allow_free, int64_t *shape);
 /* "bfloat16", torch.bfloat16, numpy.float32, ... */
 int py_dtype_arg(const char *name, PyObject *object, pk_dtype *dtype);

@@ -6,9 +6,10 @@
  *   buffer           PyObject_GetBuffer (says what is read-only)          NumPy, array.array, memoryview
  *   DLPack           x.__dlpack__(max_version=(1, 3)), then without       CuPy, JAX, older PyTorch
  *
- * Which one it is depends on the type alone and is remembered by type. The exchange API is the fast one, tens of ns, because
- * it fills a DLTensor on our stack and makes no Python object. Shape and strides are copied: a producer may change its own.
- * Format: https://dmlc.github.io/dlpack/latest/ (dlpack.h is vendored), protocol: the Python array API standard.
+ * Which one it is depends on the type alone and is remembered by type. The exchange API is the fast one, tens of ns,
+ * because it fills a DLTensor on our stack and makes no Python object. Shape and strides are copied: a producer may
+ * change its own. Format: https://dmlc.github.io/dlpack/latest/ (dlpack.h is vendored), protocol: the Python array API
+ * standard.
  */
 #include "py/py.h"
 
@@ -20,37 +21,45 @@ static int dtype_from_dlpack(DLDataType type)
 {
     if (type.lanes != 1) return -1;
     switch (type.code << 8 | type.bits) {
-        case kDLFloat << 8 | 32: return PK_F32;
-        case kDLFloat << 8 | 16: return PK_F16;
-        case kDLBfloat << 8 | 16: return PK_BF16;
-        case kDLFloat8_e4m3fn << 8 | 8: return PK_F8E4M3;
-        case kDLUInt << 8 | 8: return PK_U8;
-        case kDLInt << 8 | 32: return PK_I32;
-        case kDLInt << 8 | 64: return PK_I64;
-        default: return -1;
+        case kDLFloat << 8 | 32:
+            return PK_F32;
+        case kDLFloat << 8 | 16:
+            return PK_F16;
+        case kDLBfloat << 8 | 16:
+            return PK_BF16;
+        case kDLFloat8_e4m3fn << 8 | 8:
+            return PK_F8E4M3;
+        case kDLUInt << 8 | 8:
+            return PK_U8;
+        case kDLInt << 8 | 32:
+            return PK_I32;
+        case kDLInt << 8 | 64:
+            return PK_I64;
+        default:
+            return -1;
     }
 }
 
 DLDataType py_dlpack_dtype(pk_dtype dtype)
 {
-    static const uint8_t codes[PK_NUM_DTYPES] = {[PK_F32] = kDLFloat,   [PK_F16] = kDLFloat,
-                                                 [PK_BF16] = kDLBfloat, [PK_F8E4M3] = kDLFloat8_e4m3fn,
-                                                 [PK_U8] = kDLUInt,     [PK_I32] = kDLInt,
-                                                 [PK_I64] = kDLInt};
+    static const uint8_t codes[PK_NUM_DTYPES] = {
+        [PK_F32] = kDLFloat, [PK_F16] = kDLFloat, [PK_BF16] = kDLBfloat, [PK_F8E4M3] = kDLFloat8_e4m3fn,
+        [PK_U8] = kDLUInt,   [PK_I32] = kDLInt,   [PK_I64] = kDLInt};
     return (DLDataType){.code = codes[dtype], .bits = (uint8_t)(8 * pk_dtype_bytes(dtype)), .lanes = 1};
 }
 
 static int unsupported_dtype(const char *name, DLDataType type)
 {
-    static const char *const words[] = {[kDLInt] = "int",          [kDLUInt] = "uint",     [kDLFloat] = "float",
-                                        [kDLOpaqueHandle] = "opaque", [kDLBfloat] = "bfloat", [kDLComplex] = "complex",
-                                        [kDLBool] = "bool"};
+    static const char *const words[] = {
+        [kDLInt] = "int",       [kDLUInt] = "uint",       [kDLFloat] = "float", [kDLOpaqueHandle] = "opaque",
+        [kDLBfloat] = "bfloat", [kDLComplex] = "complex", [kDLBool] = "bool"};
     const char *word = type.code < sizeof words / sizeof *words ? words[type.code] : "float";
     char lanes[16] = "";
     if (type.lanes != 1) PyOS_snprintf(lanes, sizeof lanes, "x%d", (int)type.lanes);
-    PyErr_Format(PyExc_TypeError,
-                 "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)",
-                 name, word, (int)type.bits, lanes);
+    PyErr_Format(
+        PyExc_TypeError,
+        "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
+        word, (int)type.bits, lanes);
     return -1;
 }
 
@@ -65,9 +74,13 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
     }
     switch (tensor->device.device_type) {
         case kDLCPU:
-        case kDLCUDAHost: view->device = (pk_device){PK_CPU, 0}; break;
+        case kDLCUDAHost:
+            view->device = (pk_device){PK_CPU, 0};
+            break;
         case kDLCUDA:
-        case kDLCUDAManaged: view->device = (pk_device){PK_CUDA, tensor->device.device_id}; break;
+        case kDLCUDAManaged:
+            view->device = (pk_device){PK_CUDA, tensor->device.device_id};
+            break;
         default:
             PyErr_Format(PyExc_BufferError, "%s: is on DLPack device type %d but must be on the cpu or cuda", name,
                          (int)tensor->device.device_type);
@@ -120,8 +133,8 @@ static int take_managed(const char *name, DLManagedTensorVersioned *managed, py_
     taken->hold.versioned = managed;
     if (managed->version.major == DLPACK_MAJOR_VERSION)
         return fill_view(name, &managed->dl_tensor, managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY, &taken->view);
-    PyErr_Format(PyExc_BufferError, "%s: its producer speaks DLPack %u, pagedkv speaks %d", name, managed->version.major,
-                 DLPACK_MAJOR_VERSION);
+    PyErr_Format(PyExc_BufferError, "%s: its producer speaks DLPack %u, pagedkv speaks %d", name,
+                 managed->version.major, DLPACK_MAJOR_VERSION);
     return -1;
 }
 
@@ -173,8 +186,8 @@ static int read_buffer(const char *name, PyObject *object, py_tensor_in *taken)
         for (int i = 0; i < buffer->ndim; i++) {
             strides[i] = buffer->strides[i] / buffer->itemsize;
             if (strides[i] * buffer->itemsize != buffer->strides[i]) {
-                PyErr_Format(PyExc_BufferError, "%s: stride %d of %zd bytes is no multiple of its element's %zd", name, i,
-                             buffer->strides[i], buffer->itemsize);
+                PyErr_Format(PyExc_BufferError, "%s: stride %d of %zd bytes is no multiple of its element's %zd", name,
+                             i, buffer->strides[i], buffer->itemsize);
                 return -1;
             }
         }
@@ -321,7 +334,9 @@ int py_take_tensor(py_state *state, const char *name, PyObject *object, bool mus
                 taken->hold.object = Py_NewRef(object);
             }
             return 0;
-        case PY_READ_EXCHANGE: result = read_exchange(name, object, must_outlive_call, taken); break;
+        case PY_READ_EXCHANGE:
+            result = read_exchange(name, object, must_outlive_call, taken);
+            break;
         case PY_READ_BUFFER:
             result = read_buffer(name, object, taken);
             if (result == 0 || taken->hold.kind != PY_HOLD_NOTHING) break;
@@ -329,7 +344,9 @@ int py_take_tensor(py_state *state, const char *name, PyObject *object, bool mus
             if (!PyObject_HasAttr(object, state->str_dlpack)) break;
             PyErr_Clear();
             /* fall through */
-        case PY_READ_DLPACK: result = read_dlpack(state, name, object, stream, taken); break;
+        case PY_READ_DLPACK:
+            result = read_dlpack(state, name, object, stream, taken);
+            break;
     }
     if (result < 0) py_release(&taken->hold);
     return result;
@@ -338,9 +355,14 @@ int py_take_tensor(py_state *state, const char *name, PyObject *object, bool mus
 void py_release(py_hold *hold)
 {
     switch (hold->kind) {
-        case PY_HOLD_NOTHING: break;
-        case PY_HOLD_OBJECT: Py_DECREF(hold->object); break;
-        case PY_HOLD_BUFFER: PyBuffer_Release(&hold->buffer); break;
+        case PY_HOLD_NOTHING:
+            break;
+        case PY_HOLD_OBJECT:
+            Py_DECREF(hold->object);
+            break;
+        case PY_HOLD_BUFFER:
+            PyBuffer_Release(&hold->buffer);
+            break;
         case PY_HOLD_VERSIONED:
             if (hold->versioned->deleter) hold->versioned->deleter(hold->versioned);
             break;

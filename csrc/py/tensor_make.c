@@ -1,4 +1,5 @@
-/* tensor_make.c - how a Tensor comes to be: empty(), asarray(), from_dlpack(); and what devices and dtypes are called. */
+/* tensor_make.c - how a Tensor comes to be: empty(), asarray(), from_dlpack(); and what devices and dtypes are called.
+ */
 #include "py/tensor.h"
 
 #include <string.h>
@@ -86,11 +87,12 @@ static bool is_given(PyObject *object) { return object && object != Py_None; }
 
 // --- empty
 
-PyDoc_STRVAR(empty_doc,
-             "empty($module, shape, dtype=\"float32\", device=\"cpu\")\n--\n\n"
-             "A new Tensor, contiguous, whose elements are not initialised.\n\n"
-             "shape: an int or a sequence of at most 8. dtype: a name (\"bfloat16\") or a torch or NumPy dtype. device: \"cpu\",\n"
-             "\"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. Raises MemoryError where there is not enough.");
+PyDoc_STRVAR(
+    empty_doc,
+    "empty($module, shape, dtype=\"float32\", device=\"cpu\")\n--\n\n"
+    "A new Tensor, contiguous, whose elements are not initialised.\n\n"
+    "shape: an int or a sequence of at most 8. dtype: a name (\"bfloat16\") or a torch or NumPy dtype. device:\n"
+    "\"cpu\", \"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. MemoryError: not enough.");
 static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SHAPE, DTYPE, DEVICE, COUNT };
@@ -118,12 +120,13 @@ static PyObject *tensor_from(py_state *state, const char *name, PyObject *object
     return py_tensor_from_view(state, &taken.view, &taken.hold);
 }
 
-PyDoc_STRVAR(from_dlpack_doc,
-             "from_dlpack($module, obj, /)\n--\n\n"
-             "A Tensor over the memory of any tensor (torch, NumPy, CuPy, JAX, any DLPack producer); nothing is copied.\n\n"
-             "The producer's memory stays alive as long as the Tensor or a view of it. Read-only memory stays read-only.\n"
-             "No stream is waited for. Raises BufferError or TypeError where the memory cannot be described.\n"
-             "Protocol: https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html");
+PyDoc_STRVAR(
+    from_dlpack_doc,
+    "from_dlpack($module, obj, /)\n--\n\n"
+    "A Tensor over the memory of any tensor (torch, NumPy, CuPy, JAX, any DLPack producer); nothing is copied.\n\n"
+    "The producer's memory stays alive as long as the Tensor or a view of it. Read-only memory stays read-only.\n"
+    "No stream is waited for. Raises BufferError or TypeError where the memory cannot be described.\n"
+    "Protocol: https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html");
 static PyObject *py_from_dlpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *given[1];
@@ -138,8 +141,8 @@ static PyObject *py_from_dlpack(PyObject *module, PyObject *const *args, Py_ssiz
 static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk_device device)
 {
     const pk_view *src = py_tensor_view(tensor);
-    bool via_cpu = (src->device.type != PK_CPU || device.type != PK_CPU) &&
-                   (src->dtype != dtype || !pk_view_is_contiguous(src));
+    bool via_cpu =
+        (src->device.type != PK_CPU || device.type != PK_CPU) && (src->dtype != dtype || !pk_view_is_contiguous(src));
     if (via_cpu && src->device.type != PK_CPU && !pk_view_is_contiguous(src)) {
         PyErr_SetString(PyExc_BufferError, "obj: only a contiguous tensor can be copied from a GPU");
         return NULL;
@@ -169,7 +172,8 @@ static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk
 PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
 {
     const pk_view *view = py_tensor_view(tensor);
-    return view->device.type == PK_CPU ? Py_NewRef(tensor) : converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
+    return view->device.type == PK_CPU ? Py_NewRef(tensor)
+                                       : converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
 }
 
 /* The NumPy array as `dtype`, a copy; numbers that an integer dtype does not hold are refused. */
@@ -209,13 +213,14 @@ static PyObject *from_numpy(py_state *state, PyObject *object, const pk_dtype *d
     return tensor;
 }
 
-PyDoc_STRVAR(asarray_doc,
-             "asarray($module, obj, dtype=None, device=None)\n--\n\n"
-             "A Tensor of `obj`: the same memory where dtype and device are right already, otherwise a contiguous copy.\n\n"
-             "obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is given.\n"
-             "dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates at\n"
-             "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy from a GPU waits\n"
-             "for the device.");
+PyDoc_STRVAR(
+    asarray_doc,
+    "asarray($module, obj, dtype=None, device=None)\n--\n\n"
+    "A Tensor of `obj`: the same memory where dtype and device are right already, otherwise a contiguous copy.\n\n"
+    "obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is given.\n"
+    "dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates at\n"
+    "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy from a GPU waits\n"
+    "for the device.");
 static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { OBJ, DTYPE, DEVICE, COUNT };

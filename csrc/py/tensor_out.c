@@ -1,6 +1,7 @@
 /* tensor_out.c - Tensor as a DLPack producer: capsules of both kinds.
  *
- * A capsule holds a reference to the Tensor, which holds the memory; the consumer's deleter gives it back, from any thread.
+ * A capsule holds a reference to the Tensor, which holds the memory; the consumer's deleter gives it back, from any
+ * thread.
  */
 #include "py/tensor.h"
 
@@ -76,8 +77,8 @@ static PyObject *versioned_capsule(PyObject *tensor, bool is_copy)
     if (!out) return PyErr_NoMemory();
     fill_dltensor(out, view, &out->versioned.dl_tensor);
     out->versioned.version = (DLPackVersion){DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
-    out->versioned.flags = (view->is_readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0) |
-                           (is_copy ? DLPACK_FLAG_BITMASK_IS_COPIED : 0);
+    out->versioned.flags =
+        (view->is_readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0) | (is_copy ? DLPACK_FLAG_BITMASK_IS_COPIED : 0);
     out->versioned.deleter = delete_versioned;
     out->versioned.manager_ctx = Py_NewRef(tensor);
     PyObject *capsule = PyCapsule_New(&out->versioned, "dltensor_versioned", destroy_versioned);
@@ -89,7 +90,8 @@ static PyObject *legacy_capsule(PyObject *tensor)
 {
     const pk_view *view = py_tensor_view(tensor);
     if (view->is_readonly) {
-        PyErr_SetString(PyExc_BufferError, "the tensor is read-only, which a capsule from before DLPack 1.0 cannot say");
+        PyErr_SetString(PyExc_BufferError,
+                        "the tensor is read-only, which a capsule from before DLPack 1.0 cannot say");
         return NULL;
     }
     exported *out = calloc(1, sizeof *out);
@@ -114,8 +116,8 @@ static PyObject *copy_of(py_state *state, PyObject *tensor)
     return copy;
 }
 
-/* The consumer's stream must see what was written. Our own work without stream= is on the legacy default stream, and -1 asks
- * for nothing; for any other stream the device is waited for. */
+/* The consumer's stream must see what was written. Our own work without stream= is on the legacy default stream, and -1
+ * asks for nothing; for any other stream the device is waited for. */
 static int be_ready(py_state *state, const pk_view *view, PyObject *stream)
 {
     int64_t number = 1;
@@ -124,15 +126,16 @@ static int be_ready(py_state *state, const pk_view *view, PyObject *stream)
     if (number == -1 || number == 1) return 0;
     pk_error err;
     const pk_backend *backend;
-    if (pk_backend_of(view->device, &backend, &err) == PK_OK && backend->synchronize(view->device, &err) == PK_OK) return 0;
+    if (pk_backend_of(view->device, &backend, &err) == PK_OK && backend->synchronize(view->device, &err) == PK_OK)
+        return 0;
     py_raise(state, &err);
     return -1;
 }
 
 const char py_tensor_dlpack_doc[] =
     "__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
-    "A DLPack capsule over the same memory, as the Python array API standard says: versioned where max_version is (1, 0) or\n"
-    "later, else of the older kind. copy=True makes a copy; dl_device other than the tensor's own raises BufferError.";
+    "A DLPack capsule over the same memory, as the Python array API standard says: versioned where max_version is (1,\n"
+    "0) or later, else of the older kind. copy=True makes a copy; another dl_device raises BufferError.";
 
 PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -145,18 +148,24 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
     int major = 0, minor, device_type, device_index;
     if (given[MAX_VERSION] && given[MAX_VERSION] != Py_None) {
         if (!PyTuple_Check(given[MAX_VERSION]))
-            return PyErr_Format(PyExc_TypeError, "max_version: must be None or a tuple of two ints, not %R", given[MAX_VERSION]);
-        if (!PyArg_ParseTuple(given[MAX_VERSION], "ii;max_version: must be a tuple of two ints", &major, &minor)) return NULL;
+            return PyErr_Format(PyExc_TypeError, "max_version: must be None or a tuple of two ints, not %R",
+                                given[MAX_VERSION]);
+        if (!PyArg_ParseTuple(given[MAX_VERSION], "ii;max_version: must be a tuple of two ints", &major, &minor))
+            return NULL;
     }
     if (given[DL_DEVICE] && given[DL_DEVICE] != Py_None) {
         DLDevice own = dlpack_device(view);
         if (!PyTuple_Check(given[DL_DEVICE]))
-            return PyErr_Format(PyExc_TypeError, "dl_device: must be None or a tuple of two ints, not %R", given[DL_DEVICE]);
-        if (!PyArg_ParseTuple(given[DL_DEVICE], "ii;dl_device: must be a tuple of two ints", &device_type, &device_index))
+            return PyErr_Format(PyExc_TypeError, "dl_device: must be None or a tuple of two ints, not %R",
+                                given[DL_DEVICE]);
+        if (!PyArg_ParseTuple(given[DL_DEVICE], "ii;dl_device: must be a tuple of two ints", &device_type,
+                              &device_index))
             return NULL;
         if (device_type != (int)own.device_type || device_index != own.device_id)
-            return PyErr_Format(PyExc_BufferError, "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) "
-                                "copies it", (int)own.device_type, (int)own.device_id);
+            return PyErr_Format(PyExc_BufferError,
+                                "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) "
+                                "copies it",
+                                (int)own.device_type, (int)own.device_id);
     }
     if (be_ready(state, view, given[STREAM]) < 0) return NULL;
 
@@ -170,7 +179,7 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
 }
 
 const char py_tensor_dlpack_device_doc[] =
-    "__dlpack_device__($self, /)\n--\n\n(device type, device index) in DLPack's numbers: (1, 0) is the CPU, (2, i) is cuda:i.";
+    "__dlpack_device__($self, /)\n--\n\n(device type, index) in DLPack's numbers: (1, 0) is the CPU, (2, i) cuda:i.";
 
 PyObject *py_tensor_dlpack_device(PyObject *self, PyObject *unused)
 {

@@ -1,7 +1,8 @@
 /* tensor_type.c - pagedkv.Tensor: the object, its attributes, views, and the buffer protocol.
  *
- * It is storage with a shape, not an array library: it owns memory on either device (or holds what does) and gives it to
- * others by DLPack (tensor_out.c) and by the buffer protocol. A Tensor never changes after it was made, only its elements.
+ * It is storage with a shape, not an array library: it owns memory on either device (or holds what does) and gives it
+ * to others by DLPack (tensor_out.c) and by the buffer protocol. A Tensor never changes after it was made, only its
+ * elements.
  */
 #include "py/tensor.h"
 
@@ -21,7 +22,8 @@ PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hol
     return (PyObject *)self;
 }
 
-PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape, pk_error *err)
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
+                        pk_error *err)
 {
     pk_view view = {.ndim = ndim, .dtype = dtype, .device = device};
     int64_t bytes = (int64_t)pk_dtype_bytes(dtype);
@@ -212,12 +214,13 @@ static int64_t reinterpret(pk_view *view, PyObject *dtype)
     return -1;
 }
 
-PyDoc_STRVAR(view_doc,
-             "view($self, shape, dtype=None)\n--\n\n"
-             "The same memory with another shape; one dimension may be -1 (worked out from the rest). With `dtype` its bytes\n"
-             "are read as elements of that type: nothing is converted.\n\n"
-             "The tensor must be contiguous, and aligned to `dtype` (BufferError); the shape must have as many elements\n"
-             "(ValueError).");
+PyDoc_STRVAR(
+    view_doc,
+    "view($self, shape, dtype=None)\n--\n\n"
+    "The same memory with another shape; one dimension may be -1 (worked out from the rest). With `dtype` its bytes\n"
+    "are read as elements of that type: nothing is converted.\n\n"
+    "The tensor must be contiguous, and aligned to `dtype` (BufferError); the shape must have as many elements\n"
+    "(ValueError).");
 static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SHAPE, DTYPE, COUNT };
@@ -247,18 +250,20 @@ static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t n
         return NULL;
     }
     view.ndim = ndim;
-    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= shape[i--]) view.shape[i] = shape[i], view.stride[i] = stride;
+    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= shape[i--])
+        view.shape[i] = shape[i], view.stride[i] = stride;
     return view_of(self, &view);
 }
 
 // --- elements
 
-PyDoc_STRVAR(copy_doc,
-             "copy_($self, src, *, stream=None)\n--\n\n"
-             "Copies the elements of `src`, any tensor of the same shape, into this one, and returns this one.\n\n"
-             "On the CPU between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
-             "saturates at 448). Where one side is on a GPU both must be contiguous and of one dtype, and the copy is ordered\n"
-             "on `stream` (default: the current stream of src's framework).");
+PyDoc_STRVAR(
+    copy_doc,
+    "copy_($self, src, *, stream=None)\n--\n\n"
+    "Copies the elements of `src`, any tensor of the same shape, into this one, and returns this one.\n\n"
+    "On the CPU between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
+    "saturates at 448). Where one side is on a GPU both must be contiguous and of one dtype, and the copy is ordered\n"
+    "on `stream` (default: the current stream of src's framework).");
 static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SRC, STREAM };
@@ -290,13 +295,14 @@ static int tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
     if (view->device.type != PK_CPU)
         problem = "memory on a GPU has no buffer: pagedkv.asarray(tensor, device=\"cpu\") copies it";
     else if (!formats[view->dtype])
-        problem = "%s has no buffer format and no NumPy dtype: pagedkv.asarray(tensor, dtype=\"float32\") converts it, and "
-                  "torch.from_dlpack(tensor) takes it as it is";
+        problem =
+            "%s has no buffer format and no NumPy dtype: pagedkv.asarray(tensor, dtype=\"float32\") converts it, and "
+            "torch.from_dlpack(tensor) takes it as it is";
     else if ((flags & PyBUF_WRITABLE) && view->is_readonly)
         problem = "the tensor is read-only";
-    else if (!is_contiguous && ((flags & PyBUF_STRIDES) != PyBUF_STRIDES ||
-                                (flags & (PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS) &
-                                 ~PyBUF_STRIDES)))
+    else if (!is_contiguous &&
+             ((flags & PyBUF_STRIDES) != PyBUF_STRIDES ||
+              (flags & (PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS) & ~PyBUF_STRIDES)))
         problem = "the tensor is not contiguous";
     else if ((flags & PyBUF_F_CONTIGUOUS & ~PyBUF_STRIDES) && !(flags & PyBUF_C_CONTIGUOUS & ~PyBUF_STRIDES) &&
              view->ndim > 1)
@@ -305,7 +311,8 @@ static int tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
         PyErr_Format(PyExc_BufferError, problem, pk_dtype_name(view->dtype));
         return -1;
     }
-    Py_ssize_t *sizes = PyMem_Malloc(2 * PK_MAX_DIMS * sizeof *sizes), itemsize = (Py_ssize_t)pk_dtype_bytes(view->dtype);
+    Py_ssize_t *sizes = PyMem_Malloc(2 * PK_MAX_DIMS * sizeof *sizes),
+               itemsize = (Py_ssize_t)pk_dtype_bytes(view->dtype);
     if (!sizes) {
         PyErr_NoMemory();
         return -1;
@@ -335,10 +342,11 @@ static void tensor_releasebuffer(PyObject *self, Py_buffer *buffer)
     PyMem_Free(buffer->internal);
 }
 
-PyDoc_STRVAR(numpy_doc,
-             "numpy($self, /)\n--\n\n"
-             "The tensor as a NumPy array over the same memory. On the CPU only, and not for bfloat16 and float8_e4m3fn, which\n"
-             "NumPy has not (BufferError).");
+PyDoc_STRVAR(
+    numpy_doc,
+    "numpy($self, /)\n--\n\n"
+    "The tensor as a NumPy array over the same memory. On the CPU only, and not for bfloat16 and float8_e4m3fn, which\n"
+    "NumPy has not (BufferError).");
 static PyObject *tensor_numpy(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -362,9 +370,12 @@ static PyObject *list_of(const pk_view *view, int dim, const char *data)
 {
     if (dim == view->ndim) {
         switch (view->dtype) {
-            case PK_U8: return PyLong_FromLong(*(const uint8_t *)data);
-            case PK_I32: return PyLong_FromLong(*(const int32_t *)data);
-            case PK_I64: return PyLong_FromLongLong(*(const int64_t *)data);
+            case PK_U8:
+                return PyLong_FromLong(*(const uint8_t *)data);
+            case PK_I32:
+                return PyLong_FromLong(*(const int32_t *)data);
+            case PK_I64:
+                return PyLong_FromLongLong(*(const int64_t *)data);
             default: {
                 float value;
                 pk_view one = {.data = &value, .dtype = PK_F32}, element = {.data = (void *)data, .dtype = view->dtype};
@@ -382,7 +393,8 @@ static PyObject *list_of(const pk_view *view, int dim, const char *data)
     return list;
 }
 
-PyDoc_STRVAR(tolist_doc, "tolist($self, /)\n--\n\nThe elements as nested lists of int or float (one number without dimensions).");
+PyDoc_STRVAR(tolist_doc,
+             "tolist($self, /)\n--\n\nThe elements as nested lists of int or float (one number without dimensions).");
 static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -394,11 +406,12 @@ static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 
 // --- the type
 
-PyDoc_STRVAR(tensor_doc,
-             "Memory with a shape and a dtype, on the CPU or a GPU; made by empty(), asarray(), from_dlpack() and by operations.\n\n"
-             "Storage, not an array library: it is indexed along dimension 0 by an int or a slice (views of the same memory,\n"
-             "which keep it alive), and goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
-             "dtypes: float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64.");
+PyDoc_STRVAR(
+    tensor_doc,
+    "Memory with a shape and a dtype, on the CPU or a GPU; made by empty(), asarray(), from_dlpack(), operations.\n\n"
+    "Storage, not an array library: it is indexed along dimension 0 by an int or a slice (views of the same memory,\n"
+    "which keep it alive), and goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
+    "dtypes: float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64.");
 
 static PyMethodDef tensor_methods[] = {
     PY_METHOD("copy_", tensor_copy, copy_doc),
@@ -414,7 +427,8 @@ static PyMethodDef tensor_methods[] = {
 
 static PyGetSetDef tensor_getset[] = {
     {"shape", get_shape, NULL, "Sizes, a tuple of int.", NULL},
-    {"strides", get_strides, NULL, "Steps between neighbours along each dimension, in elements (NumPy counts bytes).", NULL},
+    {"strides", get_strides, NULL, "Steps between neighbours along each dimension, in elements (NumPy counts bytes).",
+     NULL},
     {"dtype", get_dtype, NULL, "The name of the dtype, \"bfloat16\".", NULL},
     {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
     {"ndim", get_ndim, NULL, "The number of dimensions.", NULL},

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 
 enum {
-    PART_KEYS = 2048,
+    PART_KEYS = 1024,
     TILE_ROWS = 128, /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
     ITEM_ROWS = 128, /* the same over all KV heads of an item */
     ITEMS_PER_THREAD = 4,

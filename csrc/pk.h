@@ -344,6 +344,7 @@ pk_status pk_cuda_probe(int *device_count, pk_error *err);
 /* CPU threads of this process's pagedkv (OpenMP). */
 int pk_cpu_num_threads(void);
 void pk_cpu_set_num_threads(int num_threads);
+void pk_cpu_adopt_num_threads(void); /* in the calling thread, before its operations */
 /* "avx512", "avx2" or "generic": what run-time dispatch chose; PAGEDKV_CPU_ISA=generic|avx2|avx512 caps it. */
 const char *pk_cpu_isa(void);
 /* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The text

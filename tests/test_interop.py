@@ -184,6 +184,19 @@ def test_releases_the_gil(rng):
     assert len(results) == 4 and all(np.array_equal(r, expected) for r in results)
 
 
+def test_number_of_threads_belongs_to_the_process():
+    before = pagedkv.get_num_threads()
+    seen: list[int] = []
+    try:
+        pagedkv.set_num_threads(before + 1)
+        thread = threading.Thread(target=lambda: seen.append(pagedkv.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [before + 1]
+    finally:
+        pagedkv.set_num_threads(before)
+
+
 # --- torch
 
 

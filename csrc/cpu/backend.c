@@ -36,8 +36,21 @@ static pk_status cpu_nothing_to_wait_for(pk_device device, pk_error *err)
     return PK_OK;
 }
 
-int pk_cpu_num_threads(void) { return omp_get_max_threads(); }
-void pk_cpu_set_num_threads(int num_threads) { omp_set_num_threads(num_threads); }
+/* OpenMP's own setting belongs to the thread that made it; ours belongs to the process. 0: OpenMP's default. */
+static _Atomic int chosen_threads;
+
+int pk_cpu_num_threads(void) { return chosen_threads ? chosen_threads : omp_get_max_threads(); }
+
+void pk_cpu_set_num_threads(int num_threads)
+{
+    chosen_threads = num_threads;
+    pk_cpu_adopt_num_threads();
+}
+
+void pk_cpu_adopt_num_threads(void)
+{
+    if (chosen_threads && chosen_threads != omp_get_max_threads()) omp_set_num_threads(chosen_threads);
+}
 
 const pk_backend pk_cpu_backend = {
     .name = "cpu",

@@ -59,6 +59,7 @@ PyObject *py_call_end(py_call *call, PyObject *result)
 
 void py_call_release_gil(py_call *call)
 {
+    pk_cpu_adopt_num_threads();
     if (!call->touches_gpu && call->num_elements > SMALL_CALL) call->released = PyEval_SaveThread();
 }
 

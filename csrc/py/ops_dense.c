@@ -70,7 +70,8 @@ PyDoc_STRVAR(
     "linear($module, x, weight, bias=None, *, out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n\n"
     "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
-    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype or, where given, float32.\n" PY_DOC_OUT
+    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n"
+    PY_DOC_OUT
         PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {

@@ -36,8 +36,8 @@ def check(name, case, shared=(), runs=200):
         grown = sys.getallocatedblocks() - before
         drift = [sys.getrefcount(o) - r for o, r in zip(shared, references)]
         best = grown if best is None else min(best, grown)
-        if best < runs * 3 // 4 and not any(abs(d) > 2 for d in drift): break
-    if best >= runs * 3 // 4 or any(abs(d) > 2 for d in drift):
+        if best < runs * 3 // 4 and not any(abs(d) >= runs * 3 // 4 for d in drift): break
+    if best >= runs * 3 // 4 or any(abs(d) >= runs * 3 // 4 for d in drift):
         print(f'{{name}}: {{best}} blocks, {{drift}} references after {{runs}} runs')
 
 def fails(function, *args, **options):

@@ -37,5 +37,7 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
         PK_TRY(pk_cuda_attention_decode(args, few, device, stream, err));
         many.min_rows = few.max_rows;
     }
+    if (pk_cuda_attention_prefill_sm90_applies(args, device))
+        return pk_cuda_attention_prefill_sm90(args, many, device, stream, err);
     return pk_cuda_attention_simple(args, many, device, stream, err);
 }

@@ -1,0 +1,642 @@
+/* attention_prefill_sm90.cu - paged attention with many query tokens a sequence, on Hopper's matrix and copy units.
+ *
+ * An item is 128 rows: `positions` consecutive query tokens of one sequence times the query heads of one KV head, so K
+ * and V are read once for the whole group, and short sequences waste few rows. One CTA an SM takes items from a list
+ * that every CTA works out for itself, longest first; a counter says who takes what. Nothing is planned on the host.
+ *
+ *     warp 0        the list of items                         (128 threads that give their registers away)
+ *     warps 1, 2    Q and K tiles, V tiles by TMA
+ *     warpgroups    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
+ *     1 and 2
+ *
+ * A tile is 128 keys (64 for head_dim 256); three stages of K, two of V, two of Q. A page arrives by one TMA box: the
+ * tensor map splits a slot into (slot / 8, slot % 8) and a head into columns of 64 elements, so that the box of any
+ * page lands as groups of 8 swizzled rows at one stride, whatever the page size. A page that does not exist is a
+ * coordinate outside of the tensor, which reads as zeros.
+ *
+ * Each warpgroup walks one chain of tiles, over the borders of items: issue S of the next tile, issue O of this one, do
+ * the softmax of the next while O runs. The warpgroups take turns at issuing, so that the softmax of one lies under the
+ * products of the other. Tiles run from the last visible key to the first: the masked ones come first. What bounds it
+ * is the softmax of one warpgroup, 64 exponentials a thread and tile; hence softmax() looks for no maxima.
+ *
+ * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
+ * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 737, 1 x 4096 600, 16 x 1024 459. Attempts:
+ * benchmarks/lab/prefill/NOTES.md.
+ */
+#include "cuda/attention_prefill_sm90.h"
+
+#include <math.h>
+
+// --- kernels
+
+#ifdef PK_SM90A
+__device__ static float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static float quad_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+template <int head_dim, typename T>
+struct consumer {
+    using shape = tiling<head_dim>;
+    static constexpr int tile = shape::tile;
+    static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
+
+    const prefill_params &params;
+    prefill_shared<head_dim> *shared;
+    uint32_t q_smem, k_smem, v_smem;
+    int warpgroup, lane;
+    int position[2], head[2]; /* of the two rows of this thread, within an item */
+    float scale;              /* of the scores to log2 */
+
+    ring_position<ITEM_SLOTS> slot;
+    ring_position<shape::q_stages> q;
+    ring_position<shape::k_stages> k;
+    ring_position<shape::v_stages> v;
+    int n, tile_begin;                /* the tile whose scores are next, and the item's last one */
+    int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
+    int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
+    float offset[2], sum[2]; /* of the softmax, in base 2 (-inf: no key yet); the sum is of this thread's columns */
+    float s[tile / 2], o[head_dim / 2];
+    uint32_t p[tile / 4];
+
+    __device__ __forceinline__ consumer(const prefill_params &params_, prefill_shared<head_dim> *shared_, uint32_t smem)
+        : params(params_),
+          shared(shared_),
+          q_smem(smem),
+          k_smem(smem + shape::q_stages * shape::q_bytes),
+          v_smem(k_smem + shape::k_stages * shape::kv_bytes)
+    {
+        warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+        lane = threadIdx.x & 31;
+        for (int r = 0; r < 2; r++) {
+            position[r] = (first_row() + 8 * r) / params.group;
+            head[r] = (first_row() + 8 * r) % params.group;
+        }
+        scale = (params.args.softcap > 0 ? params.args.softcap : params.args.softmax_scale) * PK_LOG2E;
+    }
+
+    /* Of this thread's two rows of the item; the other is 8 below. */
+    __device__ __forceinline__ int first_row() { return warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4; }
+
+    /* One lane a warp tells the producers; every barrier of theirs counts the consumer warps. */
+    __device__ __forceinline__ void release(uint64_t &barrier)
+    {
+        if (lane == 0) barrier_arrive(smem_address(&barrier));
+    }
+
+    /* Waits for the item at `slot` and starts its rows; false at the end of the list. An item stays in its slot until
+     * its output is stored. */
+    __device__ __forceinline__ bool begin_item()
+    {
+        barrier_wait(smem_address(&shared->q_full[q.at]), q.parity);
+        const prefill_item &item = shared->item[slot.at];
+        if (!item.num_positions) return false;
+        int first =
+            item.first_key + warpgroup * 64 / params.group; /* diagonals of the warpgroup's first and last row */
+        int last = item.first_key + (warpgroup * 64 + 63) / params.group;
+        n = item.tile_end - 1;
+        tile_begin = item.tile_begin;
+        unmasked_begin = (visible_begin(params, last) + tile - 1) / tile;
+        unmasked_end = max(visible_end(params, first, item.context_len), 0) / tile;
+        tail_tile = item.page_end > item.context_len ? item.context_len / tile : -1;
+        return true;
+    }
+
+    /* A sink is a key without a value: it is in the sum from the start, once a quad. */
+    __device__ __forceinline__ void begin_rows()
+    {
+        const prefill_item &item = shared->item[slot.at];
+        for (int r = 0; r < 2; r++) {
+            bool has_sink = params.args.sinks && position[r] < item.num_positions;
+            offset[r] = has_sink ? params.args.sinks[item.kv_head * params.group + head[r]] * PK_LOG2E : -INFINITY;
+            sum[r] = has_sink && lane % 4 == 0 ? 1.0f : 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void wait_turn() { named_sync(1 + warpgroup, 256); }
+    __device__ __forceinline__ void pass_turn() { named_arrive(2 - warpgroup, 256); }
+
+    __device__ __forceinline__ void issue_scores()
+    {
+        uint32_t rows = q_smem + q.at * shape::q_bytes + warpgroup * 64 * shape::row_bytes;
+        uint64_t a = descriptor<shape::row_bytes>(rows, 16, shape::group_bytes);
+        uint64_t b =
+            descriptor<shape::row_bytes>(k_smem + k.at * shape::kv_bytes, 16, shape::columns * shape::group_bytes);
+        pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < head_dim; d += 16) {
+            int column = d / shape::column, inner = d % shape::column * 2;
+            wgmma<T, tile>::smem_smem(s, a + (column * ROWS * shape::row_bytes + inner) / 16,
+                                      b + (column * shape::group_bytes + inner) / 16, d > 0);
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_values(bool add)
+    {
+        uint64_t b = descriptor<shape::row_bytes>(v_smem + v.at * shape::kv_bytes, shape::group_bytes,
+                                                  shape::columns * shape::group_bytes);
+        pin(o);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < tile; i += 16)
+            wgmma<T, head_dim>::regs_smem(o, p + i / 4, b + i / 8 * shape::columns * shape::group_bytes / 16,
+                                          i > 0 || add);
+        wgmma_commit();
+    }
+
+    /* What lies behind the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN. Both warpgroups
+     * write the same zeros, each before its own products. */
+    __device__ __forceinline__ void zero_tail(const prefill_item &item)
+    {
+        constexpr int row_vectors = head_dim / 8, column_vectors = shape::column / 8;
+        int first = item.context_len / tile * tile;
+        int begin = item.context_len - first, end = min(item.page_end - first, tile);
+        uint32_t tile_smem = v_smem + v.at * shape::kv_bytes;
+        for (int i = begin * row_vectors + threadIdx.x % 128; i < end * row_vectors; i += 128) {
+            int row = i / row_vectors, vector = i % row_vectors;
+            uint32_t at = tile_smem + (row / 8 * shape::columns + vector / column_vectors) * shape::group_bytes +
+                          row % 8 * shape::row_bytes + vector % column_vectors * 16;
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        }
+        fence_async_proxy();
+        named_sync(3 + warpgroup, 128);
+    }
+
+    __device__ __forceinline__ float cap(float score)
+    {
+        return 1.0f - __fdividef(2.0f, exp2_fast(score * params.cap_scale) + 1.0f); /* tanh */
+    }
+
+    /* Whether row r sees the j-th of its columns, which are 8j + 2 (lane % 4) + e of the tile. */
+    struct visible_columns {
+        int begin, end;
+        unsigned bad_boxes, box_shift;
+        __device__ __forceinline__ bool has(int j, int e) const
+        {
+            return 8 * j + e >= begin && 8 * j + e < end && !(bad_boxes >> (8 * j >> box_shift) & 1);
+        }
+    };
+    __device__ __forceinline__ visible_columns columns_of(int r)
+    {
+        const prefill_item &item = shared->item[slot.at];
+        int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
+        return {visible_begin(params, diagonal) - column, visible_end(params, diagonal, item.context_len) - column,
+                shared->k_bad_boxes[k.at], (unsigned)params.box_shift};
+    }
+
+    __device__ __forceinline__ void cap_and_mask()
+    {
+        if (params.args.softcap > 0) {
+#pragma unroll
+            for (int i = 0; i < tile / 2; i++) s[i] = cap(s[i]);
+        }
+        if (n >= unmasked_begin && n < unmasked_end && !shared->k_bad_boxes[k.at]) return;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            visible_columns visible = columns_of(r);
+#pragma unroll
+            for (int j = 0; j < tile / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (!visible.has(j, e)) s[4 * j + 2 * r + e] = -INFINITY;
+        }
+    }
+
+    /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. Operands
+     * are read element by element, through the swizzle. */
+    __device__ __forceinline__ void score_again(const bool (&wanted)[2])
+    {
+        constexpr uint32_t swizzle = shape::row_bytes == 128 ? 0x70 : 0x30;
+        uint32_t q_row = q_smem + q.at * shape::q_bytes + first_row() * shape::row_bytes;
+        uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane / 4 * shape::row_bytes;
+        visible_columns visible[2] = {columns_of(0), columns_of(1)};
+        float scores[tile / 2]; /* in local memory, so that the loop need not be unrolled */
+#pragma unroll 1
+        for (int j = 0; j < tile / 8; j++, k_row += shape::columns * shape::group_bytes) {
+            float d[4] = {0, 0, 0, 0};
+#pragma unroll 1
+            for (int i = 0; i < head_dim; i += 16) {
+                uint32_t x[6]; /* a: (row, low), (row + 8, low), (row, high), (row + 8, high); b: low, high */
+#pragma unroll
+                for (int part = 0; part < 6; part++) {
+                    bool is_high = part == 2 || part == 3 || part == 5;
+                    int element = i + (is_high ? 8 : 0) + 2 * (lane % 4), column = element / shape::column;
+                    uint32_t at = element % shape::column * 2;
+                    at += part < 4 ? q_row + part % 2 * shape::group_bytes + column * ROWS * shape::row_bytes
+                                   : k_row + column * shape::group_bytes;
+                    at ^= at >> 3 & swizzle;
+                    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[part]) : "r"(at));
+                }
+                mma_16816(d, x, x + 4, T());
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float score = params.args.softcap > 0 ? cap(d[i]) : d[i];
+                scores[4 * j + i] = visible[i / 2].has(j, i % 2) ? score : -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < tile / 2; i++)
+            if (wanted[i / 2 % 2]) s[i] = scores[i];
+    }
+
+    /* Moves the offsets of some rows up to the greatest score of the tile in s; shrink: what that leaves of what was
+     * summed before. */
+    __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2], float (&shrink)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = s[2 * r];
+#pragma unroll
+            for (int i = 2 * r; i < tile / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+            top = fmaxf(quad_max(top) * scale, offset[r]);
+            if (!wanted[r]) continue;
+            shrink[r] = exp2_fast(offset[r] - (top == -INFINITY ? 0.0f : top));
+            offset[r] = top;
+        }
+    }
+
+    /* Turns the scores of row r into exp2(scale * score - offset) and returns their sum. */
+    __device__ __forceinline__ float exponentials(int r)
+    {
+        float subtract = offset[r] == -INFINITY ? 0.0f : offset[r], sum = 0;
+#pragma unroll
+        for (int i = 2 * r; i < tile / 2; i += 4) {
+            s[i] = exp2_fast(s[i] * scale - subtract);
+            s[i + 1] = exp2_fast(s[i + 1] * scale - subtract);
+            sum += s[i] + s[i + 1];
+        }
+        return sum;
+    }
+
+    /* The exponentials in s are too large for the offsets of some rows. Mostly a power of two brings them down; where a
+     * sum left the range of fp32 the scores are computed again. */
+    __device__ __forceinline__ void lower(float (&tile_sum)[2], float (&shrink)[2])
+    {
+        bool is_lost[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) is_lost[r] = __ballot_sync(~0u, !(tile_sum[r] < all_that_fits)) >> (lane & 28) & 15;
+        if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
+            score_again(is_lost);
+            raise_offsets(is_lost, shrink);
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (is_lost[r]) tile_sum[r] = exponentials(r);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = quad_max(tile_sum[r]), factor = 1.0f;
+            if (top > most_of_a_tile && !is_lost[r]) {
+                int exponent = (__float_as_int(top) >> 23) - 127;
+                factor = __int_as_float((127 - exponent) << 23);
+                offset[r] = (offset[r] == -INFINITY ? 0.0f : offset[r]) + (float)exponent;
+            }
+            tile_sum[r] *= factor;
+            shrink[r] *= factor;
+#pragma unroll
+            for (int i = 2 * r; i < tile / 2; i += 4) {
+                s[i] *= factor;
+                s[i + 1] *= factor;
+            }
+        }
+    }
+
+    /* The softmax of the tile in s. A row's offset is the greatest score of its first tile and stays: finding every
+     * tile's maximum first costs a third of the softmax, and any offset gives the same quotient as long as nothing
+     * overflows or vanishes. Where exponentials sum to more than 2^13 (which fp16 still holds) the offset is raised. A
+     * row decides for itself: its bits do not depend on the rows beside it. Returns whether `shrink` must be applied
+     * to what was summed before. */
+    __device__ __forceinline__ bool softmax(bool is_first, float (&shrink)[2])
+    {
+        bool is_new[2];
+        float tile_sum[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            is_new[r] = is_first || offset[r] == -INFINITY;
+            shrink[r] = 1.0f;
+        }
+        bool any_new = __any_sync(~0u, is_new[0] || is_new[1]);
+        if (any_new) raise_offsets(is_new, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; r++) tile_sum[r] = exponentials(r);
+        bool any_over = __any_sync(~0u, !(tile_sum[0] + tile_sum[1] <= most_of_a_tile)); /* NaN too */
+        if (any_over) lower(tile_sum, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; r++) sum[r] = sum[r] * shrink[r] + tile_sum[r];
+        return any_new || any_over;
+    }
+
+    __device__ __forceinline__ void pack_p()
+    {
+#pragma unroll
+        for (int i = 0; i < tile / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1], T());
+    }
+
+    __device__ __forceinline__ void scale_o(const float (&factor)[2])
+    {
+#pragma unroll
+        for (int i = 0; i < head_dim / 2; i++) o[i] *= factor[i / 2 % 2];
+    }
+
+    __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
+    {
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = quad_sum(sums[r]);
+            inverse[r] = sum > 0 ? 1.0f / sum : 0.0f;
+            int token = item.first_token + position[r], q_head = item.kv_head * params.group + head[r];
+            if (params.args.lse && lane % 4 == 0 && position[r] < item.num_positions)
+                params.args.lse[q_head * params.args.lse_head_stride + token] =
+                    sum > 0 ? (offset[r] + log2f(sum)) * PK_LN2 : -INFINITY;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int64_t token = item.first_token + position[r], q_head = item.kv_head * params.group + head[r];
+            T *out = (T *)params.args.out + token * params.args.out_token_stride + q_head * params.args.out_head_stride;
+            bool is_row = position[r] < item.num_positions;
+#pragma unroll
+            for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
+                uint32_t x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    x[i] =
+                        pack(o[16 * c + 4 * i + 2 * r] * inverse[r], o[16 * c + 4 * i + 2 * r + 1] * inverse[r], T());
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+                    (lane & 1 ? x[i] : x[i + 1]) = got;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    uint32_t got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+                    (lane & 2 ? x[i] : x[i + 2]) = got;
+                }
+                if (is_row) *(uint4 *)(out + 32 * c + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+    }
+
+    /* The products with V are done: frees their stage. */
+    __device__ __forceinline__ void finish_values()
+    {
+        wgmma_wait<0>();
+        pin(o);
+        release(shared->v_empty[v.at]);
+        v.advance();
+    }
+
+    /* From scores that are done to P; frees what they were made of. */
+    __device__ __forceinline__ bool finish_scores(bool is_first, float (&shrink)[2])
+    {
+        pin(s);
+        cap_and_mask();
+        bool is_shrunk = softmax(is_first, shrink);
+        pin(s);
+        release(shared->k_empty[k.at]);
+        k.advance();
+        if (n == tile_begin) release(shared->q_empty[q.at]);
+        return is_shrunk;
+    }
+
+    __device__ __forceinline__ void run()
+    {
+        if (!begin_item()) return;
+        if (warpgroup == 1) pass_turn(); /* warpgroup 0 issues first */
+        bool add = false;
+        float shrink[2];
+        begin_rows();
+        barrier_wait(smem_address(&shared->k_full[k.at]), k.parity);
+        wait_turn();
+        issue_scores();
+        pass_turn();
+        wgmma_wait<0>();
+        finish_scores(true, shrink);
+        pack_p();
+        while (true) { /* P of tile n is ready: the scores of the next tile, the values of this one */
+            int done_slot = slot.at;
+            bool is_last = n == tile_begin, has_tail = n == tail_tile;
+            float done_offset[2] = {offset[0], offset[1]}, done_sum[2] = {sum[0], sum[1]};
+            n--;
+            if (is_last) {
+                slot.advance();
+                q.advance();
+                if (!begin_item()) break;
+                begin_rows();
+            }
+            barrier_wait(smem_address(&shared->k_full[k.at]), k.parity);
+            wait_turn();
+            issue_scores();
+            barrier_wait(smem_address(&shared->v_full[v.at]), v.parity);
+            if (has_tail) zero_tail(shared->item[done_slot]);
+            issue_values(add);
+            pass_turn();
+            wgmma_wait<1>();
+            bool is_shrunk = finish_scores(is_last, shrink);
+            if (is_last) { /* two waits: one before the branch would be moved up over the softmax by ptxas */
+                finish_values();
+                store(shared->item[done_slot], done_offset, done_sum);
+                release(shared->item_empty[done_slot]);
+            } else {
+                finish_values();
+                if (is_shrunk) scale_o(shrink);
+            }
+            add = !is_last;
+            pack_p();
+        }
+        int done_slot = (slot.at + ITEM_SLOTS - 1) % ITEM_SLOTS;
+        barrier_wait(smem_address(&shared->v_full[v.at]), v.parity);
+        if (n + 1 == tail_tile) zero_tail(shared->item[done_slot]);
+        wait_turn();
+        issue_values(add);
+        pass_turn();
+        finish_values();
+        store(shared->item[done_slot], offset, sum);
+        if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
+    }
+};
+#endif  // PK_SM90A
+
+template <int head_dim, typename T>
+__global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_prefill_kernel(const __grid_constant__ prefill_params params)
+{
+#ifdef PK_SM90A
+    using shape = tiling<head_dim>;
+    extern __shared__ char dynamic_smem[];
+    __shared__ prefill_shared<head_dim> shared;
+    uint32_t smem = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
+    uint32_t k_smem = smem + shape::q_stages * shape::q_bytes, v_smem = k_smem + shape::k_stages * shape::kv_bytes;
+
+    if (threadIdx.x == 0) {
+        constexpr int consumers = 4 * WARPGROUPS; /* warps */
+        for (int i = 0; i < ITEM_SLOTS; i++) {
+            barrier_init(smem_address(&shared.item_full[i]), 1);
+            barrier_init(smem_address(&shared.item_empty[i]), consumers + 2); /* and the two copying warps */
+        }
+        for (int i = 0; i < shape::q_stages; i++) {
+            barrier_init(smem_address(&shared.q_full[i]), 1);
+            barrier_init(smem_address(&shared.q_empty[i]), consumers);
+        }
+        for (int i = 0; i < shape::k_stages; i++) {
+            barrier_init(smem_address(&shared.k_full[i]), 1);
+            barrier_init(smem_address(&shared.k_empty[i]), consumers);
+        }
+        for (int i = 0; i < shape::v_stages; i++) {
+            barrier_init(smem_address(&shared.v_full[i]), 1);
+            barrier_init(smem_address(&shared.v_empty[i]), consumers);
+        }
+        barrier_init_fence();
+        prefetch_tensor_map(&params.q_map);
+        prefetch_tensor_map(&params.k_map);
+        prefetch_tensor_map(&params.v_map);
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < 32)
+            produce_items<head_dim>(params, &shared);
+        else if (threadIdx.x < 64)
+            produce_q_and_k<head_dim>(params, &shared, smem, k_smem);
+        else if (threadIdx.x < 96)
+            produce_v<head_dim>(params, &shared, v_smem);
+    } else {
+        take_registers<CONSUMER_REGISTERS>();
+        consumer<head_dim, T>(params, &shared, smem).run();
+    }
+#endif
+}
+
+// --- launchers
+
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* Sizes and strides from the innermost dimension outwards; strides in elements of 2 bytes, the innermost is 1. */
+static pk_status encode_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
+                            const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err)
+{
+    static void *encode;
+    if (!encode) PK_TRY(pk_cuda_driver_entry("cuTensorMapEncodeTiled", &encode, err));
+    cuuint64_t size[5], stride_bytes[5];
+    cuuint32_t box_size[5], element_strides[5] = {1, 1, 1, 1, 1};
+    for (int i = 0; i < ndim; i++) {
+        size[i] = (cuuint64_t)sizes[i];
+        box_size[i] = (cuuint32_t)box[i];
+        if (i > 0) stride_bytes[i - 1] = (cuuint64_t)strides[i] * 2;
+    }
+    CUresult result = ((encode_function)encode)(
+        map, dtype == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)ndim,
+        (void *)data, size, stride_bytes, box_size, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return PK_OK;
+    return pk_fail(err, PK_ECUDA, "cuTensorMapEncodeTiled: CUresult %d for %s", (int)result, name);
+}
+
+static pk_status encode_cache(CUtensorMap *map, const char *name, const pk_attention_args *args, const void *data,
+                              int64_t block_stride, int64_t slot_stride, int64_t head_stride, int column, int columns,
+                              int box_rows, pk_error *err)
+{
+    int64_t sizes[5] = {column, 8, (args->num_kv_heads - 1) * (head_stride / column) + columns, args->block_size / 8,
+                        args->num_blocks};
+    int64_t strides[5] = {1, slot_stride, column, 8 * slot_stride, block_stride};
+    int box[5] = {column, 8, columns, box_rows / 8, 1};
+    return encode_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
+}
+
+static int window_of(int64_t window) { return window < 0 ? -1 : (int)(window < (1 << 30) ? window : 1 << 30); }
+
+template <int head_dim, typename T>
+static pk_status attention_prefill_launch(const pk_attention_args *args, row_filter filter,
+                                          const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    using shape = tiling<head_dim>;
+    static uint64_t smem_allowed;
+    void *workspace;
+    PK_TRY(pk_cuda_workspace(device, stream, 64, &workspace, err));
+    prefill_params params = {};
+    params.args = *args;
+    params.filter = filter;
+    params.counters = (unsigned int *)workspace;
+    params.bad_id = device->bad_id;
+    params.group = (int)(args->num_q_heads / args->num_kv_heads);
+    params.positions = ROWS / params.group;
+    params.box_shift = 3;
+    while (args->block_size % (2 << params.box_shift) == 0 && shape::tile % (2 << params.box_shift) == 0)
+        params.box_shift++;
+    params.box_rows = 1 << params.box_shift;
+    params.k_head_columns = (int)(args->k_head_stride / shape::column);
+    params.v_head_columns = (int)(args->v_head_stride / shape::column);
+    params.window_left = window_of(args->window_left);
+    params.window_right = window_of(args->window_right);
+    if (args->softcap > 0) params.cap_scale = args->softmax_scale / args->softcap * 2 * PK_LOG2E;
+    params.bytes_per_key = (float)(args->num_kv_heads * args->head_dim * 4);
+    params.chunk_bytes = (float)device->l2_bytes * 0.5f;
+
+    int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
+    int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
+    int box[4] = {shape::column, params.group, params.positions, 1};
+    PK_TRY(encode_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
+    PK_TRY(encode_cache(&params.k_map, "k_cache", args, args->k_cache, args->k_block_stride, args->k_slot_stride,
+                        args->k_head_stride, shape::column, shape::columns, params.box_rows, err));
+    PK_TRY(encode_cache(&params.v_map, "v_cache", args, args->v_cache, args->v_block_stride, args->v_slot_stride,
+                        args->v_head_stride, shape::column, shape::columns, params.box_rows, err));
+    auto kernel = attention_prefill_kernel<head_dim, T>;
+    PK_TRY(pk_cuda_allow_smem(err, kernel, shape::smem_bytes, device->index, &smem_allowed));
+    int64_t most_items = (args->num_tokens / params.positions + args->num_seqs) * args->num_kv_heads;
+    int grid = (int)(most_items < device->num_sms ? most_items : device->num_sms);
+    return PK_CUDA_LAUNCH(err, kernel, dim3(grid), dim3(NUM_THREADS), shape::smem_bytes, stream, params);
+}
+
+bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)
+{
+    int64_t head_dim = args->head_dim, column = head_dim % 64 ? 32 : 64;
+    bool is_wanted_dim = head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
+    bool are_rows_wide =
+        pk_is_aligned(args->q, 16) && pk_is_aligned(args->out, 16) && /* 16-byte accesses and copies */
+        pk_is_aligned(args->k_cache, 16) && pk_is_aligned(args->v_cache, 16) && args->q_token_stride % 8 == 0 &&
+        args->q_head_stride % 8 == 0 && args->out_token_stride % 8 == 0 && args->out_head_stride % 8 == 0 &&
+        args->k_block_stride % 8 == 0 && args->k_slot_stride % 8 == 0 && args->k_head_stride % column == 0 &&
+        args->v_block_stride % 8 == 0 && args->v_slot_stride % 8 == 0 && args->v_head_stride % column == 0;
+    bool are_strides_positive = args->q_token_stride > 0 && args->q_head_stride > 0 && args->k_block_stride > 0 &&
+                                args->k_slot_stride > 0 && args->k_head_stride > 0 && args->v_block_stride > 0 &&
+                                args->v_slot_stride > 0 && args->v_head_stride > 0;
+    return device->compute_capability == 90 && is_wanted_dim && are_rows_wide && are_strides_positive &&
+           (args->dtype == PK_BF16 || args->dtype == PK_F16) && args->cache_dtype == args->dtype &&
+           args->block_size % 8 == 0 && args->num_q_heads / args->num_kv_heads <= ROWS && args->num_blocks > 0 &&
+           args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
+           args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) && args->softmax_scale > 0 &&
+           !args->alibi_slopes;
+}
+
+template <int head_dim>
+static pk_status attention_prefill_of_dim(const pk_attention_args *args, row_filter filter,
+                                          const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    return args->dtype == PK_BF16 ? attention_prefill_launch<head_dim, __nv_bfloat16>(args, filter, device, stream, err)
+                                  : attention_prefill_launch<head_dim, __half>(args, filter, device, stream, err);
+}
+
+pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                         pk_stream stream, pk_error *err)
+{
+    switch (args->head_dim) {
+        case 64:
+            return attention_prefill_of_dim<64>(args, filter, device, stream, err);
+        case 96:
+            return attention_prefill_of_dim<96>(args, filter, device, stream, err);
+        case 128:
+            return attention_prefill_of_dim<128>(args, filter, device, stream, err);
+        default:
+            return attention_prefill_of_dim<256>(args, filter, device, stream, err);
+    }
+}

@@ -1,0 +1,220 @@
+/* sm90.h - the Hopper instructions that have no C++ spelling: mbarriers, bulk tensor copies, warpgroup matrix products.
+ *
+ * Only for code inside `#ifdef PK_SM90A`: wgmma and setmaxnreg exist on the architecture-specific target sm_90a alone.
+ */
+#ifndef PK_SM90_H
+#define PK_SM90_H
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define PK_SM90A 1
+
+namespace sm90
+{
+
+// --- mbarriers: a phase ends when all arrivals and all expected bytes are there
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_init_fence()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/* Waits until the phase of this parity has ended: 0 for the first phase of a barrier, then 1, 0, ... */
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+/* Named barriers (1 to 15; 0 is __syncthreads) of `threads` threads. */
+__device__ __forceinline__ void named_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* Makes this thread's ordinary writes to shared memory visible to the matrix units and the copy engine. */
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- bulk tensor copies; coordinates outside of the tensor read as zeros and count as bytes all the same
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void copy_4d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2,
+                                        int c3)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+__device__ __forceinline__ void copy_5d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2,
+                                        int c3, int c4)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+        "[%2];" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// --- registers of a warpgroup
+
+template <int registers>
+__device__ __forceinline__ void take_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ __forceinline__ void give_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// --- wgmma
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+__device__ __forceinline__ void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+/* Keeps the compiler from moving reads of accumulators over the wait before it, or writes over the product behind. */
+template <int count>
+__device__ __forceinline__ void pin(float (&values)[count])
+{
+#pragma unroll
+    for (int i = 0; i < count; i++) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+/* A matrix in shared memory, swizzled with rows of `row_bytes` (128 or 64) in groups of 8 rows. `leading`: bytes
+ * between neighbouring row_bytes-wide columns of groups (only for operands read across their rows); `stride`: bytes
+ * from one group of 8 rows to the next. */
+template <int row_bytes>
+__device__ __forceinline__ uint64_t descriptor(uint32_t smem, int leading, int stride)
+{
+    static_assert(row_bytes == 128 || row_bytes == 64, "only these two swizzles are used");
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
+           (uint64_t)(row_bytes == 128 ? 1 : 2) << 62;
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16)
+{
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&pair);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half)
+{
+    __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&pair);
+}
+
+/* d[64, N] (+)= a[64, 16] b[16, N] of one warpgroup. smem_smem: a and b K-major in shared memory (Q K^T);
+ * regs_smem: a in registers, b with its rows along K (P V). Accumulator layout: thread (warp w, lane l) holds
+ * d[4j + 2r + e] = D[16w + l/4 + 8r][8j + 2(l%4) + e]. */
+template <typename T, int N>
+struct wgmma;
+
+/* The accumulators of d as operands %0, %1, ... */
+#define PK_REGS_0_31                                                       \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PK_REGS_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PK_REGS_48_63 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PK_REGS_64_127                                                                             \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PK_ACC_8(d, i)                                                                                          \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define PK_ACC_16(d, i) PK_ACC_8(d, i), PK_ACC_8(d, i + 8)
+#define PK_ACC_32(d) PK_ACC_16(d, 0), PK_ACC_16(d, 16)
+#define PK_ACC_48(d) PK_ACC_32(d), PK_ACC_16(d, 32)
+#define PK_ACC_64(d) PK_ACC_48(d), PK_ACC_16(d, 48)
+#define PK_ACC_128(d) PK_ACC_64(d), PK_ACC_16(d, 64), PK_ACC_16(d, 80), PK_ACC_16(d, 96), PK_ACC_16(d, 112)
+
+#define PK_WGMMA(T, PTX, N, REGS, ACCUMULATORS, I0, I1, I2, I3, I4, I5)                                              \
+    template <>                                                                                                      \
+    struct wgmma<T, N> {                                                                                             \
+        static __device__ __forceinline__ void smem_smem(float (&d)[N / 2], uint64_t a, uint64_t b, int add)         \
+        {                                                                                                            \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" I2                                                 \
+                         ", 0;\n"                                                                                    \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" REGS "}, %" I0 ", %" I1  \
+                         ", add, 1, 1, 0, 0;\n}"                                                                     \
+                         : ACCUMULATORS(d)                                                                           \
+                         : "l"(a), "l"(b), "r"(add));                                                                \
+        }                                                                                                            \
+        static __device__ __forceinline__ void regs_smem(float (&d)[N / 2], const uint32_t *a, uint64_t b, int add)  \
+        {                                                                                                            \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" I5                                                 \
+                         ", 0;\n"                                                                                    \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" REGS "}, {%" I0 ", %" I1 \
+                         ", %" I2 ", %" I3 "}, %" I4 ", add, 1, 1, 1;\n}"                                            \
+                         : ACCUMULATORS(d)                                                                           \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                            \
+        }                                                                                                            \
+    };
+#define PK_WGMMA_ALL(T, PTX)                                                                                        \
+    PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                               \
+    PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                 \
+    PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")  \
+    PK_WGMMA(T, PTX, 256, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_127, PK_ACC_128, "128", "129", "130", \
+             "131", "132", "133")
+
+/* One warp's d[16, 8] += a[16, 16] b[16, 8], operands in registers. */
+__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t *a, const uint32_t *b, __nv_bfloat16)
+{
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t *a, const uint32_t *b, __half)
+{
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+PK_WGMMA_ALL(__nv_bfloat16, "bf16")
+PK_WGMMA_ALL(__half, "f16")
+
+}  // namespace sm90
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+#endif  // PK_SM90_H

@@ -155,9 +155,9 @@ pk_status pk_cublaslt_fail(pk_error *err, const char *call, int status)
         int status;
         const char *name;
     } names[] = {
-        {1, "NOT_INITIALIZED"},  {3, "ALLOC_FAILED"},      {7, "INVALID_VALUE"},   {8, "ARCH_MISMATCH"},
-        {11, "MAPPING_ERROR"},   {13, "EXECUTION_FAILED"}, {14, "INTERNAL_ERROR"}, {15, "NOT_SUPPORTED"},
-        {16, "LICENSE_ERROR"},
+        {1, "NOT_INITIALIZED"}, {3, "ALLOC_FAILED"},   {7, "INVALID_VALUE"},
+        {8, "ARCH_MISMATCH"},   {11, "MAPPING_ERROR"}, {13, "EXECUTION_FAILED"},
+        {14, "INTERNAL_ERROR"}, {15, "NOT_SUPPORTED"}, {16, "LICENSE_ERROR"},
     };
     const char *name = "of an unknown kind";
     for (const auto &known : names)

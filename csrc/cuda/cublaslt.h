@@ -18,7 +18,7 @@ typedef struct pk_lt_preference_ *pk_lt_preference;
 enum { PK_LT_COMPUTE_F32 = 68, PK_LT_OP_T = 1 };
 enum { PK_LT_DESC_TRANSA = 3 };
 enum {
-    PK_LT_PREFERENCE_WORKSPACE = 1, /* uint64_t */
+    PK_LT_PREFERENCE_WORKSPACE = 1,   /* uint64_t */
     PK_LT_PREFERENCE_ALIGNMENT_A = 5, /* uint32_t bytes; then B, C, D */
 };
 
@@ -53,7 +53,8 @@ struct pk_cublaslt {
 };
 
 /* Loaded at first use: what the process has loaded already (PyTorch brings one), the loader's own search, the nvidia-*
- * wheels, the CUDA toolkit. PAGEDKV_CUBLASLT names a file to take instead. The error lists every path that was tried. */
+ * wheels, the CUDA toolkit. PAGEDKV_CUBLASLT names a file to take instead. The error lists every path that was tried.
+ */
 pk_status pk_cublaslt_load(const pk_cublaslt **library, pk_error *err);
 
 /* Sets err to "cublasLtMatmul: CUBLAS_STATUS_X". */

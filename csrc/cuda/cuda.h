@@ -74,8 +74,8 @@ static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_
 struct pk_cuda_device {
     int index, num_sms, compute_capability; /* 90 for a Hopper */
     size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
-    bool can_launch_early;                  /* Hopper or newer, and our kernels are built for it: they know how to wait */
-    pk_cuda_bad_id *bad_id;                 /* device memory */
+    bool can_launch_early;  /* Hopper or newer, and our kernels are built for it: they know how to wait */
+    pk_cuda_bad_id *bad_id; /* device memory */
 };
 
 /* Makes the device that owns `pointer` (or device `index`) current, and the caller's again at the end of the scope. */

@@ -25,7 +25,7 @@ __device__ static inline float row_sum(float value)
 }
 
 template <typename T, int PIECES>
-__global__ void __launch_bounds__(PIECES == 1 ? 1024 : 512, PIECES == 1 ? 1 : 2) rms_norm_kernel(const pk_rms_norm_args args)
+__global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args args)
 {
     using packed = pk_packed<T>;
     constexpr int VEC = packed::COUNT;
@@ -70,15 +70,12 @@ __global__ void __launch_bounds__(PIECES == 1 ? 1024 : 512, PIECES == 1 ? 1 : 2)
     for (int p = 0; p < PIECES; p++) {
         int piece = threadIdx.x + p * blockDim.x;
         if (piece >= num_pieces) continue;
-        float values[VEC], factors[VEC];
+        float values[VEC];
         x[p].unpack(values);
-        weight[p].unpack(factors);
 #pragma unroll
         for (int i = 0; i < VEC; i++) values[i] *= scale;
-        packed::round(values); /* as Qwen3RMSNorm: cast to the input's dtype, then multiply by the weight */
-#pragma unroll
-        for (int i = 0; i < VEC; i++) values[i] *= factors[i];
-        packed::pack(values).store(out_row + piece * VEC);
+        /* as Qwen3RMSNorm: cast to the input's dtype, then multiply by the weight */
+        (packed::pack(values) * weight[p]).store(out_row + piece * VEC);
     }
 }
 
@@ -143,15 +140,12 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     for (int p = 0; p < PIECES; p++) {
         int64_t piece = first + p * blockDim.x;
         if (piece >= num_pieces) continue;
-        float values[VEC], factors[VEC];
+        float values[VEC];
         gate[p].unpack(values);
-        up[p].unpack(factors);
 #pragma unroll
         for (int i = 0; i < VEC; i++) values[i] = silu<T>(values[i]);
-        packed::round(values); /* the activation is a tensor of its own in transformers' MLP */
-#pragma unroll
-        for (int i = 0; i < VEC; i++) values[i] *= factors[i];
-        packed::pack(values).store(out + piece * VEC);
+        /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
+        (packed::pack(values) * up[p]).store(out + piece * VEC);
     }
 }
 
@@ -208,7 +202,8 @@ static pk_status launch_rms_norm(const pk_rms_norm_args *args, int64_t num_piece
     dim3 cta((unsigned)pk_ceil_div(pk_ceil_div(num_pieces, PIECES), 32) * 32);
     if (cta.x == 32) cta.y = 4;
     dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows, cta.y));
-    return pk_cuda_launch_early(err, "rms_norm_kernel", rms_norm_kernel<T, PIECES>, device, grid, cta, 0, stream, *args);
+    return pk_cuda_launch_early(err, "rms_norm_kernel", rms_norm_kernel<T, PIECES>, device, grid, cta, 0, stream,
+                                *args);
 }
 
 pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
@@ -224,12 +219,10 @@ pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_er
         const pk_cuda_device *device = scope.device;
         if (strides % VEC == 0 && pk_is_aligned(args->x, 16) && pk_is_aligned(args->residual, 16) &&
             pk_is_aligned(args->weight, 16) && pk_is_aligned(args->out, 16) && num_pieces <= 4 * 512) {
-            /* A row belongs to one warp where it fits; few long rows want all the threads they can have. */
+            /* By the size alone: a row's bits do not depend on how many rows there are. */
             if (num_pieces <= 32) return launch_rms_norm<T, 1>(args, num_pieces, device, stream, err);
             if (num_pieces <= 64) return launch_rms_norm<T, 2>(args, num_pieces, device, stream, err);
             if (num_pieces <= 128) return launch_rms_norm<T, 4>(args, num_pieces, device, stream, err);
-            if (num_pieces <= 1024 && args->num_rows <= device->num_sms)
-                return launch_rms_norm<T, 1>(args, num_pieces, device, stream, err);
             if (num_pieces <= 1024) return launch_rms_norm<T, 2>(args, num_pieces, device, stream, err);
             return launch_rms_norm<T, 4>(args, num_pieces, device, stream, err);
         }

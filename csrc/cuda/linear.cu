@@ -1,9 +1,10 @@
 /* linear.cu - out = x @ weight.T + bias: own kernels for a few rows (linear_few.cu), cuBLASLt for more.
  *
  * cuBLASLt gets an explicit workspace (no hidden allocation, no extra graph nodes for it) and accumulates in float32;
- * float32 inputs are never rounded to tf32. Its choice of algorithm for a shape costs tens of microseconds, so plans are
- * kept by shape, strides and alignment. A bias is written to `out` first and added by the product (beta = 1): one way
- * for every dtype, one rounding. Rows that overlap or run backwards, which BLAS cannot express, take a plain kernel.
+ * float32 inputs are never rounded to tf32. Its choice of algorithm for a shape costs tens of microseconds, so plans
+ * are kept by shape, strides and alignment. A bias is written to `out` first and added by the product (beta = 1): one
+ * way for every dtype, one rounding. Rows that overlap or run backwards, which BLAS cannot express, take a plain
+ * kernel.
  */
 #include "cuda/linear.h"
 #include "cuda/cublaslt.h"
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
     int64_t output = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (output >= args.num_rows * args.out_features) return;
     int64_t row = output / args.out_features, column = output - row * args.out_features;
-    const T *x = (const T *)args.x + row * args.x_stride, *weight = (const T *)args.weight + column * args.weight_stride;
+    const T *x = (const T *)args.x + row * args.x_stride,
+            *weight = (const T *)args.weight + column * args.weight_stride;
     float sum = 0;
     for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
 #pragma unroll
@@ -108,9 +110,9 @@ static cudaDataType_t data_type_of(pk_dtype dtype)
     return dtype == PK_F32 ? CUDA_R_32F : dtype == PK_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
-#define LT(err, call)                                             \
-    do {                                                          \
-        int lt_status_ = (call);                                  \
+#define LT(err, call)                                                         \
+    do {                                                                      \
+        int lt_status_ = (call);                                              \
         if (lt_status_ != 0) return pk_cublaslt_fail(err, #call, lt_status_); \
     } while (0)
 
@@ -190,12 +192,14 @@ template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
     if (args->bias || args->in_features == 0) { /* no inputs: the bias is all there is */
-        dim3 grid((unsigned)pk_ceil_div(args->out_features, 256), (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
+        dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
+                  (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
         PK_TRY(pk_cuda_launch(err, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, stream, *args));
     }
     if (args->in_features == 0) return PK_OK;
-    bool is_blas = (args->num_rows == 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features)) &&
-                   (args->out_features == 1 || args->weight_stride >= args->in_features);
+    bool is_blas =
+        (args->num_rows == 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features)) &&
+        (args->out_features == 1 || args->weight_stride >= args->in_features);
     if (is_blas) return multiply(args, device, stream, err);
     dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
     return pk_cuda_launch(err, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, stream, *args);

@@ -3,7 +3,7 @@
  * A CTA is a token (a grid of tokens, so that the cost does not depend on the cache). A head is spread over `lanes`
  * threads that hold 16 bytes of its lower half and the 16 bytes half a head further, so both numbers of every rotated
  * pair are in one thread, and the norm's sum is a shuffle among a few lanes. A thread takes the same place of several
- * heads: 64 bytes in flight, and cos and sin are loaded once for all of them. Keys and values are written by the row
+ * heads: 64 bytes in flight, asked for before position and slot are known. Keys and values are written by the row
  * writer of store_kvcache. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32
  * and rounds once. Other head_dims and unaligned views: a warp a head, element by element.
  */
@@ -12,15 +12,16 @@
 
 // --- kernels
 
-/* The position of a token; false where it has no row in cos_sin, which `is_reporter` records. */
-__device__ static inline bool find_position(const pk_qk_norm_rope_store_args &args, int64_t token, bool is_reporter,
-                                            pk_cuda_bad_id *bad_id, int64_t *position)
+/* Records what is wrong with a token; its store is skipped, and without a position its queries are zeros. */
+__device__ static inline void check_token(const pk_qk_norm_rope_store_args &args, int64_t token, int64_t slot,
+                                          int64_t position, pk_cuda_bad_id *bad_id)
 {
-    *position = args.positions[token];
-    bool is_valid = *position >= 0 && *position < args.max_positions;
-    if (!is_valid && is_reporter) pk_record_bad_id(bad_id, PK_BAD_POSITION, token, *position, args.max_positions);
-    return is_valid;
+    pk_check_slot(args.store, token, slot, bad_id);
+    if (position < 0 || position >= args.max_positions)
+        pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
 }
+
+enum { MAX_HEAD_DIM = 512 }; /* of the vector path: 32 lanes of two times 8 halves */
 
 /* Heads of a qkv row in their order: the queries, the keys, the values. */
 enum head_kind { QUERY, KEY, VALUE };
@@ -34,15 +35,33 @@ __device__ static inline head_kind kind_of(const pk_qk_norm_rope_store_args &arg
 template <typename T>
 __device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scale, const T *weight)
 {
-    constexpr int VEC = pk_packed<T>::COUNT;
-    float factors[VEC];
-    pk_packed<T>::load(weight).unpack(factors);
 #pragma unroll
-    for (int i = 0; i < VEC; i++) x[i] *= scale;
-    pk_packed<T>::round(x);
+    for (int i = 0; i < pk_packed<T>::COUNT; i++) x[i] *= scale;
+    (pk_packed<T>::pack(x) * pk_packed<T>::load(weight)).unpack(x);
+}
+
+/* 16 bytes to shared memory. */
+__device__ static inline void copy_async(void *to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+
+/* Every pair (a[i], b[i]) by its angle. The angles wait in shared memory: 64 bytes of them in registers spilled. */
+template <int VEC>
+__device__ static inline void rotate(float a[VEC], float b[VEC], const float *cosines, const float *sines)
+{
 #pragma unroll
-    for (int i = 0; i < VEC; i++) x[i] *= factors[i];
-    pk_packed<T>::round(x);
+    for (int first = 0; first < VEC; first += 4) {
+        float4 c = *(const float4 *)(cosines + first), s = *(const float4 *)(sines + first);
+        const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float low = a[first + i], high = b[first + i];
+            a[first + i] = low * cosine[i] - high * sine[i];
+            b[first + i] = high * cosine[i] + low * sine[i];
+        }
+    }
 }
 
 template <typename T, typename Cache, int HEADS>
@@ -52,38 +71,38 @@ __global__ void __launch_bounds__(512, 2)
     using packed = pk_packed<T>;
     constexpr int VEC = packed::COUNT;
     const pk_store_args &store = args.store;
-    int64_t token = blockIdx.x, position;
+    int64_t token = blockIdx.x;
     int head_dim = (int)store.head_dim, half = head_dim / 2, dim = threadIdx.x * VEC;
     int num_q_heads = (int)args.num_q_heads, num_kv_heads = (int)store.num_kv_heads;
     int num_heads = num_q_heads + 2 * num_kv_heads, stride = blockDim.y;
-    bool is_reporter = threadIdx.x == 0 && threadIdx.y == 0;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    pk_cache_row cache_row;
-    bool is_stored = pk_find_cache_row(store, token, is_reporter, bad_id, &cache_row);
-    bool is_valid = find_position(args, token, is_reporter, bad_id, &position);
     const T *qkv = (const T *)args.qkv + token * args.qkv_stride + dim;
     T *q_out = (T *)args.q_out + token * num_q_heads * head_dim + dim;
-
-    float cosine[VEC], sine[VEC];
-#pragma unroll
-    for (int i = 0; i < VEC; i += 4) {
-        const float *angles = args.cos_sin + (is_valid ? position : 0) * head_dim + dim + i;
-        float4 c = is_valid ? *(const float4 *)angles : float4(), s = is_valid ? *(const float4 *)(angles + half) : c;
-        cosine[i] = c.x, cosine[i + 1] = c.y, cosine[i + 2] = c.z, cosine[i + 3] = c.w;
-        sine[i] = s.x, sine[i + 1] = s.y, sine[i + 2] = s.z, sine[i + 3] = s.w;
-    }
-    /* All threads make the same number of rounds: the shuffles need whole warps. */
-    for (int first = 0; first < num_heads; first += HEADS * stride) {
-        packed low[HEADS], high[HEADS];
+    packed low[HEADS], high[HEADS];
+    auto load_heads = [&](int first) {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             int head = first + h * stride + threadIdx.y;
             low[h] = high[h] = packed();
-            if (head >= num_heads) continue; /* not asking is_valid: the loads need not wait for the position */
-            low[h] = packed::load_streaming(qkv + (int64_t)head * head_dim);
-            high[h] = packed::load_streaming(qkv + (int64_t)head * head_dim + half);
+            if (head >= num_heads) continue;
+            low[h] = packed::load_streaming(qkv + head * head_dim);
+            high[h] = packed::load_streaming(qkv + head * head_dim + half);
         }
+    };
+    load_heads(0); /* under way before the first look at position and slot */
+    int64_t slot = pk_load_slot(store, token), position = args.positions[token];
+    bool is_valid = position >= 0 && position < args.max_positions;
+    pk_cache_row cache_row;
+    bool is_stored = pk_find_cache_row(store, slot, &cache_row);
+    __shared__ float4 angles[MAX_HEAD_DIM / 4]; /* the position's row: every cos, then every sin */
+    if (is_valid)
+        for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < head_dim / 4; i += blockDim.x * blockDim.y)
+            copy_async(&angles[i], args.cos_sin + position * head_dim + 4 * i);
+    const float *cosine = (const float *)angles + dim;
+    /* All threads make the same number of rounds: the shuffles need whole warps. */
+    for (int first = 0; first < num_heads; first += HEADS * stride) {
+        if (first > 0) load_heads(first);
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             int head = first + h * stride + threadIdx.y;
@@ -103,14 +122,13 @@ __global__ void __launch_bounds__(512, 2)
                     normalise<T>(b, scale, weight + half);
                 }
             }
+            if (first == 0 && h == 0) { /* the angles arrived while the first head was normalised */
+                asm volatile("cp.async.wait_all;" ::: "memory");
+                __syncthreads();
+            }
             if (head >= num_heads) continue;
-            if (kind != VALUE) {
-#pragma unroll
-                for (int i = 0; i < VEC; i++) {
-                    float turned = a[i] * cosine[i] - b[i] * sine[i];
-                    b[i] = b[i] * cosine[i] + a[i] * sine[i];
-                    a[i] = turned;
-                }
+            if (kind != VALUE && is_valid) {
+                rotate<VEC>(a, b, cosine, cosine + half);
                 low[h] = packed::pack(a);
                 high[h] = packed::pack(b);
             }
@@ -127,6 +145,7 @@ __global__ void __launch_bounds__(512, 2)
             }
         }
     }
+    if (threadIdx.x == 0 && threadIdx.y == 0) check_token(args, token, slot, position, bad_id);
 }
 
 /* Any even head_dim, any alignment: a warp a head. */
@@ -136,12 +155,13 @@ __global__ void __launch_bounds__(256)
 {
     using one = pk_vec<T, 1>;
     const pk_store_args &store = args.store;
-    int64_t token = blockIdx.x, position, head_dim = store.head_dim, half = head_dim / 2;
+    int64_t token = blockIdx.x, head_dim = store.head_dim, half = head_dim / 2;
     int64_t num_q_heads = args.num_q_heads, num_heads = num_q_heads + 2 * store.num_kv_heads;
     int lane = threadIdx.x % 32;
+    int64_t slot = pk_load_slot(store, token), position = args.positions[token];
+    bool is_valid = position >= 0 && position < args.max_positions;
     pk_cache_row cache_row;
-    bool is_stored = pk_find_cache_row(store, token, threadIdx.x == 0, bad_id, &cache_row);
-    bool is_valid = find_position(args, token, threadIdx.x == 0, bad_id, &position);
+    bool is_stored = pk_find_cache_row(store, slot, &cache_row);
     const float *cosine = args.cos_sin + (is_valid ? position : 0) * head_dim, *sine = cosine + half;
 
     for (int head = threadIdx.x / 32; head < num_heads; head += blockDim.x / 32) {
@@ -181,6 +201,7 @@ __global__ void __launch_bounds__(256)
             }
         }
     }
+    if (threadIdx.x == 0) check_token(args, token, slot, position, bad_id);
 }
 
 // --- launchers
@@ -203,18 +224,21 @@ template <typename T, typename Cache>
 static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_device *device, pk_stream stream,
                         pk_error *err)
 {
-    constexpr int VEC = 16 / sizeof(T), HEADS = 2;
-    int64_t num_heads = args->num_q_heads + 2 * args->store.num_kv_heads;
     dim3 grid = pk_cuda_grid(args->store.num_tokens), cta(256);
-    if (!can_use_vectors(args, VEC))
+    if (!can_use_vectors(args, 16 / sizeof(T)))
         return pk_cuda_launch(err, "qk_norm_rope_store_any_kernel", qk_norm_rope_store_any_kernel<T, Cache>, grid, cta,
                               0, stream, *args, device->bad_id);
-    int64_t lanes = args->store.head_dim / 2 / VEC, slots = pk_ceil_div(num_heads, HEADS);
-    int64_t whole_warps = 32 / lanes; /* slots of one warp */
-    slots = pk_ceil_div(slots, whole_warps) * whole_warps;
-    cta = dim3((unsigned)lanes, (unsigned)(slots * lanes > 512 ? 512 / lanes : slots));
-    return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", qk_norm_rope_store_kernel<T, Cache, HEADS>, device, grid,
-                                cta, 0, stream, *args, device->bad_id);
+    /* Few tokens: a thread a place, for the shortest way through. Many: two heads a thread, for more in flight. */
+    bool is_few = args->store.num_tokens <= 4 * device->num_sms;
+    int64_t num_heads = args->num_q_heads + 2 * args->store.num_kv_heads;
+    int64_t lanes = args->store.head_dim / 2 / (16 / (int64_t)sizeof(T)),
+            whole_warps = 32 / lanes; /* heads of a warp */
+    int64_t slots = pk_ceil_div(is_few ? num_heads : pk_ceil_div(num_heads, 2), whole_warps) * whole_warps;
+    int64_t max_slots = 512 / lanes;
+    cta = dim3((unsigned)lanes, (unsigned)(slots < max_slots ? slots : max_slots));
+    auto kernel = is_few ? qk_norm_rope_store_kernel<T, Cache, 1> : qk_norm_rope_store_kernel<T, Cache, 2>;
+    return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", kernel, device, grid, cta, 0, stream, *args,
+                                device->bad_id);
 }
 
 pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err)

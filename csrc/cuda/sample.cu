@@ -2,7 +2,8 @@
  *
  * The logits are read once. A row is cut into ranges, one CTA each, so that a few rows fill the card and many rows fill
  * it evenly; the last CTA of a row to arrive merges what the others left in scratch. Inside a CTA every thread keeps
- * 64 bytes of loads in flight while it works on the 64 before them.
+ * 48 bytes of loads in flight (32 of halves) while it works on those before them. Starting and ending a CTA costs some
+ * microseconds, so one wave of long ranges beats several of short ones.
  *
  * Reading is not the whole cost: a key takes 10 rounds of Philox (shared by four tokens) and two logarithms. The
  * logarithms are spared for nearly all: with B the best key so far, a token can win only if its random word, as a
@@ -20,7 +21,7 @@
 
 // --- kernels
 
-enum { THREADS = 256, UNITS = 4 /* of 16 bytes, in flight a thread */ };
+enum { THREADS = 256, CTAS_PER_SM = 4 };
 
 __device__ static inline float max_or_nan(float a, float b)
 {
@@ -69,9 +70,9 @@ __device__ static inline range_result merge_warp(range_result result)
 {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2)
-        result = merge(result, {__shfl_xor_sync(~0u, result.greatest, offset), __shfl_xor_sync(~0u, result.best, offset),
-                                __shfl_xor_sync(~0u, result.second, offset),
-                                __shfl_xor_sync(~0u, result.index, offset)});
+        result =
+            merge(result, {__shfl_xor_sync(~0u, result.greatest, offset), __shfl_xor_sync(~0u, result.best, offset),
+                           __shfl_xor_sync(~0u, result.second, offset), __shfl_xor_sync(~0u, result.index, offset)});
     return result;
 }
 
@@ -92,6 +93,8 @@ __device__ static inline range_result merge_cta(range_result result)
 template <typename T>
 struct row_of_logits {
     static constexpr int VEC = 16 / sizeof(T);
+    static constexpr int UNITS =
+        sizeof(T) == 4 ? 3 : 2; /* of 16 bytes, in flight a thread: what 64 registers hold */
     static constexpr uint32_t ROUND = THREADS * UNITS * VEC; /* tokens that a CTA takes in one round */
     using unit = pk_packed<T>;
     const T *logits;
@@ -104,7 +107,6 @@ struct row_of_logits {
     }
     __device__ unit load_unit(uint32_t at) const /* -inf behind the end */
     {
-        if (is_aligned && at + VEC <= vocab_size) return unit::load_streaming(logits + at);
         float x[VEC];
 #pragma unroll
         for (int i = 0; i < VEC; i++) x[i] = at + i < vocab_size ? pk_to_float(logits[at + i]) : -INFINITY;
@@ -112,6 +114,11 @@ struct row_of_logits {
     }
     __device__ void load_round(uint32_t round, unit units[UNITS]) const
     {
+        if (is_aligned && (round + 1) * ROUND <= vocab_size) { /* asked once a round: all but a row's last */
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) units[u] = unit::load_streaming(logits + unit_at(round, u));
+            return;
+        }
 #pragma unroll
         for (int u = 0; u < UNITS; u++) units[u] = load_unit(unit_at(round, u));
     }
@@ -120,7 +127,8 @@ struct row_of_logits {
 template <typename T>
 __device__ static range_result scan_greedy(const row_of_logits<T> &row, uint32_t first_round, uint32_t end_round)
 {
-    typename row_of_logits<T>::unit units[UNITS], next[UNITS];
+    constexpr int UNITS = row_of_logits<T>::UNITS;
+    pk_packed<T> units[UNITS], next[UNITS];
     range_result result = no_result();
     row.load_round(first_round, next);
     for (uint32_t round = first_round; round < end_round; round++) {
@@ -185,33 +193,63 @@ template <int VEC>
 __device__ static inline void draw_words(const row_draw &draw, uint32_t at, uint32_t words[VEC])
 {
 #pragma unroll
-    for (int g = 0; g < VEC / 4; g++)
-        pk_philox(at / 4 + g, draw.position, draw.seed_low, draw.seed_high, words + 4 * g);
+    for (int g = 0; g < VEC; g += 4) {
+        uint32_t c0 = (at + g) / 4, c1 = draw.position, c2 = 0, c3 = 0;
+#pragma unroll
+        for (uint32_t round = 0; round < PK_PHILOX_ROUNDS; round++)
+            pk_philox_round(&c0, &c1, &c2, &c3, draw.seed_low + round * PK_PHILOX_KEY0_STEP,
+                            draw.seed_high + round * PK_PHILOX_KEY1_STEP);
+        words[g] = c0, words[g + 1] = c1, words[g + 2] = c2, words[g + 3] = c3;
+    }
 }
 
-/* The keys of a unit that was not dismissed: rare, so it reads the logits and draws the words again, in little code. */
+/* The keys of a unit that was not dismissed: rare, so it draws the words again, in little code. */
 template <typename T>
-__device__ static inline void scan_unit(const row_of_logits<T> &row, uint32_t at, const row_draw &draw,
+__device__ static inline void scan_unit(const pk_packed<T> &unit, uint32_t at, const row_draw &draw,
                                         const key_filter &filter, range_result *result, int *best_of_cta)
 {
-#pragma unroll 1
-    for (uint32_t group = at; group < at + row.VEC && group < row.vocab_size; group += 4) {
-        uint32_t words[4];
-        draw_words<4>(draw, group, words);
+    constexpr int VEC = pk_packed<T>::COUNT;
+    uint32_t words[VEC];
+    float logits[VEC];
+    unit.unpack(logits);
+    draw_words<VEC>(draw, at, words);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (group + i >= row.vocab_size) continue;
-            float x = pk_to_float(row.logits[group + i]);
-            if (filter.dismisses(x, words[i])) continue;
-            float key = key_of(draw, x, words[i]);
-            result->second = fmaxf(result->second, fminf(result->best, key));
-            if (key > result->best) {
-                result->best = key;
-                result->index = group + i;
-                atomicMax(best_of_cta, ordered(key));
-            }
+    for (int i = 0; i < VEC; i++) {
+        if (filter.dismisses(logits[i], words[i])) continue;
+        float key = key_of(draw, logits[i], words[i]);
+        result->second = fmaxf(result->second, fminf(result->best, key));
+        if (key > result->best) {
+            result->best = key;
+            result->index = at + i;
+            atomicMax(best_of_cta, ordered(key));
         }
     }
+}
+
+/* A first key to beat: that of every thread's luckiest word in its first round. It is no result, the scan meets it. */
+template <typename T>
+__device__ static inline void raise_the_bar(const row_of_logits<T> &row, uint32_t round, const pk_packed<T> *units,
+                                            const row_draw &draw, int *best_of_cta)
+{
+    constexpr int VEC = row_of_logits<T>::VEC, UNITS = row_of_logits<T>::UNITS;
+    uint32_t lowest = UINT32_MAX;
+    float luckiest = -INFINITY;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        uint32_t words[VEC];
+        float logits[VEC];
+        units[u].unpack(logits);
+        draw_words<VEC>(draw, row.unit_at(round, u), words);
+#pragma unroll
+        for (int i = 0; i < VEC; i++)
+            if (words[i] < lowest) lowest = words[i], luckiest = logits[i];
+    }
+    float key = key_of(draw, luckiest, lowest);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) key = fmaxf(key, __shfl_xor_sync(~0u, key, offset));
+    __syncthreads(); /* the bar is in place */
+    if (threadIdx.x % 32 == 0) atomicMax(best_of_cta, ordered(key));
+    __syncthreads();
 }
 
 template <typename T>
@@ -220,39 +258,23 @@ __device__ static range_result scan_gumbel(const row_of_logits<T> &row, uint32_t
 {
     constexpr int VEC = row_of_logits<T>::VEC;
     __shared__ int best_of_cta;
-    typename row_of_logits<T>::unit units[UNITS], next[UNITS];
+    constexpr int UNITS = row_of_logits<T>::UNITS;
+    pk_packed<T> units[UNITS], next[UNITS];
     range_result result = no_result();
     key_filter filter(draw);
-    uint32_t words[VEC];
 
-    /* A first bar to clear: every thread's luckiest word of its first unit. It is not a result, the scan meets it. */
     row.load_round(first_round, next);
     if (threadIdx.x == 0) best_of_cta = ordered(floor);
-    __syncthreads();
-    {
-        uint32_t lowest = UINT32_MAX;
-        float logits[VEC], luckiest = -INFINITY;
-        next[0].unpack(logits);
-        draw_words<VEC>(draw, row.unit_at(first_round, 0), words);
-#pragma unroll
-        for (int i = 0; i < VEC; i++)
-            if (words[i] < lowest) lowest = words[i], luckiest = logits[i];
-        float key = key_of(draw, luckiest, lowest);
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) key = fmaxf(key, __shfl_xor_sync(~0u, key, offset));
-        if (threadIdx.x % 32 == 0) atomicMax(&best_of_cta, ordered(key));
-    }
-    __syncthreads();
-
     for (uint32_t round = first_round; round < end_round; round++) {
         unsigned hopeful = 0; /* bit u: unit u may hold the best key */
 #pragma unroll
         for (int u = 0; u < UNITS; u++) units[u] = next[u];
         if (round + 1 < end_round) row.load_round(round + 1, next);
+        if (round == first_round) raise_the_bar(row, round, units, draw, &best_of_cta);
         filter.raise_to(unordered(*(volatile int *)&best_of_cta));
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
-            uint32_t lowest = UINT32_MAX;
+            uint32_t words[VEC], lowest = UINT32_MAX;
             float greatest = unit_max(units[u]);
             result.greatest = max_or_nan(result.greatest, greatest);
             draw_words<VEC>(draw, row.unit_at(round, u), words);
@@ -260,8 +282,14 @@ __device__ static range_result scan_gumbel(const row_of_logits<T> &row, uint32_t
             for (int i = 0; i < VEC; i++) lowest = min(lowest, words[i]);
             if (!filter.dismisses(greatest, lowest)) hopeful |= 1u << u;
         }
-        for (; hopeful; hopeful &= hopeful - 1)
-            scan_unit(row, row.unit_at(round, __ffs((int)hopeful) - 1), draw, filter, &result, &best_of_cta);
+        for (; hopeful; hopeful &= hopeful - 1) {
+            int which = __ffs((int)hopeful) - 1;
+            pk_packed<T> unit = units[0];
+#pragma unroll
+            for (int u = 1; u < UNITS; u++)
+                if (u == which) unit = units[u];
+            scan_unit(unit, row.unit_at(round, which), draw, filter, &result, &best_of_cta);
+        }
     }
     return merge_cta(result);
 }
@@ -290,7 +318,7 @@ __device__ static bool merge_ranges(range_result *partials, unsigned int *counte
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     sample_kernel(const pk_sample_args args, range_result *partials, unsigned int *counters, pk_cuda_bad_id *bad_id)
 {
     int64_t row_index = blockIdx.y;
@@ -336,7 +364,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     } else if (!is_greedy && !(result.best - result.second > key_margin(result.best))) {
         float moved = result.best + (draw.origin - greatest) / temperature;
         draw.origin = greatest;
-        result = scan_gumbel(row, 0, num_rounds, draw, moved - key_margin(moved));
+        result = scan_gumbel(row, 0, num_rounds, draw, moved - key_margin(result.best));
     }
     if (threadIdx.x != 0) return;
     if (is_greedy)
@@ -345,6 +373,14 @@ __global__ void __launch_bounds__(THREADS, 4)
 }
 
 // --- launchers
+
+/* One wave of CTAs where it fills the card, two where they fill it better. */
+static int64_t ranges_of_row(int64_t num_rows, int64_t num_rounds, int64_t slots)
+{
+    int64_t ranges = slots / num_rows;
+    if (ranges * num_rows * 10 < slots * 9) ranges = 2 * slots / num_rows;
+    return ranges < 1 ? 1 : ranges > num_rounds ? num_rounds : ranges;
+}
 
 pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err)
 {
@@ -356,15 +392,14 @@ pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error 
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         int64_t num_rounds = pk_ceil_div(args->vocab_size, row_of_logits<T>::ROUND);
-        int64_t ctas = 2 * 4 * scope.device->num_sms; /* two waves of the four that share an SM */
+        int64_t slots = CTAS_PER_SM * scope.device->num_sms; /* CTAs that run at once */
         for (int64_t first = 0; first < args->num_rows; first += PK_SCRATCH_COUNTERS) {
             pk_sample_args some = *args;
             some.num_rows = args->num_rows - first;
             if (some.num_rows > PK_SCRATCH_COUNTERS) some.num_rows = PK_SCRATCH_COUNTERS;
             some.logits = (const T *)args->logits + first * args->logits_stride;
             some.temperatures += first, some.seeds += first, some.positions += first, some.out += first;
-            int64_t ranges = ctas / some.num_rows;
-            ranges = ranges < 1 ? 1 : ranges > num_rounds ? num_rounds : ranges;
+            int64_t ranges = ranges_of_row(some.num_rows, num_rounds, slots);
             dim3 grid((unsigned)ranges, (unsigned)some.num_rows);
             PK_TRY(pk_cuda_launch_early(err, "sample_kernel", sample_kernel<T>, scope.device, grid, dim3(THREADS), 0,
                                         stream, some, (range_result *)scratch.data, scratch.counters,

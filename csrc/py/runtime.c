@@ -67,7 +67,8 @@ static PyObject *py_get_num_threads(PyObject *module, PyObject *unused)
 
 PyDoc_STRVAR(set_num_threads_doc,
              "set_num_threads($module, n, /)\n--\n\n"
-             "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.");
+             "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.\n"
+             "A child of fork() has one thread for them, whatever is set, if an operation ran before the fork.");
 static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *given[1];

@@ -1,6 +1,6 @@
 """Dense operations, sampling and linear on one GPU: bytes over time, beside a copy measured in the same run.
 
-    python benchmarks/dense_cuda.py [--only rms_norm] [--record]
+    python benchmarks/dense_cuda.py [--only rms_norm] [--no-record]
 
 Every row is a CUDA graph of calls over buffers that rotate through at least 512 MB of normal numbers. Burst: 50 ms idle, then a
 window of a few milliseconds, median of 5. Sustained: 150 ms of the same load, then 100 ms. Bytes are what a call must read
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from record import record, version
+from record import add_record_option, record, version
 
 import pagedkv
 
@@ -174,7 +174,7 @@ def cases() -> list[Callable[[], dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--record", action="store_true")
+    add_record_option(parser)
     parser.add_argument("--name", default="dense-cuda")
     options = parser.parse_args()
     torch.manual_seed(int(time.time()))
@@ -191,7 +191,7 @@ def main() -> None:
         results.append(row)
         print(f"{row['case']:58} {row['us']:9.2f} us ({row['us_min']:.2f}-{row['us_max']:.2f}) sustained {row.get('us_sustained', 0):9.2f}"
               f" {row['gb_s']:5} GB/s {row['share']:6.3f}" + (f"  torch {row['us_torch']:.2f}" if "us_torch" in row else ""), flush=True)
-    if options.record:
+    if not options.no_record:
         gpu = torch.cuda.get_device_properties(0)
         record(options.name, results, machine={"gpu": gpu.name, "sms": gpu.multi_processor_count}, versions={"torch": version("torch")},
                peers={"us_torch": "torch.mm, cuBLAS by its default choice"})

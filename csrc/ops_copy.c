@@ -49,11 +49,11 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
     if (same_device(src->device, dst->device)) PK_TRY(check_overlap(src, dst, err));
 
     pk_device device = dst->device.type == PK_CPU ? src->device : dst->device;
-    if (device.type != PK_CPU) {
+    if (!same_device(src->device, dst->device)) {
         if (!pk_view_is_contiguous(src) || !pk_view_is_contiguous(dst))
-            return pk_fail(err, PK_ELAYOUT, "src: a copy that touches a GPU must be contiguous on both sides");
+            return pk_fail(err, PK_ELAYOUT, "src: a copy between devices must be contiguous on both sides");
         if (src->dtype != dst->dtype)
-            return pk_fail(err, PK_EDTYPE, "src: dtype is %s but the destination has %s: convert on the cpu",
+            return pk_fail(err, PK_EDTYPE, "src: dtype is %s but the destination has %s: convert before or after",
                            pk_dtype_name(src->dtype), pk_dtype_name(dst->dtype));
     }
     const pk_backend *backend;

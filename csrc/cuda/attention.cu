@@ -6,6 +6,9 @@
  */
 #include "cuda/attention.h"
 
+/* Query rows of one sequence and KV head up to which the decode kernel reads the keys once. */
+enum { MAX_DECODE_ROWS = 32 };
+
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
 {
@@ -27,17 +30,15 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     row_filter all = {0, INT64_MAX};
     if (!fits_tensor_cores(args)) return pk_cuda_attention_simple(args, all, device, stream, err);
 
-    int64_t group = args->num_q_heads / args->num_kv_heads, max_rows = group * args->max_seqlen_q;
-    if (max_rows <= pk_cuda_attention_decode_max_rows(args))
-        return pk_cuda_attention_decode(args, {0, max_rows}, device, stream, err);
+    int64_t group = args->num_q_heads / args->num_kv_heads;
+    if (group * args->max_seqlen_q <= MAX_DECODE_ROWS || !pk_cuda_attention_prefill_sm90_applies(args, device))
+        return pk_cuda_attention_decode(args, all, device, stream, err);
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. */
     row_filter few = {0, pk_ceil_div(group, 8) * 8}, many = all;
-    if (args->num_seqs > 1 && few.max_rows <= pk_cuda_attention_decode_max_rows(args)) {
+    if (args->num_seqs > 1) {
         PK_TRY(pk_cuda_attention_decode(args, few, device, stream, err));
         many.min_rows = few.max_rows;
     }
-    if (pk_cuda_attention_prefill_sm90_applies(args, device))
-        return pk_cuda_attention_prefill_sm90(args, many, device, stream, err);
-    return pk_cuda_attention_simple(args, many, device, stream, err);
+    return pk_cuda_attention_prefill_sm90(args, many, device, stream, err);
 }

@@ -3,9 +3,10 @@
  *
  * Semantics of every argument: csrc/ops_attention.c. Three kernels answer a call (attention.cu chooses):
  *
- *     attention_decode.h   few query rows a sequence (decode, speculative decode): the keys are split over the machine
- *     attention_tiles.h    many query rows (prefill, chunked prefill): tiles of rows, mma.sync, sm_80 and newer
- *     attention_simple.cu  whatever the two cannot take (fp32, unaligned views): one warp a row, right and slow
+ *     attention_decode.h         few query rows a sequence: the keys are split over the machine. Right for any number
+ *                                of rows and on sm_80 and newer: tiles of 32 rows that read the keys again
+ *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit
+ *     attention_simple.cu        what the two cannot take (fp32, unaligned views): one warp a row, right and slow
  *
  * Inside a kernel, scores are in base 2: log2(e) is folded into the scale, so that a probability is one ex2.
  */
@@ -19,11 +20,6 @@ struct row_filter {
     int64_t min_rows, max_rows;
 };
 
-/* The most rows of a sequence that the decode kernel takes (filter.max_rows must be within). */
-static inline int64_t pk_cuda_attention_decode_max_rows(const pk_attention_args *args)
-{
-    return args->head_dim <= 128 ? 32 : 16;
-}
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                    pk_stream stream, pk_error *err);
 /* One a kind of cache (attention_decode_<kind>.cu). */
@@ -34,8 +30,6 @@ pk_status pk_cuda_attention_decode_f16(const pk_attention_args *args, const deco
                                        const pk_cuda_device *device, pk_stream stream, pk_error *err);
 pk_status pk_cuda_attention_decode_fp8(const pk_attention_args *args, const decode_plan &plan,
                                        const pk_cuda_device *device, pk_stream stream, pk_error *err);
-pk_status pk_cuda_attention_tiles(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                  pk_stream stream, pk_error *err);
 /* Hopper's prefill (wgmma and the copy engine), where it applies. */
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
@@ -164,18 +158,18 @@ struct attention_kind {
     static constexpr bool IS_FP8 = IS_FP8_;
     static constexpr int CACHE_BYTES = IS_FP8_ ? 1 : 2;
 
-    __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+    __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b)
     {
         if constexpr (std::is_same_v<Element, __nv_bfloat16>)
             asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                 "{%0,%1,%2,%3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
         else
             asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                 "{%0,%1,%2,%3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
     }
 
     __device__ static inline uint32_t pack(float low, float high)
@@ -198,6 +192,113 @@ __device__ static inline uint32_t fp8_pair_to_f16(uint32_t x)
 {
     __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
     return (uint32_t)pair.x | (uint32_t)pair.y << 16;
+}
+
+/* Keys or values of some tokens in shared memory, a row of D elements a token. */
+template <typename Kind, int D>
+struct cache_tile {
+    static constexpr int PIECES = D * Kind::CACHE_BYTES / 16; /* of a row, 16 bytes each */
+    /* ldmatrix reads a piece of eight rows at a time, which must lie in different banks: swizzled, or an odd stride. */
+    static constexpr bool IS_SWIZZLED = PIECES % 8 == 0;
+    static constexpr int ROW_BYTES = (IS_SWIZZLED ? PIECES : PIECES | 1) * 16;
+
+    __device__ static uint32_t offset(int row, int piece)
+    {
+        return row * ROW_BYTES + (IS_SWIZZLED ? piece ^ (row & 7) : piece) * 16;
+    }
+
+    /* 16 tokens from `row` on, dims 16 k .. 16 k + 31, as two fragments: lane (g, t) holds of token g (0, 2) or g + 8
+     * (1, 3) the dims 2 t, 2 t + 1 (0, 1) and 8 more (2, 3). Of fp8 it holds 4 t .. 4 t + 3 instead, what ldmatrix
+     * gives: queries must be laid out alike (query_dim). */
+    __device__ static void load_keys(uint32_t (&a)[2][4], uint32_t tile, int row, int k, int lane)
+    {
+        row += lane % 16;
+        if constexpr (Kind::IS_FP8) {
+            uint32_t raw[4];
+            ldmatrix_x4(raw, tile + offset(row, k + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 8; i++) a[i / 4][i % 4] = fp8_pair_to_f16(raw[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
+        } else {
+            ldmatrix_x4(a[0], tile + offset(row, 2 * k + lane / 16));
+            ldmatrix_x4(a[1], tile + offset(row, 2 * k + 2 + lane / 16));
+        }
+    }
+
+    /* The first of the two neighbouring dims that half `half` of a query fragment holds. */
+    __device__ static int query_dim(int k, int half, int lane)
+    {
+        return k * 16 + (Kind::IS_FP8 ? lane % 4 * 4 + half * 2 : half * 8 + lane % 4 * 2);
+    }
+
+    /* The same tokens' values of dims 16 m .. 16 m + 31, transposed: lane (g, t) holds of dim g (0, 2) or g + 8 (1, 3)
+     * the tokens 2 t, 2 t + 1 (0, 1) and 8 more (2, 3). A 16-bit column of fp8 is two dims, which byte permutes part:
+     * there g stands for dim 2 g and g + 8 for 2 g + 1 (value_dim). */
+    __device__ static void load_values(uint32_t (&a)[2][4], uint32_t tile, int row, int m, int lane)
+    {
+        if constexpr (Kind::IS_FP8) {
+            uint32_t raw[4];
+            ldmatrix_x4_trans(raw, tile + offset(row + lane % 16, m + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                raw[i] = __byte_perm(raw[i], 0, 0x3120);
+                a[i / 2][i % 2 * 2] = fp8_pair_to_f16(raw[i]);
+                a[i / 2][i % 2 * 2 + 1] = fp8_pair_to_f16(raw[i] >> 16);
+            }
+        } else {
+            row += lane % 8 + lane / 16 * 8;
+            ldmatrix_x4_trans(a[0], tile + offset(row, 2 * m + lane / 8 % 2));
+            ldmatrix_x4_trans(a[1], tile + offset(row, 2 * m + 2 + lane / 8 % 2));
+        }
+    }
+
+    /* Of 16, which dim row g + 8 * half of the tile is. */
+    __device__ static int value_dim(int g, int half) { return Kind::IS_FP8 ? 2 * g + half : g + 8 * half; }
+};
+
+// --- queries
+
+__device__ static inline float2 unpack_pair(uint32_t raw, bool is_bf16)
+{
+    if (is_bf16) return {__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u)};
+    return __half22float2(*(__half2 *)&raw);
+}
+
+/* One row's share of a lane (of four that share it): two dims a half of 16. `row` NULL: a row that is not there.
+ * Returns what the scores must be multiplied by: fp16, which fp8 caches are read as, has less range than bf16, so there
+ * the row is brought to below 1 by a power of two. */
+template <typename Kind, int D>
+__device__ static inline float load_query_row(uint32_t (&fragments)[D / 16][2], const uint16_t *row, int head_dim,
+                                              bool is_bf16, int lane)
+{
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+        int dim = cache_tile<Kind, D>::query_dim(i / 2, i % 2, lane);
+        fragments[i / 2][i % 2] = row && dim < head_dim ? *(const uint32_t *)(row + dim) : 0;
+        if constexpr (Kind::IS_FP8) {
+            float2 pair = unpack_pair(fragments[i / 2][i % 2], is_bf16);
+            largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+    }
+    if constexpr (!Kind::IS_FP8) return 1;
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    int exponent = largest > 0 && largest < INFINITY ? ilogbf(largest) + 1 : 0;
+    exponent = max(exponent, -100); /* keeps both powers of two normal numbers */
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+        float2 pair = unpack_pair(fragments[i / 2][i % 2], is_bf16);
+        fragments[i / 2][i % 2] = Kind::pack(ldexpf(pair.x, -exponent), ldexpf(pair.y, -exponent));
+    }
+    return ldexpf(1.0f, exponent);
+}
+
+/* Two output dims of fp32, packed for the queries' dtype (an fp8 cache serves both). */
+template <typename Kind>
+__device__ static inline uint32_t pack_output(float low, float high, bool is_bf16)
+{
+    if (Kind::IS_FP8 && is_bf16) return kind_bf16::pack(low, high);
+    return Kind::pack(low, high);
 }
 
 #endif

@@ -7,6 +7,7 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     decode_plan plan = {};
     plan.bad_id = device->bad_id;
     plan.filter = filter;
+    plan.group = (int)(args->num_q_heads / args->num_kv_heads);
     plan.num_splits = args->num_splits;
     plan.block_shift = -1;
     for (int shift = 0; shift < 31; shift++)

@@ -5,10 +5,11 @@
  * models, against 16 or 64 for the other way round: half the multiplications, exponentials and registers, and registers
  * and power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register.
  *
- * Split. Work is counted in steps of WARPS * 16 keys of one (sequence, KV head) and cut into equal ranges, one a CTA of
- * a grid that fills the machine. Every CTA finds its own range from context_lens (one scan; no plan kernel, no host). A
- * (sequence, head) that is cut leaves partial results in the workspace; the last CTA to arrive adds them in the order
- * of the keys. With num_splits the borders depend on the sequence alone: then a row's bits do not depend on its batch.
+ * Split. Work is counted in steps of WARPS * 16 keys of one (sequence, KV head), all in one list, and cut into equal
+ * ranges, one a CTA of a grid that fills the machine once. Every CTA finds its range from context_lens (one scan; no
+ * plan kernel, no host). A (sequence, head) that is cut leaves partial results in the workspace; the last CTA to arrive
+ * adds them in the order of the keys. With num_splits the borders depend on the sequence alone: then a row's bits do
+ * not depend on its batch. (Finer pieces for the slower SMs were tried and lost: a border costs 5 us.)
  *
  * Pipeline. A warp owns 16 keys of a step and its own ring of STAGES in shared memory, filled by cp.async, so the loop
  * has no CTA barrier: a warp waits only for its own bytes. The ring runs on across the borders of sequences. 8 warps an
@@ -24,22 +25,47 @@ struct decode_plan {
     unsigned int *arrivals; /* how many parts of a cut (sequence, head) are there; zero between calls */
     pk_cuda_bad_id *bad_id;
     row_filter filter;
-    int num_splits;  /* 0: equal ranges; else CTA = (sequence, head, split) */
+    int group;       /* query heads of a KV head */
+    int max_tiles;   /* of one sequence and head */
+    int num_splits;  /* 0: pieces; else CTA = (sequence, head, split) */
     int block_shift; /* log2(block_size), or -1 */
 };
 
 enum { MAX_ARRIVALS = 1 << 20 };
 
+/* The list of steps cut into equal ranges, one a CTA. 32 bits: 2^31 steps are terabytes of keys. */
+struct decode_ranges {
+    int count, length, num_longer; /* the first num_longer ranges have one more step */
+
+    __device__ void cut(int steps, int num_ctas)
+    {
+        count = min(num_ctas, steps);
+        length = count ? steps / count : 0;
+        num_longer = steps - length * count;
+    }
+
+    __device__ int begin(int range) const { return range * length + min(range, num_longer); }
+
+    /* The range that holds a step. */
+    __device__ int at(int step) const
+    {
+        int in_longer = num_longer * (length + 1);
+        return step < in_longer ? step / (length + 1) : num_longer + (step - in_longer) / length;
+    }
+};
+
 // --- kernels
 
-template <typename Kind, int D, int NT>
+template <typename Kind, int D, int NT, int WARPS_>
 struct decode_config {
-    static constexpr int WARPS = 4, CHUNK = 16, STEP = WARPS * CHUNK, ROWS = 8 * NT;
-    static constexpr int CTAS_PER_SM = D * Kind::CACHE_BYTES <= 256 ? 2 : 1;
+    static constexpr int WARPS = WARPS_, CHUNK = 16, STEP = WARPS * CHUNK, ROWS = 8 * NT;
+    /* Query fragments: in registers, or, where those are short, in shared memory in the order in which lanes read them.
+     */
+    static constexpr bool ARE_QUERIES_SHARED = NT * D >= 384;
+    static constexpr int CTAS_PER_SM = (D * Kind::CACHE_BYTES > 256 ? 4 : 8) / WARPS;
     static constexpr int STAGES = D * Kind::CACHE_BYTES <= 128 ? 5 : 3;
-    static constexpr int PIECES = D * Kind::CACHE_BYTES / 16; /* 16-byte pieces of a row */
-    static constexpr int ROW_BYTES = (PIECES | 1) * 16;       /* odd, so that ldmatrix meets every bank once */
-    static constexpr int TILE_BYTES = CHUNK * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
+    using tile = cache_tile<Kind, D>;
+    static constexpr int TILE_BYTES = CHUNK * tile::ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
     /* Warps meet at the end of a (sequence, head); their outputs pass through shared memory MERGE_DIMS at a time. */
     static constexpr int MERGE_DIMS = D % (64 / NT) == 0 ? 64 / NT : 32 / NT;
     static constexpr int MERGE_STRIDE = MERGE_DIMS + (NT < 4 ? 4 : 0);
@@ -47,10 +73,14 @@ struct decode_config {
 
     struct shared {
         float max[WARPS][ROWS], sum[WARPS][ROWS];
-        float output[WARPS][ROWS][MERGE_STRIDE];
-        int64_t warp_units[WARPS];
-        int64_t first_base;
-        int first_seq, first_unit;
+        union { /* the queries of a (sequence, head) have been used when its outputs are merged */
+            float output[WARPS][ROWS][MERGE_STRIDE];
+            uint2 queries[ARE_QUERIES_SHARED ? D / 16 : 1][NT][32];
+        };
+        decode_ranges ranges;
+        int steps_before[WARPS * 32 + 1]; /* of the sequences that a thread looks after */
+        int warp_steps[WARPS];
+        int first_seq, first_unit; /* where the range begins: steps into first_seq */
         unsigned int key_masks[WARPS][STAGES];
         bool is_last;
     };
@@ -58,11 +88,12 @@ struct decode_config {
     static_assert(CTAS_PER_SM * (SHARED_BYTES + 1024) <= 228 * 1024, "fewer CTAs than the grid counts on");
 };
 
-template <typename Kind, int D, int NT>
+template <typename Kind, int D, int NT, int WARPS_>
 struct decode_cta {
-    using config = decode_config<Kind, D, NT>;
-    using Element = typename Kind::Element;
+    using config = decode_config<Kind, D, NT, WARPS_>;
+    using tile = typename config::tile;
     static constexpr int WARPS = config::WARPS, CHUNK = config::CHUNK, STEP = config::STEP, ROWS = config::ROWS;
+    static constexpr bool ARE_REGISTERS_SHORT = config::ARE_QUERIES_SHARED;
     static constexpr int STAGES = config::STAGES, K_STEPS = D / 16, M_TILES = D / 16;
 
     const pk_attention_args &args;
@@ -73,22 +104,24 @@ struct decode_cta {
 
     /* Where a walk over the flat list of steps stands. */
     struct cursor {
-        int seq, head, step, num_steps, first_key;
+        int seq, head, tile, step; /* a tile: ROWS query rows of the sequence and head */
+        int num_tiles, num_steps, first_key;
+        int first_position, last_position; /* of the tile's queries */
         sequence_view view;
     };
     struct pages { /* of a chunk that is about to be loaded: lane i looks after key i */
-        int page, slot, first_key, head;
+        int seq, head, page, slot;
         bool is_valid;
     };
 
     cursor load_at, compute_at;
-    pages pending;
-    int num_units, loads_left;
-    int64_t total, segment_begin; /* of the flat list of steps; of the current (sequence, head) in it */
-    int64_t num_ranges;
+    pages pending, upcoming; /* the next chunk to load and the one after: a table entry may have to come from afar */
+    int num_units, loads_left, lookups_left;
+    int segment_begin; /* of the current (sequence, head) in the list of steps */
 
-    uint32_t q[NT][K_STEPS][2];
-    float row_scale[NT][2], row_max[NT][2], row_sum[NT][2];
+    uint32_t q[config::ARE_QUERIES_SHARED ? 1 : NT][K_STEPS][2];
+    float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
+    float row_max[NT][2], row_sum[NT][2];
     float output[M_TILES][NT][4];
 
     __device__ decode_cta(const pk_attention_args &args, const decode_plan &plan, char *smem)
@@ -106,18 +139,28 @@ struct decode_cta {
         }
     }
 
-    __device__ int group() const { return (int)(args.num_q_heads / args.num_kv_heads); }
-
     // --- the flat list of steps
 
     /* Steps of one KV head of a sequence; 0 where this kernel does not take it. One without keys has a step, too: its
      * rows are written. */
     __device__ int count_steps(const sequence_view &view) const
     {
-        int64_t rows = (int64_t)view.num_queries * group();
+        int64_t rows = (int64_t)view.num_queries * plan.group;
         if (rows <= plan.filter.min_rows || rows > plan.filter.max_rows) return 0;
         int keys = view.context - (view.first_key & ~(CHUNK - 1));
         return keys <= 0 ? 1 : (keys + STEP - 1) / STEP;
+    }
+
+    __device__ int count_tiles(const sequence_view &view) const
+    {
+        return (view.num_queries * plan.group + ROWS - 1) / ROWS;
+    }
+
+    /* Of a whole sequence, all heads and tiles. */
+    __device__ int count_all_steps(int seq, bool is_recorder) const
+    {
+        sequence_view view = view_sequence(args, seq, plan.bad_id, is_recorder);
+        return count_steps(view) * count_tiles(view) * (int)args.num_kv_heads;
     }
 
     __device__ void enter_sequence(cursor &at, int seq)
@@ -125,96 +168,130 @@ struct decode_cta {
         at.seq = seq;
         at.view = view_sequence(args, seq, plan.bad_id, false);
         at.num_steps = count_steps(at.view);
+        at.num_tiles = count_tiles(at.view);
         at.first_key = at.view.first_key & ~(CHUNK - 1);
     }
 
-    /* True where another (sequence, head) begins. */
+    __device__ void enter_tile(cursor &at) const
+    {
+        int base = at.view.context - at.view.num_queries;
+        at.first_position = base + query_of(at, 0);
+        at.last_position = base + min(at.view.num_queries - 1, query_of(at, ROWS - 1));
+    }
+
+    /* True where another (sequence, head, tile) begins. */
     __device__ bool advance(cursor &at)
     {
         if (++at.step < at.num_steps) return false;
         at.step = 0;
-        if (++at.head < args.num_kv_heads) return true;
-        at.head = 0;
-        do enter_sequence(at, at.seq + 1);
-        while (at.num_steps == 0); /* the caller's range ends before the sequences do */
+        if (++at.tile == at.num_tiles) {
+            at.tile = 0;
+            if (++at.head == args.num_kv_heads) {
+                at.head = 0;
+                do enter_sequence(at, at.seq + 1);
+                while (at.num_steps == 0); /* the caller's range ends before the sequences do */
+            }
+        }
+        enter_tile(at);
         return true;
     }
 
-    /* This CTA's part of the list. False: nothing to do. */
-    __device__ bool find_range(cursor &at)
+    __device__ int sequences_per_thread() const { return ((int)args.num_seqs + WARPS * 32 - 1) / (WARPS * 32); }
+
+    __device__ void cut_work()
     {
-        int num_seqs = (int)args.num_seqs, per_thread = (num_seqs + WARPS * 32 - 1) / (WARPS * 32);
-        int first = min((int)threadIdx.x * per_thread, num_seqs), last = min(first + per_thread, num_seqs);
-        int64_t units = 0;
-        for (int seq = first; seq < last; seq++)
-            units += count_steps(view_sequence(args, seq, plan.bad_id, blockIdx.x == 0)) * args.num_kv_heads;
-        int64_t before = units;
+        int first = min((int)threadIdx.x * sequences_per_thread(), (int)args.num_seqs);
+        int last = min(first + sequences_per_thread(), (int)args.num_seqs);
+        int steps = 0;
+        for (int seq = first; seq < last; seq++) steps += count_all_steps(seq, blockIdx.x == 0);
         for (int distance = 1; distance < 32; distance *= 2) {
-            int64_t other = __shfl_up_sync(~0u, before, distance);
-            if (lane >= distance) before += other;
+            int other = __shfl_up_sync(~0u, steps, distance);
+            if (lane >= distance) steps += other;
         }
-        if (lane == 31) shared.warp_units[warp] = before;
-        before -= units;
+        if (lane == 31) shared.warp_steps[warp] = steps;
         __syncthreads();
-        total = 0;
-        for (int i = 0; i < WARPS; i++) {
-            if (i < warp) before += shared.warp_units[i];
-            total += shared.warp_units[i];
-        }
-        num_ranges = min((int64_t)gridDim.x, total);
-        if (blockIdx.x >= num_ranges) return false;
-        int64_t begin = total * blockIdx.x / num_ranges, end = total * (blockIdx.x + 1) / num_ranges;
-        if (begin >= before && begin < before + units) {
-            int64_t in_seq = begin - before;
-            for (int seq = first;; seq++) {
-                int64_t steps = count_steps(view_sequence(args, seq, plan.bad_id, false)) * args.num_kv_heads;
-                if (in_seq < steps) {
+        for (int i = 0; i < warp; i++) steps += shared.warp_steps[i];
+        shared.steps_before[threadIdx.x + 1] = steps;
+        if (threadIdx.x == 0) shared.steps_before[0] = 0;
+        if (threadIdx.x == WARPS * 32 - 1) shared.ranges.cut(steps, gridDim.x);
+        __syncthreads();
+    }
+
+    __device__ void enter_range()
+    {
+        int begin = shared.ranges.begin(blockIdx.x);
+        num_units = shared.ranges.begin(blockIdx.x + 1) - begin;
+        if (begin >= shared.steps_before[threadIdx.x] && begin < shared.steps_before[threadIdx.x + 1]) {
+            int rest = begin - shared.steps_before[threadIdx.x];
+            for (int seq = threadIdx.x * sequences_per_thread();; seq++) {
+                int steps = count_all_steps(seq, false);
+                if (rest < steps) {
                     shared.first_seq = seq;
-                    shared.first_unit = (int)in_seq;
+                    shared.first_unit = rest;
                     break;
                 }
-                in_seq -= steps;
+                rest -= steps;
             }
         }
         __syncthreads();
-        enter_sequence(at, shared.first_seq);
-        at.head = shared.first_unit / at.num_steps;
-        at.step = shared.first_unit - at.head * at.num_steps;
-        num_units = (int)(end - begin);
-        segment_begin = begin - at.step;
-        return true;
+        enter_sequence(compute_at, shared.first_seq);
+        int segment = shared.first_unit / compute_at.num_steps;
+        compute_at.step = shared.first_unit - segment * compute_at.num_steps;
+        compute_at.head = segment / compute_at.num_tiles;
+        compute_at.tile = segment - compute_at.head * compute_at.num_tiles;
+        segment_begin = begin - compute_at.step;
+        enter_tile(compute_at);
     }
 
     /* The same where the borders are fixed: CTA = (sequence, head, split). */
-    __device__ bool find_split(cursor &at)
+    __device__ bool enter_split()
     {
+        cursor &at = compute_at;
         int segment = blockIdx.x / plan.num_splits, split = blockIdx.x - segment * plan.num_splits;
-        int seq = segment / (int)args.num_kv_heads;
+        int head = segment / plan.max_tiles, seq = head / (int)args.num_kv_heads;
         enter_sequence(at, seq);
-        at.head = segment - seq * (int)args.num_kv_heads;
+        at.head = head - seq * (int)args.num_kv_heads;
+        at.tile = segment - head * plan.max_tiles;
+        enter_tile(at);
         at.step = (int)((int64_t)at.num_steps * split / plan.num_splits);
         num_units = (int)((int64_t)at.num_steps * (split + 1) / plan.num_splits) - at.step;
-        return at.num_steps > 0;
+        return at.num_steps > 0 && at.tile < at.num_tiles;
+    }
+
+    /* The current tile: its rows, and a row's place among all of the sequence's. */
+    __device__ int num_rows() const
+    {
+        return min(ROWS, compute_at.view.num_queries * plan.group - compute_at.tile * ROWS);
+    }
+    __device__ int query_of(const cursor &at, int row) const { return (at.tile * ROWS + row) / plan.group; }
+    __device__ int q_head_of(int row) const
+    {
+        return compute_at.head * plan.group + (compute_at.tile * ROWS + row) % plan.group;
     }
 
     // --- loading
 
     __device__ void look_up_pages()
     {
+        pending = upcoming;
+        if (lookups_left == 0) return;
+        if (lookups_left-- < num_units) advance(load_at);
         int first_key = load_at.first_key + load_at.step * STEP + warp * CHUNK, key = first_key + lane % CHUNK;
         int block_size = (int)args.block_size;
         int block = plan.block_shift >= 0 ? key >> plan.block_shift : key / block_size;
-        pending.first_key = first_key;
-        pending.head = load_at.head;
-        pending.slot = key - block * block_size;
-        pending.is_valid = key >= load_at.view.first_key && key < load_at.view.context;
-        pending.page = -1;
-        if (pending.is_valid) pending.page = args.block_tables[load_at.seq * args.block_table_stride + block];
+        upcoming.seq = load_at.seq;
+        upcoming.head = load_at.head;
+        upcoming.slot = key - block * block_size;
+        upcoming.is_valid = key < load_at.view.context &&
+                            (args.window_left < 0 || key >= load_at.first_position - args.window_left) &&
+                            (args.window_right < 0 || key <= load_at.last_position + args.window_right);
+        upcoming.page = -1;
+        if (upcoming.is_valid) upcoming.page = args.block_tables[load_at.seq * args.block_table_stride + block];
     }
 
     __device__ void load_chunk(int stage)
     {
-        if (pending.is_valid) pending.page = checked_page(args, pending.page, load_at.seq, plan.bad_id);
+        if (pending.is_valid) pending.page = checked_page(args, pending.page, pending.seq, plan.bad_id);
         unsigned int mask = __ballot_sync(~0u, pending.is_valid && pending.page >= 0);
         if (lane == 0) shared.key_masks[warp][stage] = mask & 0xffff;
         if (mask == 0) return; /* what the stage holds from before is finite, or gets masked: see compute_chunk */
@@ -225,15 +302,15 @@ struct decode_cta {
         const char *v_cache = (const char *)args.v_cache + pending.head * args.v_head_stride * Kind::CACHE_BYTES;
         uint32_t to = ring + stage * config::STAGE_BYTES;
         int row_bytes = (int)args.head_dim * Kind::CACHE_BYTES;
-#pragma unroll
-        for (int i = 0; i < CHUNK * config::PIECES / 32; i++) {
-            int piece = i * 32 + lane, row = piece / config::PIECES, at = piece % config::PIECES * 16;
-            int64_t k_from = __shfl_sync(~0u, k_row, row) * Kind::CACHE_BYTES + at;
-            int64_t v_from = __shfl_sync(~0u, v_row, row) * Kind::CACHE_BYTES + at;
+#pragma unroll(ARE_REGISTERS_SHORT ? 2 : 4)
+        for (int i = 0; i < CHUNK * tile::PIECES / 32; i++) {
+            int row = (i * 32 + lane) / tile::PIECES, piece = (i * 32 + lane) % tile::PIECES;
+            int64_t k_from = __shfl_sync(~0u, k_row, row) * Kind::CACHE_BYTES + piece * 16;
+            int64_t v_from = __shfl_sync(~0u, v_row, row) * Kind::CACHE_BYTES + piece * 16;
             bool is_valid = mask >> row & 1;
-            if (at < row_bytes) {
-                copy_async_16(to + row * config::ROW_BYTES + at, k_cache + k_from, is_valid);
-                copy_async_16(to + config::TILE_BYTES + row * config::ROW_BYTES + at, v_cache + v_from, is_valid);
+            if (piece * 16 < row_bytes) {
+                copy_async_16(to + tile::offset(row, piece), k_cache + k_from, is_valid);
+                copy_async_16(to + config::TILE_BYTES + tile::offset(row, piece), v_cache + v_from, is_valid);
             }
         }
     }
@@ -241,11 +318,9 @@ struct decode_cta {
     __device__ void load_next(int stage)
     {
         if (loads_left > 0) {
+            loads_left--;
             load_chunk(stage);
-            if (--loads_left > 0) {
-                advance(load_at);
-                look_up_pages();
-            }
+            look_up_pages();
         }
         copy_async_commit();
     }
@@ -254,70 +329,37 @@ struct decode_cta {
 
     __device__ void load_queries()
     {
-        int rows = compute_at.view.num_queries * group();
+        int rows = num_rows();
         float scale = args.softmax_scale * pk_scale_of(args.k_scale, compute_at.seq, compute_at.head);
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-            int row = nt * 8 + quad_row, query = row / group();
-            bool is_valid = row < rows;
-            int64_t q_head = compute_at.head * group() + row - query * group();
-            const uint16_t *from = (const uint16_t *)args.q +
-                                   (compute_at.view.first_query + query) * args.q_token_stride +
-                                   q_head * args.q_head_stride;
-            row_scale[nt][0] = row_scale[nt][1] = is_modified ? scale : scale * PK_LOG2E;
-            if constexpr (Kind::IS_FP8) {
-                load_queries_as_f16(nt, from, is_valid);
-            } else {
-#pragma unroll
-                for (int k = 0; k < K_STEPS; k++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        int dim = k * 16 + half * 8 + quad_col;
-                        q[nt][k][half] = is_valid && dim < args.head_dim ? *(const uint32_t *)(from + dim) : 0;
-                    }
+            uint32_t(&fragments)[K_STEPS][2] = q[config::ARE_QUERIES_SHARED ? 0 : nt];
+            float(&scales)[2] = row_scale[Kind::IS_FP8 ? nt : 0];
+            int row = nt * 8 + quad_row, token = compute_at.view.first_query + query_of(compute_at, row);
+            const uint16_t *from =
+                (const uint16_t *)args.q + token * args.q_token_stride + q_head_of(row) * args.q_head_stride;
+            float factor = load_query_row<Kind, D>(fragments, row < rows ? from : nullptr, (int)args.head_dim,
+                                                   args.dtype == PK_BF16, lane);
+            scales[0] = scales[1] = is_modified ? scale : scale * PK_LOG2E;
+            if constexpr (Kind::IS_FP8) { /* a lane's rows as query and as score are not the same */
+                scales[0] *= __shfl_sync(~0u, factor, quad_col * 4);
+                scales[1] *= __shfl_sync(~0u, factor, quad_col * 4 + 4);
             }
+            if (config::ARE_QUERIES_SHARED && warp == nt % WARPS)
+#pragma unroll
+                for (int k = 0; k < K_STEPS; k++) shared.queries[k][nt][lane] = {fragments[k][0], fragments[k][1]};
         }
+        if (config::ARE_QUERIES_SHARED) __syncthreads();
     }
 
-    /* fp16 has less range than bf16: the row is brought to below 1 by a power of two, which goes into its scale. A lane
-     * holds four neighbouring dims where the plain kinds hold two pairs, to match the bytes that ldmatrix gives it. */
-    __device__ void load_queries_as_f16(int nt, const uint16_t *from, bool is_valid)
+    __device__ uint2 query_fragment(int nt, int k) const
     {
-        bool is_bf16 = args.dtype == PK_BF16;
-        float largest = 0;
-#pragma unroll
-        for (int k = 0; k < K_STEPS; k++) {
-            int dim = k * 16 + quad_col * 2;
-            uint2 raw = is_valid && dim < args.head_dim ? *(const uint2 *)(from + dim) : uint2{};
-            q[nt][k][0] = raw.x;
-            q[nt][k][1] = raw.y;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float2 pair = unpack(q[nt][k][half], is_bf16);
-                largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-            }
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        int exponent = largest > 0 && largest < INFINITY ? ilogbf(largest) + 1 : 0;
-        exponent = max(exponent, -100); /* keeps both powers of two normal numbers */
-#pragma unroll
-        for (int k = 0; k < K_STEPS; k++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float2 pair = unpack(q[nt][k][half], is_bf16);
-                q[nt][k][half] = Kind::pack(ldexpf(pair.x, -exponent), ldexpf(pair.y, -exponent));
-            }
-#pragma unroll
-        for (int i = 0; i < 2; i++) row_scale[nt][i] *= ldexpf(1.0f, __shfl_sync(~0u, exponent, (quad_col + i) * 4));
+        if constexpr (config::ARE_QUERIES_SHARED) return shared.queries[k][nt][lane];
+        return {q[nt][k][0], q[nt][k][1]};
     }
 
-    __device__ static float2 unpack(uint32_t raw, bool is_bf16)
-    {
-        if (is_bf16) return {__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u)};
-        return __half22float2(*(__half2 *)&raw);
-    }
+    __device__ float scale_of(int nt, int i) const { return Kind::IS_FP8 ? row_scale[nt][i] : row_scale[0][0]; }
 
     __device__ void start_segment()
     {
@@ -341,23 +383,22 @@ struct decode_cta {
     {
         const sequence_view &view = compute_at.view;
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        int rows = view.num_queries * group();
+        int rows = num_rows();
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int row = nt * 8 + quad_col + i % 2, query = row / group();
+                int row = nt * 8 + quad_col + i % 2;
                 int in_chunk = quad_row + i / 2 * 8, key = first_key + in_chunk;
-                int position = view.context - view.num_queries + query;
+                int position = view.context - view.num_queries + query_of(compute_at, row);
                 bool is_seen = mask >> in_chunk & 1;
                 if (args.window_right >= 0) is_seen = is_seen && key <= position + args.window_right;
                 if (args.window_left >= 0) is_seen = is_seen && key >= position - args.window_left;
                 if (is_modified) {
                     float slope = 0;
                     if (args.alibi_slopes && row < rows)
-                        slope = args.alibi_slopes[compute_at.seq * args.alibi_seq_stride + compute_at.head * group() +
-                                                  row - query * group()];
-                    scores[nt][i] = modified_score(args, scores[nt][i], row_scale[nt][i % 2], slope, position - key);
+                        slope = args.alibi_slopes[compute_at.seq * args.alibi_seq_stride + q_head_of(row)];
+                    scores[nt][i] = modified_score(args, scores[nt][i], scale_of(nt, i % 2), slope, position - key);
                 }
                 if (!is_seen) scores[nt][i] = -INFINITY;
             }
@@ -365,68 +406,34 @@ struct decode_cta {
 
     __device__ void multiply_keys(float (&scores)[NT][4], uint32_t k_tile)
     {
-        uint32_t address = k_tile + lane % 16 * config::ROW_BYTES + lane / 16 * 16;
-        float odd[NT][4] = {}; /* two chains of multiplications instead of one */
-        if constexpr (Kind::IS_FP8) {
+        constexpr bool IS_SPLIT = NT == 1; /* two chains of multiplications instead of one */
+        float odd[NT][4] = {};
 #pragma unroll
-            for (int k = 0; k < K_STEPS; k += 2) {
-                uint32_t raw[4];
-                ldmatrix_x4(raw, address + k * 16);
-                uint32_t a[4] = {fp8_pair_to_f16(raw[0]), fp8_pair_to_f16(raw[1]), fp8_pair_to_f16(raw[0] >> 16),
-                                 fp8_pair_to_f16(raw[1] >> 16)};
-                uint32_t b[4] = {fp8_pair_to_f16(raw[2]), fp8_pair_to_f16(raw[3]), fp8_pair_to_f16(raw[2] >> 16),
-                                 fp8_pair_to_f16(raw[3] >> 16)};
+        for (int k = 0; k < K_STEPS; k += 2) {
+            uint32_t a[2][4];
+            tile::load_keys(a, k_tile, 0, k, lane);
 #pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
-                    Kind::mma(scores[nt], a, q[nt][k][0], q[nt][k][1]);
-                    Kind::mma(odd[nt], b, q[nt][k + 1][0], q[nt][k + 1][1]);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < K_STEPS; k++) {
-                uint32_t a[4];
-                ldmatrix_x4(a, address + k * 32);
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) Kind::mma(k % 2 ? odd[nt] : scores[nt], a, q[nt][k][0], q[nt][k][1]);
+            for (int nt = 0; nt < NT; nt++) {
+                Kind::mma(scores[nt], a[0], query_fragment(nt, k));
+                Kind::mma(IS_SPLIT ? odd[nt] : scores[nt], a[1], query_fragment(nt, k + 1));
             }
         }
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) scores[nt][i] += odd[nt][i];
+            for (int i = 0; i < 4 && IS_SPLIT; i++) scores[nt][i] += odd[nt][i];
     }
 
-    __device__ void multiply_values(const uint32_t (&p)[NT][2], uint32_t v_tile)
+    __device__ void multiply_values(const uint2 (&p)[NT], uint32_t v_tile)
     {
-        if constexpr (Kind::IS_FP8) {
-            /* A 16-bit column of the transposing load is two dims: byte permutes part them, so that rows 0-7 of the
-             * tile are the even dims and rows 8-15 the odd ones. */
-            uint32_t address = v_tile + lane % 16 * config::ROW_BYTES + lane / 16 * 16;
 #pragma unroll
-            for (int m = 0; m < M_TILES; m += 2) {
-                uint32_t raw[4];
-                ldmatrix_x4_trans(raw, address + m * 16);
+        for (int m = 0; m < M_TILES; m += 2) {
+            uint32_t a[2][4];
+            tile::load_values(a, v_tile, 0, m, lane);
 #pragma unroll
-                for (int i = 0; i < 4; i++) raw[i] = __byte_perm(raw[i], 0, 0x3120);
-                uint32_t a[4] = {fp8_pair_to_f16(raw[0]), fp8_pair_to_f16(raw[0] >> 16), fp8_pair_to_f16(raw[1]),
-                                 fp8_pair_to_f16(raw[1] >> 16)};
-                uint32_t b[4] = {fp8_pair_to_f16(raw[2]), fp8_pair_to_f16(raw[2] >> 16), fp8_pair_to_f16(raw[3]),
-                                 fp8_pair_to_f16(raw[3] >> 16)};
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
-                    Kind::mma(output[m][nt], a, p[nt][0], p[nt][1]);
-                    Kind::mma(output[m + 1][nt], b, p[nt][0], p[nt][1]);
-                }
-            }
-        } else {
-            uint32_t address = v_tile + (lane % 8 + lane / 16 * 8) * config::ROW_BYTES + lane / 8 % 2 * 16;
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                uint32_t a[4];
-                ldmatrix_x4_trans(a, address + m * 32);
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) Kind::mma(output[m][nt], a, p[nt][0], p[nt][1]);
+            for (int nt = 0; nt < NT; nt++) {
+                Kind::mma(output[m][nt], a[0], p[nt]);
+                Kind::mma(output[m + 1][nt], a[1], p[nt]);
             }
         }
     }
@@ -465,26 +472,25 @@ struct decode_cta {
     {
         unsigned int mask = shared.key_masks[warp][stage];
         if (mask == 0) return;
-        const sequence_view &view = compute_at.view;
         uint32_t k_tile = ring + stage * config::STAGE_BYTES;
         float scores[NT][4] = {};
         multiply_keys(scores, k_tile);
 
         int first_key = compute_at.first_key + compute_at.step * STEP + warp * CHUNK;
-        int64_t first_position = view.context - view.num_queries, last_position = view.context - 1;
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        bool is_cut = mask != 0xffff ||
-                      (args.window_right >= 0 && first_key + CHUNK - 1 > first_position + args.window_right) ||
-                      (args.window_left >= 0 && first_key < last_position - args.window_left);
+        bool is_cut =
+            mask != 0xffff ||
+            (args.window_right >= 0 && first_key + CHUNK - 1 > compute_at.first_position + args.window_right) ||
+            (args.window_left >= 0 && first_key < compute_at.last_position - args.window_left);
         if (!is_modified)
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) scores[nt][i] *= row_scale[nt][i % 2];
+                for (int i = 0; i < 4; i++) scores[nt][i] *= scale_of(nt, i % 2);
         if (is_cut || is_modified) mask_scores(scores, first_key, mask);
         follow_max(scores);
 
-        uint32_t p[NT][2];
+        uint2 p[NT];
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
 #pragma unroll
@@ -492,8 +498,8 @@ struct decode_cta {
                 scores[nt][i] = exp2_fast(scores[nt][i] - row_max[nt][i % 2]);
                 row_sum[nt][i % 2] += scores[nt][i];
             }
-            p[nt][0] = transpose_8x8(Kind::pack(scores[nt][0], scores[nt][1]));
-            p[nt][1] = transpose_8x8(Kind::pack(scores[nt][2], scores[nt][3]));
+            p[nt].x = transpose_8x8(Kind::pack(scores[nt][0], scores[nt][1]));
+            p[nt].y = transpose_8x8(Kind::pack(scores[nt][2], scores[nt][3]));
         }
         multiply_values(p, k_tile + config::TILE_BYTES);
     }
@@ -508,27 +514,19 @@ struct decode_cta {
 
     __device__ void write_row(int row, int dim, row_result result)
     {
-        int query = row / group();
-        int64_t q_head = compute_at.head * group() + row - query * group(), token = compute_at.view.first_query + query;
+        int64_t q_head = q_head_of(row), token = compute_at.view.first_query + query_of(compute_at, row);
         if (args.sinks) { /* one more logit, without a value */
-            float sink = args.sinks[q_head] * PK_LOG2E, largest = fmaxf(result.max, sink);
-            float shrink = exp2f(result.max - largest);
-            result.sum = result.sum * shrink + exp2f(sink - largest);
-            result.output.x *= shrink, result.output.y *= shrink, result.output.z *= shrink, result.output.w *= shrink;
-            result.max = largest;
+            float sink = args.sinks[q_head] * PK_LOG2E;
+            rebase(result, fmaxf(result.max, sink));
+            result.sum += exp2f(sink - result.max);
         }
         float scale = result.sum > 0 ? pk_scale_of(args.v_scale, compute_at.seq, compute_at.head) / result.sum : 0;
         if (result.sum != result.sum) scale = result.sum; /* NaN in an owned key is the caller's, and shows */
         if (dim < args.head_dim) {
             uint16_t *out = (uint16_t *)args.out + token * args.out_token_stride + q_head * args.out_head_stride + dim;
-            uint2 packed;
-            if (Kind::IS_FP8 && args.dtype == PK_BF16) { /* fp8 caches serve queries of both types */
-                packed.x = kind_bf16::pack(result.output.x * scale, result.output.y * scale);
-                packed.y = kind_bf16::pack(result.output.z * scale, result.output.w * scale);
-            } else {
-                packed.x = Kind::pack(result.output.x * scale, result.output.y * scale);
-                packed.y = Kind::pack(result.output.z * scale, result.output.w * scale);
-            }
+            bool is_bf16 = args.dtype == PK_BF16;
+            uint2 packed = {pack_output<Kind>(result.output.x * scale, result.output.y * scale, is_bf16),
+                            pack_output<Kind>(result.output.z * scale, result.output.w * scale, is_bf16)};
             *(uint2 *)out = packed;
         }
         if (args.lse && dim == 0)
@@ -541,7 +539,7 @@ struct decode_cta {
     /* Adds up the warps' outputs. `to`: a partial slot, or NULL for the result itself. */
     __device__ void merge_warps(float *to)
     {
-        int rows = compute_at.view.num_queries * group();
+        int rows = num_rows();
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -563,7 +561,7 @@ struct decode_cta {
                 for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        int dim = m * 16 + (Kind::IS_FP8 ? quad_row * 2 + i / 2 : quad_row + i / 2 * 8);
+                        int dim = m * 16 + tile::value_dim(quad_row, i / 2);
                         shared.output[warp][nt * 8 + quad_col + i % 2][dim] =
                             output[pass * (config::MERGE_DIMS / 16) + m][nt][i];
                     }
@@ -589,6 +587,14 @@ struct decode_cta {
         __syncthreads();
     }
 
+    __device__ static void rebase(row_result &result, float max)
+    {
+        float shrink = exp2_fast(result.max - max);
+        result.max = max;
+        result.sum *= shrink;
+        result.output.x *= shrink, result.output.y *= shrink, result.output.z *= shrink, result.output.w *= shrink;
+    }
+
     __device__ static void add(row_result &result, float max, float sum, float4 output)
     {
         float weight = exp2_fast(max - result.max);
@@ -601,8 +607,7 @@ struct decode_cta {
 
     /* Part i of the current (sequence, head) lies in slot first for i = 0 and rest + i * stride else. */
     struct part_list {
-        int64_t first, rest, stride, mine, arrival;
-        int count;
+        int first, rest, stride, mine, arrival, count;
     };
 
     __device__ part_list list_parts(bool begins_here)
@@ -615,35 +620,70 @@ struct decode_cta {
             parts.mine = blockIdx.x;
             parts.count = plan.num_splits;
         } else { /* a range has at most two cut ones: slot 0 is for what began before it, slot 1 for what goes on */
-            int64_t first = ((segment_begin + 1) * num_ranges - 1) / total;
-            int64_t last = ((segment_begin + compute_at.num_steps) * num_ranges - 1) / total;
+            int first = shared.ranges.at(segment_begin),
+                last = shared.ranges.at(segment_begin + compute_at.num_steps - 1);
             parts.arrival = first;
             parts.first = 2 * first + 1;
             parts.rest = 2 * first;
             parts.stride = 2;
-            parts.mine = 2 * (int64_t)blockIdx.x + (begins_here ? 1 : 0);
-            parts.count = (int)(last - first + 1);
+            parts.mine = 2 * (int)blockIdx.x + (begins_here ? 1 : 0);
+            parts.count = last - first + 1;
         }
         return parts;
     }
 
+    /* Every `step`-th part from `first_part` on; the loads of a batch are all under way before the first is used. */
+    __device__ row_result add_parts(const part_list &parts, int first_part, int step, int row, int dim)
+    {
+        constexpr int BATCH = 8;
+        row_result result = {PK_NO_SCORE, 0, {}};
+        for (int begin = first_part; begin < parts.count; begin += BATCH * step) {
+            float max[BATCH], sum[BATCH], largest = result.max;
+            float4 output[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                int at = begin + i * step;
+                max[i] = PK_NO_SCORE, sum[i] = 0, output[i] = float4{};
+                if (at >= parts.count) continue;
+                const float *part = partial(at ? parts.rest + at * parts.stride : parts.first);
+                max[i] = __ldcg(part + row);
+                sum[i] = __ldcg(part + ROWS + row);
+                output[i] = __ldcg((const float4 *)(part + 2 * ROWS + row * D + dim));
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) largest = fmaxf(largest, max[i]);
+            rebase(result, largest);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) add(result, max[i], sum[i], output[i]);
+        }
+        return result;
+    }
+
     __device__ void merge_parts(const part_list &parts)
     {
-        int rows = compute_at.view.num_queries * group();
-        for (int item = threadIdx.x; item < rows * (D / 4); item += WARPS * 32) {
-            int row = item / (D / 4), dim = item % (D / 4) * 4;
-            row_result result = {PK_NO_SCORE, 0, {}};
-#pragma unroll 8
-            for (int i = 0; i < parts.count; i++)
-                result.max = fmaxf(result.max, __ldcg(partial(i ? parts.rest + i * parts.stride : parts.first) + row));
-#pragma unroll 4
-            for (int i = 0; i < parts.count; i++) {
-                const float *part = partial(i ? parts.rest + i * parts.stride : parts.first);
-                add(result, __ldcg(part + row), __ldcg(part + ROWS + row),
-                    __ldcg((const float4 *)(part + 2 * ROWS + row * D + dim)));
-            }
-            write_row(row, dim, result);
+        int items = num_rows() * (D / 4);
+        int turns = max(1, WARPS * 32 / items); /* threads that share the parts of an item */
+        row_result *results = (row_result *)shared.output;
+        for (int at = threadIdx.x; at < items * turns; at += WARPS * 32) {
+            int turn = at / items, item = at - turn * items, row = item / (D / 4), dim = item % (D / 4) * 4;
+            row_result result = add_parts(parts, turn, turns, row, dim);
+            if (turns == 1)
+                write_row(row, dim, result);
+            else
+                results[at] = result;
         }
+        if (turns == 1) return;
+        __syncthreads();
+        if (threadIdx.x < items) {
+            row_result result = results[threadIdx.x];
+            for (int turn = 1; turn < turns; turn++) {
+                row_result other = results[turn * items + threadIdx.x];
+                rebase(result, fmaxf(result.max, other.max));
+                add(result, other.max, other.sum, other.output);
+            }
+            write_row(threadIdx.x / (D / 4), threadIdx.x % (D / 4) * 4, result);
+        }
+        __syncthreads();
     }
 
     __device__ void finish_segment(int first_step)
@@ -656,20 +696,22 @@ struct decode_cta {
         if (threadIdx.x == 0) {
             __threadfence();
             shared.is_last = atomicAdd(&plan.arrivals[parts.arrival], 1u) + 1 == (unsigned int)parts.count;
-            if (shared.is_last) plan.arrivals[parts.arrival] = 0;
-            __threadfence();
+            if (shared.is_last) {
+                plan.arrivals[parts.arrival] = 0;
+                __threadfence();
+            }
         }
         __syncthreads();
         if (shared.is_last) merge_parts(parts);
     }
 
-    __device__ void run()
+    /* num_units steps from compute_at on. */
+    __device__ void run_range()
     {
-        bool has_work = plan.num_splits > 0 ? find_split(compute_at) : find_range(compute_at);
-        if (!has_work) return;
         load_at = compute_at;
-        loads_left = num_units;
-        if (loads_left > 0) look_up_pages();
+        loads_left = lookups_left = num_units;
+        look_up_pages();
+        look_up_pages();
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; stage++) load_next(stage);
         start_segment();
@@ -693,28 +735,43 @@ struct decode_cta {
         }
         finish_segment(first_step);
     }
+
+    __device__ void run()
+    {
+        if (plan.num_splits > 0) {
+            if (enter_split()) run_range();
+            return;
+        }
+        cut_work();
+        if (blockIdx.x >= shared.ranges.count) return;
+        enter_range();
+        run_range();
+    }
 };
 
-template <typename Kind, int D, int NT>
-__global__ void __launch_bounds__(decode_config<Kind, D, NT>::WARPS * 32, decode_config<Kind, D, NT>::CTAS_PER_SM)
+template <typename Kind, int D, int NT, int WARPS_>
+__global__ void __launch_bounds__(decode_config<Kind, D, NT, WARPS_>::WARPS * 32,
+                                  decode_config<Kind, D, NT, WARPS_>::CTAS_PER_SM)
     attention_decode_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_plan plan)
 {
     extern __shared__ __align__(128) char smem[];
-    decode_cta<Kind, D, NT>(args, plan, smem).run();
+    decode_cta<Kind, D, NT, WARPS_>(args, plan, smem).run();
 }
 
 // --- launchers
 
-template <typename Kind, int D, int NT>
+template <typename Kind, int D, int NT, int WARPS_>
 static pk_status launch_decode(const pk_attention_args *args, decode_plan plan, const pk_cuda_device *device,
                                pk_stream stream, pk_error *err)
 {
-    using config = decode_config<Kind, D, NT>;
-    int64_t num_segments = args->num_seqs * args->num_kv_heads;
-    int64_t num_ranges = (int64_t)device->num_sms * config::CTAS_PER_SM;
+    using config = decode_config<Kind, D, NT, WARPS_>;
+    int64_t most_rows = args->max_seqlen_q * plan.group;
+    plan.max_tiles =
+        (int)pk_ceil_div(most_rows < plan.filter.max_rows ? most_rows : plan.filter.max_rows, config::ROWS);
+    int64_t num_segments = args->num_seqs * args->num_kv_heads * plan.max_tiles;
     bool is_fixed = plan.num_splits > 0;
-    int64_t ctas = is_fixed ? num_segments * plan.num_splits : num_ranges;
-    int64_t slots = is_fixed ? ctas : 2 * num_ranges, arrivals = is_fixed ? num_segments : num_ranges;
+    int64_t ctas = is_fixed ? num_segments * plan.num_splits : (int64_t)device->num_sms * config::CTAS_PER_SM;
+    int64_t slots = is_fixed ? ctas : 2 * ctas, arrivals = is_fixed ? num_segments : ctas;
     /* The counters have a place of their own, whatever the shape: they are zero whoever ran before. */
     if (ctas > INT32_MAX || arrivals > MAX_ARRIVALS)
         return pk_fail(err, PK_EUNSUPPORTED, "attention: num_splits is %d but %lld sequences x %lld heads are too many",
@@ -726,23 +783,27 @@ static pk_status launch_decode(const pk_attention_args *args, decode_plan plan, 
     plan.arrivals = (unsigned int *)workspace;
     plan.partials = (float *)((char *)workspace + COUNTER_BYTES);
     static uint64_t done;
-    PK_TRY(pk_cuda_allow_smem(err, attention_decode_kernel<Kind, D, NT>, config::SHARED_BYTES, device->index, &done));
-    return pk_cuda_launch(err, "attention_decode_kernel", attention_decode_kernel<Kind, D, NT>, dim3((unsigned)ctas),
-                          dim3(config::WARPS * 32), config::SHARED_BYTES, stream, *args, plan);
+    PK_TRY(pk_cuda_allow_smem(err, attention_decode_kernel<Kind, D, NT, WARPS_>, config::SHARED_BYTES, device->index,
+                              &done));
+    return pk_cuda_launch(err, "attention_decode_kernel", attention_decode_kernel<Kind, D, NT, WARPS_>,
+                          dim3((unsigned)ctas), dim3(config::WARPS * 32), config::SHARED_BYTES, stream, *args, plan);
 }
 
-/* head_dim is padded to the next of four widths, the rows to 8, 16 or 32. */
+/* head_dim is padded to the next of four widths, the rows to 8, 16 or 32; more rows are more tiles. Large batches of
+ * few rows run as small CTAs, which lose less where a (sequence, head) ends; elsewhere fewer CTAs mean fewer parts. */
 template <typename Kind>
 static pk_status launch_decode_of_kind(const pk_attention_args *args, const decode_plan &plan,
                                        const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    int64_t rows = plan.filter.max_rows;
+    int64_t most_rows = args->max_seqlen_q * plan.group;
+    int64_t rows = most_rows < plan.filter.max_rows ? most_rows : plan.filter.max_rows;
+    bool is_large_batch = args->num_seqs * args->num_kv_heads >= 4 * device->num_sms;
     auto launch = [&](auto d) {
         constexpr int D = decltype(d)::value;
-        if (rows <= 8) return launch_decode<Kind, D, 1>(args, plan, device, stream, err);
-        if (rows <= 16) return launch_decode<Kind, D, 2>(args, plan, device, stream, err);
-        if constexpr (D <= 128) return launch_decode<Kind, D, 4>(args, plan, device, stream, err);
-        return pk_fail(err, PK_EUNSUPPORTED, "attention: %lld rows are too many to decode", (long long)rows);
+        if (rows <= 8 && is_large_batch) return launch_decode<Kind, D, 1, 2>(args, plan, device, stream, err);
+        if (rows <= 8) return launch_decode<Kind, D, 1, 4>(args, plan, device, stream, err);
+        if (rows <= 16 || D > 128) return launch_decode<Kind, D, 2, 4>(args, plan, device, stream, err);
+        return launch_decode < Kind, D, D <= 128 ? 4 : 2, 4 > (args, plan, device, stream, err);
     };
     if (args->head_dim <= 64) return launch(std::integral_constant<int, 64>());
     if (args->head_dim <= 96) return launch(std::integral_constant<int, 96>());

@@ -188,6 +188,11 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     int key = n * tile + (threadIdx.x & 31) * params.box_rows;
     page_lookup found = {-1, 0, false};
     if (n < item.tile_begin || key >= min((n + 1) * tile, item.context_len)) return found;
+    /* An entry whose keys nobody sees is not looked at: what it holds may be anything. */
+    int last = item.first_key + item.num_positions - 1;
+    if (key + params.box_rows <= visible_begin(params, item.first_key) ||
+        key >= visible_end(params, last, item.context_len))
+        return found;
     unsigned block_size = (unsigned)params.args.block_size, at = (unsigned)key / block_size;
     found.group = (int)(key - at * block_size) / 8;
     found.page = params.args.block_tables[item.seq * params.args.block_table_stride + at];

@@ -10,10 +10,15 @@
 
 enum { PAIRS_PER_LAUNCH = 256, CACHES_PER_LAUNCH = 64, CTA_THREADS = 256 };
 
+/* A block's memory is gapless; the blocks may lie apart. */
 static size_t block_bytes_of(const pk_view *cache)
 {
     if (cache->shape[0] == 0) return 0;
     return (size_t)(pk_view_numel(cache) / cache->shape[0]) * pk_dtype_bytes(cache->dtype);
+}
+static int64_t block_stride_of(const pk_view *cache) /* in bytes */
+{
+    return cache->stride[0] * (int64_t)pk_dtype_bytes(cache->dtype);
 }
 
 static void load_pair(const pk_blocks_args *args, int64_t i, int64_t *src, int64_t *dst)
@@ -28,6 +33,7 @@ static void load_pair(const pk_blocks_args *args, int64_t i, int64_t *src, int64
 struct copy_blocks_params {
     char *caches[CACHES_PER_LAUNCH];
     size_t block_bytes[CACHES_PER_LAUNCH];
+    int64_t block_strides[CACHES_PER_LAUNCH]; /* bytes */
     int32_t pairs[PAIRS_PER_LAUNCH][2];
 };
 
@@ -37,8 +43,8 @@ __global__ void __launch_bounds__(CTA_THREADS) copy_blocks_kernel(const __grid_c
 {
     size_t bytes = params.block_bytes[blockIdx.z];
     char *cache = params.caches[blockIdx.z];
-    const Piece *src = (const Piece *)(cache + (size_t)params.pairs[blockIdx.y][0] * bytes);
-    Piece *dst = (Piece *)(cache + (size_t)params.pairs[blockIdx.y][1] * bytes);
+    const Piece *src = (const Piece *)(cache + params.pairs[blockIdx.y][0] * params.block_strides[blockIdx.z]);
+    Piece *dst = (Piece *)(cache + params.pairs[blockIdx.y][1] * params.block_strides[blockIdx.z]);
     size_t i = (size_t)blockIdx.x * CTA_THREADS + threadIdx.x, step = (size_t)gridDim.x * CTA_THREADS;
     for (; i < bytes / sizeof(Piece); i += step) dst[i] = src[i];
 }
@@ -55,7 +61,9 @@ static pk_status copy_some(const pk_blocks_args *args, int first_cache, int num_
         const pk_view *cache = &args->dst[first_cache + i];
         params.caches[i] = (char *)cache->data;
         params.block_bytes[i] = block_bytes_of(cache);
-        is_aligned = is_aligned && pk_is_aligned(cache->data, 16) && params.block_bytes[i] % 16 == 0;
+        params.block_strides[i] = block_stride_of(cache);
+        is_aligned = is_aligned && pk_is_aligned(cache->data, 16) && params.block_bytes[i] % 16 == 0 &&
+                     params.block_strides[i] % 16 == 0;
         largest = params.block_bytes[i] > largest ? params.block_bytes[i] : largest;
     }
     if (largest == 0) return PK_OK;
@@ -105,10 +113,13 @@ pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_e
         }
         for (int i = 0; i < args->num_caches; i++) {
             size_t bytes = block_bytes_of(&args->dst[i]);
+            int64_t src_stride = block_stride_of(&args->src[i]), dst_stride = block_stride_of(&args->dst[i]);
             if (bytes == 0) continue;
-            PK_CUDA(err, cudaMemcpyAsync((char *)args->dst[i].data + (size_t)dst * bytes,
-                                         (const char *)args->src[i].data + (size_t)src * bytes, (size_t)count * bytes,
-                                         cudaMemcpyDefault, (cudaStream_t)stream));
+            char *to = (char *)args->dst[i].data + dst * dst_stride;
+            const char *from = (const char *)args->src[i].data + src * src_stride;
+            if (count == 1) src_stride = dst_stride = (int64_t)bytes; /* of a pool of one block it may be anything */
+            PK_CUDA(err, cudaMemcpy2DAsync(to, (size_t)dst_stride, from, (size_t)src_stride, bytes, (size_t)count,
+                                           cudaMemcpyDefault, (cudaStream_t)stream));
         }
     }
     return PK_OK;

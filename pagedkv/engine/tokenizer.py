@@ -27,9 +27,7 @@ class Tokenizer:
             raise ValueError(f"{self.path}: {error}") from None
 
     def encode(self, text: str) -> list[int]:
-        tokenizer = self._tokenizer
-        text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
-        return tokenizer.encode(text).ids
+        return self._tokenizer.encode(text).ids
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

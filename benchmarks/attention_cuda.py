@@ -1,0 +1,117 @@
+"""Decode attention on CUDA against the floor of reading its keys and values once.
+
+Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms idle, one replay,
+median of 5. Sustained: 150 ms of the same load, then 100 ms.
+
+    python benchmarks/attention_cuda.py [--rows 128x2048] [--record] [--commit HASH]
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+from record import record
+
+import pagedkv
+
+# batch x context (0: ragged, 100 to 2048) and what the best peer needs with pages of 16 and 64, 16/8 heads, us
+ROWS = {
+    "1x1024": (1, 1024, 8.5, 8.1), "1x8192": (1, 8192, 15.2, 15.1), "1x32768": (1, 32768, 40.9, 39.7),
+    "8x8192": (8, 8192, 69.2, 68.0), "32x4096": (32, 4096, 128.8, 125.8), "64x1024": (64, 1024, 70.3, 69.6),
+    "128x2048": (128, 2048, 247.4, 244.3), "256x1024": (256, 1024, 261.9, 253.8), "256xragged": (256, 0, 281.6, 278.4),
+}
+# rows, query/KV heads, head_dim, page, queries a sequence, cache dtype, num_splits
+CASES = [(row, heads, 128, page, 1, "bfloat16", 0)
+         for heads in ((16, 8), (32, 8), (64, 8), (64, 4)) for page in (16, 64) for row in ROWS]
+CASES += [("32x4096", (32, 8), 128, 16, queries, "bfloat16", 0) for queries in (2, 4, 8, 16)]
+CASES += [("128x2048", (32, 8), 128, 16, 1, "float8_e4m3fn", 0), ("64x4096", (16, 8), 256, 16, 1, "bfloat16", 0),
+          ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 1), ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 4)]
+
+
+def make_graph(row, heads, head_dim, page, queries, cache_dtype, num_splits):
+    """A captured graph of many launches, how many, and the bytes of keys and values that one launch must read."""
+    batch, context = ROWS[row][:2] if row in ROWS else map(int, row.split("x"))
+    q_heads, kv_heads = heads
+    lens = [context or random.Random(7 + i).randint(100, 2048) for i in range(batch)]
+    pages = [-(-n // page) for n in lens]
+    nbytes = 2 * sum(lens) * kv_heads * head_dim * (2 if cache_dtype == "bfloat16" else 1)
+    copies = max(1, round(600e6 / nbytes + 0.5))
+    pool = torch.randn(2, sum(pages) * copies, page, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    k_cache, v_cache = pool.to(getattr(torch, cache_dtype))
+    order = torch.randperm(sum(pages) * copies, device="cuda", dtype=torch.int32)
+    tables = torch.full((copies, batch, max(pages)), -1, device="cuda", dtype=torch.int32)
+    taken = 0
+    for copy in range(copies):
+        for seq, n in enumerate(pages):
+            tables[copy, seq, :n] = order[taken : taken + n]
+            taken += n
+    q = torch.randn(batch * queries, q_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    context_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+    out = torch.empty_like(q)
+
+    def call(i):
+        table = tables[i % copies]
+        pagedkv.paged_attention_fwd(q, k_cache, v_cache, table, context_lens, num_splits=num_splits, out=out)
+
+    launches = max(copies, int(3e-3 / (nbytes / 4.3e12 + 2e-6)))
+    graph = torch.cuda.CUDAGraph()
+    call(0)
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            call(i)
+    return graph, launches, nbytes
+
+
+def time_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / replays / launches
+
+
+def measure(case) -> dict:
+    row, heads, head_dim, page, queries, cache_dtype, num_splits = case
+    graph, launches, nbytes = make_graph(*case)
+    time_us(graph, launches, 2)
+    burst = []
+    for _ in range(5):
+        time.sleep(0.05)
+        burst.append(time_us(graph, launches, 1))
+    replays = max(1, int(0.1e6 / (statistics.median(burst) * launches)))
+    time_us(graph, launches, replays * 3 // 2 + 1)
+    median = statistics.median(burst)
+    result = dict(row=row, heads="%d/%d" % heads, head_dim=head_dim, page=page, queries=queries, cache=cache_dtype,
+                  num_splits=num_splits, us=round(median, 2), us_min=round(min(burst), 2), us_max=round(max(burst), 2),
+                  sustained_us=round(time_us(graph, launches, replays), 2), bytes=nbytes,
+                  gb_per_s=round(nbytes / median / 1e3))
+    if (heads, head_dim, queries, num_splits, cache_dtype) == ((16, 8), 128, 1, 0, "bfloat16"):
+        result["best_peer_us"] = ROWS[row][2 if page == 16 else 3]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/attention-cuda-decode.json")
+    parser.add_argument("--commit", help="where there is no git checkout")
+    args = parser.parse_args()
+    results = []
+    for case in CASES:
+        if args.rows in case[0]:
+            results.append(measure(case))
+            print(*(f"{value}" for value in results[-1].values()), flush=True)
+            torch.cuda.empty_cache()
+    pagedkv.check_errors()
+    if args.record:
+        extra = {"commit": args.commit} if args.commit else {}
+        record("attention-cuda-decode", results, machine={"gpu": torch.cuda.get_device_name()},
+               versions={"torch": torch.__version__, "cuda": torch.version.cuda}, **extra)
+
+
+if __name__ == "__main__":
+    main()

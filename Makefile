@@ -22,7 +22,7 @@ ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
               test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py
 asan: ## the C core and the extension's tests under ASan and UBSan
-	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS)" LDFLAGS="$(ASAN_FLAGS)" \
+	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS) -Wno-error" LDFLAGS="$(ASAN_FLAGS)" \
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
 	PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
 	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -36,9 +36,9 @@ fuzz: ## the BlockManager core under libFuzzer for FUZZ_SECONDS (default 60); ne
 	    tests/fuzz_block_manager.c $(wildcard csrc/block_*.c) csrc/prefix_index.c csrc/check.c -o .fuzz/block_manager
 	.fuzz/block_manager -max_total_time=$(FUZZ_SECONDS) -max_len=512 -print_final_stats=1 -artifact_prefix=.fuzz/ .fuzz/corpus
 
-bench: build ## every benchmark that runs here; results go to benchmarks/results
-	for name in $(wildcard benchmarks/*.py); do \
-	    [ $$name = benchmarks/record.py ] || $(PYTHON) $$name || exit 1; done
+bench: build ## every CPU benchmark; results go to benchmarks/results
+	for name in attention block_manager engine_step linear overhead replay_trace; do \
+	    PYTHONPATH=. $(PYTHON) benchmarks/$$name.py || exit 1; done
 
 format: ## C and CUDA sources by clang-format 14
 	$(CLANG_FORMAT) -i $(C_SOURCES)

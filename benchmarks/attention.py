@@ -1,6 +1,6 @@
 """paged_attention_fwd beside what PyTorch offers on the same keys and values, gathered contiguously for it beforehand.
 
-    python benchmarks/attention.py --device cpu [--rows decode] [--record]
+    python benchmarks/attention.py --device cpu [--rows decode] [--no-record]
 
 A row prints the median call with its spread, the bytes or FLOPs that the case counts (tests/cases.py), and the ratio to
 torch.nn.functional.scaled_dot_product_attention: to the faster of enable_gqa=True and of heads that were expanded
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from record import record, version
+from record import add_record_option, record, version
 
 import pagedkv
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="phases of each contestant")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/attention-cpu.json")
+    add_record_option(parser)
     options = parser.parse_args()
     pagedkv.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
@@ -137,7 +137,7 @@ def main() -> None:
         if options.rows in case.name:
             rows.append(measure(case, options.rounds, options.seed))
             show(rows[-1])
-    if options.record:
+    if not options.no_record:
         record(f"attention-{options.device}", rows, machine={"threads": options.threads},
                versions={"torch": version("torch")}, isa=pagedkv.build_info()["isa"], seed=options.seed,
                targets={"decode ratio": 1.2, "prefill float32 ratio": 0.7})

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 
 import numpy as np
-from record import record
+from record import add_record_option, record
 
 from pagedkv import BlockManager
 
@@ -256,7 +256,7 @@ def is_reached(value: float, target: str | None) -> bool | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=51)
-    parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/block_manager.json")
+    add_record_option(parser)
     arguments = parser.parse_args()
     rows = []
     print(f"{'':75} {'BlockManager':>14} {'(min .. max)':>26} {'plain Python':>14} {'ratio':>7}")

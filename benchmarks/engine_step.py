@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 
-from record import record
+from record import add_record_option, record
 
 from pagedkv import LLM, SamplingParams, get_num_threads
 from pagedkv.cli import DEMO_MODEL
@@ -49,6 +49,7 @@ def measure(batch: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64)
+    add_record_option(parser)
     args = parser.parse_args()
     times = measure(args.batch)
     medians = {part: statistics.median(values) for part, values in times.items()}
@@ -57,7 +58,8 @@ def main() -> None:
     for part, values in times.items():
         print(f"  {part:<10}{medians[part]:9.1f}  ({statistics.quantiles(values, n=10)[-1]:.1f})")
     print(f"  host      {host:9.1f}  without run: {host / args.batch:.2f} us a sequence")
-    record("engine_step", [{"batch": args.batch, "host_us": host, **{f"{part}_us": t for part, t in medians.items()}}])
+    if not args.no_record:
+        record("engine_step", [{"batch": args.batch, "host_us": host, **{f"{part}_us": t for part, t in medians.items()}}])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 import torch
-from record import record, version
+from record import add_record_option, record, version
 
 import pagedkv
 
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=pagedkv.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each contestant and case")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    add_record_option(parser)
     args = parser.parse_args()
     pagedkv.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
@@ -97,8 +98,9 @@ def main() -> None:
             print(f"{f'{outputs} x {size}':<14}{name:<13}{rows:>5} {dtype:<9}{r['pagedkv_us']:>9.0f} "
                   f"{f'{low:.0f}-{high:.0f}':>15}{r['pagedkv_gb_s']:>7.1f}{r['share_of_read_bandwidth']:>8.0%}"
                   f"{r['pagedkv_gflop_s']:>9.0f}{r['torch_us']:>10.0f}{r['speedup']:>9.2f}", flush=True)  # fmt: skip
-    record("linear-cpu", results, machine={"threads": args.threads, "isa": info["isa"], "read_gb_s": bandwidth},
-           versions={"torch": version("torch"), "blas": info["blas"]})  # fmt: skip
+    if not args.no_record:
+        record("linear-cpu", results, machine={"threads": args.threads, "isa": info["isa"], "read_gb_s": bandwidth},
+               versions={"torch": version("torch"), "blas": info["blas"]})  # fmt: skip
 
 
 if __name__ == "__main__":

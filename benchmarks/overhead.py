@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from record import record
+from record import add_record_option, record
 
 import pagedkv
 
@@ -94,7 +94,9 @@ def calls() -> dict[str, Callable[[], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=200)
-    repeats = parser.parse_args().repeats
+    add_record_option(parser)
+    options = parser.parse_args()
+    repeats = options.repeats
     pagedkv.set_num_threads(1)
     loop = measure(lambda: None, repeats)
     rows = []
@@ -115,7 +117,8 @@ def main() -> None:
         difference(f"= one of 100 {kind}, more than our own", f"100 {kind}", "100 pagedkv.Tensor", 100)
     for row in rows:
         print(f"{row['median_ns']:>10.1f} ns  (best {row['best_ns']:>9.1f})  {row['call']}")
-    print("written:", record("overhead-cpu", rows))
+    if not options.no_record:
+        record("overhead-cpu", rows)
 
 
 if __name__ == "__main__":

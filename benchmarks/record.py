@@ -1,5 +1,6 @@
 """Writes what a benchmark measured, with what it was measured on, to benchmarks/results/<name>.json."""
 
+import argparse
 import datetime
 import json
 import os
@@ -48,6 +49,10 @@ def pagedkv_version() -> str:
     from pagedkv import __version__
 
     return __version__
+
+
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/<name>.json")
 
 
 def record(name: str, rows: list[dict], *, machine: dict | None = None, versions: dict | None = None, **extra) -> Path:

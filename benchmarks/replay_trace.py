@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import traces
-from record import record
+from record import add_record_option, record
 
 from pagedkv import BlockManager, OutOfBlocks
 
@@ -54,7 +54,7 @@ def main() -> None:
         "--pool-tokens", type=int, nargs="+", default=[250_000, 1_000_000, 4_000_000, 16_000_000],
         help="pool sizes in tokens; an unbounded pool is always measured too",
     )  # fmt: skip
-    parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/replay_trace.json")
+    add_record_option(parser)
     arguments = parser.parse_args()
 
     trace = traces.load(arguments.trace) if arguments.trace else traces.generate(np.random.default_rng(0), 1000)

@@ -28,7 +28,15 @@
 #define PK_DIV(a, b) __fdiv_rn((a), (b))
 #define PK_FLOAT_OF(bits) __uint_as_float(bits)
 #define PK_BITS_OF(value) __float_as_uint(value)
+/* By name: of the multiplication of two widened numbers nvcc makes this and an addition of zero. */
+static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
+{
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
 #else
+#define PK_MUL_WIDE(a, b) ((uint64_t)(a) * (b))
 #define PK_GUMBEL_FN static inline
 #define PK_MUL(a, b) ((a) * (b))
 #define PK_ADD(a, b) ((a) + (b))
@@ -58,7 +66,7 @@ static inline uint32_t PK_BITS_OF(float value)
 /* One round on the counter's four words; the words after the last round are the result. */
 PK_GUMBEL_FN void pk_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1)
 {
-    uint64_t product0 = (uint64_t)0xD2511F53u * *c0, product1 = (uint64_t)0xCD9E8D57u * *c2;
+    uint64_t product0 = PK_MUL_WIDE(0xD2511F53u, *c0), product1 = PK_MUL_WIDE(0xCD9E8D57u, *c2);
     *c0 = (uint32_t)(product1 >> 32) ^ *c1 ^ k0;
     *c1 = (uint32_t)product1;
     *c2 = (uint32_t)(product0 >> 32) ^ *c3 ^ k1;

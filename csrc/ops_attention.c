@@ -37,13 +37,14 @@ static pk_status check_numbers(const pk_attention_call *call, pk_error *err)
         return pk_fail(err, PK_EVALUE, "window_size[0] is %lld but must be at least -1", (long long)call->window_left);
     if (call->window_right < -1)
         return pk_fail(err, PK_EVALUE, "window_size[1] is %lld but must be at least -1", (long long)call->window_right);
-    if (isinf(call->softmax_scale)) return pk_fail(err, PK_EVALUE, "softmax_scale is infinite");
-    if (!(call->softcap >= 0) || isinf(call->softcap))
+    if (call->softmax_scale && !isfinite((float)*call->softmax_scale))
+        return pk_fail(err, PK_EVALUE, "softmax_scale is %g but must be finite as a float32", *call->softmax_scale);
+    if (!(call->softcap >= 0) || isinf((float)call->softcap))
         return pk_fail(err, PK_EVALUE, "softcap is %g but must be finite and at least 0", call->softcap);
     if (call->num_splits < 0 || call->num_splits > MAX_SPLITS)
         return pk_fail(err, PK_EVALUE, "num_splits is %lld but must be 0 to %d", (long long)call->num_splits,
                        MAX_SPLITS);
-    if (call->max_seqlen_q < -1)
+    if (call->max_seqlen_q < 0)
         return pk_fail(err, PK_EVALUE, "max_seqlen_q is %lld but must be at least 0", (long long)call->max_seqlen_q);
     return PK_OK;
 }
@@ -72,7 +73,7 @@ static int64_t longest_query(const pk_env *env, const pk_attention_call *call)
 {
     int64_t tokens = pk_dim(env, 'T'), seqs = pk_dim(env, 'S');
     if (!call->cu_seqlens_q) return seqs ? tokens / seqs : 0;
-    return call->max_seqlen_q >= 0 && call->max_seqlen_q < tokens ? call->max_seqlen_q : tokens;
+    return call->max_seqlen_q < tokens ? call->max_seqlen_q : tokens;
 }
 
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
@@ -120,7 +121,7 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
         .alibi_seq_stride = alibi && alibi->ndim == 2 ? alibi->stride[0] : 0,
         .window_left = window_side(call->window_left),
         .window_right = call->is_causal ? 0 : window_side(call->window_right),
-        .softmax_scale = isnan(call->softmax_scale) ? 1.0f / sqrtf((float)q->shape[2]) : (float)call->softmax_scale,
+        .softmax_scale = call->softmax_scale ? (float)*call->softmax_scale : 1.0f / sqrtf((float)q->shape[2]),
         .softcap = (float)call->softcap,
         .num_splits = (int)call->num_splits,
         .is_causal = call->is_causal,

@@ -366,8 +366,8 @@ pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_vi
 typedef struct {
     const pk_view *q, *k_cache, *v_cache, *block_tables, *context_lens;
     const pk_view *cu_seqlens_q, *alibi_slopes, *sinks; /* optional */
-    int64_t max_seqlen_q;                               /* -1: not given */
-    double softmax_scale;                               /* NaN: 1 / sqrt(head_dim) */
+    int64_t max_seqlen_q;                               /* INT64_MAX: not given */
+    const double *softmax_scale;                        /* NULL: 1 / sqrt(head_dim) */
     bool is_causal;
     int64_t window_left, window_right;
     double softcap;

@@ -110,7 +110,8 @@ def get(x) -> np.ndarray:
 
     if isinstance(x, np.ndarray):
         return x.astype(np.float64)
+    if hasattr(x, "contiguous"):  # a strided torch tensor: copies to and from a GPU take contiguous ones only
+        x = x.contiguous()
     x = x if isinstance(x, pagedkv.Tensor) else pagedkv.from_dlpack(x)
-    dense = pagedkv.empty(x.shape, x.dtype, x.device).copy_(x)
-    on_host = pagedkv.empty(x.shape, x.dtype, "cpu").copy_(dense)
+    on_host = pagedkv.empty(x.shape, x.dtype, "cpu").copy_(x)
     return pagedkv.empty(x.shape, "float32", "cpu").copy_(on_host).numpy().astype(np.float64)

@@ -64,6 +64,7 @@ BAD_CALLS = [
     (lambda m: m.free_batch([1, 1]), ValueError, "seq_ids: 1 is there twice"),
     (lambda m: m.allocate(1, [1]), ValueError, "sequence 1 already exists: free it first"),
     (lambda m: m.allocate_batch([3, 3], [[1], [1]]), ValueError, "sequence 3 already exists"),
+    (lambda m: m.allocate_batch([3], 5), TypeError, "token_ids: must hold one sequence of ids for each of seq_ids, not 5"),
     (lambda m: m.fork(1, 2), ValueError, "sequence 2 already exists"),
     (lambda m: m.fork(1, 1), ValueError, "sequence 1 already exists"),
     (lambda m: m.allocate(3, [1, -1]), ValueError, r"token_ids: element 1 is -1 but must be in \[0, 2147483647\]"),

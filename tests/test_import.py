@@ -40,6 +40,29 @@ print('numpy' in sys.modules, 'torch' in sys.modules)
     assert run(code).split() == ["False", "True", "False"]
 
 
+def test_without_numpy():
+    """What needs NumPy says so; what does not goes on."""
+    code = """
+import sys
+sys.modules['numpy'] = None  # its import fails
+import pagedkv
+assert pagedkv.rms_norm(pagedkv.empty((2, 8)), pagedkv.empty(8)).shape == (2, 8)
+for call in (lambda: pagedkv.BlockManager(4, 4), lambda: pagedkv.asarray([1.0]), lambda: pagedkv.LLM('.')):
+    try:
+        call()
+    except ImportError as error:
+        assert 'numpy' in str(error).lower(), error
+    else:
+        raise AssertionError
+try:
+    pagedkv.BlockManager(4, 4)
+except ImportError as error:
+    assert str(error).startswith("pagedkv's arrays need NumPy 2.0 or later: "), error
+assert pagedkv.build_info()['backends'][0] == 'cpu'
+"""
+    run(code)
+
+
 def test_import_time():
     """Less than 10 ms; a busy machine may take longer, so the best of several counts."""
     code = "import time; t = time.perf_counter(); import pagedkv; print(time.perf_counter() - t)"

@@ -170,31 +170,28 @@ def test_shapes_and_layouts_that_cannot_be_described():
         pagedkv.from_dlpack(np.zeros(3, ">f4"))
 
 
-def test_releases_the_gil(rng):
-    """Two calls at once: another Python thread runs while the CPU computes."""
-    weight = rng.standard_normal((2048, 1024)).astype(np.float32)
-    x = rng.standard_normal((64, 1024)).astype(np.float32)
-    expected = pagedkv.linear(x, weight)
-    results: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: results.append(pagedkv.linear(x, weight))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and all(np.array_equal(r, expected) for r in results)
+class Mistaken(Producer):
+    """Its device is wrong in the way of the caller's choice."""
+
+    def __dlpack_device__(self):
+        return self.device() if callable(self.device) else self.device
 
 
-def test_number_of_threads_belongs_to_the_process():
-    before = pagedkv.get_num_threads()
-    seen: list[int] = []
-    try:
-        pagedkv.set_num_threads(before + 1)
-        thread = threading.Thread(target=lambda: seen.append(pagedkv.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert seen == [before + 1]
-    finally:
-        pagedkv.set_num_threads(before)
+@pytest.mark.parametrize(
+    ("device", "error"), [((), IndexError), (None, TypeError), ((10**30, 0), OverflowError), (list("ab"), TypeError)]
+)
+def test_the_name_comes_before_a_producers_mistake(device, error):
+    with pytest.raises(error, match="^obj: "):
+        pagedkv.from_dlpack(Mistaken(pagedkv.empty(3), True, device))
+
+
+def test_only_the_first_line_of_a_producers_message():
+    def fail():
+        raise RuntimeError("no memory here\nframe #0: ...")
+
+    with pytest.raises(RuntimeError) as caught:
+        pagedkv.from_dlpack(Mistaken(pagedkv.empty(3), True, fail))
+    assert str(caught.value) == "obj: no memory here"
 
 
 # --- torch
@@ -318,3 +315,11 @@ def test_torch_stream_argument_is_ignored_on_the_cpu(torch):
     for stream in ("x", 1.5, object(), -1):
         with pytest.raises(TypeError, match="stream: must be None, an int"):
             pagedkv.rms_norm(x, weight, stream=stream)
+
+
+def test_torch_tensors_that_have_no_memory_or_too_much_shape():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError, match="^obj: [^\n]*meta[^\n]*$"):
+        pagedkv.from_dlpack(torch.empty(3, device="meta"))
+    with pytest.raises(BufferError, match="obj: its producer gave a shape of more than 2\\^63 bytes"):
+        pagedkv.from_dlpack(torch.zeros(1).expand(2**31, 2**31))

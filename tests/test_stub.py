@@ -13,7 +13,8 @@ STUB = ast.parse(Path(pagedkv.__file__).with_name("_C.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 PUBLIC_CLASSES = [name for name in CLASSES if not name.startswith("_")]
 # What a class has without saying so, or says in another way than by a method of that name.
-UNSAID = {"__doc__", "__module__", "__new__", "__init__", "__repr__", "__str__", "__buffer__", "__dir__", "__sizeof__"}
+UNSAID = {"__doc__", "__module__", "__new__", "__init__", "__repr__", "__str__", "__dir__", "__sizeof__"}
+UNSAID |= {"__buffer__", "__release_buffer__"}  # of Python 3.12 and later
 
 
 def functions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef]:

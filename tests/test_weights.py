@@ -160,6 +160,8 @@ BAD_FILES = {
     "huge header": (lambda data: b"\xff" * 8 + data[8:], "truncated, or no safetensors file"),
     "no JSON": (lambda data: (4).to_bytes(8, "little") + b"{]{]" + data, "the header is no JSON"),
     "no object": (lambda data: (4).to_bytes(8, "little") + b"[1] " + data, "the header is no JSON object"),
+    "nested": (lambda data: (200_000).to_bytes(8, "little") + b"[" * 200_000, "the header is no JSON"),
+    "dtype": (lambda data: corrupt_header(data, lambda h: h["a"].update(dtype=["F32"])), "tensor 'a': bad header"),
     "no dtype": (lambda data: corrupt_header(data, lambda h: h["a"].pop("dtype")), "tensor 'a': bad header"),
     "text as shape": (lambda data: corrupt_header(data, lambda h: h["a"].update(shape="66")), "tensor 'a': bad header"),
     "negative": (lambda data: corrupt_header(data, lambda h: h["a"].update(shape=[-1, -6])), "tensor 'a': bad header"),
@@ -239,7 +241,9 @@ REFUSED = {
     ),
     "heads": ({"num_key_value_heads": 3}, ValueError, "num_attention_heads is 4, no multiple of num_key_value_heads 3"),
     "negative": ({"hidden_size": -1}, ValueError, "hidden_size is -1 but must be a positive integer"),
+    "huge": ({"num_hidden_layers": 2**63}, ValueError, "num_hidden_layers is 9223372036854775808 but must be"),
     "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
+    "quantisation": ({"quantization_config": ["fp8"]}, ValueError, "'list' object has no attribute 'get'"),
     "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
 }
 

@@ -16,14 +16,16 @@ enum {
     MAX_BLOCK = 64,              /* rows of either in a block of our own kernels */
     BLAS_BLOCK = 256,            /* the same for a BLAS, which packs both anew for every call */
     PARALLEL_PRODUCTS = 1 << 18, /* below this many multiplications one thread is done before a second one wakes */
-    NEVER = INT32_MAX
 };
+static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 
 /* From this many rows on an sgemm beats our kernel (in 16 bits: of weights converted a block at a time). Measured on
- * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours against its: AVX-512
- * f32, 64 rows 150 : 96; 256 rows 174 : 116, or 194 where it is told to take its AVX-512 kernels AVX2     f32, 64 rows
- * 85 : 91; 256 rows 109 : 115. bf16, 64 rows 77 : 85, 256 rows 91 : 108 SSE2     f32, 64 rows 37 : 37. bf16, 16 rows 22
- * : 30. f16, 16 rows 11 : 20 */
+ * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours : its
+ *
+ *   AVX-512   f32, 64 rows 150 : 96, 256 rows 174 : 116 (194 where it is told to take its AVX-512 kernels)
+ *   AVX2      f32, 64 rows 85 : 91, 256 rows 109 : 115; bf16, 64 rows 77 : 85, 256 rows 91 : 108
+ *   SSE2      f32, 64 rows 37 : 37; bf16, 16 rows 22 : 30; f16, 16 rows 11 : 20
+ */
 static int64_t min_sgemm_rows(pk_dtype dtype)
 {
     switch (pk_cpu_isa_level()) {

@@ -29,8 +29,11 @@ struct outside_capture {
 
 enum { MAX_DEVICES = 64, MAX_STREAMS = 256, MIN_WORKSPACE = 24 << 20 /* bytes: holds any call without num_splits */ };
 
+enum workspace_use { FOR_ATTENTION, FOR_DENSE };
+
 struct stream_workspace {
     pk_stream stream;
+    workspace_use use;
     void *data;
     size_t bytes;
 };
@@ -40,7 +43,7 @@ static struct device_state {
     bool is_ready;
     cudaStream_t own_stream;     /* never blocks with the legacy stream; for what belongs to no caller's stream */
     pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
-    stream_workspace workspaces[MAX_STREAMS];
+    stream_workspace workspaces[2 * MAX_STREAMS];
     int num_workspaces;
 } devices[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -62,6 +65,9 @@ pk_status pk_cuda_probe(int *device_count, pk_error *err)
                    error == cudaSuccess ? "the driver sees none" : cudaGetErrorString(error));
 }
 
+/* Tells which architecture the device runs our kernels as: with no Hopper code in the file, that of older PTX. */
+static __global__ void marker_kernel() {}
+
 /* With the device current. */
 static pk_status make_ready(device_state *state, int index, pk_error *err)
 {
@@ -80,6 +86,9 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
     device->compute_capability = major * 10 + minor;
     device->smem_per_cta = (size_t)smem;
     device->l2_bytes = (size_t)l2;
+    cudaFuncAttributes marker;
+    PK_CUDA(err, cudaFuncGetAttributes(&marker, marker_kernel));
+    device->can_launch_early = major >= 9 && marker.ptxVersion >= 90;
     if (!state->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&state->own_stream, cudaStreamNonBlocking));
     if (!state->bad_id_host) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_host, sizeof(pk_cuda_bad_id)));
     if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));
@@ -187,16 +196,16 @@ static pk_status grow_workspace(device_state *state, stream_workspace *workspace
     return PK_OK;
 }
 
-static pk_status find_workspace(device_state *state, pk_stream stream, size_t bytes, void **data, pk_error *err)
+static pk_status find_workspace(device_state *state, pk_stream stream, workspace_use use, size_t bytes, void **data,
+                                pk_error *err)
 {
-    int i = 0;
-    while (i < state->num_workspaces && state->workspaces[i].stream != stream) i++;
-    stream_workspace *workspace = &state->workspaces[i];
-    if (i == state->num_workspaces) {
-        if (i == MAX_STREAMS)
-            return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: more than %d streams have run attention",
+    stream_workspace *workspace = state->workspaces, *end = workspace + state->num_workspaces;
+    while (workspace < end && (workspace->stream != stream || workspace->use != use)) workspace++;
+    if (workspace == end) {
+        if (state->num_workspaces == 2 * MAX_STREAMS)
+            return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: more than %d streams have needed scratch memory",
                            state->device.index, (int)MAX_STREAMS);
-        *workspace = {stream, nullptr, 0};
+        *workspace = {stream, use, nullptr, 0};
         PK_TRY(grow_workspace(state, workspace, bytes, err));
         state->num_workspaces++;
     } else if (workspace->bytes < bytes) {
@@ -209,8 +218,20 @@ static pk_status find_workspace(device_state *state, pk_stream stream, size_t by
 pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err)
 {
     pthread_mutex_lock(&lock);
-    pk_status status = find_workspace(&devices[device->index], stream, bytes, data, err);
+    pk_status status = find_workspace(&devices[device->index], stream, FOR_ATTENTION, bytes, data, err);
     pthread_mutex_unlock(&lock);
+    return status;
+}
+
+pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err)
+{
+    const size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    void *data = nullptr;
+    pthread_mutex_lock(&lock);
+    pk_status status =
+        find_workspace(&devices[device->index], stream, FOR_DENSE, counter_bytes + PK_SCRATCH_BYTES, &data, err);
+    pthread_mutex_unlock(&lock);
+    *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
     return status;
 }
 
@@ -226,11 +247,17 @@ static pk_status backend_synchronize(pk_device device, pk_error *err)
 
 static pk_status backend_check_errors(pk_device device, pk_error *err)
 {
-    static const struct {
-        const char *holder, *what;
-    } text[PK_NUM_BAD_KINDS] = {
-        {"", ""},           {"slot_mapping: token", "slot"},  {"block_tables: sequence", "block"},
-        {"ids: row", "id"}, {"positions: token", "position"}, {"cu_seqlens_q: sequence", "end"},
+    /* Each may use, in this order: index, value, limit. */
+    static const char *const formats[PK_NUM_BAD_KINDS] = {
+        "kernels recorded a bad id of an unknown kind",
+        "slot_mapping: token %lld has slot %lld but it must be below %lld",
+        "block_tables: sequence %lld has block %lld but it must be below %lld",
+        "ids: row %lld has id %lld but it must be at least 0 and below %lld",
+        "positions: token %lld has position %lld but it must be at least 0 and below %lld",
+        "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld",
+        "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld",
+        "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled",
+        "temperatures: row %lld has one that is negative or not finite",
     };
     PK_TRY(backend_synchronize(device, err));
     pk_cuda_scope scope(device.index, err);
@@ -245,10 +272,10 @@ static pk_status backend_check_errors(pk_device device, pk_error *err)
     pthread_mutex_unlock(&lock);
     if (error != cudaSuccess) return pk_cuda_fail(err, "check_errors", error);
     if (bad_id.kind == 0) return PK_OK;
-    unsigned int kind = bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0;
-    return pk_fail(err, PK_EVALUE, "%s %lld has %s %lld but it must be below %lld (first of possibly many on cuda:%d)",
-                   text[kind].holder, (long long)bad_id.index, text[kind].what, (long long)bad_id.value,
-                   (long long)bad_id.limit, device.index);
+    pk_error what;
+    pk_fail(&what, PK_EVALUE, formats[bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0], (long long)bad_id.index,
+            (long long)bad_id.value, (long long)bad_id.limit);
+    return pk_fail(err, PK_EVALUE, "%s (first of possibly many on cuda:%d)", what.message, device.index);
 }
 
 const pk_backend pk_cuda_backend = {
@@ -263,10 +290,10 @@ const pk_backend pk_cuda_backend = {
     /* copy_blocks */ pk_cuda_copy_blocks,
     /* swap_blocks */ pk_cuda_swap_blocks,
     /* merge_attention_states */ pk_cuda_merge_attention_states,
-    /* gather */ nullptr,
-    /* rms_norm */ nullptr,
-    /* linear */ nullptr,
-    /* qk_norm_rope_store */ nullptr,
-    /* silu_and_mul */ nullptr,
-    /* sample */ nullptr,
+    /* gather */ pk_cuda_gather,
+    /* rms_norm */ pk_cuda_rms_norm,
+    /* linear */ pk_cuda_linear,
+    /* qk_norm_rope_store */ pk_cuda_qk_norm_rope_store,
+    /* silu_and_mul */ pk_cuda_silu_and_mul,
+    /* sample */ pk_cuda_sample,
 };

@@ -48,6 +48,8 @@ enum pk_cuda_bad_kind {
     PK_BAD_POSITION,
     PK_BAD_QUERY_RANGE,
     PK_BAD_CONTEXT,
+    PK_BAD_LOGITS,
+    PK_BAD_TEMPERATURE,
     PK_NUM_BAD_KINDS
 };
 
@@ -72,7 +74,8 @@ static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_
 struct pk_cuda_device {
     int index, num_sms, compute_capability; /* 90 for a Hopper */
     size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
-    pk_cuda_bad_id *bad_id;                 /* device memory */
+    bool can_launch_early;  /* Hopper or newer, and our kernels are built for it: they know how to wait */
+    pk_cuda_bad_id *bad_id; /* device memory */
 };
 
 /* Makes the device that owns `pointer` (or device `index`) current, and the caller's again at the end of the scope. */
@@ -98,6 +101,15 @@ struct pk_cuda_scope {
  * not be replayed at the same time. */
 pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err);
 
+/* Scratch memory of one stream for what lives within one call, apart from the workspace (cuBLAS leaves anything in it).
+ * Its size is fixed, so it never has to grow under a capture. The counters are zero between calls. */
+enum { PK_SCRATCH_COUNTERS = 16384, PK_SCRATCH_BYTES = 32 << 20 };
+struct pk_cuda_scratch {
+    unsigned int *counters;
+    void *data;
+};
+pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err);
+
 /* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
 pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
 
@@ -116,6 +128,46 @@ static inline pk_status pk_cuda_launch(pk_error *err, const char *name, void (*k
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
 }
 #define PK_CUDA_LAUNCH(err, kernel, ...) pk_cuda_launch((err), #kernel, kernel, __VA_ARGS__)
+
+/* Launches a kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch,
+ * Hopper and newer). In such a kernel every thread calls pk_wait_for_previous_kernel() before it reads or writes global
+ * memory: any of it, weights too, may come from a predecessor that let it start early. Before the wait there is only
+ * arithmetic and prefetching into L2. pk_let_next_kernel_start() allows the next one to do the same. */
+template <typename... Params, typename... Args>
+static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, void (*kernel)(Params...),
+                                             const pk_cuda_device *device, dim3 grid, dim3 cta, size_t smem_bytes,
+                                             pk_stream stream, Args... args)
+{
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = cta;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &attribute;
+    config.numAttrs = device->can_launch_early;
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+}
+
+__device__ static inline void pk_wait_for_previous_kernel()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ static inline void pk_let_next_kernel_start()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* A grid of that many CTAs. One beyond what CUDA allows is refused by the launch, where a cast would wrap. */
+static inline dim3 pk_cuda_grid(int64_t ctas) { return dim3(ctas > INT32_MAX ? UINT32_MAX : (unsigned)ctas); }
 
 /* Lets `kernel` ask for more than 48 KB of shared memory; a kernel's launcher calls it once a device: `done` is a
  * static bit mask of devices. */
@@ -170,6 +222,13 @@ struct alignas(sizeof(T) * N) pk_vec {
     T at[N];
 };
 
+/* The value that a tensor of type T would hold: where transformers' modules cast, so do ours. */
+template <typename T>
+__device__ static inline float pk_round(float x)
+{
+    return pk_to_float(pk_from_float<T>(x));
+}
+
 __device__ static inline float pk_scale_of(const pk_scale_arg &scale, int64_t seq, int64_t head)
 {
     return scale.data ? scale.data[seq * scale.seq_stride + head * scale.head_stride] : scale.value;
@@ -199,5 +258,11 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
 pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_gather(const pk_gather_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
 
 #endif

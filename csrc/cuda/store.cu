@@ -5,57 +5,32 @@
  * tokens; its x dimension strides over longer tokens. Views that are not 16-byte aligned take the same path element by
  * element.
  */
-#include "cuda/cuda.h"
+#include "cuda/store.h"
 
 // --- kernels
-
-__device__ static inline int64_t load_slot(const pk_store_args &args, int64_t token)
-{
-    return args.slots_are_int64 ? ((const int64_t *)args.slot_mapping)[token]
-                                : ((const int32_t *)args.slot_mapping)[token];
-}
-
-__device__ static inline int64_t divide(int64_t a, int64_t b) /* both >= 0; a 64-bit division costs 100 instructions */
-{
-    return ((a | b) >> 31) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
-}
 
 template <typename T, typename Cache, int VEC>
 __global__ void __launch_bounds__(256) store_kvcache_kernel(const pk_store_args args, pk_cuda_bad_id *bad_id)
 {
     int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (token >= args.num_tokens) return;
-    int64_t slot = load_slot(args, token), num_slots = args.num_blocks * args.block_size;
-    if (slot < 0) return;
-    if (slot >= num_slots) {
-        if (threadIdx.x == 0) pk_record_bad_id(bad_id, PK_BAD_SLOT, token, slot, num_slots);
+    int64_t slot = pk_load_slot(args, token);
+    pk_cache_row row;
+    if (!pk_find_cache_row(args, slot, &row)) {
+        if (threadIdx.x == 0) pk_check_slot(args, token, slot, bad_id);
         return;
     }
-    int64_t block = divide(slot, args.block_size), offset = slot - block * args.block_size;
     const T *key = (const T *)args.key + token * args.key_token_stride;
     const T *value = (const T *)args.value + token * args.value_token_stride;
-    Cache *k_row = (Cache *)args.k_cache + block * args.k_block_stride + offset * args.k_slot_stride;
-    Cache *v_row = (Cache *)args.v_cache + block * args.v_block_stride + offset * args.v_slot_stride;
+    Cache *k_row = (Cache *)args.k_cache + row.k_at, *v_row = (Cache *)args.v_cache + row.v_at;
 
     int pieces_per_head = (int)args.head_dim / VEC, num_pieces = pieces_per_head * (int)args.num_kv_heads;
     for (int piece = threadIdx.x; piece < num_pieces; piece += blockDim.x) {
         int head = piece / pieces_per_head, dim = (piece - head * pieces_per_head) * VEC;
         auto k = *(const pk_vec<T, VEC> *)(key + head * args.key_head_stride + dim);
         auto v = *(const pk_vec<T, VEC> *)(value + head * args.value_head_stride + dim);
-        pk_vec<Cache, VEC> k_out, v_out;
-        if constexpr (sizeof(T) == sizeof(Cache)) {
-            k_out = k;
-            v_out = v;
-        } else {
-            float k_scale = pk_scale_of(args.k_scale, 0, head), v_scale = pk_scale_of(args.v_scale, 0, head);
-#pragma unroll
-            for (int i = 0; i < VEC; i++) {
-                k_out.at[i] = pk_from_float<Cache>(pk_to_float(k.at[i]) / k_scale);
-                v_out.at[i] = pk_from_float<Cache>(pk_to_float(v.at[i]) / v_scale);
-            }
-        }
-        *(pk_vec<Cache, VEC> *)(k_row + head * args.k_head_stride + dim) = k_out;
-        *(pk_vec<Cache, VEC> *)(v_row + head * args.v_head_stride + dim) = v_out;
+        pk_write_cache(k_row + head * args.k_head_stride + dim, k, args.k_scale, head);
+        pk_write_cache(v_row + head * args.v_head_stride + dim, v, args.v_scale, head);
     }
 }
 

@@ -14,12 +14,25 @@ static const int type_numbers[PK_NUM_DTYPES] = {
     [PK_U8] = NPY_UINT8,    [PK_I32] = NPY_INT32,   [PK_I64] = NPY_INT64,
 };
 
+static int load_numpy(void)
+{
+    if (PyArray_ImportNumPyAPI() == 0) return 0;
+    if (!PyErr_ExceptionMatches(PyExc_ImportError)) return -1;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_Format(PyExc_ImportError, "pagedkv's arrays need NumPy 2.0 or later: %S", value ? value : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return -1;
+}
+
 bool py_array_has_dtype(pk_dtype dtype) { return type_numbers[dtype] >= 0; }
 
 PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable)
 {
     npy_intp dims[PK_MAX_DIMS];
-    if (PyArray_ImportNumPyAPI() < 0) return NULL;
+    if (load_numpy() < 0) return NULL;
     for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
     int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (is_writable ? NPY_ARRAY_WRITEABLE : 0);
     PyObject *array = PyArray_New(&PyArray_Type, ndim, dims, NPY_INT32, NULL, (void *)data, 0, flags, NULL);
@@ -32,7 +45,7 @@ PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyOb
 PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data)
 {
     npy_intp dims[PK_MAX_DIMS];
-    if (PyArray_ImportNumPyAPI() < 0) return NULL;
+    if (load_numpy() < 0) return NULL;
     for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
     PyObject *array = PyArray_SimpleNew(ndim, dims, type_numbers[dtype]);
     if (array) *data = PyArray_DATA((PyArrayObject *)array);

@@ -39,6 +39,10 @@ static int take_token_lists(PyObject *self, PyObject *object, int64_t num_seqs, 
 {
     *lists = (token_lists){0};
     PyObject *items = PySequence_Tuple(object);
+    if (!items && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "token_ids: must hold one sequence of ids for each of seq_ids, not %R", object);
+    }
     if (!items) return -1;
     int64_t count = PyTuple_Size(items);
     int result = same_count("token_ids", count, num_seqs);

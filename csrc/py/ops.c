@@ -93,8 +93,9 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
     request.block_tables = py_call_tensor(&call, BLOCK_TABLES);
     request.context_lens = py_call_tensor(&call, CONTEXT_LENS);
     request.cu_seqlens_q = py_call_optional(&call, CU_SEQLENS_Q);
-    request.max_seqlen_q = py_call_int(&call, MAX_SEQLEN_Q, -1);
-    request.softmax_scale = py_call_double(&call, SOFTMAX_SCALE, NAN);
+    request.max_seqlen_q = py_call_int(&call, MAX_SEQLEN_Q, INT64_MAX);
+    double scale = py_call_double(&call, SOFTMAX_SCALE, 0);
+    request.softmax_scale = call.given[SOFTMAX_SCALE] && call.given[SOFTMAX_SCALE] != Py_None ? &scale : NULL;
     request.is_causal = py_call_bool(&call, CAUSAL, true);
     read_window(&call, WINDOW_SIZE, &request);
     request.softcap = py_call_double(&call, SOFTCAP, 0);

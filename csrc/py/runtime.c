@@ -67,7 +67,8 @@ static PyObject *py_get_num_threads(PyObject *module, PyObject *unused)
 
 PyDoc_STRVAR(set_num_threads_doc,
              "set_num_threads($module, n, /)\n--\n\n"
-             "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.");
+             "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.\n"
+             "A child of fork() has one thread for them, whatever is set, if an operation ran before the fork.");
 static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *given[1];
@@ -102,7 +103,10 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
     pk_status status;
     int num_devices;
     const char *blas;
-    if (py_ensure_blas(INT32_MAX, PK_F32) < 0) return NULL;
+    if (py_ensure_blas(INT32_MAX, PK_F32) < 0) { /* no NumPy: then there is no BLAS, which is what is asked here */
+        if (!PyErr_ExceptionMatches(PyExc_ImportError)) return NULL;
+        PyErr_Clear();
+    }
     Py_BEGIN_ALLOW_THREADS /* loads the driver and the BLAS */
         status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
     num_devices = pk_cuda_device_count();

@@ -90,16 +90,21 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
     view->dtype = (pk_dtype)dtype;
     view->ndim = tensor->ndim;
     view->is_readonly = is_readonly;
-    int64_t dense = 1, numel = 1;
+    int64_t dense = 1, numel_bytes;
+    bool is_empty = false, is_negative = false, is_too_large = false;
     for (int i = tensor->ndim - 1; i >= 0; i--) {
         view->shape[i] = tensor->shape[i];
         view->stride[i] = tensor->strides ? tensor->strides[i] : dense;
-        dense *= tensor->shape[i];
-        numel = tensor->shape[i] < 0 ? -1 : numel * tensor->shape[i];
-        if (numel < 0) break;
+        is_negative |= tensor->shape[i] < 0;
+        is_empty |= tensor->shape[i] == 0;
+        is_too_large |= __builtin_mul_overflow(dense, tensor->shape[i] ? tensor->shape[i] : 1, &dense);
     }
-    if (numel < 0 || (numel > 0 && !view->data)) {
-        PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name, numel < 0 ? "a negative size" : "no address");
+    is_too_large |= __builtin_mul_overflow(dense, (int64_t)pk_dtype_bytes(view->dtype), &numel_bytes);
+    if (is_negative || (is_too_large && !is_empty) || (!is_empty && !view->data)) {
+        PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name,
+                     is_negative    ? "a negative size"
+                     : is_too_large ? "a shape of more than 2^63 bytes"
+                                    : "no address");
         return -1;
     }
     if ((uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
@@ -112,15 +117,24 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
 
 // --- the readers
 
-/* Puts the argument's name before the message of an exception that a producer raised. */
+/* Puts the argument's name before the first line of the message of an exception that a producer raised (PyTorch's go on
+ * with the frames of its C++). */
 static int name_error(const char *name)
 {
+    PyObject *const named[] = {PyExc_TypeError,      PyExc_ValueError, PyExc_BufferError,  PyExc_RuntimeError,
+                               PyExc_AttributeError, PyExc_IndexError, PyExc_OverflowError};
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (type == PyExc_TypeError || type == PyExc_ValueError || type == PyExc_BufferError || type == PyExc_RuntimeError)
-        PyErr_Format(type, "%s: %S", name, value ? value : Py_None);
-    else
+    bool is_named = false;
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) is_named |= type == named[i];
+    PyObject *text = is_named ? PyObject_Str(value ? value : Py_None) : NULL;
+    Py_ssize_t end = text ? PyUnicode_FindChar(text, '\n', 0, PyUnicode_GetLength(text), 1) : -1;
+    if (end >= 0) Py_SETREF(text, PyUnicode_Substring(text, 0, end));
+    if (text)
+        PyErr_Format(type, "%s: %U", name, text);
+    else if (!is_named)
         PyErr_Restore(type, value, traceback), type = value = traceback = NULL;
+    Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);

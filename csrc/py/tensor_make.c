@@ -18,6 +18,7 @@ int py_shape_arg(const char *name, PyObject *object, bool allow_free, int64_t *s
 {
     if (PyIndex_Check(object)) return shape_item(name, object, allow_free, shape) < 0 ? -1 : 1;
     PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+    if (!items && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     if (!items) {
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError, "%s: must be an int or a sequence of ints, not %R", name, object);
@@ -41,10 +42,18 @@ static PyObject *word_of(PyObject *object)
     return PyType_Check(object) ? PyType_GetName((PyTypeObject *)object) : PyObject_Str(object);
 }
 
+/* The word's text; "" where a NUL hides the end of it. */
+static const char *text_of(PyObject *word)
+{
+    Py_ssize_t size;
+    const char *text = word ? PyUnicode_AsUTF8AndSize(word, &size) : NULL;
+    return text && strlen(text) != (size_t)size ? "" : text;
+}
+
 int py_dtype_arg(const char *name, PyObject *object, pk_dtype *dtype)
 {
     PyObject *word = word_of(object);
-    const char *text = word ? PyUnicode_AsUTF8AndSize(word, NULL) : NULL;
+    const char *text = text_of(word);
     if (!text) {
         Py_XDECREF(word);
         return -1;
@@ -67,7 +76,7 @@ int py_dtype_arg(const char *name, PyObject *object, pk_dtype *dtype)
 int py_device_arg(const char *name, PyObject *object, pk_device *device)
 {
     PyObject *word = word_of(object);
-    const char *text = word ? PyUnicode_AsUTF8AndSize(word, NULL) : NULL;
+    const char *text = text_of(word);
     bool is_known = false;
     if (text && (strcmp(text, "cpu") == 0 || strcmp(text, "cpu:0") == 0)) {
         *device = (pk_device){PK_CPU, 0};

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import index
 from pathlib import Path
@@ -69,9 +70,14 @@ class LLM:
             raise NotImplementedError(f"device is {device!r}; the engine runs on 'cpu'")
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype is {dtype!r} but must be auto, {', '.join(DTYPES)}")
-        check_int("block_size", block_size, 1)
-        check_int("max_num_seqs", max_num_seqs, 1)
-        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        if not isinstance(enable_prefix_caching, bool):
+            raise TypeError(f"enable_prefix_caching is {enable_prefix_caching!r} but must be True or False")
+        if num_blocks is not None and kv_cache_memory is not None:
+            raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
+        block_size = check_int("block_size", block_size, 1)
+        max_num_seqs = check_int("max_num_seqs", max_num_seqs, 1)
+        max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        seed = None if seed is None else check_int("seed", seed, -(2**63))
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {max_num_batched_tokens} but must be at least max_num_seqs={max_num_seqs}: "
@@ -88,7 +94,7 @@ class LLM:
 
         if num_blocks is None:
             num_blocks = self._num_blocks(kv_cache_memory, block_size, max_num_seqs)
-        check_int("num_blocks", num_blocks, 1)
+        num_blocks = check_int("num_blocks", num_blocks, 1)
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         checkpoint = Checkpoint(folder, self.dtype, device)
         self._runner: ModelRunner | None = ModelRunner(
@@ -114,6 +120,7 @@ class LLM:
         config = self.config
         page_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * ITEM_BYTES[self.dtype]
         if memory is not None:
+            memory = check_int("kv_cache_memory", memory, 0)
             if memory < page_bytes:
                 raise ValueError(f"kv_cache_memory is {memory} bytes but one page needs {page_bytes}")
             return memory // page_bytes
@@ -136,37 +143,57 @@ class LLM:
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         Calls from several threads are served one after the other.
         """
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        for prompt in prompts:
+        params = _params_of_each(sampling_params, len(prompts))
+        start_time = time.perf_counter()
+        encoded = [self._encode(i, prompt) for i, prompt in enumerate(prompts)]  # unlocked: a prompt may run any code
+        with self._lock:
+            if self._runner is None:
+                raise RuntimeError("this LLM is closed")
+            sequences: list[Sequence] = []
+            try:
+                for (ids, error), one in zip(encoded, params, strict=True):
+                    sequences.append(self._submit(ids, error, one, start_time))
+                self._run(sequences, use_tqdm)
+            finally:
+                self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
+        token_ids = [ids for ids, _ in encoded]
+        return [self._output(*each) for each in zip(prompts, token_ids, sequences, strict=True)]
+
+    def _encode(self, i: int, prompt: Prompt) -> tuple[list[int], ValueError | None]:
+        """Token ids, and what is wrong with them. A prompt of the wrong type is the caller's mistake and raises."""
+        if isinstance(prompt, str):
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except UnicodeEncodeError as error:
+                return [], error
+        else:
             if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
                 raise TypeError(
                     f"a prompt is a string or a list of token ids, not {prompt!r} "
                     "(one prompt of token ids: [[1, 2, 3]])"
                 )
-        params = _params_of_each(sampling_params, len(prompts))
-        start_time = time.perf_counter()
-        with self._lock:
-            if self._runner is None:
-                raise RuntimeError("this LLM is closed")
-            token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(map(index, p)) for p in prompts]
-            sequences: list[Sequence] = []
             try:
-                for ids, one in zip(token_ids, params, strict=True):
-                    sequences.append(self._submit(ids, one, start_time))
-                self._run(sequences, use_tqdm)
-            finally:
-                self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
-        return [self._output(*each) for each in zip(prompts, token_ids, sequences, strict=True)]
+                token_ids = list(map(index, prompt))
+            except TypeError as error:
+                raise TypeError(f"prompts[{i}] holds no token ids: {error}") from None
+        bad = next((t for t in token_ids if not 0 <= t < self.config.vocab_size), None)
+        if bad is None:
+            return token_ids, None
+        return token_ids, ValueError(f"token id {bad} is not in 0..{self.config.vocab_size - 1}")
 
-    def _submit(self, token_ids: list[int], params: SamplingParams, start_time: float) -> Sequence:
+    def _submit(
+        self, token_ids: list[int], error: ValueError | None, params: SamplingParams, start_time: float
+    ) -> Sequence:
         """Queues the request, or ends it at once: it wants no token, or it can never be served."""
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        bad = next((t for t in token_ids if not 0 <= t < self.config.vocab_size), None)
-        known = token_ids if bad is None else []
+        known = [] if error else token_ids
         seq = Sequence(next(self._ids), known, params, seed, self.config.eos_token_ids, start_time)
         try:
-            if bad is not None:
-                raise ValueError(f"token id {bad} is not in 0..{self.config.vocab_size - 1}")
+            if error:
+                raise error
             self.scheduler.check(seq)
         except (ValueError, OutOfBlocks) as error:
             seq.finish("error", time.perf_counter(), error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+
+MAX_TEMPERATURE = 3.4e38  # it becomes a float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +26,23 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
             raise TypeError(f"temperature is {self.temperature!r} but must be a number")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature} but must be finite and at least 0")
-        check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # nor NaN
+            raise ValueError(f"temperature is {self.temperature} but must be at least 0 and finite as a float32")
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "max_tokens", check_int("max_tokens", self.max_tokens, 0, 2**31 - 1))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos is {self.ignore_eos!r} but must be True or False")
         if self.seed is not None:
-            check_int("seed", self.seed, -(2**63))
+            object.__setattr__(self, "seed", check_int("seed", self.seed, -(2**63)))
 
 
-def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> int:
+    """The value as an int, where it is one (NumPy's too) and within the bounds."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be an integer")
     if not lowest <= value <= highest:
         bounds = f"at least {lowest}" if value < lowest else f"at most {highest}"
         raise ValueError(f"{name} is {value} but must be {bounds}")
+    return int(value)

@@ -27,7 +27,9 @@ class Tokenizer:
             raise ValueError(f"{self.path}: {error}") from None
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        tokenizer = self._tokenizer
+        text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
+        return tokenizer.encode(text).ids
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

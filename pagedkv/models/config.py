@@ -60,14 +60,14 @@ class Qwen3Config:
             raise ValueError(f"{path}: no {error.args[0]!r}") from None
         except NotImplementedError as error:
             raise NotImplementedError(f"{path}: {error}") from None
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:  # an entry of another type than the code below reads
             raise ValueError(f"{path}: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # JSON or UTF-8
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
@@ -115,8 +115,8 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
 
 def _count(raw: dict[str, Any], name: str) -> int:
     value = raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r} but must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ValueError(f"{name} is {value!r} but must be a positive integer below 2**31")
     return value
 
 

@@ -47,7 +47,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: truncated, or no safetensors file ({num_bytes} bytes)")
         try:
             header = json.loads(self.bytes[8 : 8 + length].tobytes())
-        except ValueError as error:  # JSON or UTF-8
+        except (ValueError, RecursionError) as error:  # JSON or UTF-8
             raise CheckpointError(f"{self.path}: the header is no JSON ({error})") from None
         if not isinstance(header, dict):
             raise CheckpointError(f"{self.path}: the header is no JSON object")
@@ -65,6 +65,8 @@ class SafetensorsFile:
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{where}: bad header entry {entry!r}") from None
         if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
+            raise CheckpointError(f"{where}: bad header entry {entry!r}")
+        if not isinstance(file_dtype, str):
             raise CheckpointError(f"{where}: bad header entry {entry!r}")
         if file_dtype not in DTYPES:
             raise NotImplementedError(f"{where} has dtype {file_dtype}; supported are {', '.join(DTYPES)}")

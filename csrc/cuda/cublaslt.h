@@ -1,0 +1,63 @@
+/* cublaslt.h - the part of cuBLASLt's C interface that linear.cu uses, found at run time.
+ *
+ * The names and numbers are those of NVIDIA's documented binary interface, stable since CUDA 11; declaring them here
+ * lets the CUDA backend build without cuBLAS's headers, as it runs without its library until a product needs it.
+ */
+#ifndef PK_CUDA_CUBLASLT_H
+#define PK_CUDA_CUBLASLT_H
+
+#include "cuda/cuda.h"
+
+#include <library_types.h>
+
+typedef struct pk_lt_handle_ *pk_lt_handle;
+typedef struct pk_lt_desc_ *pk_lt_desc;
+typedef struct pk_lt_layout_ *pk_lt_layout;
+typedef struct pk_lt_preference_ *pk_lt_preference;
+
+enum { PK_LT_COMPUTE_F32 = 68, PK_LT_OP_T = 1 };
+enum { PK_LT_DESC_TRANSA = 3 };
+enum {
+    PK_LT_PREFERENCE_WORKSPACE = 1,   /* uint64_t */
+    PK_LT_PREFERENCE_ALIGNMENT_A = 5, /* uint32_t bytes; then B, C, D */
+};
+
+typedef struct {
+    uint64_t data[8];
+} pk_lt_algo;
+
+typedef struct {
+    pk_lt_algo algo;
+    size_t workspace_bytes;
+    int status;
+    float waves;
+    int reserved[4];
+} pk_lt_heuristic;
+
+struct pk_cublaslt {
+    const char *path; /* what was loaded */
+    int (*create)(pk_lt_handle *);
+    int (*desc_create)(pk_lt_desc *, int compute_type, cudaDataType_t scale_type);
+    int (*desc_destroy)(pk_lt_desc);
+    int (*desc_set)(pk_lt_desc, int attribute, const void *, size_t);
+    int (*layout_create)(pk_lt_layout *, cudaDataType_t, uint64_t rows, uint64_t columns, int64_t leading);
+    int (*layout_destroy)(pk_lt_layout);
+    int (*preference_create)(pk_lt_preference *);
+    int (*preference_destroy)(pk_lt_preference);
+    int (*preference_set)(pk_lt_preference, int attribute, const void *, size_t);
+    int (*heuristic)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
+                     pk_lt_preference, int wanted, pk_lt_heuristic *, int *found);
+    int (*matmul)(pk_lt_handle, pk_lt_desc, const void *alpha, const void *a, pk_lt_layout, const void *b, pk_lt_layout,
+                  const void *beta, const void *c, pk_lt_layout, void *d, pk_lt_layout, const pk_lt_algo *,
+                  void *workspace, size_t workspace_bytes, cudaStream_t);
+};
+
+/* Loaded at first use: what the process has loaded already (PyTorch brings one), the loader's own search, the nvidia-*
+ * wheels, the CUDA toolkit. PAGEDKV_CUBLASLT names a file to take instead. The error lists every path that was tried.
+ */
+pk_status pk_cublaslt_load(const pk_cublaslt **library, pk_error *err);
+
+/* Sets err to "cublasLtMatmul: CUBLAS_STATUS_X". */
+pk_status pk_cublaslt_fail(pk_error *err, const char *call, int status);
+
+#endif

@@ -1,0 +1,219 @@
+/* linear.cu - out = x @ weight.T + bias: own kernels for a few rows (linear_few.cu), cuBLASLt for more.
+ *
+ * cuBLASLt gets an explicit workspace (no hidden allocation, no extra graph nodes for it) and accumulates in float32;
+ * float32 inputs are never rounded to tf32. Its choice of algorithm for a shape costs tens of microseconds, so plans
+ * are kept by shape, strides and alignment. A bias is written to `out` first and added by the product (beta = 1): one
+ * way for every dtype, one rounding. Rows that overlap or run backwards, which BLAS cannot express, take a plain
+ * kernel.
+ */
+#include "cuda/linear.h"
+#include "cuda/cublaslt.h"
+
+#include <pthread.h>
+#include <string.h>
+
+// --- kernels
+
+template <typename T, typename Out>
+__global__ void __launch_bounds__(256) fill_bias_kernel(const pk_linear_args args)
+{
+    int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= args.out_features) return;
+    float bias = args.bias ? pk_to_float(((const T *)args.bias)[column]) : 0;
+    for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y)
+        ((Out *)args.out)[row * args.out_stride + column] = pk_from_float<Out>(bias);
+}
+
+/* Any strides: a warp an output. */
+template <typename T, typename Out>
+__global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args args)
+{
+    int64_t output = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (output >= args.num_rows * args.out_features) return;
+    int64_t row = output / args.out_features, column = output - row * args.out_features;
+    const T *x = (const T *)args.x + row * args.x_stride,
+            *weight = (const T *)args.weight + column * args.weight_stride;
+    float sum = 0;
+    for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane != 0) return;
+    if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);
+    ((Out *)args.out)[row * args.out_stride + column] = pk_from_float<Out>(sum);
+}
+
+// --- plans of cuBLASLt
+
+/* Everything that a plan depends on; compared as bytes, so it is zeroed before it is filled. */
+struct plan_key {
+    int64_t num_rows, in_features, out_features, x_stride, weight_stride, out_stride;
+    uint32_t x_alignment, weight_alignment, out_alignment; /* bytes, up to 256 */
+    int32_t device;
+    pk_dtype dtype, out_dtype;
+};
+
+struct plan {
+    plan_key key;
+    pk_lt_desc desc; /* NULL: the slot is empty */
+    pk_lt_layout weight, x, out;
+    pk_lt_algo algo;
+};
+
+enum { MAX_PLANS = 2048, MAX_DEVICES = 64 };
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the plans and the handles */
+static plan plans[MAX_PLANS];                            /* a new plan takes the place of the one in its slot */
+static pk_lt_handle handles[MAX_DEVICES];
+
+static uint32_t alignment_of(const void *pointer)
+{
+    uintptr_t bits = (uintptr_t)pointer | 256;
+    return (uint32_t)(bits & -bits);
+}
+
+static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    plan_key key;
+    memset(&key, 0, sizeof key);
+    key.num_rows = args->num_rows;
+    key.in_features = args->in_features;
+    key.out_features = args->out_features;
+    key.x_stride = args->num_rows == 1 ? args->in_features : args->x_stride; /* of one row there is no stride */
+    key.weight_stride = args->out_features == 1 ? args->in_features : args->weight_stride;
+    key.out_stride = args->num_rows == 1 ? args->out_features : args->out_stride;
+    key.x_alignment = alignment_of(args->x);
+    key.weight_alignment = alignment_of(args->weight);
+    key.out_alignment = alignment_of(args->out);
+    key.device = device->index;
+    key.dtype = args->dtype;
+    key.out_dtype = args->out_dtype;
+    return key;
+}
+
+static plan *slot_of(const plan_key *key)
+{
+    uint64_t hash = 0xcbf29ce484222325ull; /* FNV-1a */
+    for (size_t i = 0; i < sizeof *key; i++) hash = (hash ^ ((const unsigned char *)key)[i]) * 0x100000001b3ull;
+    return &plans[(hash ^ hash >> 32) % MAX_PLANS];
+}
+
+static void destroy(const pk_cublaslt *lt, plan *plan)
+{
+    if (plan->desc) lt->desc_destroy(plan->desc);
+    if (plan->weight) lt->layout_destroy(plan->weight);
+    if (plan->x) lt->layout_destroy(plan->x);
+    if (plan->out) lt->layout_destroy(plan->out);
+    memset(plan, 0, sizeof *plan);
+}
+
+static cudaDataType_t data_type_of(pk_dtype dtype)
+{
+    return dtype == PK_F32 ? CUDA_R_32F : dtype == PK_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+#define LT(err, call)                                                         \
+    do {                                                                      \
+        int lt_status_ = (call);                                              \
+        if (lt_status_ != 0) return pk_cublaslt_fail(err, #call, lt_status_); \
+    } while (0)
+
+static pk_status choose_algorithm(const pk_cublaslt *lt, plan *plan, pk_lt_preference preference, pk_error *err)
+{
+    const plan_key *key = &plan->key;
+    uint64_t workspace_bytes = PK_SCRATCH_BYTES;
+    const uint32_t alignments[] = {key->weight_alignment, key->x_alignment, key->out_alignment, key->out_alignment};
+    LT(err, lt->preference_set(preference, PK_LT_PREFERENCE_WORKSPACE, &workspace_bytes, sizeof workspace_bytes));
+    for (int i = 0; i < 4; i++)
+        LT(err, lt->preference_set(preference, PK_LT_PREFERENCE_ALIGNMENT_A + i, &alignments[i], sizeof alignments[i]));
+    pk_lt_heuristic best;
+    int found = 0;
+    LT(err, lt->heuristic(handles[key->device], plan->desc, plan->weight, plan->x, plan->out, plan->out, preference, 1,
+                          &best, &found));
+    if (found == 0) return pk_cublaslt_fail(err, "cublasLtMatmulAlgoGetHeuristic", 15);
+    plan->algo = best.algo;
+    return PK_OK;
+}
+
+/* Row-major out = x W^T is column-major out^T = (W^T)^T x^T: A is the weight, transposed; B is x. */
+static pk_status make_plan(const pk_cublaslt *lt, plan *plan, const plan_key *key, pk_error *err)
+{
+    cudaDataType_t type = data_type_of(key->dtype);
+    int32_t transposed = PK_LT_OP_T;
+    plan->key = *key;
+    LT(err, lt->desc_create(&plan->desc, PK_LT_COMPUTE_F32, CUDA_R_32F));
+    LT(err, lt->desc_set(plan->desc, PK_LT_DESC_TRANSA, &transposed, sizeof transposed));
+    LT(err, lt->layout_create(&plan->weight, type, (uint64_t)key->in_features, (uint64_t)key->out_features,
+                              key->weight_stride));
+    LT(err, lt->layout_create(&plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride));
+    LT(err, lt->layout_create(&plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
+                              (uint64_t)key->num_rows, key->out_stride));
+    pk_lt_preference preference;
+    LT(err, lt->preference_create(&preference));
+    pk_status status = choose_algorithm(lt, plan, preference, err);
+    lt->preference_destroy(preference);
+    return status;
+}
+
+/* With `lock` held. */
+static pk_status find_plan(const pk_cublaslt *lt, const plan_key *key, plan **found, pk_error *err)
+{
+    plan *plan = *found = slot_of(key);
+    if (plan->desc && memcmp(&plan->key, key, sizeof *key) == 0) return PK_OK;
+    if (!handles[key->device]) LT(err, lt->create(&handles[key->device]));
+    destroy(lt, plan);
+    pk_status status = make_plan(lt, plan, key, err);
+    if (status != PK_OK) destroy(lt, plan);
+    return status;
+}
+
+static pk_status multiply(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    const pk_cublaslt *lt;
+    pk_cuda_scratch scratch;
+    plan *plan;
+    PK_TRY(pk_cublaslt_load(&lt, err));
+    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
+    plan_key key = key_of(args, device);
+    float alpha = 1, beta = args->bias ? 1 : 0;
+    pthread_mutex_lock(&lock);
+    pk_status status = find_plan(lt, &key, &plan, err);
+    if (status == PK_OK) {
+        int result = lt->matmul(handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
+                                &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data,
+                                PK_SCRATCH_BYTES, (cudaStream_t)stream);
+        if (result != 0) status = pk_cublaslt_fail(err, "cublasLtMatmul", result);
+    }
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+// --- launchers
+
+template <typename T, typename Out>
+static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    if (args->bias || args->in_features == 0) { /* no inputs: the bias is all there is */
+        dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
+                  (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
+        PK_TRY(pk_cuda_launch(err, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, stream, *args));
+    }
+    if (args->in_features == 0) return PK_OK;
+    bool is_blas =
+        (args->num_rows == 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features)) &&
+        (args->out_features == 1 || args->weight_stride >= args->in_features);
+    if (is_blas) return multiply(args, device, stream, err);
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
+    return pk_cuda_launch(err, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, stream, *args);
+}
+
+pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error *err)
+{
+    if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
+    pk_cuda_scope scope(args->out, err);
+    if (scope.status != PK_OK) return scope.status;
+    if (pk_cuda_linear_few_applies(args, scope.device)) return pk_cuda_linear_few(args, scope.device, stream, err);
+    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        if (args->out_dtype == PK_F32) return launch<T, float>(args, scope.device, stream, err);
+        return launch<T, T>(args, scope.device, stream, err);
+    });
+}

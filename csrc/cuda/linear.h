@@ -1,0 +1,11 @@
+/* linear.h - which kernels answer `linear`. */
+#ifndef PK_CUDA_LINEAR_H
+#define PK_CUDA_LINEAR_H
+
+#include "cuda/cuda.h"
+
+/* linear_few.cu: up to 8 rows, where the time is that of reading the weight. */
+bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err);
+
+#endif

@@ -1,0 +1,177 @@
+"""What LLM, generate() and SamplingParams take, and what they refuse."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from checkpoints import ALPHABET, write_model
+from test_engine import GREEDY, generate
+
+from pagedkv import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(folder):
+    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8) as llm:
+        yield llm
+
+
+# --- prompts and outputs
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm):
+    ids = [ALPHABET.index(c) for c in "12+34="]
+    text, tokens = generate(llm, ["12+34=", ids], GREEDY)
+    assert (text.prompt, text.prompt_token_ids, tokens.prompt) == ("12+34=", ids, None)
+    assert text.token_ids == tokens.token_ids and text.text == tokens.text
+    assert (text.finish_reason, text.error, len(text.token_ids)) == ("length", None, 12)
+    array, pair = generate(llm, [np.array(ids), tuple(ids)], GREEDY)
+    assert array.token_ids == pair.token_ids == text.token_ids
+
+
+def test_a_string_is_one_prompt(llm):
+    """COMPAT defect 7: not one prompt a character."""
+    outputs = generate(llm, "abc", GREEDY)
+    assert len(outputs) == 1 and outputs[0].prompt == "abc"
+
+
+def test_no_prompts(llm):
+    assert generate(llm, []) == []
+
+
+@pytest.mark.parametrize("prompt", [3, None, 2.5, b"bytes"])
+def test_a_prompt_of_the_wrong_type(llm, prompt):
+    with pytest.raises(TypeError, match=r"one prompt of token ids: \[\[1, 2, 3\]\]"):
+        generate(llm, [[1], prompt])
+
+
+def test_max_tokens_zero(llm):
+    """COMPAT defect 7: it ends at once and leaves the others alone."""
+    nothing, one = generate(llm, ["abc", "abc"], [SamplingParams(max_tokens=0), SamplingParams(max_tokens=1)])
+    assert (nothing.token_ids, nothing.text, nothing.finish_reason, nothing.error) == ([], "", "length", None)
+    assert len(one.token_ids) == 1
+
+
+def test_parameters_for_each_prompt(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3)]
+    assert [len(output.token_ids) for output in generate(llm, ["a", "b", "c"], params)] == [1, 5, 3]
+    for wrong in (params[:2], params * 2, []):
+        with pytest.raises(ValueError, match=f"{len(wrong)} sampling_params for 3 prompts"):
+            generate(llm, ["a", "b", "c"], wrong)
+    with pytest.raises(TypeError, match="which is no SamplingParams"):
+        generate(llm, ["a"], [{"max_tokens": 3}])
+
+
+def test_unknown_options(llm, folder):
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=0.5)
+    with pytest.raises(TypeError, match="gpu_memory"):
+        LLM(folder, gpu_memory=0.9)
+    with pytest.raises(TypeError, match="verbose"):
+        llm.generate("a", verbose=True)
+
+
+BAD_PARAMS = [
+    ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
+    ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+    ({"temperature": float("inf")}, ValueError, "temperature is inf"),
+    ({"temperature": "hot"}, TypeError, "temperature is 'hot'"),
+    ({"temperature": True}, TypeError, "temperature is True"),
+    ({"temperature": 1e39}, ValueError, "temperature is 1e\\+39 but must be at least 0 and finite as a float32"),
+    ({"temperature": 10**400}, ValueError, "must be at least 0 and finite"),
+    ({"max_tokens": -1}, ValueError, "max_tokens is -1"),
+    ({"max_tokens": 2.0}, TypeError, "max_tokens is 2.0"),
+    ({"max_tokens": None}, TypeError, "max_tokens is None"),
+    ({"max_tokens": 2**31}, ValueError, "max_tokens is 2147483648"),
+    ({"ignore_eos": 1}, TypeError, "ignore_eos is 1"),
+    ({"seed": 2**63}, ValueError, "seed is 9223372036854775808"),
+    ({"seed": 1.5}, TypeError, "seed is 1.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_PARAMS)
+def test_bad_sampling_params(options, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**options)
+
+
+BAD_OPTIONS = [
+    ({"block_size": 0}, ValueError, "block_size is 0"),
+    ({"block_size": "16"}, TypeError, "block_size is '16'"),
+    ({"num_blocks": -3}, ValueError, "num_blocks is -3"),
+    ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0"),
+    ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ValueError, "must be at least max_num_seqs=8"),
+    ({"max_model_len": 257}, ValueError, "max_model_len is 257 but the model was made for 256"),
+    ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
+    ({"kv_cache_memory": 100}, ValueError, "kv_cache_memory is 100 bytes but one page needs 16384"),
+    ({"kv_cache_memory": "1GB"}, TypeError, "kv_cache_memory is '1GB' but must be an integer"),
+    ({"kv_cache_memory": 1 << 20, "num_blocks": 4}, ValueError, "num_blocks and kv_cache_memory both"),
+    ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching is 'no' but must be True or False"),
+    ({"seed": "a"}, TypeError, "seed is 'a' but must be an integer"),
+    ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
+    ({"device": "tpu"}, NotImplementedError, "device is 'tpu'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
+def test_bad_engine_options(folder, options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(folder, **options)
+
+
+def test_pool_size(folder):
+    with LLM(folder, kv_cache_memory=10 * 16384 + 1) as llm:
+        assert llm.manager.num_blocks == 10
+    with LLM(folder, max_num_seqs=3) as llm:
+        assert llm.manager.num_blocks == 3 * 256 / 16
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        LLM(tmp_path / "nowhere")
+
+
+def test_numbers_of_numpy():
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(7))
+    assert params == SamplingParams(temperature=0.5, max_tokens=3, seed=7)
+    assert [type(v) for v in (params.temperature, params.max_tokens, params.seed)] == [float, int, int]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 2.5])
+def test_prompts_of_the_wrong_type(llm, prompts):
+    with pytest.raises(TypeError, match=f"prompts is {prompts} but must be a string or a list of prompts"):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize("prompt", [["a"], [1.5], np.ones((2, 2), int), {"a": 1}])
+def test_a_prompt_that_holds_no_token_ids(llm, prompt):
+    with pytest.raises(TypeError, match=r"prompts\[1\] holds no token ids: "):
+        generate(llm, ["abc", prompt])
+
+
+def test_a_text_that_is_no_unicode_fails_alone(llm):
+    good, bad = generate(llm, ["abc", "ab\ud800"], GREEDY)
+    assert good.error is None and len(good.token_ids) == 12
+    assert (bad.finish_reason, bad.token_ids, bad.prompt_token_ids) == ("error", [], [])
+    assert "surrogates not allowed" in str(bad.error)
+
+
+def test_a_prompt_that_calls_generate(llm):
+    """No lock is held while a prompt's own code runs."""
+
+    class Prompt(list):
+        def __iter__(self):
+            return iter(generate(llm, ["abc"], GREEDY)[0].token_ids)
+
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(generate(llm, [Prompt([1])], GREEDY)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results and results[0].prompt_token_ids == generate(llm, ["abc"], GREEDY)[0].token_ids

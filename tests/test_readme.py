@@ -1,0 +1,26 @@
+"""The README's examples run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if README.exists() else []
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["BlockManager", "torch", "LLM"])
+def test_example(example, capsys):
+    if "import torch" in example:
+        pytest.importorskip("torch")
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed
+    for line in example.splitlines():  # what a comment promises behind a print is what is printed
+        promised = re.match(r"print\(.*\)\s+# ([^:]*)", line)
+        if promised:
+            assert promised[1].strip() in printed, line

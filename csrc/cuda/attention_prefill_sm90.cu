@@ -20,7 +20,7 @@
  * is the softmax of one warpgroup, 64 exponentials a thread and tile; hence softmax() looks for no maxima.
  *
  * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
- * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 737, 1 x 4096 600, 16 x 1024 459. Attempts:
+ * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 745, 1 x 4096 605, 16 x 1024 464. Attempts:
  * benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill_sm90.h"
@@ -561,12 +561,12 @@ static pk_status attention_prefill_launch(const pk_attention_args *args, row_fil
 {
     using shape = tiling<head_dim>;
     static uint64_t smem_allowed;
-    void *workspace;
-    PK_TRY(pk_cuda_workspace(device, stream, 64, &workspace, err));
+    pk_cuda_scratch scratch;
+    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
     prefill_params params = {};
     params.args = *args;
     params.filter = filter;
-    params.counters = (unsigned int *)workspace;
+    params.counters = scratch.counters;
     params.bad_id = device->bad_id;
     params.group = (int)(args->num_q_heads / args->num_kv_heads);
     params.positions = ROWS / params.group;

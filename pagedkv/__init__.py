@@ -46,6 +46,10 @@ from pagedkv._C import (  # noqa: E402
 )
 
 # LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
+TYPE_CHECKING = False  # as type checkers know it from typing, which takes a millisecond to import
+if TYPE_CHECKING:
+    from pagedkv.engine import LLM, SamplingParams
+
 __all__ = [
     "LLM",
     "BlockManager",

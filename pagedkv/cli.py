@@ -81,7 +81,7 @@ def run_generate(args: argparse.Namespace) -> int:
         outputs = llm.generate(args.prompt, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         if output.error is None:
-            print(output.prompt + output.text)
+            print(f"{output.prompt}{output.text}")
     errors = [output.error for output in outputs if output.error is not None]
     if errors:
         raise errors[0]
@@ -110,7 +110,7 @@ def run_demo(args: argparse.Namespace) -> int:
         lines.append(f"{output.prompt}{output.text}" + ("" if is_right else f"  (wrong: {a + b})"))
     for row in range(0, len(lines), 4):
         print("   ".join(f"{line:<14}" for line in lines[row : row + 4]).rstrip())
-    first = sorted(output.metrics.time_to_first_token for output in outputs)
+    first = sorted(output.metrics.time_to_first_token or 0.0 for output in outputs)
     print(f"""
 sums      {num_right} of {len(sums)} right
 prefill   {stats.prefill_tokens} tokens, {stats.prefill_tokens / stats.prefill_seconds:,.0f} tokens/s

@@ -88,3 +88,11 @@ def test_step_fields():
 def test_exceptions():
     assert issubclass(pagedkv.OutOfBlocks, MemoryError) and issubclass(pagedkv.CudaError, RuntimeError)
     assert pagedkv.OutOfBlocks.__module__ == pagedkv.CudaError.__module__ == "pagedkv"
+
+
+def test_type_checkers_see_the_engine():
+    """LLM comes by __getattr__, so a checker knows it only by the import behind TYPE_CHECKING."""
+    tree = ast.parse(Path(pagedkv.__file__).read_text())
+    hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = {alias.name for node in hidden for line in node.body for alias in line.names}
+    assert names == set(pagedkv.__all__) - set(vars(_C))

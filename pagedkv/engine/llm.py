@@ -133,7 +133,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
+        prompts: str | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -143,24 +143,23 @@ class LLM:
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         Calls from several threads are served one after the other.
         """
-        if not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _params_of_each(sampling_params, len(prompts))
+        all_prompts = _list_of_prompts(prompts)
+        params = _params_of_each(sampling_params, len(all_prompts))
         start_time = time.perf_counter()
-        encoded = [self._encode(i, prompt) for i, prompt in enumerate(prompts)]  # unlocked: a prompt may run any code
+        encoded = [self._encode(i, prompt) for i, prompt in enumerate(all_prompts)]  # unlocked: a prompt may run any code
         with self._lock:
-            if self._runner is None:
+            runner = self._runner
+            if runner is None:
                 raise RuntimeError("this LLM is closed")
             sequences: list[Sequence] = []
             try:
                 for (ids, error), one in zip(encoded, params, strict=True):
                     sequences.append(self._submit(ids, error, one, start_time))
-                self._run(sequences, use_tqdm)
+                self._run(runner, sequences, use_tqdm)
             finally:
                 self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
         token_ids = [ids for ids, _ in encoded]
-        return [self._output(*each) for each in zip(prompts, token_ids, sequences, strict=True)]
+        return [self._output(*each) for each in zip(all_prompts, token_ids, sequences, strict=True)]
 
     def _encode(self, i: int, prompt: Prompt) -> tuple[list[int], ValueError | None]:
         """Token ids, and what is wrong with them. A prompt of the wrong type is the caller's mistake and raises."""
@@ -204,21 +203,21 @@ class LLM:
             self.scheduler.add(seq)
         return seq
 
-    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> None:
+    def _run(self, runner: ModelRunner, sequences: list[Sequence], use_tqdm: bool) -> None:
         """Steps until nothing waits or runs."""
         with _progress_bar(len(sequences), use_tqdm) as bar:
             bar.update(sum(seq.finish_reason is not None for seq in sequences))
             while self.scheduler.has_work:
-                bar.update(len(self._step()))
+                bar.update(len(self._step(runner)))
 
-    def _step(self) -> list[Sequence]:
+    def _step(self, runner: ModelRunner) -> list[Sequence]:
         """One step, in its four parts; returns the sequences that are finished."""
         start = time.perf_counter()
         step = self.scheduler.schedule()
-        inputs = self._runner.fill(step)
+        inputs = runner.fill(step)
         filled = time.perf_counter()
-        self._runner.run(inputs)
-        tokens = self._runner.read(inputs)
+        runner.run(inputs)
+        tokens = runner.read(inputs)
         computed = time.perf_counter()
         finished = self.scheduler.update(step, tokens, computed)
         self._count(step, filled - start, computed - filled, time.perf_counter() - computed)
@@ -239,6 +238,7 @@ class LLM:
             stats.prefill_seconds += before + model + after
 
     def _output(self, prompt: Prompt, token_ids: list[int], seq: Sequence) -> RequestOutput:
+        assert seq.finish_reason is not None and seq.finish_time is not None
         new_ids = seq.tokens[seq.num_prompt_tokens :].tolist()
         text = None
         if self.tokenizer.exists:
@@ -267,6 +267,14 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
+    return list(prompts)
 
 
 def _params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -42,7 +42,8 @@ def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -
     """The value as an int, where it is one (NumPy's too) and within the bounds."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be an integer")
-    if not lowest <= value <= highest:
-        bounds = f"at least {lowest}" if value < lowest else f"at most {highest}"
-        raise ValueError(f"{name} is {value} but must be {bounds}")
-    return int(value)
+    number = int(value)
+    if not lowest <= number <= highest:
+        bounds = f"at least {lowest}" if number < lowest else f"at most {highest}"
+        raise ValueError(f"{name} is {number} but must be {bounds}")
+    return number

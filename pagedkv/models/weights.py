@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class Checkpoint:
             start += count
         return stacked
 
-    def check_all_used(self, ignored: set[str] = frozenset()) -> None:
+    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises where the folder holds a tensor that was not asked for: the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)
         if extra:

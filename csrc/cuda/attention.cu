@@ -6,9 +6,6 @@
  */
 #include "cuda/attention.h"
 
-/* Query rows of one sequence and KV head up to which the decode kernel reads the keys once. */
-enum { MAX_DECODE_ROWS = 32 };
-
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
 {
@@ -30,13 +27,16 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     row_filter all = {0, INT64_MAX};
     if (!fits_tensor_cores(args)) return pk_cuda_attention_simple(args, all, device, stream, err);
 
-    int64_t group = args->num_q_heads / args->num_kv_heads;
-    if (group * args->max_seqlen_q <= MAX_DECODE_ROWS || !pk_cuda_attention_prefill_sm90_applies(args, device))
+    /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
+     * splitting their keys. */
+    int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
+    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
+    if (most_rows <= (has_many_items ? 16 : 32) || !pk_cuda_attention_prefill_sm90_applies(args, device))
         return pk_cuda_attention_decode(args, all, device, stream, err);
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. */
     row_filter few = {0, pk_ceil_div(group, 8) * 8}, many = all;
-    if (args->num_seqs > 1) {
+    if (args->num_seqs > 1 && args->cu_seqlens_q) {
         PK_TRY(pk_cuda_attention_decode(args, few, device, stream, err));
         many.min_rows = few.max_rows;
     }

@@ -148,6 +148,7 @@ TABLE = [
     ("gather", dict(out=np.ones((1, 8), F32)), ValueError, "out: dim 0 is 1 but indices has T=2"),
     ("norm", dict(weight=np.ones(D + 1, F32)), ValueError, "weight: dim 0 is 17 but x has D=16"),
     ("norm", dict(eps=-1.0), ValueError, "eps is -1 but must be finite and at least 0"),
+    ("norm", dict(eps=1e300), ValueError, "eps is 1e+300 but must be finite and at least 0"),
     ("norm", dict(eps="small"), TypeError, "eps: must be a number, not 'str'"),
     ("norm", dict(residual=np.ones((T, D), np.float16)), TypeError, "residual: dtype is float16 but x has float32"),
     ("norm", dict(residual=sealed(np.ones((T, D), F32))), BufferError, "residual: is read-only but would be written"),

@@ -248,6 +248,16 @@ def test_preemption_does_not_thrash(caching):
     assert ends == sorted(ends), "first come, first served"
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_watermark_keeps_room_to_grow(caching):
+    """COMPAT defect 11: prompts that fill their pages wholly; without a watermark 15 of 60 are computed twice."""
+    engine = Engine(64, 4, caching=caching, num_seqs=16, budget=64)
+    for i in range(60):
+        engine.submit([100 * i + j for j in range(60)], 6)
+    engine.finish()
+    assert engine.scheduler.num_preemptions == 0
+
+
 def test_watermark_blocks():
     manager = BlockManager(10, 1)
     manager.watermark_blocks = 8

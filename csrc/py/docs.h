@@ -5,7 +5,8 @@
 /* clang-format off */
 #define PY_DOC_OUT \
     "out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out,\n" \
-    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
+    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor. It must not overlap an input where nothing\n" \
+    "else is said.\n"
 #define PY_DOC_STREAM \
     "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: the current stream of the framework of\n" \
     "the first CUDA tensor, otherwise the legacy default stream. Ignored on the CPU. Nothing is waited for.\n"

@@ -63,7 +63,8 @@ PyDoc_STRVAR(
     "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" CACHES_DOC
     "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
     "padding. context_lens: [num_seqs] int32, every key that a sequence may see, its new tokens included.\n"
-    "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each.\n"
+    "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each. Rows of out before the\n"
+    "first and behind the last are not written (padding).\n"
     "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
     "softmax_scale: None is 1 / sqrt(head_dim). causal: query i of n sees key j iff j <= i + context_len - n.\n"
     "window_size: (left, right) keys seen beside a query's own position, -1 is unbounded.\n"

@@ -49,7 +49,8 @@ pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const
     PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
     PK_EXPECT(&env, "weight", weight, "D", PK_SAME);
     if (residual) PK_EXPECT(&env, "residual", residual, "T D", PK_SAME | PK_WRITABLE);
-    if (!(eps >= 0) || isinf((float)eps)) return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
+    if (!(eps >= 0) || isinf((float)eps))
+        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);

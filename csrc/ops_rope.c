@@ -24,7 +24,8 @@ pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, con
     }
     PK_EXPECT(&env, "cos_sin", cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
     PK_EXPECT(&env, "positions", positions, "T", PK_ACCEPT_I32);
-    if (!(eps >= 0) || isinf((float)eps)) return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
+    if (!(eps >= 0) || isinf((float)eps))
+        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
 
     int64_t width = pk_dim(&env, 'W'), num_kv_heads = pk_dim(&env, 'H'), head_dim = pk_dim(&env, 'D');
     if (head_dim < 2 || head_dim % 2)

@@ -35,6 +35,23 @@ def generate(llm: LLM, prompts, params=None):
 # --- requests that fail, alone
 
 
+def test_a_request_without_finite_logits_fails_alone(folder):
+    """A token whose embedding is NaN: its request ends with an error, in a batch with ones that go on to the end."""
+    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8, seed=0) as llm:
+        expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
+        bad = VOCAB_SIZE - 1
+        table = llm._runner.model.embedding.numpy().copy()  # the weights themselves are mapped read-only
+        table[bad] = np.nan
+        llm._runner.model.embedding = pagedkv.asarray(table)
+        outputs = generate(llm, ["abc", [1, bad], "xyz", [bad]], GREEDY)
+        assert [outputs[0].token_ids, outputs[2].token_ids] == expected
+        for output in (outputs[1], outputs[3]):
+            assert output.finish_reason == "error" and output.token_ids == []
+            assert "no token to sample" in str(output.error)
+        assert llm.manager.stats()["used"] == 0
+        assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected
+
+
 def test_bad_requests_fail_alone(llm):
     """COMPAT defects 3 and 7: each gets its own error, and the others their tokens."""
     expected = generate(llm, ["abc"], GREEDY)[0].token_ids

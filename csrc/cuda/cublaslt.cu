@@ -23,8 +23,8 @@ struct search {
 
 static void remember(search *s, const char *path)
 {
-    if (s->tried[0]) strncat(s->tried, ", ", sizeof s->tried - 1 - strlen(s->tried));
-    strncat(s->tried, path, sizeof s->tried - 1 - strlen(s->tried));
+    size_t used = strlen(s->tried);
+    snprintf(s->tried + used, sizeof s->tried - used, "%s%s", used ? ", " : "", path);
 }
 
 static void try_path(search *s, const char *path, int flags)

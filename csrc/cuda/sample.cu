@@ -266,6 +266,7 @@ __device__ static range_result scan_gumbel(const row_of_logits<T> &row, uint32_t
     key_filter filter(draw);
 
     row.load_round(first_round, next);
+    __syncthreads(); /* a second scan: the compiler may have laid this over what the merge before still reads */
     if (threadIdx.x == 0) best_of_cta = ordered(floor);
     for (uint32_t round = first_round; round < end_round; round++) {
         unsigned hopeful = 0; /* bit u: unit u may hold the best key */

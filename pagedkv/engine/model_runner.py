@@ -93,12 +93,24 @@ class ModelRunner:
         if num_rows:
             rows = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
             logits = self.model.logits(rows, out=self.logits[:num_rows])
-            pagedkv.sample(logits, inputs.temperatures, inputs.seeds, inputs.positions, out=self.sampled[:num_rows])
+            self._sample(logits, inputs)
+
+    def _sample(self, logits: Tensor, inputs: StepInputs) -> None:
+        """Into `sampled`; -1 for a row without a token (its logits hold NaN or nothing finite), which ends no other."""
+        given = logits, inputs.temperatures, inputs.seeds, inputs.positions
+        try:
+            pagedkv.sample(*given, out=self.sampled[: len(logits)])
+        except ValueError:  # it names the first such row; there may be more
+            for i in range(len(logits)):
+                try:
+                    pagedkv.sample(*(each[i : i + 1] for each in given), out=self.sampled[i : i + 1])
+                except ValueError:
+                    self.sampled[i] = -1
 
     def forward(self, batch: Batch) -> Tensor:
         """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)))
 
     def read(self, inputs: StepInputs) -> list[int]:
-        """The sampled tokens on the host."""
+        """The sampled tokens on the host; -1 where the logits gave none."""
         return self.sampled[: len(inputs.last_tokens)].tolist()

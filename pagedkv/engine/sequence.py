@@ -43,7 +43,10 @@ class Sequence:
         return self.num_prompt_tokens + self.params.max_tokens
 
     def append(self, token: int, now: float) -> None:
-        """Takes the sampled token and decides whether it was the last."""
+        """Takes the sampled token and decides whether it was the last; a negative one stands for none."""
+        if token < 0:
+            self.finish("error", now, ArithmeticError("the logits hold NaN or no finite number: no token to sample"))
+            return
         self.tokens.append(token)
         self.num_tokens += 1
         if self.first_token_time is None:

@@ -44,7 +44,7 @@ typedef enum {
 
 typedef struct {
     pk_status status;
-    char message[504];
+    char message[1020]; /* a library that was not found lists every path tried */
 } pk_error;
 
 /* Sets the error and returns its status, so that a call site is one line:

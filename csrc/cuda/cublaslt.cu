@@ -18,13 +18,14 @@ static const char *const SONAMES[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 struct search {
     void *library;
     char path[1024]; /* of what was found */
-    char tried[400];
+    char tried[900];
 };
 
 static void remember(search *s, const char *path)
 {
     size_t used = strlen(s->tried);
-    snprintf(s->tried + used, sizeof s->tried - used, "%s%s", used ? ", " : "", path);
+    int wrote = snprintf(s->tried + used, sizeof s->tried - used, "%s%s", used ? ", " : "", path);
+    if (wrote >= (int)(sizeof s->tried - used)) strcpy(s->tried + sizeof s->tried - 4, "...");
 }
 
 static void try_path(search *s, const char *path, int flags)

@@ -3,7 +3,7 @@
 Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms idle, one replay,
 median of 5. Sustained: 150 ms of the same load, then 100 ms.
 
-    python benchmarks/attention_cuda.py [--rows 128x2048] [--record] [--commit HASH]
+    python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record] [--commit HASH]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import time
 
 import torch
-from record import record
+from record import add_record_option, record
 
 import pagedkv
 
@@ -97,7 +97,7 @@ def measure(case) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/attention-cuda-decode.json")
+    add_record_option(parser)
     parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     results = []
@@ -107,7 +107,7 @@ def main() -> None:
             print(*(f"{value}" for value in results[-1].values()), flush=True)
             torch.cuda.empty_cache()
     pagedkv.check_errors()
-    if args.record:
+    if not args.no_record:
         extra = {"commit": args.commit} if args.commit else {}
         record("attention-cuda-decode", results, machine={"gpu": torch.cuda.get_device_name()},
                versions={"torch": torch.__version__, "cuda": torch.version.cuda}, **extra)

@@ -80,10 +80,6 @@ class BuildExt(build_ext):
         self.cuda = find_cuda()
         folder = Path(self.build_temp)
         headers = [h.stat().st_mtime for h in (ROOT / "csrc").rglob("*.[hi]*")] + [Path(__file__).stat().st_mtime]
-        stamp = folder / "flags"
-        flags = repr((self.c_command(""), self.cuda and self.nvcc_command(), sys.version))
-        if not stamp.exists() or stamp.read_text() != flags:
-            headers.append(float("inf"))
         newest_header = max(headers)
 
         sources = [Path(s) for s in ext.sources if self.cuda or not s.endswith(".cu")]
@@ -92,13 +88,15 @@ class BuildExt(build_ext):
             target = folder / source.with_suffix(source.suffix + ".o")
             target.parent.mkdir(parents=True, exist_ok=True)
             objects.append(str(target))
-            if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
-                command = self.nvcc_command() if source.suffix == ".cu" else self.c_command(source.stem)
-                jobs.append([*command, "-c", str(source), "-o", str(target)])
+            command = self.nvcc_command() if source.suffix == ".cu" else self.c_command(source.stem)
+            job = [*command, "-c", str(source), "-o", str(target)]
+            made_by = target.with_suffix(".command")  # other flags make another object
+            is_current = target.exists() and made_by.exists() and made_by.read_text() == shlex.join(job)
+            if not is_current or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
+                made_by.unlink(missing_ok=True)
+                jobs.append((job, made_by))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.run_one, jobs))
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(flags)
+            list(pool.map(self.compile_one, jobs))
 
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +111,8 @@ class BuildExt(build_ext):
         link.append(f"-Wl,--version-script={exports}")
         self.run_one([*link, *objects, *libraries, "-o", str(output)])
         beside = ROOT / "pagedkv" / output.name
-        if output.resolve() != beside.resolve() and "-fsanitize" not in flags:  # such a one loads in no plain Python
+        is_sanitized = "-fsanitize" in os.environ.get("CFLAGS", "")  # such a one loads in no plain Python
+        if output.resolve() != beside.resolve() and not is_sanitized:
             shutil.copyfile(output, beside)
         print(f"pagedkv: built for the CPU and CUDA {cuda_arch_flags()}" if self.cuda else "pagedkv: built for the CPU only")
 
@@ -131,6 +130,11 @@ class BuildExt(build_ext):
         return [str(self.cuda / "bin" / "nvcc"), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo",
                 *cuda_arch_flags(), "-Xcompiler", CUDA_HOST_FLAGS, f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA",
                 *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+
+    def compile_one(self, job):
+        command, made_by = job
+        self.run_one(command)
+        made_by.write_text(shlex.join(command))
 
     def run_one(self, command):
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Host time of a decode step of LLM: schedule, fill the arrays, read the results; with the demo model, batch 64.
+"""Host time of a decode step of LLM: schedule, fill the arrays, take the results; with the demo model, batch 64.
 
     python benchmarks/engine_step.py [--batch 64]
 
@@ -32,11 +32,11 @@ def timed(function, times: list[float]):
 
 def measure(batch: int) -> dict[str, list[float]]:
     """Microseconds of every part of every step that only decodes, over several generations."""
-    times: dict[str, list[float]] = {"schedule": [], "fill": [], "run": [], "read": [], "update": []}
+    times: dict[str, list[float]] = {"schedule": [], "fill": [], "run": [], "update": []}
     with LLM(DEMO_MODEL, block_size=16, max_num_seqs=batch) as llm:
         llm.scheduler.schedule = timed(llm.scheduler.schedule, times["schedule"])
         llm.scheduler.update = timed(llm.scheduler.update, times["update"])
-        for part in ("fill", "run", "read"):
+        for part in ("fill", "run"):
             setattr(llm._runner, part, timed(getattr(llm._runner, part), times[part]))
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         prompts = [f"{i}+{i}=" for i in range(batch)]
@@ -53,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     times = measure(args.batch)
     medians = {part: statistics.median(values) for part, values in times.items()}
-    host = medians["schedule"] + medians["fill"] + medians["read"] + medians["update"]
+    host = medians["schedule"] + medians["fill"] + medians["update"]
     print(f"decode step, batch {args.batch}, {get_num_threads()} threads, {len(times['run'])} steps: median us (p90)")
     for part, values in times.items():
         print(f"  {part:<10}{medians[part]:9.1f}  ({statistics.quantiles(values, n=10)[-1]:.1f})")

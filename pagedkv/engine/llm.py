@@ -211,16 +211,14 @@ class LLM:
                 bar.update(len(self._step(runner)))
 
     def _step(self, runner: ModelRunner) -> list[Sequence]:
-        """One step, in its four parts; returns the sequences that are finished."""
+        """One step, in its three parts; returns the sequences that are finished."""
         start = time.perf_counter()
         step = self.scheduler.schedule()
-        inputs = runner.fill(step)
-        filled = time.perf_counter()
-        runner.run(inputs)
-        tokens = runner.read(inputs)
+        scheduled = time.perf_counter()
+        tokens = runner.launch(step).tokens()
         computed = time.perf_counter()
         finished = self.scheduler.update(step, tokens, computed)
-        self._count(step, filled - start, computed - filled, time.perf_counter() - computed)
+        self._count(step, scheduled - start, computed - scheduled, time.perf_counter() - computed)
         return finished
 
     def _count(self, step: Step, before: float, model: float, after: float) -> None:

@@ -1,4 +1,12 @@
-"""A step's arrays, and the model run on them."""
+"""A step's arrays, and the model run on them.
+
+    launched = runner.launch(step)      # returns while a GPU still computes
+    tokens = launched.tokens()          # waits; one token for each of step.sampled, -1 where the logits gave none
+
+The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
+reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: a
+launch may be read until the second launch after it.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +20,30 @@ from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3
 
 from .scheduler import Step
+from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """Views of arrays that the next step overwrites."""
 
-    batch: Batch
+    batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
     copies: np.ndarray | None  # [n, 2] pages
     last_tokens: np.ndarray  # [num_rows]: the batch's tokens whose successors are sampled
     temperatures: np.ndarray  # [num_rows] float32
     seeds: np.ndarray  # [num_rows] int64
     positions: np.ndarray  # [num_rows]: of the tokens to be sampled
+
+
+class Launched:
+    """A step on its way."""
+
+    def __init__(self, sampled: np.ndarray) -> None:
+        self._sampled = sampled
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
+        return self._sampled.tolist()
 
 
 class ModelRunner:
@@ -51,14 +71,27 @@ class ModelRunner:
         self.token_ids = np.zeros(max_num_batched_tokens, np.int32)
         self.temperatures = np.zeros(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.sampled = np.zeros(max_num_seqs, np.int32)
+        self.sampled = np.zeros(max_num_seqs, np.int32)  # of the last launch, by row
+        self._rows: dict[int, int] = {}  # in which row of `sampled` a sequence's token is
+        self._known = [np.zeros(max_num_seqs, np.int32) for _ in range(2)]  # what the host gets, in turn
+
+    def launch(self, step: Step) -> Launched:
+        """Starts the step. A token of a sequence that is not in Sequence.tokens yet is taken from the launch before."""
+        inputs = self.fill(step)
+        self.run(inputs)
+        self._rows = {step.sequences[i].id: row for row, i in enumerate(step.sampled)}
+        self._known.reverse()
+        known = self._known[0][: len(step.sampled)]
+        known[:] = self.sampled[: len(step.sampled)]
+        return Launched(known)
 
     def fill(self, step: Step) -> StepInputs:
-        """The step's arrays. Needs a decoded token's value, in contrast to the scheduler."""
+        """The step's arrays."""
         arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
         num_decodes, num_rows = step.num_decodes, len(step.sampled)
         end = num_decodes
-        self.token_ids[:end] = [seq.tokens[-1] for seq in step.sequences[:end]]
+        decodes = zip(step.sequences[:end], step.starts[:end], strict=True)
+        self.token_ids[:end] = [self._token(seq, start) for seq, start in decodes]
         for i in range(num_decodes, len(step.sequences)):
             start, length = step.starts[i], step.lengths[i]
             self.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
@@ -84,8 +117,14 @@ class ModelRunner:
             arrays.context_lens[step.sampled],  # a sequence's next token lies behind its context
         )
 
+    def _token(self, seq: Sequence, position: int) -> int:
+        return seq.tokens[position] if position < len(seq.tokens) else -1 - self._rows[seq.id]
+
     def run(self, inputs: StepInputs) -> None:
         """Computes the step; its tokens are in `sampled` then."""
+        ids = inputs.batch.token_ids
+        unknown = ids < 0
+        ids[unknown] = np.maximum(self.sampled[-1 - ids[unknown]], 0)  # -1: its request has failed, any token will do
         if inputs.copies is not None and len(inputs.copies):
             pagedkv.copy_blocks([cache for pair in self.caches for cache in pair], inputs.copies)
         hidden = self.forward(inputs.batch)
@@ -110,7 +149,3 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)))
-
-    def read(self, inputs: StepInputs) -> list[int]:
-        """The sampled tokens on the host; -1 where the logits gave none."""
-        return self.sampled[: len(inputs.last_tokens)].tolist()

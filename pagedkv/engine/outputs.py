@@ -35,6 +35,6 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0  # tokens sampled in the other steps
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0  # scheduling, filling arrays, reading results: all but the model
+    host_seconds: float = 0.0  # scheduling and taking the results: all but ModelRunner.launch() and waiting for it
     peak_used_blocks: int = 0
     peak_shared_blocks: int = 0  # pages that two or more sequences used at a time

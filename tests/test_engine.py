@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,9 +23,22 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+@contextmanager
+def engine(folder, behind, **options):
+    """An LLM whose host learns tokens `behind` steps late, whatever its device."""
+    with LLM(folder, **({"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0} | options)) as llm:
+        llm._runner.num_behind = behind
+        yield llm
+
+
+@pytest.fixture(params=[0, 1])
+def behind(request):
+    return request.param
+
+
 @pytest.fixture
-def llm(folder):
-    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8, seed=0) as llm:
+def llm(folder, behind):
+    with engine(folder, behind) as llm:
         yield llm
 
 
@@ -35,9 +49,9 @@ def generate(llm: LLM, prompts, params=None):
 # --- requests that fail, alone
 
 
-def test_a_request_without_finite_logits_fails_alone(folder):
+def test_a_request_without_finite_logits_fails_alone(folder, behind):
     """A token whose embedding is NaN: its request ends with an error, in a batch with ones that go on to the end."""
-    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8, seed=0) as llm:
+    with engine(folder, behind) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
         bad = VOCAB_SIZE - 1
         table = llm._runner.model.embedding.numpy().copy()  # the weights themselves are mapped read-only
@@ -116,7 +130,7 @@ def test_the_engine_goes_on_after_an_error_within_a_step(llm, monkeypatch):
 # --- stopping
 
 
-def test_stops_at_every_eos_id(tmp_path):
+def test_stops_at_every_eos_id(tmp_path, behind):
     """COMPAT defect 8: generation_config.json may hold several, config.json one more."""
     plain = write_model(tmp_path / "plain")
     prompts = [[i, i + 1, i + 2] for i in range(20)]
@@ -125,7 +139,7 @@ def test_stops_at_every_eos_id(tmp_path):
         free = [output.token_ids for output in generate(llm, prompts, params)]
     eos = [EOS, 7, 50]
     stopping = write_model(tmp_path / "eos", eos_token_id=eos[0], generation={"eos_token_id": eos[1:]})
-    with LLM(stopping) as llm:
+    with engine(stopping, behind) as llm:
         outputs = generate(llm, prompts, params)
         ignoring = generate(llm, prompts, SamplingParams(temperature=1.5, max_tokens=40, seed=3, ignore_eos=True))
     assert [output.token_ids for output in ignoring] == free
@@ -144,8 +158,8 @@ def test_stops_at_every_eos_id(tmp_path):
 # --- sampling
 
 
-def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder):
-    """COMPAT defect 12: alone, in a batch, in chunks, from the cache, after preemption."""
+def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, behind):
+    """COMPAT defect 12: alone, in a batch, in chunks, from the cache, after preemption of both kinds."""
     rng = np.random.default_rng(8)  # fixed: see test_qwen3
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 40, 90, 40)]
     params = [SamplingParams(temperature=1.0, max_tokens=30, seed=100 + i) for i in range(5)]
@@ -154,14 +168,18 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder):
         {"num_blocks": 200, "max_num_batched_tokens": 8, "max_num_seqs": 4},
         {"num_blocks": 200, "enable_prefix_caching": False},
         {"num_blocks": 36},
+        {"num_blocks": 36, "swap_space": 20 * 4096},
+        {"num_blocks": 36, "swap_space": 1 << 20, "max_num_batched_tokens": 20, "max_num_seqs": 4},
     ]
     results = []
     for options in engines:
-        with LLM(folder, block_size=4, **options) as llm:
+        with engine(folder, behind, **options) as llm:
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([generate(llm, [p], sp)[0].token_ids for p, sp in zip(prompts, params, strict=True)])
             assert (llm.scheduler.num_preemptions > 0) == (options["num_blocks"] == 36)
+            assert (llm.scheduler.num_swaps > 0) == ("swap_space" in options)
+            assert llm.manager.num_free_host_blocks == llm.manager.num_host_blocks
     assert all(result == results[0] for result in results)
     assert len({tuple(tokens) for tokens in results[0]}) == 5
 

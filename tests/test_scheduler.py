@@ -8,6 +8,7 @@ mistake or a chunk computed out of order is found at once.
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -20,20 +21,39 @@ STALE = ("nobody's",)
 
 
 class Engine:
-    """Scheduler, pages and a sampler that hashes the context: what is sampled depends on all tokens before."""
+    """Scheduler, pages and a sampler that hashes the context: what is sampled depends on all tokens before.
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, num_seqs: int = 8, budget: int = 64):
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+    The host gets a step's tokens after `behind` more steps were launched; until then only the device has them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        num_seqs: int = 8,
+        budget: int = 64,
+        behind: int = 0,
+        num_host_blocks: int = 0,
+    ):
+        self.manager = BlockManager(
+            num_blocks, block_size, enable_prefix_caching=caching, num_host_blocks=num_host_blocks
+        )
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=10_000
         )
+        self.behind = behind
+        self.in_flight: deque[tuple[Step, list[int]]] = deque()
+        self.launched: tuple[list[Sequence], list[int]] = [], []  # the step before: who sampled, and what
         self.slots = [STALE] * (num_blocks * block_size)
+        self.host_slots = [STALE] * (num_host_blocks * block_size)
         self.sequences: list[Sequence] = []
         self.num_computed = 0  # tokens, recomputation included
 
-    def submit(self, prompt: list[int], max_tokens: int) -> Sequence:
+    def submit(self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        seq = Sequence(len(self.sequences), prompt, params, 0, frozenset(), 0.0)
+        seq = Sequence(len(self.sequences), prompt, params, 0, eos, 0.0)
         self.scheduler.check(seq)
         self.scheduler.add(seq)
         self.sequences.append(seq)
@@ -42,43 +62,76 @@ class Engine:
     def step(self) -> Step:
         scheduler = self.scheduler
         step = scheduler.schedule()
-        assert step.sequences, "a step without work"
+        assert step.sequences or self.in_flight, "a step without work"
         assert sum(step.lengths) <= scheduler.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert step.lengths[: step.num_decodes] == [1] * step.num_decodes
         assert step.copies is None or len(step.copies) == 0
-        self.compute(step)
-        tokens = [next_token(step.sequences[i].tokens) for i in step.sampled]
-        scheduler.update(step, tokens, now=float(scheduler.step_number))
+        if step.sequences:
+            self.in_flight.append((step, self.launch(step)))
+            scheduler.commit(step)
+            self.manager.check()
+        if len(self.in_flight) > self.behind or not step.sequences:
+            scheduler.update(*self.in_flight.popleft(), now=float(scheduler.step_number))
         self.manager.check()
         return step
 
-    def compute(self, step: Step) -> None:
+    def launch(self, step: Step) -> list[int]:
+        """What a device does, which knows the tokens of the step before; returns what is sampled."""
+        self.move_pages(step)
         arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
         size, row = self.manager.block_size, 0
+        sampled = []
         for i, (seq, start, length) in enumerate(zip(step.sequences, step.starts, step.lengths, strict=True)):
+            tokens = self.known_tokens(step, i)
+            assert start + length <= len(tokens) and (i not in step.sampled or start + length == len(tokens))
             for position in range(start, start + length):
                 slot = arrays.slot_mapping[row]
                 assert arrays.positions[row] == position
                 if slot >= 0:
-                    self.slots[slot] = tuple(seq.tokens[: position + 1])
+                    self.slots[slot] = tuple(tokens[: position + 1])
                 row += 1
             assert arrays.context_lens[i] == start + length
             for position in range(start + length):
                 slot = arrays.block_tables[i][position // size] * size + position % size
-                assert self.slots[slot] == tuple(seq.tokens[: position + 1]), f"sequence {seq.id} at {position}"
+                assert self.slots[slot] == tuple(tokens[: position + 1]), f"sequence {seq.id} at {position}"
+            if i in step.sampled:
+                sampled.append(next_token(tokens))
         self.num_computed += row
+        sequences = [step.sequences[i] for i in step.sampled]
+        assert step.is_same_batch == (step.num_decodes == len(step.sequences) and sequences == self.launched[0])
+        self.launched = sequences, sampled
+        return sampled
+
+    def known_tokens(self, step: Step, i: int) -> list[int]:
+        seq = step.sequences[i]
+        source = step.sources[i] if i < step.num_decodes else -1
+        if source < 0:
+            assert len(seq.tokens) >= step.starts[i] + step.lengths[i]
+            return list(seq.tokens)
+        assert self.behind and len(seq.tokens) == step.starts[i]
+        assert self.launched[0][source] is seq
+        return [*seq.tokens, self.launched[1][source]]
+
+    def move_pages(self, step: Step) -> None:
+        size = self.manager.block_size
+        moves = (step.swap_out, self.slots, self.host_slots), (step.swap_in, self.host_slots, self.slots)
+        for pairs, source, target in moves:
+            for old, new in [] if pairs is None else pairs:
+                target[new * size : (new + 1) * size] = source[old * size : (old + 1) * size]
 
     def finish(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
             self.step()
-        assert not self.scheduler.has_work, "some request starves"
+        assert not self.scheduler.has_work and not self.in_flight, "some request starves"
         for seq in self.sequences:
             assert list(seq.tokens) == expected_tokens(seq)
-            assert seq.finish_reason == "length"
+            assert seq.finish_reason == ("stop" if seq.tokens[-1] in seq.eos_token_ids else "length")
         assert self.manager.num_free_blocks == self.manager.num_blocks
+        assert self.manager.num_free_host_blocks == self.manager.num_host_blocks
+        assert len(self.manager) == 0
 
 
 def next_token(tokens) -> int:
@@ -89,24 +142,37 @@ def expected_tokens(seq: Sequence) -> list[int]:
     tokens = list(seq.tokens[: seq.num_prompt_tokens])
     for _ in range(seq.params.max_tokens):
         tokens.append(next_token(tokens))
+        if tokens[-1] in seq.eos_token_ids:
+            break
     return tokens
 
 
+@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("case", range(20))
-def test_random_traffic(seed, case, caching):
-    """Arrivals, shared prefixes, chunks, preemption in all mixes."""
+@pytest.mark.parametrize("case", range(30))
+def test_random_traffic(seed, case, caching, behind):
+    """Arrivals, shared prefixes, chunks, early ends, preemption by recomputing and swapping, in all mixes."""
     rng = random.Random(f"{seed} {case}")
     block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
     num_seqs = rng.choice([1, 3, 8])
     budget = num_seqs + rng.choice([0, 1, 5, 100])
-    print(f"{num_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
-    engine = Engine(num_blocks, block_size, caching=caching, num_seqs=num_seqs, budget=budget)
+    num_host_blocks = rng.choice([0, 8, 100])
+    print(f"{num_blocks}+{num_host_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
+    engine = Engine(
+        num_blocks,
+        block_size,
+        caching=caching,
+        num_seqs=num_seqs,
+        budget=budget,
+        behind=behind,
+        num_host_blocks=num_host_blocks,
+    )
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for _ in range(25):
         prompt = rng.choice(common)[: rng.randint(0, 40)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
+        eos = frozenset(rng.sample(range(1000), rng.choice([0, 30, 300])))
         try:
-            engine.submit(prompt, rng.randint(1, 30))
+            engine.submit(prompt, rng.randint(1, 30), eos)
         except OutOfBlocks:
             continue
         if rng.random() < 0.5 and engine.scheduler.has_work:
@@ -284,8 +350,84 @@ def test_preemption_takes_the_latest():
     assert (first.num_preemptions, second.num_preemptions > 0) == (0, True)
 
 
-def test_abort_gives_all_pages_back():
-    engine = Engine(50, 4)
+def test_one_step_behind_costs_nothing_where_lengths_say_the_end():
+    """The same steps as with every token known at once: no step is one too many, and pages come back as early."""
+    plans = []
+    for behind in (0, 1):
+        engine = Engine(10, 2, num_seqs=3, budget=8, behind=behind)
+        rng = random.Random(3)
+        for _ in range(12):
+            engine.submit([rng.randrange(50) for _ in range(rng.randint(1, 6))], rng.randint(1, 9))
+        plan = []
+        while engine.scheduler.has_work or engine.in_flight:
+            step = engine.step()
+            if step.sequences:
+                plan.append([(seq.id, n) for seq, n in zip(step.sequences, step.lengths, strict=True)])
+        plans.append(plan)
+        assert engine.scheduler.num_preemptions > 0
+        engine.finish()
+    assert plans[0] == plans[1]
+
+
+def test_the_token_behind_an_early_end_is_dropped():
+    engine = Engine(20, 2, behind=1, caching=False)
+    first = next_token([1, 2, 3])
+    ends = engine.submit([1, 2, 3], 9, frozenset([first]))
+    goes_on = engine.submit([4, 5, 6, 7], 9)
+    engine.step()
+    step = engine.step()  # its tokens are not known yet, so both decode
+    assert step.sequences == [ends, goes_on] and step.sources == [0, 1]
+    assert (list(ends.tokens[3:]), ends.finish_reason) == ([first], "stop")
+    assert engine.manager.stats()["num_seqs"] == 1  # its pages are free while the step that needs none of them runs
+    step = engine.step()
+    assert (step.sequences, step.sources) == ([goes_on], [1])
+    engine.finish()
+    assert list(ends.tokens[3:]) == [first]
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+def test_a_token_that_arrives_after_its_sequence_was_preempted(num_host_blocks):
+    """It goes on from that token, or ends with it, and is then neither admitted nor kept."""
+    for eos in (frozenset(), frozenset([next_token([3, 4])])):
+        engine = Engine(3, 2, num_seqs=2, caching=False, behind=1, num_host_blocks=num_host_blocks)
+        engine.submit([1, 2], 5)
+        second = engine.submit([3, 4], 4, eos)
+        engine.step()
+        engine.step()
+        assert second.num_preemptions == 1 and second.is_swapped == bool(num_host_blocks)
+        assert len(second.tokens) == 3 and (second in engine.scheduler.waiting) != bool(eos)
+        engine.finish()
+
+
+def test_swapping_computes_nothing_twice():
+    for num_host_blocks, is_equal in ((0, False), (100, True)):
+        engine = Engine(12, 4, num_seqs=4, caching=False, behind=1, num_host_blocks=num_host_blocks)
+        sequences = [engine.submit([10 * i + j for j in range(9)], 12) for i in range(4)]
+        engine.finish()
+        assert engine.scheduler.num_preemptions > 0
+        assert (engine.num_computed == sum(len(seq.tokens) - 1 for seq in sequences)) == is_equal
+
+
+def test_the_first_token_under_load_waits_for_its_chunks_only():
+    """Prompts are computed beside the decodes, in as many steps as the token budget takes."""
+    engine = Engine(400, 4, num_seqs=8, budget=16, behind=1, caching=False)
+    for i in range(6):
+        engine.submit([i], 200)
+    for _ in range(5):
+        engine.step()
+    seq = engine.submit(list(range(95)), 5)
+    for _ in range(10):  # 6 decodes leave room for 10 prompt tokens
+        step = engine.step()
+        assert step.num_decodes == 6 and step.num_tokens <= 16
+    assert not seq.tokens[95:]
+    engine.step()  # the host is one step behind
+    assert len(seq.tokens) == 96
+    engine.finish()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_abort_gives_all_pages_back(behind):
+    engine = Engine(50, 4, behind=behind)
     for i in range(12):
         engine.submit([i] * 10, 10)
     engine.step()

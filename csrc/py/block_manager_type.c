@@ -219,6 +219,7 @@ static PyGetSetDef manager_properties[] = {
     COUNT("num_free_blocks", available, "Pages that can be given now: free ones and evictable cached ones."),
     COUNT("num_used_blocks", used, "Pages that at least one sequence holds."),
     COUNT("num_cached_blocks", cached, "Pages that nobody holds but whose KV can be reused until they are evicted."),
+    COUNT("num_shared_blocks", shared, "Pages that more than one sequence holds."),
     COUNT("num_host_blocks", num_host_blocks, "Pages of the swap space."),
     COUNT("num_free_host_blocks", host_free, "Free pages of the swap space."),
     {"watermark_blocks", get_count, set_watermark_blocks,

@@ -107,7 +107,7 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
                                     : "no address");
         return -1;
     }
-    if ((uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
+    if (!is_empty && (uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
         PyErr_Format(PyExc_BufferError, "%s: its address %p is not aligned to its dtype %s", name, view->data,
                      pk_dtype_name(view->dtype));
         return -1;

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import index
@@ -18,7 +19,7 @@ from pagedkv.models.config import DTYPES, Qwen3Config
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import ITEM_BYTES, Checkpoint
 
-from .model_runner import ModelRunner
+from .model_runner import Launched, ModelRunner
 from .outputs import EngineStats, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams, check_int
 from .scheduler import Scheduler, Step
@@ -42,6 +43,8 @@ class LLM:
     num_blocks              pages in the pool; None: as many as kv_cache_memory holds
     kv_cache_memory         bytes; None: what max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter
                             of the machine's memory, at least one sequence
+    swap_space              bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
+                            computed again later. 0: all of it
     max_num_seqs            sequences that run (hold pages) at a time
     max_num_batched_tokens  tokens computed in a step: prompts are cut into chunks to fit
     max_model_len           prompt and new tokens of a request at most; None: the model's own limit
@@ -60,6 +63,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
+        swap_space: int = 0,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
@@ -94,8 +98,12 @@ class LLM:
 
         if num_blocks is None:
             num_blocks = self._num_blocks(kv_cache_memory, block_size, max_num_seqs)
-        num_blocks = check_int("num_blocks", num_blocks, 1)
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.manager = BlockManager(
+            check_int("num_blocks", num_blocks, 1),
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=check_int("swap_space", swap_space, 0) // self._page_bytes(block_size),
+        )
         checkpoint = Checkpoint(folder, self.dtype, device)
         self._runner: ModelRunner | None = ModelRunner(
             self.config,
@@ -116,9 +124,12 @@ class LLM:
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
-    def _num_blocks(self, memory: int | None, block_size: int, max_num_seqs: int) -> int:
+    def _page_bytes(self, block_size: int) -> int:
         config = self.config
-        page_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * ITEM_BYTES[self.dtype]
+        return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * ITEM_BYTES[self.dtype]
+
+    def _num_blocks(self, memory: int | None, block_size: int, max_num_seqs: int) -> int:
+        page_bytes = self._page_bytes(block_size)
         if memory is not None:
             memory = check_int("kv_cache_memory", memory, 0)
             if memory < page_bytes:
@@ -204,36 +215,47 @@ class LLM:
         return seq
 
     def _run(self, runner: ModelRunner, sequences: list[Sequence], use_tqdm: bool) -> None:
-        """Steps until nothing waits or runs."""
+        """Steps until nothing waits or runs. While a device computes a step, the host takes the tokens of the one
+        before and plans the next."""
+        in_flight: deque[tuple[Step, Launched]] = deque()
+        clock = time.perf_counter
         with _progress_bar(len(sequences), use_tqdm) as bar:
             bar.update(sum(seq.finish_reason is not None for seq in sequences))
-            while self.scheduler.has_work:
-                bar.update(len(self._step(runner)))
+            last = clock()
+            while self.scheduler.has_work or in_flight:
+                start = clock()
+                step = self.scheduler.schedule()
+                scheduled = launched = clock()
+                if step.sequences:
+                    in_flight.append((step, runner.launch(step)))
+                    launched = clock()
+                    self.scheduler.commit(step)
+                    self._count_pages()
+                self.stats.host_seconds += clock() - launched + scheduled - start
+                if in_flight and (len(in_flight) > runner.num_behind or not step.sequences):
+                    step, launch = in_flight.popleft()
+                    tokens = launch.tokens()
+                    now = clock()
+                    bar.update(len(self.scheduler.update(step, tokens, now)))
+                    self._count(step, now - last)
+                    last = now
+                    self.stats.host_seconds += clock() - now
 
-    def _step(self, runner: ModelRunner) -> list[Sequence]:
-        """One step, in its three parts; returns the sequences that are finished."""
-        start = time.perf_counter()
-        step = self.scheduler.schedule()
-        scheduled = time.perf_counter()
-        tokens = runner.launch(step).tokens()
-        computed = time.perf_counter()
-        finished = self.scheduler.update(step, tokens, computed)
-        self._count(step, scheduled - start, computed - scheduled, time.perf_counter() - computed)
-        return finished
+    def _count_pages(self) -> None:
+        stats, manager = self.stats, self.manager
+        stats.peak_used_blocks = max(stats.peak_used_blocks, manager.num_used_blocks)
+        stats.peak_shared_blocks = max(stats.peak_shared_blocks, manager.num_shared_blocks)
 
-    def _count(self, step: Step, before: float, model: float, after: float) -> None:
+    def _count(self, step: Step, seconds: float) -> None:
+        """`seconds` since the tokens of the step before arrived."""
         stats = self.stats
-        pool = self.manager.stats()
-        stats.peak_used_blocks = max(stats.peak_used_blocks, pool["used"])
-        stats.peak_shared_blocks = max(stats.peak_shared_blocks, pool["shared"])
         stats.num_steps += 1
-        stats.host_seconds += before + after
         if step.num_decodes == len(step.sequences):
-            stats.decode_tokens += len(step.sampled)
-            stats.decode_seconds += before + model + after
+            stats.decode_tokens += step.num_decodes
+            stats.decode_seconds += seconds
         else:
             stats.prefill_tokens += sum(step.lengths[step.num_decodes :])
-            stats.prefill_seconds += before + model + after
+            stats.prefill_seconds += seconds
 
     def _output(self, prompt: Prompt, token_ids: list[int], seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None and seq.finish_time is not None

@@ -28,7 +28,6 @@ class StepInputs:
     """Views of arrays that the next step overwrites."""
 
     batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    copies: np.ndarray | None  # [n, 2] pages
     last_tokens: np.ndarray  # [num_rows]: the batch's tokens whose successors are sampled
     temperatures: np.ndarray  # [num_rows] float32
     seeds: np.ndarray  # [num_rows] int64
@@ -61,10 +60,13 @@ class ModelRunner:
         max_num_batched_tokens: int,
     ) -> None:
         self.model, self.manager = model, manager
+        self.num_behind = 0 if device == "cpu" else 1  # steps that the host launches before it asks for tokens
         page = (manager.num_blocks, manager.block_size, config.num_kv_heads, config.head_dim)
         self.caches = [
             (pagedkv.empty(page, dtype, device), pagedkv.empty(page, dtype, device)) for _ in range(config.num_layers)
         ]
+        host_page = (manager.num_host_blocks, *page[1:])
+        self.host_caches = [(pagedkv.empty(host_page, dtype), pagedkv.empty(host_page, dtype)) for _ in self.caches]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
         self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
@@ -77,13 +79,24 @@ class ModelRunner:
 
     def launch(self, step: Step) -> Launched:
         """Starts the step. A token of a sequence that is not in Sequence.tokens yet is taken from the launch before."""
-        inputs = self.fill(step)
-        self.run(inputs)
+        self.move_pages(step)
+        self.run(self.fill(step))
         self._rows = {step.sequences[i].id: row for row, i in enumerate(step.sampled)}
         self._known.reverse()
         known = self._known[0][: len(step.sampled)]
         known[:] = self.sampled[: len(step.sampled)]
         return Launched(known)
+
+    def move_pages(self, step: Step) -> None:
+        """Swaps and copies, before anything is computed."""
+        caches = [cache for pair in self.caches for cache in pair]
+        host_caches = [cache for pair in self.host_caches for cache in pair]
+        if step.swap_out is not None:
+            pagedkv.swap_blocks(caches, host_caches, step.swap_out)
+        if step.swap_in is not None:
+            pagedkv.swap_blocks(host_caches, caches, step.swap_in)
+        if step.copies is not None and len(step.copies):
+            pagedkv.copy_blocks(caches, step.copies)
 
     def fill(self, step: Step) -> StepInputs:
         """The step's arrays."""
@@ -110,7 +123,6 @@ class ModelRunner:
         )
         return StepInputs(
             batch,
-            step.copies,
             arrays.cu_seqlens_q[1:][step.sampled] - 1,
             self.temperatures[:num_rows],
             self.seeds[:num_rows],
@@ -125,8 +137,6 @@ class ModelRunner:
         ids = inputs.batch.token_ids
         unknown = ids < 0
         ids[unknown] = np.maximum(self.sampled[-1 - ids[unknown]], 0)  # -1: its request has failed, any token will do
-        if inputs.copies is not None and len(inputs.copies):
-            pagedkv.copy_blocks([cache for pair in self.caches for cache in pair], inputs.copies)
         hidden = self.forward(inputs.batch)
         num_rows = len(inputs.last_tokens)
         if num_rows:

@@ -1,14 +1,26 @@
 """Which tokens the next step computes.
 
 One ragged batch a step: first one token of every sequence that decodes, then chunks of prompts, oldest first, until
-the token budget is used up. The scheduler works on lengths: it needs a sampled token's value only to hand it to the
-block manager. Rules that keep it fair and alive:
+the token budget is used up. The scheduler works on lengths, so that a step can be planned while the one before it is
+computed and its tokens are not known. For every step, in this order:
+
+    step = schedule()           # plans, and takes the pages that it writes
+    (the step is launched)
+    commit(step)                # later steps may read what this one writes
+    update(step, tokens)        # when its tokens are known: at once, or after the next step was launched
+
+Steps must run in the order of their launch: pages that a step reads are given away as soon as it is launched, and a
+step that writes them comes behind it. A sequence whose last token is being sampled leaves with its pages at the next
+schedule(). One that ends with a token that the host learns late is in one step too many, whose token is dropped.
+
+Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
 - check() refuses what could never run, so that nothing which waits can block the queue for ever.
-- Without room to grow, the sequence admitted last gives its pages back and is computed again later; the oldest one
-  always goes on. A sequence is admitted only where a watermark of pages stays free, one for each that runs, or nothing
-  runs: else the pages that a preemption freed would be taken back at once.
+- Without room to grow, the sequence admitted last gives its pages back; the oldest one always goes on. It is computed
+  again later, or, where there are host pages enough, kept there meanwhile. A sequence is admitted only where a
+  watermark of pages stays free, one for each that runs, or nothing runs: else the pages that a preemption freed would
+  be taken back at once.
 - A prompt whose beginning another sequence is computing right now waits for it and then finds it in the cache.
 """
 
@@ -27,26 +39,53 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """A plan: sequences[i] computes the KV of tokens [starts[i], starts[i] + lengths[i])."""
+    """A plan: sequences[i] computes the KV of tokens [starts[i], starts[i] + lengths[i]).
+
+    Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # indices of the sequences that get a token
     num_decodes: int = 0  # the first so many compute one token that was sampled
-    copies: np.ndarray | None = None  # int32 [n, 2]: pages to copy before anything else
+    sources: list[int] = field(default_factory=list)  # of every decode: its token is in this row of what the step
+    # before sampled; -1: it is known, and in Sequence.tokens
+    is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
+    swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
+    swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
+    copies: np.ndarray | None = None  # int32 [n, 2]: page, page
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     def add(self, seq: Sequence, length: int) -> None:
+        """A chunk of the sequence's tokens; behind the last of them one is sampled."""
         self.starts.append(seq.num_computed)
         self.lengths.append(length)
         seq.num_computed += length
         if seq.num_computed == seq.num_tokens:
+            seq.source = len(self.sampled)
+            seq.num_tokens += 1
             self.sampled.append(len(self.sequences))
         self.sequences.append(seq)
+
+    def add_decodes(self, decodes: list[Sequence], ends: list[int]) -> None:
+        """The next token of each, as the first of the step; `ends` are their num_tokens."""
+        self.num_decodes = len(decodes)
+        self.sequences = decodes
+        self.sources = [
+            seq.source if len(seq.tokens) < end else -1 for seq, end in zip(decodes, ends, strict=True)
+        ]
+        self.starts = [end - 1 for end in ends]
+        self.lengths = [1] * len(decodes)
+        self.sampled = list(range(len(decodes)))
+        for row, seq in enumerate(decodes):
+            end = ends[row]
+            seq.num_computed = seq.num_in_pages = end
+            seq.num_tokens = end + 1
+            seq.source = row
 
 
 class Scheduler:
@@ -61,7 +100,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.step_number = 0
         self.num_preemptions = 0
+        self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
+        self._last_sampled: list[Sequence] = []  # by the step before, in order
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
@@ -89,48 +130,77 @@ class Scheduler:
     # --- schedule
 
     def schedule(self) -> Step:
-        """Plans a step and takes the pages that it writes."""
+        """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
+        self._retire()
         step = Step()
-        decodes, step.copies, has_room = self._grow()
-        for seq in decodes:
-            step.add(seq, 1)
-        step.num_decodes = len(decodes)
-        budget = self.max_num_batched_tokens - len(decodes)
-        for seq in self.running:
-            remaining = seq.num_tokens - seq.num_computed
-            if remaining and budget:  # decodes have nothing remaining any more
-                length = min(remaining, budget)
-                step.add(seq, length)
-                budget -= length
+        has_room = self._grow(step)
+        budget = self.max_num_batched_tokens - step.num_decodes
+        if len(self.running) > step.num_decodes:
+            for seq in self.running:
+                is_prompt = seq.num_in_pages == seq.num_tokens  # one that decodes samples a token without room yet
+                if is_prompt and budget:
+                    length = min(seq.num_tokens - seq.num_computed, budget)
+                    step.add(seq, length)
+                    budget -= length
         if has_room or not self.running:
             self._admit(step, budget)
+        if step.sequences:
+            step.is_same_batch = step.num_decodes == len(step.sequences) and step.sequences == self._last_sampled
+            self._last_sampled = (
+                step.sequences if step.is_same_batch else [step.sequences[index] for index in step.sampled]
+            )
         return step
 
-    def _grow(self) -> tuple[list[Sequence], np.ndarray | None, bool]:
-        """Room for the newest token of every sequence that decodes, preempting where there is none.
+    def _retire(self) -> None:
+        """Sequences whose last token is sampled need no page any more."""
+        ended = [seq for seq in self.running if seq.num_tokens == seq.max_num_tokens]
+        if ended:
+            self._release(ended)
 
-        Returns the sequences that decode, the pages to copy, and whether all had room.
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Takes sequences that run out of the running set, and gives their pages back."""
+        self.manager.free_batch([seq.id for seq in sequences])
+        for seq in sequences:
+            seq.num_in_pages = 0
+        self.running = [seq for seq in self.running if seq.num_in_pages]
+
+    def _grow(self, step: Step) -> bool:
+        """Adds the sequences that decode, with room for their newest token, preempting where there is none.
+
+        Returns whether all had room.
         """
         decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
+        preempted: list[np.ndarray] = []
         has_room = True
         while decodes:
+            ids, ends = [seq.id for seq in decodes], [seq.num_tokens for seq in decodes]
             try:
-                copies = self.manager.append_batch([seq.id for seq in decodes], [seq.tokens[-1] for seq in decodes])
+                step.copies = self.manager.reserve_batch(ids, ends)
+                break
             except OutOfBlocks:
                 has_room = False
-                if self._preempt_last() is decodes[-1]:
+                if self._preempt_last(preempted) is decodes[-1]:
                     decodes.pop()
-                continue
-            for seq in decodes:
-                seq.num_in_pages += 1
-            return decodes, copies, has_room
-        return decodes, None, has_room
+        if preempted:
+            step.swap_out = np.concatenate(preempted)
+        if decodes:
+            step.add_decodes(decodes, ends)
+            known = [seq for seq, source in zip(decodes, step.sources, strict=True) if source < 0]
+            if known:
+                self.manager.append_batch([seq.id for seq in known], [seq.tokens[-1] for seq in known])
+        return has_room
 
-    def _preempt_last(self) -> Sequence:
+    def _preempt_last(self, swapped: list[np.ndarray]) -> Sequence:
         seq = self.running.pop()
-        self.manager.free(seq.id)
-        seq.num_computed = seq.num_in_pages = 0
+        try:
+            swapped.append(self.manager.swap_out(seq.id))
+            seq.is_swapped = True
+            self.num_swaps += 1
+        except OutOfBlocks:  # of host pages
+            self.manager.free(seq.id)
+            seq.num_computed = 0
+        seq.num_in_pages = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
@@ -141,12 +211,12 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
             seq = self.waiting[0]
-            if self._was_refused(seq):
-                break
+            if len(seq.tokens) < seq.num_tokens or self._was_refused(seq):
+                break  # its newest token is not known yet, or it did not fit
             if self._waits_for_prefix(seq):
                 passed.append(self.waiting.popleft())
                 continue
-            if not self._allocate(seq):
+            if not self._find_pages(seq, step):
                 break
             self.running.append(self.waiting.popleft())
             length = min(seq.num_tokens - seq.num_computed, budget)
@@ -163,7 +233,7 @@ class Scheduler:
 
     def _waits_for_prefix(self, seq: Sequence) -> bool:
         """Whether a sequence that runs is computing pages that this one begins with, too."""
-        if not self.running:
+        if not self.running or seq.is_swapped:
             return False
         if seq.retry_step > self.step_number:
             return True
@@ -174,42 +244,85 @@ class Scheduler:
         seq.retry_step = self.step_number + max(-(-num_missing // self.max_num_batched_tokens), 1)
         return num_pending > 0
 
-    def _allocate(self, seq: Sequence) -> bool:
+    def _find_pages(self, seq: Sequence, step: Step) -> bool:
         """Takes the pages of all known tokens; False, and nothing changes, where they do not fit."""
         self.manager.watermark_blocks = len(self.running)
         try:
-            num_hits = self.manager.allocate(seq.id, seq.tokens)
+            if seq.is_swapped:
+                self._swap_in(seq, step)
+            else:
+                self._allocate(seq)
         except OutOfBlocks:
             if not self.running:
                 raise  # somebody else holds pages of the pool: there is nothing to wait for
             self._refused = seq, self.manager.num_free_blocks
             return False
         seq.num_in_pages = seq.num_tokens
+        return True
+
+    def _allocate(self, seq: Sequence) -> None:
+        num_hits = self.manager.allocate(seq.id, seq.tokens)
         seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last token is computed for its logits, cached or not
         if seq.num_cached < 0:
             seq.num_cached = num_hits
-        return True
 
-    # --- update
+    def _swap_in(self, seq: Sequence, step: Step) -> None:
+        """Back to pages, with room for the token that was sampled meanwhile."""
+        num_pages = -(-seq.num_tokens // self.manager.block_size)
+        if self.running and num_pages > self.manager.num_free_blocks - len(self.running):
+            raise OutOfBlocks
+        pairs = self.manager.swap_in(seq.id)
+        self.manager.append(seq.id, seq.tokens[self.manager.num_tokens(seq.id) :])
+        step.swap_in = pairs if step.swap_in is None else np.concatenate((step.swap_in, pairs))
+        seq.is_swapped = False
 
-    def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
-        """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished."""
+    # --- after the launch
+
+    def commit(self, step: Step) -> None:
+        """The step is launched: steps launched later may read the KV that it writes."""
         ends = [start + length for start, length in zip(step.starts, step.lengths, strict=True)]
         self.manager.commit_batch([seq.id for seq in step.sequences], ends)
+
+    def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
+        """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished.
+
+        The next step may have been scheduled meanwhile, but no further one.
+        """
         finished = []
+        ids, grown = [], []
         for index, token in zip(step.sampled, tokens, strict=True):
             seq = step.sequences[index]
+            if seq.finish_reason is not None:
+                continue  # it was in one step too many
             seq.append(token, now)
             if seq.finish_reason is not None:
                 finished.append(seq)
+            elif len(seq.tokens) <= seq.num_in_pages:
+                ids.append(seq.id)
+                grown.append(token)
+        if ids:
+            self.manager.append_batch(ids, grown)
         if finished:
-            self.manager.free_batch([seq.id for seq in finished])
-            self.running = [seq for seq in self.running if seq.finish_reason is None]
+            self._forget(finished)
         return finished
+
+    def _forget(self, finished: list[Sequence]) -> None:
+        """Sequences that ended, wherever they are: they run, were preempted meanwhile, or left with their last token."""
+        running = []
+        for seq in finished:
+            if seq.num_in_pages:
+                running.append(seq)
+            elif seq.num_tokens < seq.max_num_tokens:
+                self.waiting.remove(seq)
+                if seq.is_swapped:
+                    self.manager.free(seq.id)
+        if running:
+            self._release(running)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Forgets these sequences, which must be all, and gives their pages back; safe after an error anywhere."""
         self.running.clear()
         self.waiting.clear()
         self._refused = None
+        self._last_sampled = []
         self.manager.free_batch([seq.id for seq in sequences if seq.id in self.manager])

@@ -11,13 +11,14 @@ from .sampling_params import SamplingParams
 class Sequence:
     """Token ids, and the counts that the scheduler works on. It knows no pages: BlockManager does, by `id`.
 
-    0 <= num_computed <= num_tokens; where they meet, the token after the last is sampled.
+    The counts run ahead of `tokens`: a step that is planned counts as computed, and the token that it samples as one of
+    num_tokens, while its value may arrive a step later. num_computed < num_tokens.
     """
 
     __slots__ = (
-        "id", "params", "seed", "eos_token_ids", "tokens", "num_prompt_tokens", "num_tokens", "num_computed",
-        "num_in_pages", "num_cached", "num_preemptions", "retry_step", "finish_reason", "error", "start_time",
-        "first_token_time", "finish_time",
+        "id", "params", "seed", "eos_token_ids", "tokens", "num_prompt_tokens", "max_num_tokens", "num_tokens",
+        "num_computed", "num_in_pages", "is_swapped", "source", "num_cached", "num_preemptions", "retry_step",
+        "finish_reason", "error", "start_time", "first_token_time", "finish_time",
     )  # fmt: skip
 
     def __init__(
@@ -25,10 +26,13 @@ class Sequence:
     ) -> None:
         self.id, self.params, self.seed = id, params, seed
         self.eos_token_ids = frozenset() if params.ignore_eos else eos
-        self.tokens = array("i", prompt)  # and what was sampled
+        self.tokens = array("i", prompt)  # and what was sampled, as far as the host knows
         self.num_prompt_tokens = self.num_tokens = len(self.tokens)
-        self.num_computed = 0  # tokens whose KV is computed by the steps scheduled so far
-        self.num_in_pages = 0  # tokens that the block manager knows
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
+        self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
+        self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
+        self.is_swapped = False  # its KV is in host pages
+        self.source = 0  # in which row of the last step its newest token was sampled
         self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
         self.num_preemptions = 0
         self.retry_step = 0  # not worth an attempt to admit before this step
@@ -38,22 +42,17 @@ class Sequence:
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
 
-    @property
-    def max_num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.params.max_tokens
-
     def append(self, token: int, now: float) -> None:
         """Takes the sampled token and decides whether it was the last; a negative one stands for none."""
         if token < 0:
             self.finish("error", now, ArithmeticError("the logits hold NaN or no finite number: no token to sample"))
             return
         self.tokens.append(token)
-        self.num_tokens += 1
         if self.first_token_time is None:
             self.first_token_time = now
         if token in self.eos_token_ids:
             self.finish("stop", now)
-        elif self.num_tokens == self.max_num_tokens:
+        elif len(self.tokens) == self.max_num_tokens:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:

@@ -81,6 +81,7 @@ typedef struct {
     pk_dtype dtype;
     pk_device device;
     bool is_readonly;
+    bool is_pinned; /* host memory that a GPU copies by itself: a copy to or from it is not waited for */
 } pk_view;
 
 int64_t pk_view_numel(const pk_view *view);
@@ -294,7 +295,7 @@ typedef struct {
 } pk_sample_args;
 
 /* copy: dst = src with conversion between float dtypes (or the same dtype); any strides, both on the CPU or contiguous
- * of one dtype across devices */
+ * of one dtype across devices. To host memory it is done when the call returns, unless that is pinned. */
 typedef struct {
     pk_view src, dst;
 } pk_copy_args;
@@ -302,6 +303,8 @@ typedef struct {
 /* --------------------------------------------------------------- backends */
 
 typedef void *pk_stream; /* cudaStream_t; ignored by the CPU */
+typedef void *pk_event;  /* cudaEvent_t */
+typedef void *pk_graph;  /* cudaGraphExec_t */
 
 /* One entry an operation. A backend that lacks one leaves it NULL; the dispatcher says so by name. */
 typedef struct pk_backend {
@@ -322,6 +325,25 @@ typedef struct pk_backend {
     pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
     pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
+    /* What a device has that works beside the host; the CPU has none of it. The functions named *_synchronize wait. */
+    pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
+    pk_status (*allocate_pinned)(pk_device device, size_t bytes, void **data, pk_error *err); /* host memory */
+    void (*release_pinned)(pk_device device, void *data);
+    pk_status (*stream_create)(pk_device device, pk_stream *stream, pk_error *err);
+    void (*stream_destroy)(pk_device device, pk_stream stream); /* waits for its work, frees its workspaces */
+    pk_status (*stream_synchronize)(pk_device device, pk_stream stream, pk_error *err);
+    pk_status (*stream_wait)(pk_device device, pk_stream stream, pk_event event, pk_error *err);
+    pk_status (*event_create)(pk_device device, bool has_timing, pk_event *event, pk_error *err);
+    void (*event_destroy)(pk_device device, pk_event event);
+    pk_status (*event_record)(pk_device device, pk_event event, pk_stream stream, pk_error *err);
+    pk_status (*event_query)(pk_device device, pk_event event, bool *is_done, pk_error *err);
+    pk_status (*event_synchronize)(pk_device device, pk_event event, pk_error *err);
+    pk_status (*event_elapsed_ms)(pk_device device, pk_event start, pk_event end, float *ms, pk_error *err);
+    pk_status (*capture_begin)(pk_device device, pk_stream stream, pk_error *err);
+    /* Ends the capture in any case; `graph` NULL gives it up. */
+    pk_status (*capture_end)(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err);
+    pk_status (*graph_launch)(pk_device device, pk_graph graph, pk_stream stream, pk_error *err);
+    void (*graph_destroy)(pk_device device, pk_graph graph);
 } pk_backend;
 
 /* The backend of a device, or an error that says why there is none (built without CUDA, no driver, no such device). */

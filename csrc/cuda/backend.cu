@@ -18,18 +18,15 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
                    cudaGetErrorString(error));
 }
 
-/* Runs allocations that a capture on this thread would refuse: they are done now and are no part of the graph. */
-struct outside_capture {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-    ~outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-};
-
 // --- devices
 
-enum { MAX_DEVICES = 64, MAX_STREAMS = 256, MIN_WORKSPACE = 24 << 20 /* bytes: holds any call without num_splits */ };
+enum {
+    MAX_DEVICES = 64,
+    MAX_WORKSPACES = 512,
+    MIN_WORKSPACE = 24 << 20 /* bytes: holds any call without num_splits */
+};
 
-enum workspace_use { FOR_ATTENTION, FOR_DENSE };
+enum workspace_use { FOR_ATTENTION, FOR_DENSE, OUTGROWN };
 
 struct stream_workspace {
     pk_stream stream;
@@ -43,7 +40,7 @@ static struct device_state {
     bool is_ready;
     cudaStream_t own_stream;     /* never blocks with the legacy stream; for what belongs to no caller's stream */
     pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
-    stream_workspace workspaces[2 * MAX_STREAMS];
+    stream_workspace workspaces[MAX_WORKSPACES];
     int num_workspaces;
 } devices[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -71,7 +68,7 @@ static __global__ void marker_kernel() {}
 /* With the device current. */
 static pk_status make_ready(device_state *state, int index, pk_error *err)
 {
-    outside_capture relaxed;
+    pk_cuda_outside_capture relaxed;
     pk_cuda_device *device = &state->device;
     int major, minor, smem, l2;
     PK_CUDA(err, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
@@ -162,7 +159,7 @@ static pk_status backend_allocate(pk_device device, size_t bytes, void **data, p
     *data = nullptr;
     pk_cuda_scope scope(device.index, err);
     if (scope.status != PK_OK) return scope.status;
-    outside_capture relaxed;
+    pk_cuda_outside_capture relaxed;
     cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
     if (error == cudaSuccess) return PK_OK;
     *data = nullptr;
@@ -177,7 +174,7 @@ static pk_status backend_allocate(pk_device device, size_t bytes, void **data, p
 static void backend_release(pk_device device, void *data)
 {
     pk_cuda_scope scope(device.index, nullptr);
-    outside_capture relaxed;
+    pk_cuda_outside_capture relaxed;
     /* Nobody can be told of a failure here; cudaFree fails only after a sticky error, which every later call reports.
      */
     if (data && cudaFree(data) != cudaSuccess) cudaGetLastError();
@@ -185,13 +182,18 @@ static void backend_release(pk_device device, void *data)
 
 static pk_status grow_workspace(device_state *state, stream_workspace *workspace, size_t bytes, pk_error *err)
 {
-    outside_capture relaxed;
+    pk_cuda_outside_capture relaxed;
     void *data;
+    if (state->num_workspaces == MAX_WORKSPACES)
+        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
+                       state->device.index, (int)MAX_WORKSPACES);
     bytes = bytes > MIN_WORKSPACE ? bytes : MIN_WORKSPACE;
     PK_CUDA(err, cudaMalloc(&data, bytes));
     PK_CUDA(err, cudaMemsetAsync(data, 0, bytes, state->own_stream));
     PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
-    workspace->data = data; /* the smaller one stays allocated: work in flight and graphs may use it */
+    if (workspace->data) /* the smaller one stays allocated: work in flight and graphs may use it */
+        state->workspaces[state->num_workspaces++] = {workspace->stream, OUTGROWN, workspace->data, workspace->bytes};
+    workspace->data = data;
     workspace->bytes = bytes;
     return PK_OK;
 }
@@ -202,11 +204,9 @@ static pk_status find_workspace(device_state *state, pk_stream stream, workspace
     stream_workspace *workspace = state->workspaces, *end = workspace + state->num_workspaces;
     while (workspace < end && (workspace->stream != stream || workspace->use != use)) workspace++;
     if (workspace == end) {
-        if (state->num_workspaces == 2 * MAX_STREAMS)
-            return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: more than %d streams have needed scratch memory",
-                           state->device.index, (int)MAX_STREAMS);
-        *workspace = {stream, use, nullptr, 0};
-        PK_TRY(grow_workspace(state, workspace, bytes, err));
+        stream_workspace fresh = {stream, use, nullptr, 0};
+        PK_TRY(grow_workspace(state, &fresh, bytes, err));
+        *workspace = fresh;
         state->num_workspaces++;
     } else if (workspace->bytes < bytes) {
         PK_TRY(grow_workspace(state, workspace, bytes, err));
@@ -221,6 +221,19 @@ pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size
     pk_status status = find_workspace(&devices[device->index], stream, FOR_ATTENTION, bytes, data, err);
     pthread_mutex_unlock(&lock);
     return status;
+}
+
+void pk_cuda_release_workspaces(const pk_cuda_device *device, pk_stream stream)
+{
+    device_state *state = &devices[device->index];
+    pthread_mutex_lock(&lock);
+    for (int i = state->num_workspaces - 1; i >= 0; i--) {
+        stream_workspace *workspace = &state->workspaces[i];
+        if (workspace->stream != stream) continue;
+        if (cudaFree(workspace->data) != cudaSuccess) cudaGetLastError();
+        *workspace = state->workspaces[--state->num_workspaces];
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err)
@@ -296,4 +309,21 @@ const pk_backend pk_cuda_backend = {
     /* qk_norm_rope_store */ pk_cuda_qk_norm_rope_store,
     /* silu_and_mul */ pk_cuda_silu_and_mul,
     /* sample */ pk_cuda_sample,
+    /* memory_info */ pk_cuda_memory_info,
+    /* allocate_pinned */ pk_cuda_allocate_pinned,
+    /* release_pinned */ pk_cuda_release_pinned,
+    /* stream_create */ pk_cuda_stream_create,
+    /* stream_destroy */ pk_cuda_stream_destroy,
+    /* stream_synchronize */ pk_cuda_stream_synchronize,
+    /* stream_wait */ pk_cuda_stream_wait,
+    /* event_create */ pk_cuda_event_create,
+    /* event_destroy */ pk_cuda_event_destroy,
+    /* event_record */ pk_cuda_event_record,
+    /* event_query */ pk_cuda_event_query,
+    /* event_synchronize */ pk_cuda_event_synchronize,
+    /* event_elapsed_ms */ pk_cuda_event_elapsed_ms,
+    /* capture_begin */ pk_cuda_capture_begin,
+    /* capture_end */ pk_cuda_capture_end,
+    /* graph_launch */ pk_cuda_graph_launch,
+    /* graph_destroy */ pk_cuda_graph_destroy,
 };

@@ -76,7 +76,7 @@ pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err
         return pk_fail(err, PK_ELAYOUT, "copy: between devices both sides must be contiguous and of one dtype");
     PK_CUDA(err, cudaMemcpyAsync(dst->data, src->data, (size_t)numel * pk_dtype_bytes(src->dtype), cudaMemcpyDefault,
                                  (cudaStream_t)stream));
-    /* The host reads what it asked for as soon as the call is back. */
-    if (dst->device.type == PK_CPU) PK_CUDA(err, cudaStreamSynchronize((cudaStream_t)stream));
+    /* The host reads what it asked for as soon as the call is back, unless the memory is there for not waiting. */
+    if (dst->device.type == PK_CPU && !dst->is_pinned) PK_CUDA(err, cudaStreamSynchronize((cudaStream_t)stream));
     return PK_OK;
 }

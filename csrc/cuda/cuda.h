@@ -94,11 +94,18 @@ struct pk_cuda_scope {
     void enter(int index, pk_error *err);
 };
 
+/* Runs allocations that a capture on this thread would refuse: they are done now and are no part of the graph. */
+struct pk_cuda_outside_capture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+    ~pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
 /* Scratch memory of one stream of one device, at least `bytes` of it, zeroed when it is made; kernels must leave the
  * part that they use as counters zero. It is made at a stream's first use, large enough for all but num_splits of large
  * batches, which makes a larger one. Inside a capture too: the allocation is done at once and is no part of the graph.
- * What was outgrown is kept, because graphs point to it. Two graphs captured on one stream share its workspace and must
- * not be replayed at the same time. */
+ * What was outgrown is kept until the stream is destroyed, because graphs point to it. Two graphs captured on one
+ * stream share its workspace and must not be replayed at the same time. */
 pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err);
 
 /* Scratch memory of one stream for what lives within one call, apart from the workspace (cuBLAS leaves anything in it).
@@ -109,6 +116,9 @@ struct pk_cuda_scratch {
     void *data;
 };
 pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err);
+
+/* Frees both kinds of a stream that is idle and about to be destroyed. */
+void pk_cuda_release_workspaces(const pk_cuda_device *device, pk_stream stream);
 
 /* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
 pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
@@ -264,5 +274,22 @@ pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error 
 pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
+pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err);
+void pk_cuda_release_pinned(pk_device device, void *data);
+pk_status pk_cuda_stream_create(pk_device device, pk_stream *stream, pk_error *err);
+void pk_cuda_stream_destroy(pk_device device, pk_stream stream);
+pk_status pk_cuda_stream_synchronize(pk_device device, pk_stream stream, pk_error *err);
+pk_status pk_cuda_stream_wait(pk_device device, pk_stream stream, pk_event event, pk_error *err);
+pk_status pk_cuda_event_create(pk_device device, bool has_timing, pk_event *event, pk_error *err);
+void pk_cuda_event_destroy(pk_device device, pk_event event);
+pk_status pk_cuda_event_record(pk_device device, pk_event event, pk_stream stream, pk_error *err);
+pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err);
+pk_status pk_cuda_event_synchronize(pk_device device, pk_event event, pk_error *err);
+pk_status pk_cuda_event_elapsed_ms(pk_device device, pk_event start, pk_event end, float *ms, pk_error *err);
+pk_status pk_cuda_capture_begin(pk_device device, pk_stream stream, pk_error *err);
+pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err);
+pk_status pk_cuda_graph_launch(pk_device device, pk_graph graph, pk_stream stream, pk_error *err);
+void pk_cuda_graph_destroy(pk_device device, pk_graph graph);
 
 #endif

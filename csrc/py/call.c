@@ -7,23 +7,6 @@
 
 // --- begin and end
 
-/* An int, or any object with a `cuda_stream` attribute (torch.cuda.Stream). */
-static int read_stream(py_call *call, PyObject *object)
-{
-    PyObject *number =
-        PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, call->state->str_cuda_stream);
-    if (number && PyLong_Check(number)) {
-        call->stream = (pk_stream)(uintptr_t)PyLong_AsUnsignedLongLong(number); /* negative: OverflowError */
-        call->stream_is_fixed = true;
-    }
-    Py_XDECREF(number);
-    if (call->stream_is_fixed && !PyErr_Occurred()) return 0;
-    PyErr_Clear();
-    PyErr_Format(PyExc_TypeError, "stream: must be None, an int (a cudaStream_t) or have a cuda_stream, not %R",
-                 object);
-    return -1;
-}
-
 int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyObject *const *args, Py_ssize_t nargs,
                   PyObject *kwnames)
 {
@@ -32,12 +15,12 @@ int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyO
     call->has_failed = call->stream_is_fixed = call->touches_gpu = false;
     call->num_tensors = call->num_lists = 0;
     call->num_elements = 0;
-    call->stream = NULL;
+    call->stream = py_entered_stream();
     call->released = NULL;
     call->status = PK_OK;
     if (py_bind(call->signature, args, nargs, kwnames, call->given) < 0) return -1;
-    return stream >= 0 && call->given[stream] && call->given[stream] != Py_None ? read_stream(call, call->given[stream])
-                                                                                : 0;
+    call->stream_is_fixed = stream >= 0 && call->given[stream] && call->given[stream] != Py_None;
+    return call->stream_is_fixed ? py_stream_arg(state, call->given[stream], &call->stream) : 0;
 }
 
 static void free_list(py_tensor_list *list)
@@ -86,8 +69,10 @@ static int take(py_call *call, const char *name, PyObject *object, py_tensor_in 
             return -1;
         }
         call->stream_is_fixed = true;
-    } else if (taken->reader != PY_READ_TENSOR) {
-        call->stream_is_fixed = true; /* this producer was told to be ready on the default stream */
+    } else if (taken->reader == PY_READ_TENSOR) {
+        call->stream = py_current_stream(taken->view.device);
+    } else {
+        call->stream_is_fixed = true; /* this producer was told to be ready on the stream so far */
     }
     return 0;
 }

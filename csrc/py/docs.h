@@ -8,8 +8,8 @@
     "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor. It must not overlap an input where nothing\n" \
     "else is said.\n"
 #define PY_DOC_STREAM \
-    "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: the current stream of the framework of\n" \
-    "the first CUDA tensor, otherwise the legacy default stream. Ignored on the CPU. Nothing is waited for.\n"
+    "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: see pagedkv.Stream. Ignored on the CPU.\n" \
+    "Nothing is waited for.\n"
 #define PY_DOC_ERRORS \
     "Shapes and values raise ValueError, dtypes TypeError, strides, read-only memory and devices BufferError; after an\n" \
     "error nothing was written.\n"

@@ -57,7 +57,7 @@ static int module_exec(PyObject *module)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
-    if (add_block_manager(module, state) < 0) return -1;
+    if (add_block_manager(module, state) < 0 || py_add_graph_types(module) < 0) return -1;
     if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
         add_functions(module, state, py_dense_functions) < 0 || add_functions(module, state, py_runtime_functions) < 0)
         return -1;
@@ -70,6 +70,9 @@ static void visit_state(py_state *state, void (*each)(PyObject **slot, void *con
     PyObject **const slots[] = {
         (PyObject **)&state->tensor_type,
         (PyObject **)&state->step_type,
+        (PyObject **)&state->stream_type,
+        (PyObject **)&state->event_type,
+        (PyObject **)&state->graph_type,
         &state->out_of_blocks,
         &state->cuda_error,
         &state->str_dlpack,

@@ -8,6 +8,7 @@
  *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
  *   ops.c ops_dense.c     one short function an operation
  *   runtime.c             devices, threads, what was built
+ *   graph.c               Stream, Event, Graph, and the thread's current stream
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *
@@ -38,7 +39,8 @@
  * is read at import from the first line of the docstring, which is also what inspect.signature shows. */
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                              \
-    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads)                              \
+    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
+    X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
     X(store_kvcache) X(paged_attention_fwd) X(copy_blocks) X(swap_blocks) X(merge_attention_states)                   \
     X(embedding) X(gather_rows) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) X(sample)                 \
     X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                               \
@@ -80,12 +82,13 @@ typedef struct {
 #define PY_MAX_KNOWN_TYPES 16
 
 typedef struct {
-    PyTypeObject *tensor_type, *step_type;
+    PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type;
     PyObject *out_of_blocks, *cuda_error;
     PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
     py_signature signatures[PY_NUM_SIGNATURES];
     py_known_type known_types[PY_MAX_KNOWN_TYPES];
     int num_known_types;
+    bool has_streams; /* a Stream was made: not all of our work is on the default stream any more */
 #ifdef Py_GIL_DISABLED
     PyMutex known_types_mutex;
 #endif
@@ -98,6 +101,7 @@ static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_
 /* New references to the module's types (each file makes its own and registers its signatures). */
 PyTypeObject *py_tensor_type(PyObject *module);
 PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_type */
+int py_add_graph_types(PyObject *module);
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_runtime_functions[];
 
@@ -141,7 +145,8 @@ typedef struct {
         struct {
             void *data;
             pk_device device;
-        } memory; /* of the device's backend */
+            bool is_pinned; /* host memory, from the device's backend all the same */
+        } memory;           /* of the device's backend */
     };
 } py_hold;
 void py_release(py_hold *hold);
@@ -167,7 +172,19 @@ PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hol
 /* A new Tensor with its own memory, not initialised; contiguous. */
 PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
                         pk_error *err);
+/* The same in pinned host memory. */
+PyObject *py_tensor_new_pinned(py_state *state, pk_dtype dtype, int ndim, const int64_t *shape, pk_error *err);
 const pk_view *py_tensor_view(PyObject *tensor);
+
+/* ------------------------------------------------------------ streams (graph.c) */
+
+/* The cudaStream_t of work on `device` that nothing else gives a stream: of the Stream that this thread has entered by
+ * `with`, if it is of that device, else NULL, the legacy default stream. */
+pk_stream py_current_stream(pk_device device);
+/* The same where no tensor has told the device yet: whatever Stream was entered last. */
+pk_stream py_entered_stream(void);
+/* `stream` as a user gives it: an int, or any object with a `cuda_stream` attribute (ours, torch's). */
+int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream);
 
 /* --------------------------------------------------------- runtime (runtime.c) */
 

@@ -58,6 +58,25 @@ static PyObject *py_check_errors(PyObject *module, PyObject *const *args, Py_ssi
     return on_device(module, PY_SIG_check_errors, PK_CUDA, check_device, args, nargs, kwnames);
 }
 
+PyDoc_STRVAR(memory_info_doc,
+             "memory_info($module, device=\"cuda\")\n--\n\n"
+             "(free, total) bytes of the memory of a GPU, by the driver: what other processes hold is not free.");
+static PyObject *py_memory_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
+    pk_device device = {PK_CUDA, 0};
+    const pk_backend *backend;
+    size_t free_bytes, total_bytes;
+    pk_error err;
+    if (py_bind(&state->signatures[PY_SIG_memory_info], args, nargs, kwnames, given) < 0) return NULL;
+    if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
+    if (pk_backend_with(device, offsetof(pk_backend, memory_info), "memory_info", &backend, &err) != PK_OK ||
+        backend->memory_info(device, &free_bytes, &total_bytes, &err) != PK_OK)
+        return py_raise(state, &err);
+    return Py_BuildValue("(KK)", (unsigned long long)free_bytes, (unsigned long long)total_bytes);
+}
+
 PyDoc_STRVAR(get_num_threads_doc, "get_num_threads($module, /)\n--\n\nThe threads that operations on the CPU use.");
 static PyObject *py_get_num_threads(PyObject *module, PyObject *unused)
 {
@@ -129,6 +148,7 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 PyMethodDef py_runtime_functions[] = {
     PY_METHOD("synchronize", py_synchronize, synchronize_doc),
     PY_METHOD("check_errors", py_check_errors, check_errors_doc),
+    PY_METHOD("memory_info", py_memory_info, memory_info_doc),
     PY_METHOD("set_num_threads", py_set_num_threads, set_num_threads_doc),
     {"build_info", py_build_info, METH_NOARGS, build_info_doc},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, get_num_threads_doc},

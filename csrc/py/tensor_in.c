@@ -90,6 +90,7 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
     view->dtype = (pk_dtype)dtype;
     view->ndim = tensor->ndim;
     view->is_readonly = is_readonly;
+    view->is_pinned = tensor->device.device_type == kDLCUDAHost;
     int64_t dense = 1, numel_bytes;
     bool is_empty = false, is_negative = false, is_too_large = false;
     for (int i = tensor->ndim - 1; i >= 0; i--) {
@@ -386,7 +387,8 @@ void py_release(py_hold *hold)
         case PY_HOLD_MEMORY: {
             const pk_backend *backend;
             if (pk_backend_of(hold->memory.device, &backend, NULL) == PK_OK)
-                backend->release(hold->memory.device, hold->memory.data);
+                (hold->memory.is_pinned ? backend->release_pinned : backend->release)(hold->memory.device,
+                                                                                      hold->memory.data);
             break;
         }
     }

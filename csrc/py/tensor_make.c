@@ -98,13 +98,15 @@ static bool is_given(PyObject *object) { return object && object != Py_None; }
 
 PyDoc_STRVAR(
     empty_doc,
-    "empty($module, shape, dtype=\"float32\", device=\"cpu\")\n--\n\n"
+    "empty($module, shape, dtype=\"float32\", device=\"cpu\", *, pinned=False)\n--\n\n"
     "A new Tensor, contiguous, whose elements are not initialised.\n\n"
     "shape: an int or a sequence of at most 8. dtype: a name (\"bfloat16\") or a torch or NumPy dtype. device:\n"
-    "\"cpu\", \"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. MemoryError: not enough.");
+    "\"cpu\", \"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. MemoryError: not enough.\n"
+    "pinned: on the CPU, memory that GPUs copy by themselves while the host goes on (see copy_). It cannot be swapped\n"
+    "out and is slow to make: for buffers that live long. Needs CUDA.");
 static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { SHAPE, DTYPE, DEVICE, COUNT };
+    enum { SHAPE, DTYPE, DEVICE, PINNED, COUNT };
     PyObject *given[COUNT];
     py_state *state = py_module_state(module);
     if (py_bind(&state->signatures[PY_SIG_empty], args, nargs, kwnames, given) < 0) return NULL;
@@ -116,7 +118,12 @@ static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (ndim < 0 || (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||
         (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0))
         return NULL;
-    return py_tensor_new(state, dtype, device, ndim, shape, &err);
+    int is_pinned = given[PINNED] ? PyObject_IsTrue(given[PINNED]) : 0;
+    if (is_pinned < 0) return NULL;
+    if (!is_pinned) return py_tensor_new(state, dtype, device, ndim, shape, &err);
+    if (device.type == PK_CPU) return py_tensor_new_pinned(state, dtype, ndim, shape, &err);
+    PyErr_SetString(PyExc_ValueError, "pinned: only memory on the cpu can be pinned");
+    return NULL;
 }
 
 // --- from_dlpack
@@ -169,7 +176,8 @@ static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk
     PyObject *copy = py_tensor_new(state, dtype, device, src->ndim, src->shape, &err);
     if (!copy) return NULL;
     const pk_backend *backend;
-    pk_status status = pk_copy(src, py_tensor_view(copy), NULL, &err);
+    pk_device gpu = device.type == PK_CPU ? src->device : device;
+    pk_status status = pk_copy(src, py_tensor_view(copy), py_current_stream(gpu), &err);
     if (status == PK_OK && src->device.type != PK_CPU && (status = pk_backend_of(src->device, &backend, &err)) == PK_OK)
         status = backend->synchronize(src->device, &err); /* the host reads it next */
     if (status == PK_OK) return copy;

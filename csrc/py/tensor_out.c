@@ -109,21 +109,21 @@ static PyObject *copy_of(py_state *state, PyObject *tensor)
     const pk_view *view = py_tensor_view(tensor);
     pk_error err;
     PyObject *copy = py_tensor_new(state, view->dtype, view->device, view->ndim, view->shape, &err);
-    if (copy && pk_copy(view, py_tensor_view(copy), NULL, &err) != PK_OK) {
+    if (copy && pk_copy(view, py_tensor_view(copy), py_current_stream(view->device), &err) != PK_OK) {
         py_raise(state, &err);
         Py_CLEAR(copy);
     }
     return copy;
 }
 
-/* The consumer's stream must see what was written. Our own work without stream= is on the legacy default stream, and -1
- * asks for nothing; for any other stream the device is waited for. */
+/* The consumer's stream must see what was written. -1 asks for nothing, and on the legacy default stream is our own
+ * work where no Stream was ever made; otherwise the device is waited for. */
 static int be_ready(py_state *state, const pk_view *view, PyObject *stream)
 {
     int64_t number = 1;
     if (view->device.type == PK_CPU) return 0; /* the array API asks for None here; every value means the same */
     if (stream && stream != Py_None && py_int64_arg("stream", stream, &number) < 0) return -1;
-    if (number == -1 || number == 1) return 0;
+    if (number == -1 || (number == 1 && !state->has_streams)) return 0;
     pk_error err;
     const pk_backend *backend;
     if (pk_backend_of(view->device, &backend, &err) == PK_OK && backend->synchronize(view->device, &err) == PK_OK)

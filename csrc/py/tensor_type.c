@@ -22,10 +22,10 @@ PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hol
     return (PyObject *)self;
 }
 
-PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
-                        pk_error *err)
+static PyObject *new_tensor(py_state *state, pk_dtype dtype, pk_device device, bool is_pinned, int ndim,
+                            const int64_t *shape, pk_error *err)
 {
-    pk_view view = {.ndim = ndim, .dtype = dtype, .device = device};
+    pk_view view = {.ndim = ndim, .dtype = dtype, .device = device, .is_pinned = is_pinned};
     int64_t bytes = (int64_t)pk_dtype_bytes(dtype);
     for (int i = 0; i < ndim; i++) view.shape[i] = shape[i];
     int64_t stride = 1;
@@ -41,12 +41,25 @@ PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int n
         return py_raise(state, err);
     }
     const pk_backend *backend;
-    py_hold hold = {.kind = PY_HOLD_MEMORY, .memory = {.device = device}};
-    if (pk_backend_of(device, &backend, err) != PK_OK ||
-        backend->allocate(device, is_empty ? 0 : (size_t)bytes, &hold.memory.data, err) != PK_OK)
-        return py_raise(state, err);
+    pk_device owner = is_pinned ? (pk_device){PK_CUDA, 0} : device;
+    py_hold hold = {.kind = PY_HOLD_MEMORY, .memory = {.device = owner, .is_pinned = is_pinned}};
+    if (pk_backend_of(owner, &backend, err) != PK_OK) return py_raise(state, err);
+    pk_status (*allocate)(pk_device, size_t, void **, pk_error *) =
+        is_pinned ? backend->allocate_pinned : backend->allocate;
+    if (allocate(owner, is_empty ? 0 : (size_t)bytes, &hold.memory.data, err) != PK_OK) return py_raise(state, err);
     view.data = hold.memory.data;
     return py_tensor_from_view(state, &view, &hold);
+}
+
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
+                        pk_error *err)
+{
+    return new_tensor(state, dtype, device, false, ndim, shape, err);
+}
+
+PyObject *py_tensor_new_pinned(py_state *state, pk_dtype dtype, int ndim, const int64_t *shape, pk_error *err)
+{
+    return new_tensor(state, dtype, (pk_device){PK_CPU, 0}, true, ndim, shape, err);
 }
 
 const pk_view *py_tensor_view(PyObject *tensor) { return &((py_tensor *)tensor)->view; }
@@ -130,6 +143,12 @@ static PyObject *get_device(PyObject *self, void *unused)
     return device_text(py_tensor_view(self)->device);
 }
 
+static PyObject *get_is_pinned(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(py_tensor_view(self)->is_pinned);
+}
+
 static PyObject *get_ndim(PyObject *self, void *unused)
 {
     (void)unused;
@@ -147,8 +166,9 @@ static PyObject *tensor_repr(PyObject *self)
 {
     PyObject *shape = get_shape(self, NULL), *device = device_text(py_tensor_view(self)->device), *text = NULL;
     if (shape && device)
-        text = PyUnicode_FromFormat("Tensor(shape=%S, dtype='%s', device='%U')", shape,
-                                    pk_dtype_name(py_tensor_view(self)->dtype), device);
+        text = PyUnicode_FromFormat("Tensor(shape=%S, dtype='%s', device='%U'%s)", shape,
+                                    pk_dtype_name(py_tensor_view(self)->dtype), device,
+                                    py_tensor_view(self)->is_pinned ? ", pinned=True" : "");
     Py_XDECREF(shape);
     Py_XDECREF(device);
     return text;
@@ -263,7 +283,9 @@ PyDoc_STRVAR(
     "Copies the elements of `src`, any tensor of the same shape, into this one, and returns this one.\n\n"
     "On the CPU between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
     "saturates at 448). Where one side is on a GPU both must be contiguous and of one dtype, and the copy is ordered\n"
-    "on `stream` (default: the current stream of src's framework).");
+    "on `stream` (default: see pagedkv.Stream). Between a GPU and pinned memory nothing is waited for: the pinned side\n"
+    "must stay alive and, being read, unchanged until the stream has done the copy (an Event tells). Other host memory\n"
+    "may be read or changed as soon as the call returns.");
 static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SRC, STREAM };
@@ -431,6 +453,8 @@ static PyGetSetDef tensor_getset[] = {
      NULL},
     {"dtype", get_dtype, NULL, "The name of the dtype, \"bfloat16\".", NULL},
     {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
+    {"is_pinned", get_is_pinned, NULL,
+     "Whether it is host memory that a GPU copies by itself: see empty() and copy_().", NULL},
     {"ndim", get_ndim, NULL, "The number of dimensions.", NULL},
     {"nbytes", get_nbytes, NULL, "Bytes of all elements (of a view: of its own elements only).", NULL},
     {NULL, NULL, NULL, NULL, NULL},

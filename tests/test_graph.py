@@ -1,0 +1,380 @@
+"""Stream, Event, Graph, pinned memory, memory_info: on a GPU, and what each says where there is none."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv import Event, Graph, Stream
+
+HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
+
+
+@pytest.fixture
+def gpu():
+    if not HAS_GPU:
+        pytest.skip(pagedkv.build_info()["cuda_problem"])
+    return "cuda:0"
+
+
+def on_gpu(array: np.ndarray) -> pagedkv.Tensor:
+    return pagedkv.asarray(array, device="cuda:0")
+
+
+def busy(stream: Stream, milliseconds: float = 20) -> None:
+    """Keeps the stream at work for at least so long."""
+    x = pagedkv.empty((8192, 8192), "bfloat16", "cuda:0")
+    out = pagedkv.empty((8192, 8192), "bfloat16", "cuda:0")
+    for _ in range(int(milliseconds / 1.2) + 1):  # 8192^3 takes 1.4 ms at 800 TFLOP/s
+        pagedkv.linear(x, x, out=out, stream=stream)
+
+
+# --- without a GPU
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@pytest.mark.parametrize(
+    "make",
+    [Stream, Event, pagedkv.memory_info, lambda: pagedkv.empty(3, pinned=True)],
+    ids=["Stream", "Event", "memory_info", "pinned"],
+)
+def test_what_is_missing_is_said(make):
+    expected = NotImplementedError if "CPU only" in pagedkv.build_info()["cuda_problem"] else BufferError
+    with pytest.raises(expected) as caught:
+        make()
+    assert str(caught.value) == pagedkv.build_info()["cuda_problem"]
+
+
+@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), pagedkv.memory_info])
+def test_the_cpu_has_none(what):
+    with pytest.raises(NotImplementedError, match="(Stream|Event|memory_info) is not available on cpu"):
+        what("cpu")
+    with pytest.raises(ValueError, match="device: 'tpu' is not a device"):
+        what("tpu")
+
+
+def test_a_graph_that_is_not_captured():
+    graph = Graph()
+    assert repr(graph) == "Graph(not captured)" and graph.num_nodes == 0
+    with pytest.raises(RuntimeError, match="not captured yet"):
+        graph.replay()
+    with pytest.raises(RuntimeError, match="entered once, by"):
+        graph.__enter__()
+    with pytest.raises(RuntimeError, match="not being captured"):
+        graph.__exit__(None, None, None)
+    with pytest.raises(TypeError, match=r"stream: must be a pagedkv\.Stream, not 7"):
+        graph.capture(7)
+
+
+def test_only_host_memory_is_pinned():
+    assert not pagedkv.empty(3).is_pinned and not pagedkv.empty(3, pinned=False).is_pinned
+    with pytest.raises(ValueError, match="only memory on the cpu can be pinned"):
+        pagedkv.empty(3, device="cuda", pinned=True)
+
+
+# --- streams
+
+
+@pytest.mark.gpu
+def test_stream_and_event(gpu):
+    stream, other = Stream(), Stream("cuda:0")
+    assert stream.device == gpu and stream.cuda_stream not in (0, 1, 2, other.cuda_stream)
+    assert repr(stream) == f"Stream(device='cuda:0', cuda_stream={stream.cuda_stream:#x})"
+    event = Event()
+    assert event.query()
+    event.synchronize()
+    busy(stream)
+    assert event.record(stream) is event and not event.query()
+    other.wait(event)
+    after = Event().record(other)
+    assert not after.query()
+    other.synchronize()
+    assert event.query() and after.query()
+    with pytest.raises(TypeError, match=r"event: must be a pagedkv\.Event, not 3"):
+        stream.wait(3)
+
+
+@pytest.mark.gpu
+def test_timing(gpu):
+    stream = Stream()
+    start, end, plain = Event(timing=True), Event(True), Event()
+    start.record(stream)
+    busy(stream, 20)
+    end.record(stream)
+    plain.record(stream)
+    end.synchronize()
+    assert 5 < start.elapsed_ms(end) < 2000
+    with pytest.raises(ValueError, match="both events must be made with timing=True"):
+        start.elapsed_ms(plain)
+    with pytest.raises(pagedkv.CudaError, match="cudaEventElapsedTime"):
+        start.elapsed_ms(Event(True))
+
+
+@pytest.mark.gpu
+def test_which_stream_is_used(gpu):
+    """An event on a stream is pending only while that stream has work."""
+    stream, inner = Stream(), Stream()
+    x = on_gpu(np.ones((4, 64), np.float32))
+
+    mark = Event()
+    with stream:
+        busy(inner, 20)
+        mark.record()  # on this thread's stream, not on `inner`
+        stream.synchronize()
+        assert mark.query()
+        with inner:
+            assert not mark.record().query()
+            with stream:
+                stream.synchronize()
+                mark.record()
+                stream.synchronize()
+                assert mark.query()
+    inner.synchronize()
+    with pytest.raises(RuntimeError, match="has not entered"):
+        stream.__exit__(None, None, None)
+
+    # An operation inside `with stream` is ordered behind the stream's work, and not behind another stream's.
+    out, zeros = on_gpu(np.zeros((4, 32), np.float32)), np.zeros((4, 32), np.float32)
+    with stream:
+        busy(inner, 40)
+        pagedkv.silu_and_mul(x, out=out)
+        stream.synchronize()
+        assert not Event().record(inner).query()
+    inner.synchronize()
+    assert np.allclose(out.tolist(), 1 / (1 + np.exp(-1.0)))
+    with stream:
+        out.copy_(zeros)
+        busy(inner, 40)
+        pagedkv.silu_and_mul(x, out=out, stream=inner)  # stream= wins
+        assert not Event().record(inner).query()
+        stream.synchronize()
+        assert not Event().record(inner).query()
+    inner.synchronize()
+    assert out.tolist()[0][0] > 0.7
+
+
+@pytest.mark.gpu
+def test_torch_keeps_its_own_stream(gpu):
+    torch = pytest.importorskip("torch")
+    stream = Stream()
+    x = torch.ones(4, 64, device="cuda")
+    torch.cuda.synchronize()
+    busy(stream, 40)
+    mark = Event().record(stream)
+    with stream:
+        out = pagedkv.silu_and_mul(x)
+        torch.cuda.current_stream().synchronize()
+        assert torch.allclose(out, torch.full_like(out, 0.7310586)) and not mark.query()
+        external = torch.cuda.ExternalStream(stream.cuda_stream)
+        pagedkv.silu_and_mul(x, out=out, stream=external)
+    stream.synchronize()
+
+
+@pytest.mark.gpu
+def test_threads_have_streams_of_their_own(gpu):
+    """Each thread's entered Stream is its own, and waiting releases the GIL."""
+    stream = Stream()
+    seen = {}
+
+    def other() -> None:
+        seen["idle"] = Event().record().query()  # the default stream here: idle
+        seen["time"] = time.perf_counter()
+
+    with stream:
+        busy(stream, 100)
+        thread = threading.Thread(target=other)
+        thread.start()
+        stream.synchronize()
+        done = time.perf_counter()
+        thread.join()
+    assert seen["idle"] and seen["time"] < done
+
+
+@pytest.mark.gpu
+def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(gpu):
+    torch = pytest.importorskip("torch")
+    stream = Stream()
+    x = on_gpu(np.full((4, 64), 2.0, np.float32))
+    with stream:
+        busy(stream, 40)
+        out = pagedkv.silu_and_mul(x)
+    assert torch.from_dlpack(out).cpu().numpy() == pytest.approx(4 / (1 + np.exp(-2.0)))
+
+
+# --- pinned memory
+
+
+@pytest.mark.gpu
+def test_pinned_copies_are_not_waited_for(gpu, rng):
+    stream = Stream()
+    values = rng.standard_normal((64, 33)).astype(np.float32)
+    pinned = pagedkv.empty((64, 33), pinned=True)
+    assert pinned.is_pinned and pinned.device == "cpu" and pinned[3:].is_pinned and pinned.view(-1).is_pinned
+    assert repr(pinned) == "Tensor(shape=(64, 33), dtype='float32', device='cpu', pinned=True)"
+    pinned.copy_(values)
+    device = pagedkv.empty((64, 33), device="cuda")
+    back = pagedkv.empty((64, 33), pinned=True)
+    back.copy_(np.zeros((64, 33), np.float32))
+    with stream:
+        busy(stream, 30)
+        device.copy_(pinned)
+        back.copy_(device)
+        done = Event().record()
+        assert not done.query(), "a copy to pinned memory was waited for"
+        assert not back.numpy().any()
+        plain = np.zeros((64, 33), np.float32)
+        pagedkv.from_dlpack(plain).copy_(device)  # pageable: done when the call is back
+        assert done.query()
+    assert (plain == values).all() and (back.numpy() == values).all()
+
+
+@pytest.mark.gpu
+def test_pageable_memory_may_change_at_once(gpu, rng):
+    stream = Stream()
+    values = rng.standard_normal((1 << 20,)).astype(np.float32)
+    expected, device = values.copy(), pagedkv.empty(1 << 20, device="cuda")
+    with stream:
+        device.copy_(values)
+        values[:] = np.nan
+        assert (np.array(device.tolist(), np.float32) == expected).all()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_given_back(gpu):
+    for _ in range(20):  # 20 GiB in all
+        pagedkv.empty(1 << 30, "uint8", pinned=True)
+    pagedkv.empty(0, pinned=True)
+
+
+@pytest.mark.gpu
+def test_memory_info(gpu):
+    gc.collect()
+    free, total = pagedkv.memory_info()
+    assert 0 < free <= total
+    block = pagedkv.empty(1 << 30, "uint8", "cuda")
+    assert pagedkv.memory_info("cuda:0") == (free - (1 << 30), total)
+    del block
+    assert pagedkv.memory_info() == (free, total)
+
+
+@pytest.mark.gpu
+def test_a_stream_gives_its_workspaces_back(gpu):
+    def use() -> None:
+        x = on_gpu(np.ones((16, 2048), np.float32))
+        with Stream():
+            pagedkv.sample(
+                pagedkv.asarray(np.ones((2, 200_000), np.float32), device="cuda"),
+                *(on_gpu(a) for a in (np.ones(2, np.float32), np.arange(2), np.arange(2, dtype=np.int32))),
+            )
+            pagedkv.linear(x, x)
+
+    use()
+    gc.collect()
+    before = pagedkv.memory_info()[0]
+    for _ in range(600):  # more streams than have room in the table of workspaces
+        use()
+    gc.collect()
+    assert pagedkv.memory_info()[0] == before
+
+
+# --- graphs
+
+
+@pytest.mark.gpu
+def test_a_graph_repeats_its_work_on_new_values(gpu, rng):
+    stream = Stream()
+    x, hidden, out = (pagedkv.empty((5, n), device="cuda") for n in (64, 32, 32))
+    weight = rng.standard_normal(32).astype(np.float32)
+    weight_there = on_gpu(weight)
+    out.copy_(np.zeros((5, 32), np.float32))
+    pagedkv.synchronize("cuda")
+    graph = Graph()
+    with graph.capture(stream) as entered:
+        assert entered is graph
+        pagedkv.silu_and_mul(x, out=hidden)
+        pagedkv.rms_norm(hidden, weight_there, out=out)
+    assert graph.num_nodes == 2 and repr(graph) == "Graph(device='cuda:0', num_nodes=2)"
+    stream.synchronize()
+    assert not np.array(out.tolist()).any(), "a capture runs nothing"
+    for replay_on in (None, stream, Stream()):
+        values = rng.standard_normal((5, 64)).astype(np.float32)
+        x.copy_(values, stream=replay_on or stream)
+        graph.replay(replay_on)
+        (replay_on or stream).synchronize()
+        gate, up = values[:, :32].astype(np.float64), values[:, 32:]
+        expected = gate / (1 + np.exp(-gate)) * up
+        expected /= np.sqrt((expected**2).mean(axis=1, keepdims=True) + 1e-6)
+        assert np.abs(np.array(out.tolist()) - expected * weight).max() < 1e-4
+    with pytest.raises(RuntimeError, match="captured already"):
+        graph.capture(stream)
+
+
+@pytest.mark.gpu
+def test_an_error_inside_a_capture_comes_out_as_it_is(gpu):
+    stream = Stream()
+    x = on_gpu(np.ones((4, 64), np.float32))
+    out = on_gpu(np.ones((4, 32), np.float32))
+    graph = Graph()
+    with pytest.raises(ValueError, match="out: dim 1 is 64"), graph.capture(stream):
+        pagedkv.silu_and_mul(x, out=x)
+    with pytest.raises(pagedkv.CudaError, match="cudaDeviceSynchronize: cudaErrorStreamCapture"), graph.capture(stream):
+        pagedkv.silu_and_mul(x, out=out)
+        pagedkv.synchronize("cuda")
+    with pytest.raises(pagedkv.CudaError, match="cudaStreamEndCapture"), graph.capture(stream):  # swallowed inside
+        try:
+            stream.synchronize()
+        except pagedkv.CudaError:
+            pass
+    assert graph.num_nodes == 0
+    with graph.capture(stream):
+        with pytest.raises(RuntimeError, match="captured already"):
+            graph.capture(stream)
+        pagedkv.silu_and_mul(x, out=out)
+    graph.replay()
+    stream.synchronize()
+    assert out.tolist()[3][31] == pytest.approx(0.7310586)
+    with pytest.raises(RuntimeError, match="has not entered"):
+        stream.__exit__(None, None, None)
+
+
+@pytest.mark.gpu
+def test_graphs_give_their_memory_back(gpu):
+    stream = Stream()
+    x = on_gpu(np.ones((4, 64), np.float32))
+    out = on_gpu(np.ones((4, 32), np.float32))
+
+    def capture() -> Graph:
+        graph = Graph()
+        with graph.capture(stream):
+            for _ in range(500):
+                pagedkv.silu_and_mul(x, out=out)
+        graph.replay()
+        return graph
+
+    for _ in range(5):
+        capture()
+    stream.synchronize()
+    before = pagedkv.memory_info()[0]
+    for _ in range(100):
+        capture()
+    stream.synchronize()
+    assert before - pagedkv.memory_info()[0] <= 32 << 20  # the driver keeps some
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_its_stream(gpu):
+    graph, stream = Graph(), Stream()
+    x = on_gpu(np.ones((16, 64), np.float32))
+    out = on_gpu(np.zeros((16, 16), np.float32))
+    with graph.capture(stream):
+        pagedkv.linear(x, x, out=out)  # has its workspace from the stream
+    del stream
+    gc.collect()
+    graph.replay()
+    pagedkv.synchronize("cuda")
+    assert out.tolist()[7][7] == 64

@@ -1,4 +1,4 @@
-"""python -m pagedkv {demo,generate,info}: an error is one line on stderr, exit code 1 (2: wrong usage)."""
+"""python -m pagedkv {demo,generate,bench,info}: an error is one line on stderr, exit code 1 (2: wrong usage)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="pagedkv", description="A paged KV cache, paged attention and a Qwen3 engine.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate,info}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate,bench,info}")
 
     demo = commands.add_parser("demo", help="add numbers with the model inside the package, and say how fast")
     demo.add_argument("--num-prompts", type=_at_least(1), default=32, help="sums in the batch (default: 32)")
@@ -53,6 +54,14 @@ def _parser() -> Parser:
     generate.add_argument("--max-model-len", type=_at_least(1), help="prompt and new tokens of a request at most")
     generate.set_defaults(run=run_generate)
 
+    bench = commands.add_parser("bench", help="nano-vllm's benchmark: 256 requests at once, and the device's floor for it")
+    bench.add_argument("model", nargs="?", default="0.6B", help="a folder, or 0.6B, 1.7B, 4B, 8B: the shape of Qwen3 of "
+                       "this size with random weights (default: 0.6B)")  # fmt: skip
+    bench.add_argument("--device", default=_default_device(), help="cpu or cuda (default: cuda where there is one)")
+    bench.add_argument("--num-requests", type=_at_least(1), default=256, help="(default: 256)")
+    bench.add_argument("--runs", type=_at_least(1), default=3, help="after one that warms up (default: 3)")
+    bench.set_defaults(run=run_bench)
+
     info = commands.add_parser("info", help="versions, backends found and why not, threads, BLAS")
     info.set_defaults(run=run_info)
     return parser
@@ -66,6 +75,10 @@ def _at_least(lowest: int):
         return value
 
     return integer
+
+
+def _default_device() -> str:
+    return "cuda" if pagedkv.build_info()["cuda_devices"] else "cpu"
 
 
 # --- generate
@@ -129,6 +142,35 @@ def _demo_sums(count: int, rng: random.Random) -> list[tuple[int, int]]:
         first = rng.randrange(100, 1000)
         sums += [(first, rng.randrange(1000)) for _ in range(4)]
     return sums[:count]
+
+
+# --- bench
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from pagedkv import bench
+
+    workload = bench.nano_bench(args.num_requests)
+    with tempfile.TemporaryDirectory() as scratch:
+        is_shape = args.model in bench.SHAPES
+        folder = bench.write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
+        ceiling = bench.measure_ceiling(args.device, "bfloat16")
+        llm = bench.make_llm(folder, workload, device=args.device, load_format="dummy" if is_shape else "auto")
+    with llm:
+        floor = bench.floor_seconds(llm.config, llm.dtype, workload, ceiling)
+        print(f"""\
+model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, on {args.device}
+workload  {args.num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
+{workload.num_new_tokens:,} new tokens
+device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured
+floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""")
+        bench.run(llm, bench.nano_bench(args.num_requests, seed=1), use_tqdm=sys.stderr.isatty())
+        runs = [bench.run(llm, workload, use_tqdm=sys.stderr.isatty()) for _ in range(args.runs)]
+    for run in runs:
+        print(f"run       {run.seconds:.2f} s = {run.tokens_per_second:,.0f} tokens/s")
+    median = statistics.median(run.seconds for run in runs)
+    print(f"median    {median:.2f} s = {workload.num_new_tokens / median:,.0f} tokens/s, {floor / median:.0%} of the floor")
+    return 0
 
 
 # --- info

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv import BlockManager, OutOfBlocks
 from pagedkv.models.config import DTYPES, Qwen3Config
+from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import ITEM_BYTES, Checkpoint
 
@@ -38,6 +39,7 @@ class LLM:
 
     model                   folder with config.json, safetensors and, for text, tokenizer.json
     device                  "cpu"
+    load_format             "auto": the safetensors of the folder; "dummy": random weights, to measure speed
     dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
     block_size              tokens in a page
     num_blocks              pages in the pool; None: as many as kv_cache_memory holds
@@ -59,6 +61,7 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         device: str = "cpu",
+        load_format: str = "auto",
         dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -74,6 +77,8 @@ class LLM:
             raise NotImplementedError(f"device is {device!r}; the engine runs on 'cpu'")
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype is {dtype!r} but must be auto, {', '.join(DTYPES)}")
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format is {load_format!r} but must be auto or dummy")
         if not isinstance(enable_prefix_caching, bool):
             raise TypeError(f"enable_prefix_caching is {enable_prefix_caching!r} but must be True or False")
         if num_blocks is not None and kv_cache_memory is not None:
@@ -104,7 +109,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             num_host_blocks=check_int("swap_space", swap_space, 0) // self._page_bytes(block_size),
         )
-        checkpoint = Checkpoint(folder, self.dtype, device)
+        dummy = load_format == "dummy"
+        checkpoint = DummyCheckpoint(self.dtype, device) if dummy else Checkpoint(folder, self.dtype, device)
         self._runner: ModelRunner | None = ModelRunner(
             self.config,
             Qwen3(self.config, checkpoint, self.max_model_len),

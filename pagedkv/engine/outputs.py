@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +38,6 @@ class EngineStats:
     host_seconds: float = 0.0  # scheduling and taking the results: all but ModelRunner.launch() and waiting for it
     peak_used_blocks: int = 0
     peak_shared_blocks: int = 0  # pages that two or more sequences used at a time
+
+    def copy(self) -> EngineStats:
+        return replace(self)

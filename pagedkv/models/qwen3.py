@@ -20,8 +20,11 @@ import pagedkv
 from pagedkv import Tensor
 
 from .config import Qwen3Config
+from .dummy import DummyCheckpoint
 from .rope import cos_sin_table
 from .weights import Checkpoint
+
+AnyCheckpoint = Checkpoint | DummyCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Buffers:
 
 
 class Attention:
-    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint, cos_sin: Tensor) -> None:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         self.num_q_heads, self.head_dim, self.eps = config.num_q_heads, config.head_dim, config.rms_norm_eps
         self.window = (config.windows[layer] - 1, 0) if config.windows[layer] else (-1, -1)
@@ -113,7 +116,7 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint) -> None:
         prefix = f"model.layers.{layer}.mlp"
         rows = {f"{prefix}.{name}.weight": config.intermediate_size for name in ("gate_proj", "up_proj")}
         self.gate_up_weight = checkpoint.load_stacked(rows, config.hidden_size)
@@ -127,7 +130,7 @@ class MLP:
 
 
 class Layer:
-    def __init__(self, config: Qwen3Config, layer: int, checkpoint: Checkpoint, cos_sin: Tensor) -> None:
+    def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = checkpoint.load(f"{prefix}.input_layernorm.weight", config.hidden_size)
@@ -150,7 +153,7 @@ class Layer:
 class Qwen3:
     """The whole model. `max_model_len` bounds the rotary table: no position may reach it."""
 
-    def __init__(self, config: Qwen3Config, checkpoint: Checkpoint, max_model_len: int) -> None:
+    def __init__(self, config: Qwen3Config, checkpoint: AnyCheckpoint, max_model_len: int) -> None:
         table = cos_sin_table(config.rope, config.head_dim, max_model_len)
         cos_sin = pagedkv.asarray(table, device=checkpoint.device)
         self.eps = config.rms_norm_eps

@@ -1,0 +1,207 @@
+"""The workload of nano-vllm's bench.py, and the least time that a device needs for it.
+
+256 requests at once: prompts of U(100, 1024) ids of 0..10000, U(100, 1024) new tokens each, temperature 0.6,
+end-of-sequence ignored, drawn with Python's random, seed 0: 142,827 prompt and 133,966 new tokens
+(https://github.com/GeeeekExplorer/nano-vllm/blob/main/bench.py). Random weights do the same work as a model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pagedkv
+from pagedkv.engine.llm import LLM
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.models.config import Qwen3Config
+from pagedkv.models.weights import ITEM_BYTES
+
+MAX_LEN = 1024  # of a prompt, and of its continuation
+
+# Shapes of published models, by their size: hidden, intermediate, layers, query heads, KV heads, tied embeddings.
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+}
+
+
+def write_shape(size: str, folder: Path) -> Path:
+    """A folder with the config.json of Qwen3 of this size, to be loaded with load_format="dummy"."""
+    hidden, intermediate, layers, q_heads, kv_heads, is_tied = SHAPES[size]
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": is_tied,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(one.max_tokens for one in self.params)
+
+
+def nano_bench(num_requests: int = 256, seed: int = 0) -> Workload:
+    """Seed 0 and 256 requests are the workload that others publish; other seeds give fresh prompts of its kind."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, MAX_LEN))] for _ in range(num_requests)]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, MAX_LEN), seed=i)
+        for i in range(num_requests)
+    ]
+    return Workload(prompts, params)
+
+
+# --- the floor
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the device reaches at best, measured."""
+
+    bytes_per_second: float
+    flops: float  # a second, of matrix products
+
+
+def measure_ceiling(device: str, dtype: str) -> Ceiling:
+    """The better of a large copy (read and write) and of a product with one row (a plain read), and a large product."""
+    num_bytes, side = (2 << 30, 8192) if device != "cpu" else (128 << 20, 1024)
+    columns = 4096
+    weight = pagedkv.empty((num_bytes // columns // ITEM_BYTES[dtype], columns), dtype, device)
+    weight.copy_(_random(weight.shape, dtype))
+    half = len(weight) // 2
+    row, product = pagedkv.empty((1, columns), dtype, device), pagedkv.empty((1, len(weight)), dtype, device)
+    row.copy_(_random(row.shape, dtype))
+    seconds = min(
+        _seconds(lambda: weight[:half].copy_(weight[half : 2 * half]), device),
+        _seconds(lambda: pagedkv.linear(row, weight, out=product), device),
+    )
+    square = weight.view(-1)[: side * side].view((side, side))
+    out = pagedkv.empty((side, side), dtype, device)
+    flops = 2 * side**3 / _seconds(lambda: pagedkv.linear(square, square, out=out), device)
+    return Ceiling(weight.nbytes / seconds, flops)
+
+
+def _random(shape: tuple[int, ...], dtype: str) -> pagedkv.Tensor:
+    """Random values that repeat: zeros take less power than numbers, and so less time."""
+    size = math.prod(shape)
+    values = np.resize(np.random.default_rng(0).standard_normal(min(size, 1 << 22), np.float32), shape)
+    return pagedkv.asarray(values, dtype)
+
+
+def _seconds(function: Callable[[], object], device: str, repeats: int = 5, calls: int = 10) -> float:
+    """Of one call: the median of several times, each of so many calls that launching them costs nothing of it."""
+    times = []
+    for _ in range(repeats + 1):  # the first warms up
+        pagedkv.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        pagedkv.synchronize(device)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])
+
+
+def floor_seconds(config: Qwen3Config, dtype: str, workload: Workload, ceiling: Ceiling) -> float:
+    """The least time: every decode step reads the weights (or multiplies with them, where that takes longer) and the
+    keys and values of every sequence; the prompts are products alone. All requests run at once."""
+    itemsize = ITEM_BYTES[dtype]
+    q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
+    layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
+    prompts, ends = list(map(len, workload.prompts)), [one.max_tokens for one in workload.params]
+    linear = 0.0
+    for step in range(1, max(ends)):  # the first token of each is the prompt's
+        rows = sum(end > step for end in ends)
+        linear += max(itemsize * (layers + head) / ceiling.bytes_per_second, 2 * rows * (layers + head) / ceiling.flops)
+    num_keys = sum(sum(range(n + 1, n + end)) for n, end in zip(prompts, ends, strict=True))
+    attention = num_keys * config.num_layers * 2 * kv_size * itemsize / ceiling.bytes_per_second
+    pairs = sum(n * (n + 1) // 2 for n in prompts)
+    prefill = 2 * (layers * sum(prompts) + head * len(prompts)) + 4 * q_size * config.num_layers * pairs
+    return linear + attention + prefill / ceiling.flops
+
+
+# --- a run
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    tokens: int  # new ones
+    prefill_seconds: float
+    decode_seconds: float
+    host_seconds: float
+    num_steps: int
+    num_preemptions: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def make_llm(folder: Path, workload: Workload, **options: Any) -> LLM:
+    """An engine in which all requests run at once, as far as its pool reaches."""
+    num_requests = len(workload.prompts)
+    sizes = {
+        "max_num_seqs": num_requests,
+        "max_num_batched_tokens": max(16384, num_requests),
+        "max_model_len": 2 * MAX_LEN,
+    }
+    return LLM(folder, **(sizes | options))
+
+
+def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
+    """The workload once, from the first request's submission to the last token."""
+    llm.manager.reset_prefix_cache()  # what an earlier run left would be prompts for nothing
+    before = llm.stats.copy()
+    num_preemptions = llm.scheduler.num_preemptions
+    start = time.perf_counter()
+    outputs = llm.generate(workload.prompts, workload.params, use_tqdm=use_tqdm)
+    seconds = time.perf_counter() - start
+    for output, params in zip(outputs, workload.params, strict=True):
+        if output.error is not None:
+            raise output.error
+        assert len(output.token_ids) == params.max_tokens
+    stats = llm.stats
+    return Run(
+        seconds,
+        workload.num_new_tokens,
+        stats.prefill_seconds - before.prefill_seconds,
+        stats.decode_seconds - before.decode_seconds,
+        stats.host_seconds - before.host_seconds,
+        stats.num_steps - before.num_steps,
+        llm.scheduler.num_preemptions - num_preemptions,
+    )

@@ -1,0 +1,48 @@
+"""Weights of random values, made where they are used: to measure a model's speed without its files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+import numpy as np
+
+import pagedkv
+
+POOL_SIZE = 4_194_301  # a prime: neighbouring tensors, and rows of one, hold different numbers
+
+
+class DummyCheckpoint:
+    """In place of a Checkpoint: every tensor exists, normal with deviation 0.02, and norms are 1.
+
+    The numbers repeat after POOL_SIZE; drawing as many as a large model has would take minutes.
+    """
+
+    def __init__(self, dtype: str, device: str) -> None:
+        self.dtype, self.device = dtype, device
+        self.files: dict[str, None] = {}
+        values = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32) * np.float32(0.02)
+        self.pool = self._upload(values)
+        self.start = 0  # in the pool, of the next tensor
+
+    def load(self, name: str, *shape: int) -> pagedkv.Tensor:
+        if name.endswith("norm.weight"):
+            return self._upload(np.ones(shape, np.float32))
+        tensor = pagedkv.empty(shape, self.dtype, self.device)
+        flat, size = tensor.view(math.prod(shape)), math.prod(shape)
+        done = 0
+        while done < size:
+            count = min(size - done, POOL_SIZE - self.start)
+            flat[done : done + count].copy_(self.pool[self.start : self.start + count])
+            done += count
+            self.start = (self.start + count) % POOL_SIZE
+        return tensor
+
+    def load_stacked(self, rows: dict[str, int], *rest: int) -> pagedkv.Tensor:
+        return self.load("+".join(rows), sum(rows.values()), *rest)
+
+    def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
+        return pagedkv.asarray(pagedkv.asarray(values, self.dtype), device=self.device)  # only the CPU converts
+
+    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
+        """No folder, so nothing in it that the model does not know."""

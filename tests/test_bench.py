@@ -1,0 +1,66 @@
+"""The workload of nano-vllm, its floor, random weights, and the command that runs it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv import LLM, SamplingParams, bench
+from pagedkv.cli import main
+from pagedkv.models.config import Qwen3Config
+from pagedkv.models.dummy import POOL_SIZE, DummyCheckpoint
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "tiny", (32, 64, 2, 4, 2, True))
+    return "tiny"
+
+
+def test_the_workload_is_the_published_one():
+    workload = bench.nano_bench()
+    assert (len(workload.prompts), workload.num_prompt_tokens, workload.num_new_tokens) == (256, 142_827, 133_966)
+    assert all(one.temperature == 0.6 and one.ignore_eos for one in workload.params)
+    assert workload.prompts[0][:1] != bench.nano_bench(seed=1).prompts[0][:1]
+
+
+@pytest.mark.parametrize(("size", "seconds"), [("0.6B", 3.52), ("8B", 10.21)])
+def test_the_floor_of_an_h200(tmp_path, size, seconds):
+    """Worked out apart from this code, at 4,540 GB/s and 790 TFLOP/s."""
+    config = Qwen3Config.from_folder(bench.write_shape(size, tmp_path))
+    floor = bench.floor_seconds(config, "bfloat16", bench.nano_bench(), bench.Ceiling(4.54e12, 790e12))
+    assert floor == pytest.approx(seconds, abs=0.005)
+
+
+def test_random_weights():
+    checkpoint = DummyCheckpoint("float32", "cpu")
+    first, second = (checkpoint.load("weight", 3, POOL_SIZE // 5).numpy() for _ in range(2))
+    assert first.std() == pytest.approx(0.02, rel=0.01) and not np.array_equal(first, second)
+    third = np.concatenate((first.ravel(), second.ravel()))  # the numbers repeat behind the last of the pool
+    np.testing.assert_array_equal(third[POOL_SIZE:], third[: third.size - POOL_SIZE])
+    assert (checkpoint.load("model.norm.weight", 7).numpy() == 1).all()
+
+
+def test_a_model_of_random_weights_runs(tmp_path, tiny):
+    folder = bench.write_shape(tiny, tmp_path)
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=1, ignore_eos=True)
+    with LLM(folder, load_format="dummy", max_model_len=64) as llm:
+        outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+    assert len({*outputs[0].token_ids, *outputs[1].token_ids}) > 20
+    with pytest.raises(ValueError, match="load_format is 'gguf' but must be auto or dummy"):
+        LLM(folder, load_format="gguf")
+    with pytest.raises(FileNotFoundError, match="no weights to load"):
+        LLM(folder)
+
+
+def test_the_command(capsys, monkeypatch, tiny):
+    monkeypatch.setattr(bench, "measure_ceiling", lambda device, dtype: bench.Ceiling(1e10, 1e11))
+    monkeypatch.setattr(bench, "MAX_LEN", 120)
+    assert main(["bench", tiny, "--num-requests", "3", "--runs", "2", "--device", "cpu"]) == 0
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["model", "workload", "device", "floor", "run", "run", "median"]
+
+
+def test_the_ceiling_is_measured():
+    ceiling = bench.measure_ceiling("cpu", "bfloat16")
+    assert 1e8 < ceiling.bytes_per_second < 1e13 and 1e8 < ceiling.flops < 1e15

@@ -21,6 +21,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv.engine.llm import LLM
+from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.weights import ITEM_BYTES
@@ -159,6 +160,7 @@ def floor_seconds(config: Qwen3Config, dtype: str, workload: Workload, ceiling: 
 
 @dataclass(frozen=True)
 class Run:
+    outputs: list[RequestOutput]
     seconds: float
     tokens: int  # new ones
     prefill_seconds: float
@@ -197,6 +199,7 @@ def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
         assert len(output.token_ids) == params.max_tokens
     stats = llm.stats
     return Run(
+        outputs,
         seconds,
         workload.num_new_tokens,
         stats.prefill_seconds - before.prefill_seconds,

@@ -45,6 +45,7 @@ class Step:
     """
 
     sequences: list[Sequence] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # theirs
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # indices of the sequences that get a token
@@ -70,22 +71,20 @@ class Step:
             seq.num_tokens += 1
             self.sampled.append(len(self.sequences))
         self.sequences.append(seq)
+        self.ids.append(seq.id)
 
-    def add_decodes(self, decodes: list[Sequence], ends: list[int]) -> None:
+    def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         """The next token of each, as the first of the step; `ends` are their num_tokens."""
         self.num_decodes = len(decodes)
-        self.sequences = decodes
-        self.sources = [
-            seq.source if len(seq.tokens) < end else -1 for seq, end in zip(decodes, ends, strict=True)
-        ]
+        self.sequences, self.ids = decodes, ids
         self.starts = [end - 1 for end in ends]
         self.lengths = [1] * len(decodes)
         self.sampled = list(range(len(decodes)))
-        for row, seq in enumerate(decodes):
-            end = ends[row]
+        for row, (seq, end) in enumerate(zip(decodes, ends, strict=True)):
+            self.sources.append(seq.source if len(seq.tokens) < end else -1)
+            seq.source = row
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1
-            seq.source = row
 
 
 class Scheduler:
@@ -185,9 +184,9 @@ class Scheduler:
         if preempted:
             step.swap_out = np.concatenate(preempted)
         if decodes:
-            step.add_decodes(decodes, ends)
-            known = [seq for seq, source in zip(decodes, step.sources, strict=True) if source < 0]
-            if known:
+            step.add_decodes(decodes, ids, ends)
+            if -1 in step.sources:
+                known = [seq for seq, source in zip(decodes, step.sources, strict=True) if source < 0]
                 self.manager.append_batch([seq.id for seq in known], [seq.tokens[-1] for seq in known])
         return has_room
 
@@ -281,17 +280,19 @@ class Scheduler:
     def commit(self, step: Step) -> None:
         """The step is launched: steps launched later may read the KV that it writes."""
         ends = [start + length for start, length in zip(step.starts, step.lengths, strict=True)]
-        self.manager.commit_batch([seq.id for seq in step.sequences], ends)
+        self.manager.commit_batch(step.ids, ends)
 
     def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
         """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished.
 
         The next step may have been scheduled meanwhile, but no further one.
         """
+        sequences = step.sequences
+        if len(step.sampled) < len(sequences):
+            sequences = [sequences[index] for index in step.sampled]
         finished = []
         ids, grown = [], []
-        for index, token in zip(step.sampled, tokens, strict=True):
-            seq = step.sequences[index]
+        for seq, token in zip(sequences, tokens, strict=True):
             if seq.finish_reason is not None:
                 continue  # it was in one step too many
             seq.append(token, now)

@@ -47,9 +47,9 @@ class Sequence:
         if token < 0:
             self.finish("error", now, ArithmeticError("the logits hold NaN or no finite number: no token to sample"))
             return
-        self.tokens.append(token)
         if self.first_token_time is None:
             self.first_token_time = now
+        self.tokens.append(token)
         if token in self.eos_token_ids:
             self.finish("stop", now)
         elif len(self.tokens) == self.max_num_tokens:

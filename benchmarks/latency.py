@@ -1,0 +1,137 @@
+"""Latency of LLM where few requests run: random weights, medians of several requests with fresh prompts.
+
+    python benchmarks/latency.py [--models 0.6B 8B] [--device cuda]
+
+one      a request alone, 128 tokens in, 512 out: tokens/s from its submission to its last token
+batch    a decode step of 32 sequences of 1,000 tokens
+first    the first token of a prompt of 128 tokens, on an idle engine
+prefix   the first token of a prompt of 8,192 tokens and 32 of its own: cold, and with the 8,192 in the prefix cache
+load     the first token of a prompt of 128 and of 8,192 tokens that arrives while 63 sequences of 1,000 tokens decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from engine import device_name
+from probe import print_table, probe
+from record import add_record_option, record
+
+from pagedkv import LLM, SamplingParams, bench
+
+# PEERS.md: nano-vllm with FlashAttention-3 on one H200
+PEER = {"0.6B": {"one": 494, "first_ms": 29}, "8B": {"one": 180, "first_ms": 38}}
+REPEATS = 5
+
+
+class Latency:
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.rng = llm, random.Random(0)
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.rng.randint(0, 10000) for _ in range(length)]
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list:
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in max_tokens]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
+            if output.error:
+                raise output.error
+        return outputs
+
+    def first_token(self, prompt: list[int]) -> float:
+        """Milliseconds."""
+        seconds = self.generate([prompt], [1])[0].metrics.time_to_first_token
+        return seconds * 1e3
+
+    def one(self) -> float:
+        totals = [self.generate([self.prompt(128)], [512])[0].metrics.total_time for _ in range(REPEATS)]
+        return 512 / statistics.median(totals[1:])
+
+    def first(self) -> float:
+        return statistics.median([self.first_token(self.prompt(128)) for _ in range(4 * REPEATS)][REPEATS:])
+
+    def prefix(self) -> tuple[float, float]:
+        cold, warm = [], []
+        for _ in range(REPEATS):
+            shared = self.prompt(8192)
+            cold.append(self.first_token(shared + self.prompt(32)))
+            warm.append(self.first_token(shared + self.prompt(32)))
+        return statistics.median(cold[1:]), statistics.median(warm[1:])
+
+
+    def load(self, length: int) -> float:
+        """Milliseconds, of a request that comes into the middle of a run of others."""
+        scheduler, schedule, late = self.llm.scheduler, self.llm.scheduler.schedule, []
+
+        def schedule_and_submit():
+            if scheduler.step_number == start + 40:
+                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
+                late.append(self.llm._submit(self.prompt(length), None, params, time.perf_counter()))
+            return schedule()
+
+        times = []
+        for _ in range(REPEATS):
+            start = scheduler.step_number
+            scheduler.schedule = schedule_and_submit
+            try:
+                self.generate([self.prompt(1000) for _ in range(63)], [100] * 63)
+            finally:
+                del scheduler.schedule
+            times.append((late[-1].first_token_time - late[-1].start_time) * 1e3)
+        return statistics.median(times[1:])
+
+
+def measure(llm: LLM, model: str, device: str) -> dict:
+    latency, peer = Latency(llm), PEER.get(model, {})
+    one = latency.one()
+    print(f"{model}: batch 1, 128 in, 512 out: {one:,.0f} tokens/s (nano-vllm {peer.get('one', '-')})", flush=True)
+    first = latency.first()
+    print(f"{model}: first token of 128: {first:.2f} ms (nano-vllm {peer.get('first_ms', '-')})", flush=True)
+    cold, warm = latency.prefix()
+    print(f"{model}: first token of 8,192 + 32: {cold:.2f} ms cold, {warm:.2f} ms warm ({warm / cold:.0%})", flush=True)
+    load = {length: latency.load(length) for length in (128, 8192)}
+    times = ", ".join(f"{ms:.2f} ms of {length:,} tokens" for length, ms in load.items())
+    print(f"{model}: first token beside 63 decodes, {llm.scheduler.max_num_batched_tokens} tokens a step: {times}")
+    columns = {f"batch {n}": probe(llm, [latency.prompt(context) for _ in range(n)], profile=device != "cpu")
+               for n, context in ((32, 1000), (1, 128))}  # fmt: skip
+    print_table(columns)
+    return {
+        "model": model,
+        "one_tokens_per_second": one,
+        "first_token_ms": first,
+        "first_token_under_load_ms": load,
+        "prefix_cold_ms": cold,
+        "prefix_warm_ms": warm,
+        "decode_step": {name: {"wall_us": p.wall, "idle_us": p.idle, "host_us": p.host, "kernels_us": p.kernels}
+                        for name, p in columns.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.6B"], choices=bench.SHAPES)
+    parser.add_argument("--device", default="cuda")
+    add_record_option(parser)
+    parser.add_argument("--commit", help="where there is no git checkout")
+    args = parser.parse_args()
+    rows = []
+    for model in args.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = bench.write_shape(model, Path(scratch))
+            llm = LLM(folder, device=args.device, load_format="dummy", max_num_seqs=64, max_num_batched_tokens=2048,
+                      max_model_len=16384)  # fmt: skip
+        with llm:
+            rows.append(measure(llm, model, args.device))
+    if not args.no_record:
+        extra = {"commit": args.commit} if args.commit else {}
+        record(f"latency-{args.device}", rows, machine=device_name(args.device), **extra)
+
+
+if __name__ == "__main__":
+    main()

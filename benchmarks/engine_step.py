@@ -67,7 +67,8 @@ def main() -> None:
         print(f"  {part:<10}{medians[part]:9.1f}  ({statistics.quantiles(values, n=10)[-1]:.1f})")
     print(f"  host      {host:9.1f}  {host / args.batch:.2f} us a sequence")
     if not args.no_record:
-        record("engine_step", [{"batch": args.batch, "host_us": host, **{f"{part}_us": t for part, t in medians.items()}}])
+        parts = {f"{part}_us": t for part, t in medians.items()}
+        record("engine_step", [{"batch": args.batch, "host_us": host, **parts}])
 
 
 if __name__ == "__main__":

@@ -195,10 +195,11 @@ class LLM:
                 token_ids = list(map(index, prompt))
             except TypeError as error:
                 raise TypeError(f"prompts[{i}] holds no token ids: {error}") from None
-        bad = next((t for t in token_ids if not 0 <= t < self.config.vocab_size), None)
-        if bad is None:
+        vocab_size = self.config.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             return token_ids, None
-        return token_ids, ValueError(f"token id {bad} is not in 0..{self.config.vocab_size - 1}")
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        return token_ids, ValueError(f"token id {bad} is not in 0..{vocab_size - 1}")
 
     def _submit(
         self, token_ids: list[int], error: ValueError | None, params: SamplingParams, start_time: float
@@ -224,6 +225,7 @@ class LLM:
         """Steps until nothing waits or runs. While a device computes a step, the host takes the tokens of the one
         before and plans the next."""
         in_flight: deque[tuple[Step, Launched]] = deque()
+        finished: list[Sequence] = []
         clock = time.perf_counter
         with _progress_bar(len(sequences), use_tqdm) as bar:
             bar.update(sum(seq.finish_reason is not None for seq in sequences))
@@ -237,12 +239,16 @@ class LLM:
                     launched = clock()
                     self.scheduler.commit(step)
                     self._count_pages()
+                for seq in finished:
+                    self._detokenize(seq)
+                finished = []
                 self.stats.host_seconds += clock() - launched + scheduled - start
                 if in_flight and (len(in_flight) > runner.num_behind or not step.sequences):
                     step, launch = in_flight.popleft()
                     tokens = launch.tokens()
                     now = clock()
-                    bar.update(len(self.scheduler.update(step, tokens, now)))
+                    finished = self.scheduler.update(step, tokens, now)
+                    bar.update(len(finished))
                     self._count(step, now - last)
                     last = now
                     self.stats.host_seconds += clock() - now
@@ -263,18 +269,21 @@ class LLM:
             stats.prefill_tokens += sum(step.lengths[step.num_decodes :])
             stats.prefill_seconds += seconds
 
+    def _detokenize(self, seq: Sequence) -> None:
+        """The text of a finished sequence, once."""
+        if seq.text is None and self.tokenizer.exists:
+            end = -1 if seq.finish_reason == "stop" else None
+            seq.text = self.tokenizer.decode(seq.tokens[seq.num_prompt_tokens : end].tolist())
+
     def _output(self, prompt: Prompt, token_ids: list[int], seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None and seq.finish_time is not None
-        new_ids = seq.tokens[seq.num_prompt_tokens :].tolist()
-        text = None
-        if self.tokenizer.exists:
-            text = self.tokenizer.decode(new_ids[:-1] if seq.finish_reason == "stop" else new_ids)
+        self._detokenize(seq)
         ttft = None if seq.first_token_time is None else seq.first_token_time - seq.start_time
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            text=text,
-            token_ids=new_ids,
+            text=seq.text,
+            token_ids=seq.tokens[seq.num_prompt_tokens :].tolist(),
             finish_reason=seq.finish_reason,
             error=seq.error,
             num_cached_tokens=max(seq.num_cached, 0),

@@ -308,7 +308,7 @@ class Scheduler:
         return finished
 
     def _forget(self, finished: list[Sequence]) -> None:
-        """Sequences that ended, wherever they are: they run, were preempted meanwhile, or left with their last token."""
+        """Sequences that ended, wherever they are: running, preempted meanwhile, or gone with their last token."""
         running = []
         for seq in finished:
             if seq.num_in_pages:

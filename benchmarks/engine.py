@@ -103,7 +103,8 @@ def measure_pool(folder: Path, options: dict) -> dict:
     num_blocks = int(0.6 * whole.stats.peak_used_blocks)
     measure("half seats", max_num_seqs=128)
     measure("recompute", num_blocks=num_blocks)
-    measure("swap", num_blocks=num_blocks, swap_space=32 << 30)
+    swap_space = whole.stats.peak_used_blocks // 2 * whole._page_bytes(whole.manager.block_size)
+    measure("swap", num_blocks=num_blocks, swap_space=swap_space)
     return rows
 
 

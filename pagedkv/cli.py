@@ -169,7 +169,8 @@ floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""")
     for run in runs:
         print(f"run       {run.seconds:.2f} s = {run.tokens_per_second:,.0f} tokens/s")
     median = statistics.median(run.seconds for run in runs)
-    print(f"median    {median:.2f} s = {workload.num_new_tokens / median:,.0f} tokens/s, {floor / median:.0%} of the best")
+    speed = workload.num_new_tokens / median
+    print(f"median    {median:.2f} s = {speed:,.0f} tokens/s, {floor / median:.0%} of the floor's")
     return 0
 
 

@@ -299,6 +299,12 @@ def test_metrics_and_stats(llm):
     assert 0 < stats.host_seconds < stats.prefill_seconds + stats.decode_seconds
 
 
+def test_repr(llm):
+    assert repr(llm) == (
+        "<LLM on cpu: 2 layers of 64, float32; 200 pages of 4 tokens (0.00 GiB); 8 sequences of up to 256 tokens>"
+    )
+
+
 # --- tokenizer
 
 

@@ -96,6 +96,7 @@ class LLM:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
         self.config = Qwen3Config.from_folder(folder)
+        self.device = device
         self.dtype = self.config.dtype if dtype == "auto" else dtype
         self.max_model_len = _model_len(max_model_len, self.config)
         self.tokenizer = Tokenizer(folder)
@@ -163,7 +164,8 @@ class LLM:
         all_prompts = _list_of_prompts(prompts)
         params = _params_of_each(sampling_params, len(all_prompts))
         start_time = time.perf_counter()
-        encoded = [self._encode(i, prompt) for i, prompt in enumerate(all_prompts)]  # unlocked: a prompt may run any code
+        # Not under the lock: a prompt may run any code.
+        encoded = [self._encode(i, prompt) for i, prompt in enumerate(all_prompts)]
         with self._lock:
             runner = self._runner
             if runner is None:
@@ -288,6 +290,15 @@ class LLM:
             error=seq.error,
             num_cached_tokens=max(seq.num_cached, 0),
             metrics=RequestMetrics(ttft, seq.finish_time - seq.start_time, seq.num_preemptions),
+        )
+
+    def __repr__(self) -> str:
+        config, manager, scheduler = self.config, self.manager, self.scheduler
+        pages = f"{manager.num_blocks:,} pages of {manager.block_size} tokens"
+        size = manager.num_blocks * self._page_bytes(manager.block_size) / 2**30
+        return (
+            f"<LLM on {self.device}: {config.num_layers} layers of {config.hidden_size:,}, {self.dtype}; {pages} "
+            f"({size:.2f} GiB); {scheduler.max_num_seqs} sequences of up to {self.max_model_len:,} tokens>"
         )
 
     # --- the end

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
+from checkpoints import ALPHABET, EOS, TINY, VOCAB_SIZE, random_weights, safetensors_bytes, write_model
 
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams
@@ -23,22 +23,30 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(params=[0, 1])
+def place(request, device):
+    """Where an engine computes, and how many steps late its host learns the tokens: one on a GPU, but both work."""
+    return device, request.param
+
+
 @contextmanager
-def engine(folder, behind, **options):
-    """An LLM whose host learns tokens `behind` steps late, whatever its device."""
-    with LLM(folder, **({"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0} | options)) as llm:
+def engine(folder, place, **options):
+    device, behind = place
+    options = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0} | options
+    with LLM(folder, device=device, **options) as llm:
         llm._runner.num_behind = behind
         yield llm
 
 
-@pytest.fixture(params=[0, 1])
-def behind(request):
-    return request.param
-
-
 @pytest.fixture
-def llm(folder, behind):
-    with engine(folder, behind) as llm:
+def llm(folder, place):
+    with engine(folder, place) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[0, 1])
+def cpu_llm(folder, request):
+    with engine(folder, ("cpu", request.param)) as llm:
         yield llm
 
 
@@ -49,14 +57,14 @@ def generate(llm: LLM, prompts, params=None):
 # --- requests that fail, alone
 
 
-def test_a_request_without_finite_logits_fails_alone(folder, behind):
+def test_a_request_without_finite_logits_fails_alone(tmp_path, place):
     """A token whose embedding is NaN: its request ends with an error, in a batch with ones that go on to the end."""
-    with engine(folder, behind) as llm:
+    folder, bad = write_model(tmp_path), VOCAB_SIZE - 1
+    weights = random_weights(TINY)
+    weights["model.embed_tokens.weight"][bad] = np.nan
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    with engine(folder, place) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
-        bad = VOCAB_SIZE - 1
-        table = llm._runner.model.embedding.numpy().copy()  # the weights themselves are mapped read-only
-        table[bad] = np.nan
-        llm._runner.model.embedding = pagedkv.asarray(table)
         outputs = generate(llm, ["abc", [1, bad], "xyz", [bad]], GREEDY)
         assert [outputs[0].token_ids, outputs[2].token_ids] == expected
         for output in (outputs[1], outputs[3]):
@@ -105,7 +113,8 @@ def test_a_prompt_to_the_very_end_of_the_model(llm):
     assert output.error is None and len(output.token_ids) == 12
 
 
-def test_the_engine_goes_on_after_an_error_within_a_step(llm, monkeypatch):
+def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):
+    llm = cpu_llm
     expected = generate(llm, ["abc", "xyz"], GREEDY)
     calls = 0
 
@@ -127,19 +136,42 @@ def test_the_engine_goes_on_after_an_error_within_a_step(llm, monkeypatch):
     assert [output.token_ids for output in again] == [output.token_ids for output in expected]
 
 
+def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch):
+    """Whatever steps are on their way then, and with tokens that nobody waits for."""
+    prompts = [[i] * 9 for i in range(12)]
+    expected = [output.token_ids for output in generate(llm, prompts, GREEDY)]
+    launch = llm._runner.launch
+    for num_steps in range(1, 8):
+        steps = iter(range(num_steps))
+
+        def interrupted(step, steps=steps):
+            launched = launch(step)
+            if next(steps, None) is None:
+                raise KeyboardInterrupt
+            return launched
+
+        monkeypatch.setattr(llm._runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompts, GREEDY)
+        monkeypatch.undo()
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks and len(llm.manager) == 0
+        llm.manager.check()
+        assert [output.token_ids for output in generate(llm, prompts, GREEDY)] == expected
+
+
 # --- stopping
 
 
-def test_stops_at_every_eos_id(tmp_path, behind):
+def test_stops_at_every_eos_id(tmp_path, place):
     """COMPAT defect 8: generation_config.json may hold several, config.json one more."""
     plain = write_model(tmp_path / "plain")
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     params = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
-    with LLM(plain) as llm:
+    with engine(plain, place) as llm:
         free = [output.token_ids for output in generate(llm, prompts, params)]
     eos = [EOS, 7, 50]
     stopping = write_model(tmp_path / "eos", eos_token_id=eos[0], generation={"eos_token_id": eos[1:]})
-    with engine(stopping, behind) as llm:
+    with engine(stopping, place) as llm:
         outputs = generate(llm, prompts, params)
         ignoring = generate(llm, prompts, SamplingParams(temperature=1.5, max_tokens=40, seed=3, ignore_eos=True))
     assert [output.token_ids for output in ignoring] == free
@@ -158,7 +190,7 @@ def test_stops_at_every_eos_id(tmp_path, behind):
 # --- sampling
 
 
-def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, behind):
+def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):
     """COMPAT defect 12: alone, in a batch, in chunks, from the cache, after preemption of both kinds."""
     rng = np.random.default_rng(8)  # fixed: see test_qwen3
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 40, 90, 40)]
@@ -173,7 +205,7 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, behind):
     ]
     results = []
     for options in engines:
-        with engine(folder, behind, **options) as llm:
+        with engine(folder, place, **options) as llm:
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([generate(llm, [p], sp)[0].token_ids for p, sp in zip(prompts, params, strict=True)])
@@ -195,9 +227,10 @@ def test_unseeded_requests_draw_from_the_engine(folder):
     assert len({tuple(t) for t in tokens[0]}) == 3, "each request has a seed of its own"
 
 
-def test_temperature_follows_the_distribution(llm):
+def test_temperature_follows_the_distribution(cpu_llm):
     """The first token of many requests against softmax(logits / temperature)."""
-    runner, recorded = llm._runner, []
+    llm, recorded = cpu_llm, []
+    runner = llm._runner
     run = runner.run
     runner.run = lambda inputs: (run(inputs), recorded.append(runner.logits.numpy()[0].copy()))
     generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
@@ -276,12 +309,39 @@ def test_two_engines_side_by_side(folder, tmp_path):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 24, 40])
-def test_any_batch_size(folder, max_num_seqs):
+def test_any_batch_size(folder, place, max_num_seqs):
     """COMPAT defect 4: nothing is special about a size between two powers of two."""
     prompts = [[i % VOCAB_SIZE, 3] for i in range(50)]
-    with LLM(folder, max_num_seqs=max_num_seqs) as llm:
+    with engine(folder, place, max_num_seqs=max_num_seqs) as llm:
         tokens = [output.token_ids for output in generate(llm, prompts, GREEDY)]
         assert [generate(llm, [p], GREEDY)[0].token_ids for p in prompts[:5]] == tokens[:5]
+
+
+def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):
+    """Two steps are on their way at most; one where the host is not behind."""
+    runner, calls = cpu_llm._runner, []
+    launch = runner.launch
+
+    class Recorded:
+        def __init__(self, number, launched):
+            self.number, self.launched = number, launched
+
+        def tokens(self):
+            calls.append(("tokens", self.number))
+            return self.launched.tokens()
+
+    def recorded(step):
+        number = sum(name == "launch" for name, _ in calls)
+        calls.append(("launch", number))
+        return Recorded(number, launch(step))
+
+    runner.launch = recorded
+    generate(cpu_llm, ["abc", "xyz"], GREEDY)
+    behind = runner.num_behind
+    expected = [("launch", 0)] * behind
+    for n in range(12):
+        expected += [("launch", n + behind)] * (n + behind < 12) + [("tokens", n)]
+    assert calls == expected
 
 
 # --- numbers
@@ -301,7 +361,7 @@ def test_metrics_and_stats(llm):
 
 def test_repr(llm):
     assert repr(llm) == (
-        "<LLM on cpu: 2 layers of 64, float32; 200 pages of 4 tokens (0.00 GiB); 8 sequences of up to 256 tokens>"
+        f"<LLM on {llm.device}: 2 layers of 64, float32; 200 pages of 4 tokens (0.00 GiB); 8 sequences of up to 256 tokens>"
     )
 
 

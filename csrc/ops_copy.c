@@ -16,6 +16,12 @@ static void extent(const pk_view *view, const char **low, const char **high)
     *high = (const char *)view->data + (last + 1) * bytes;
 }
 
+/* Of two dimensions, the rows one behind the other with or without gaps. */
+static bool has_dense_rows(const pk_view *view)
+{
+    return view->ndim == 2 && (view->shape[1] == 1 || view->stride[1] == 1) && view->stride[0] >= view->shape[1];
+}
+
 static bool same_device(pk_device a, pk_device b) { return a.type == b.type && a.index == b.index; }
 
 static pk_status check_overlap(const pk_view *src, const pk_view *dst, pk_error *err)
@@ -50,8 +56,11 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
 
     pk_device device = dst->device.type == PK_CPU ? src->device : dst->device;
     if (!same_device(src->device, dst->device)) {
-        if (!pk_view_is_contiguous(src) || !pk_view_is_contiguous(dst))
-            return pk_fail(err, PK_ELAYOUT, "src: a copy between devices must be contiguous on both sides");
+        bool are_contiguous = pk_view_is_contiguous(src) && pk_view_is_contiguous(dst);
+        if (!are_contiguous && !(has_dense_rows(src) && has_dense_rows(dst)))
+            return pk_fail(err, PK_ELAYOUT,
+                           "src: a copy between devices must be contiguous on both sides, or of two dimensions with "
+                           "dense rows");
         if (src->dtype != dst->dtype)
             return pk_fail(err, PK_EDTYPE, "src: dtype is %s but the destination has %s: convert before or after",
                            pk_dtype_name(src->dtype), pk_dtype_name(dst->dtype));

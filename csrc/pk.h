@@ -294,8 +294,15 @@ typedef struct {
     pk_dtype dtype;
 } pk_sample_args;
 
-/* copy: dst = src with conversion between float dtypes (or the same dtype); any strides, both on the CPU or contiguous
- * of one dtype across devices. To host memory it is done when the call returns, unless that is pinned. */
+/* take_sampled: token_ids[t] = max(sampled[-1 - token_ids[t]], 0) where token_ids[t] is negative */
+typedef struct {
+    int32_t *token_ids;     /* [num_tokens] */
+    const int32_t *sampled; /* [num_rows], -1: no token could be sampled */
+    int64_t num_tokens, num_rows;
+} pk_take_sampled_args;
+
+/* copy: dst = src with conversion between float dtypes (or the same dtype); any strides inside one
+ * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when the call returns, unless that is pinned. */
 typedef struct {
     pk_view src, dst;
 } pk_copy_args;
@@ -325,6 +332,7 @@ typedef struct pk_backend {
     pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
     pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
+    pk_status (*take_sampled)(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
     /* What a device has that works beside the host; the CPU has none of it. The functions named *_synchronize wait. */
     pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
     pk_status (*allocate_pinned)(pk_device device, size_t bytes, void **data, pk_error *err); /* host memory */
@@ -419,6 +427,7 @@ pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, con
 pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
 pk_status pk_sample(const pk_view *logits, const pk_view *temperatures, const pk_view *seeds,
                     const pk_view *positions, pk_output *out, pk_stream stream, pk_error *err);
+pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -47,6 +47,7 @@ from pagedkv._C import (  # noqa: E402
     store_kvcache,
     swap_blocks,
     synchronize,
+    take_sampled,
 )
 
 # LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
@@ -87,6 +88,7 @@ __all__ = [
     "store_kvcache",
     "swap_blocks",
     "synchronize",
+    "take_sampled",
 ]
 
 

@@ -169,3 +169,27 @@ def test_every_instruction_set_draws_the_same(isa):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu and fixed"]
     run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize("num_tokens, num_rows", [(0, 0), (1, 1), (7, 3), (1000, 600)])
+def test_take_sampled(rng, device, num_tokens, num_rows):
+    sampled = rng.integers(-1, 1000, num_rows, dtype=np.int32)
+    ids = rng.integers(-num_rows, 1000, num_tokens, dtype=np.int32)
+    expected = [max(int(sampled[-1 - i]), 0) if i < 0 else int(i) for i in ids]
+    there = put(ids.copy(), device)
+    pagedkv.take_sampled(there, put(sampled, device))
+    assert pagedkv.asarray(there, device="cpu").tolist() == expected
+
+
+def test_take_sampled_refuses_a_row_that_is_not_there(device):
+    ids = put(np.array([-1, 5, -4, -(2**31)], np.int32), device)
+    sampled = put(np.array([7, 8, 9], np.int32), device)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="token_ids: token 2 is -4 but sampled has 3 rows"):
+            pagedkv.take_sampled(ids, sampled)
+        assert ids.tolist()[0] == -1
+    else:
+        pagedkv.take_sampled(ids, sampled)
+        assert pagedkv.asarray(ids, device="cpu").tolist() == [7, 5, 0, 0]
+        with pytest.raises(ValueError, match="ids: row [23] has id"):
+            pagedkv.check_errors(device)

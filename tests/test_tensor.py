@@ -81,6 +81,29 @@ def test_index_and_slice(rng):
     assert list(pagedkv.asarray([1, 2, 3]).tolist()) == [1, 2, 3]
 
 
+def test_index_of_several_dimensions(rng):
+    array = rng.standard_normal((4, 5, 6)).astype(np.float32)
+    tensor = pagedkv.asarray(array)
+    for key in [(), (1,), (1, 2), (1, 2, 3), (slice(None), 2), (slice(1, 3), slice(None, None, -2)), (-1, slice(4), -6),
+                (slice(None), slice(None), slice(1, 5, 3))]:  # fmt: skip
+        part = tensor[key]
+        assert part.shape == array[key].shape and part.tolist() == array[key].tolist()
+
+
+def test_rows_between_host_and_gpu(rng, device):
+    """Two dimensions with gaps between the rows on either side."""
+    array = rng.standard_normal((7, 12)).astype(np.float32)
+    there = pagedkv.asarray(np.zeros((9, 20), np.float32), device="cuda" if device != "cpu" else "cpu")
+    there[1:8, 3:13].copy_(array[:, :10])
+    back = pagedkv.asarray(there, device="cpu").numpy()
+    expected = np.zeros((9, 20), np.float32)
+    expected[1:8, 3:13] = array[:, :10]
+    assert (back == expected).all()
+    wide = np.zeros((7, 15), np.float32)
+    pagedkv.from_dlpack(wide)[:, :10].copy_(there[1:8, 3:13])
+    assert (wide[:, :10] == array[:, :10]).all() and not wide[:, 10:].any()
+
+
 def test_slices_write_through():
     tensor = pagedkv.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     tensor[::2].copy_(pagedkv.asarray([[10.0, 20.0], [30.0, 40.0]]))

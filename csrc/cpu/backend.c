@@ -81,6 +81,7 @@ const pk_backend pk_cpu_backend = {
     .qk_norm_rope_store = pk_cpu_qk_norm_rope_store,
     .silu_and_mul = pk_cpu_silu_and_mul,
     .sample = pk_cpu_sample,
+    .take_sampled = pk_cpu_take_sampled,
     .store_kvcache = pk_cpu_store_kvcache,
     .attention = pk_cpu_attention,
     .copy_blocks = pk_cpu_copy_blocks,

@@ -309,6 +309,7 @@ const pk_backend pk_cuda_backend = {
     /* qk_norm_rope_store */ pk_cuda_qk_norm_rope_store,
     /* silu_and_mul */ pk_cuda_silu_and_mul,
     /* sample */ pk_cuda_sample,
+    /* take_sampled */ pk_cuda_take_sampled,
     /* memory_info */ pk_cuda_memory_info,
     /* allocate_pinned */ pk_cuda_allocate_pinned,
     /* release_pinned */ pk_cuda_release_pinned,

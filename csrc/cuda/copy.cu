@@ -1,5 +1,5 @@
-/* copy.cu - dst = src: any strides and float dtypes inside one device, contiguous bytes between devices and the host.
- */
+/* copy.cu - dst = src: any strides and float dtypes inside one device, bytes (dense, or rows) between devices and the
+ * host. */
 #include "cuda/cuda.h"
 
 // --- kernels
@@ -71,11 +71,16 @@ pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err
     if (scope.status != PK_OK) return scope.status;
     bool is_one_device = src->device.type == dst->device.type && src->device.index == dst->device.index;
     bool are_plain_bytes = src->dtype == dst->dtype && pk_view_is_contiguous(src) && pk_view_is_contiguous(dst);
-    if (!are_plain_bytes && is_one_device) return copy_strided(args, numel, stream, err);
-    if (!are_plain_bytes)
-        return pk_fail(err, PK_ELAYOUT, "copy: between devices both sides must be contiguous and of one dtype");
-    PK_CUDA(err, cudaMemcpyAsync(dst->data, src->data, (size_t)numel * pk_dtype_bytes(src->dtype), cudaMemcpyDefault,
-                                 (cudaStream_t)stream));
+    size_t bytes = pk_dtype_bytes(src->dtype);
+    if (are_plain_bytes)
+        PK_CUDA(err,
+                cudaMemcpyAsync(dst->data, src->data, (size_t)numel * bytes, cudaMemcpyDefault, (cudaStream_t)stream));
+    else if (is_one_device)
+        return copy_strided(args, numel, stream, err);
+    else /* rows */
+        PK_CUDA(err, cudaMemcpy2DAsync(dst->data, (size_t)dst->stride[0] * bytes, src->data,
+                                       (size_t)src->stride[0] * bytes, (size_t)src->shape[1] * bytes,
+                                       (size_t)src->shape[0], cudaMemcpyDefault, (cudaStream_t)stream));
     /* The host reads what it asked for as soon as the call is back, unless the memory is there for not waiting. */
     if (dst->device.type == PK_CPU && !dst->is_pinned) PK_CUDA(err, cudaStreamSynchronize((cudaStream_t)stream));
     return PK_OK;

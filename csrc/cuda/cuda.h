@@ -274,6 +274,7 @@ pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error 
 pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err);
 void pk_cuda_release_pinned(pk_device device, void *data);

@@ -70,8 +70,7 @@ PyDoc_STRVAR(
     "linear($module, x, weight, bias=None, *, out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n\n"
     "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
-    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n"
-    PY_DOC_OUT
+    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n" PY_DOC_OUT
         PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -134,6 +133,26 @@ static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t n
     return py_call_end(&call, py_output_result(&out));
 }
 
+PyDoc_STRVAR(
+    take_sampled_doc,
+    "take_sampled($module, token_ids, sampled, *, stream=None)\n--\n\n"
+    "Puts tokens that the host does not know yet in their places: where token_ids[t] is negative it becomes\n"
+    "sampled[-1 - token_ids[t]], in place.\n\n"
+    "token_ids: [num_tokens] int32. sampled: [num_rows] int32, what `sample` wrote; where it is negative (no token could\n"
+    "be sampled) 0 is taken.\n" PY_DOC_STREAM PY_DOC_ERRORS
+    "A row beyond the last: the CPU raises ValueError before anything is written; CUDA takes 0 and records it for\n"
+    "check_errors().");
+static PyObject *py_take_sampled(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { TOKEN_IDS, SAMPLED, STREAM };
+    py_call call;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_take_sampled, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *token_ids = py_call_writable(&call, TOKEN_IDS), *sampled = py_call_tensor(&call, SAMPLED);
+    PY_CALL_RUN(&call, pk_take_sampled(token_ids, sampled, call.stream, &call.err));
+    return py_call_end(&call, Py_NewRef(Py_None));
+}
+
 PyMethodDef py_dense_functions[] = {
     PY_METHOD("embedding", py_embedding, embedding_doc),
     PY_METHOD("gather_rows", py_gather_rows, gather_rows_doc),
@@ -141,5 +160,6 @@ PyMethodDef py_dense_functions[] = {
     PY_METHOD("linear", py_linear, linear_doc),
     PY_METHOD("silu_and_mul", py_silu_and_mul, silu_and_mul_doc),
     PY_METHOD("sample", py_sample, sample_doc),
+    PY_METHOD("take_sampled", py_take_sampled, take_sampled_doc),
     {NULL, NULL, 0, NULL},
 };

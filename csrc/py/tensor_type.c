@@ -184,37 +184,53 @@ static Py_ssize_t tensor_length(PyObject *self)
     return -1;
 }
 
-static PyObject *tensor_subscript(PyObject *self, PyObject *key)
+/* Applies one index to dimension `dim`; returns how many dimensions it leaves there (0 or 1), or -1. */
+static int index_dim(pk_view *view, int dim, PyObject *key)
 {
-    pk_view view = *py_tensor_view(self);
-    int64_t bytes = (int64_t)pk_dtype_bytes(view.dtype), start;
-    if (view.ndim == 0) {
-        PyErr_SetString(PyExc_IndexError, "a tensor with no dimensions cannot be indexed");
-        return NULL;
+    int64_t start;
+    int left = 1;
+    if (dim == view->ndim) {
+        PyErr_Format(PyExc_IndexError, "too many indices: the tensor has %d dimensions", view->ndim);
+        return -1;
     }
     if (PySlice_Check(key)) {
         Py_ssize_t from, to, step;
-        if (PySlice_Unpack(key, &from, &to, &step) < 0) return NULL;
-        view.shape[0] = PySlice_AdjustIndices((Py_ssize_t)view.shape[0], &from, &to, step);
-        start = view.shape[0] ? from * view.stride[0] : 0;
-        view.stride[0] = view.shape[0] > 1 ? view.stride[0] * step : view.stride[0];
+        if (PySlice_Unpack(key, &from, &to, &step) < 0) return -1;
+        view->shape[dim] = PySlice_AdjustIndices((Py_ssize_t)view->shape[dim], &from, &to, step);
+        start = view->shape[dim] ? from * view->stride[dim] : 0;
+        view->stride[dim] = view->shape[dim] > 1 ? view->stride[dim] * step : view->stride[dim];
     } else if (PyIndex_Check(key)) {
         Py_ssize_t i = PyNumber_AsSsize_t(key, PyExc_IndexError);
-        if (i == -1 && PyErr_Occurred()) return NULL;
-        if (i < 0) i += (Py_ssize_t)view.shape[0];
-        if (i < 0 || i >= view.shape[0]) {
-            PyErr_Format(PyExc_IndexError, "index %R is out of range for dimension 0 of size %lld", key,
-                         (long long)view.shape[0]);
-            return NULL;
+        if (i == -1 && PyErr_Occurred()) return -1;
+        if (i < 0) i += (Py_ssize_t)view->shape[dim];
+        if (i < 0 || i >= view->shape[dim]) {
+            PyErr_Format(PyExc_IndexError, "index %R is out of range for dimension %d of size %lld", key, dim,
+                         (long long)view->shape[dim]);
+            return -1;
         }
-        start = i * view.stride[0];
-        view.ndim--;
-        for (int d = 0; d < view.ndim; d++) view.shape[d] = view.shape[d + 1], view.stride[d] = view.stride[d + 1];
+        start = i * view->stride[dim];
+        view->ndim--;
+        for (int d = dim; d < view->ndim; d++)
+            view->shape[d] = view->shape[d + 1], view->stride[d] = view->stride[d + 1];
+        left = 0;
     } else {
-        PyErr_SetString(PyExc_TypeError, "a tensor is indexed by one integer or one slice, of dimension 0");
-        return NULL;
+        PyErr_SetString(PyExc_TypeError, "a tensor is indexed by integers and slices");
+        return -1;
     }
-    if (view.data) view.data = (char *)view.data + start * bytes;
+    if (view->data) view->data = (char *)view->data + start * (int64_t)pk_dtype_bytes(view->dtype);
+    return left;
+}
+
+static PyObject *tensor_subscript(PyObject *self, PyObject *key)
+{
+    pk_view view = *py_tensor_view(self);
+    if (!PyTuple_Check(key)) return index_dim(&view, 0, key) < 0 ? NULL : view_of(self, &view);
+    Py_ssize_t count = PyTuple_Size(key);
+    for (Py_ssize_t i = 0, dim = 0; i < count; i++) {
+        int left = index_dim(&view, (int)dim, PyTuple_GetItem(key, i));
+        if (left < 0) return NULL;
+        dim += left;
+    }
     return view_of(self, &view);
 }
 
@@ -281,11 +297,11 @@ PyDoc_STRVAR(
     copy_doc,
     "copy_($self, src, *, stream=None)\n--\n\n"
     "Copies the elements of `src`, any tensor of the same shape, into this one, and returns this one.\n\n"
-    "On the CPU between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
-    "saturates at 448). Where one side is on a GPU both must be contiguous and of one dtype, and the copy is ordered\n"
-    "on `stream` (default: see pagedkv.Stream). Between a GPU and pinned memory nothing is waited for: the pinned side\n"
-    "must stay alive and, being read, unchanged until the stream has done the copy (an Event tells). Other host memory\n"
-    "may be read or changed as soon as the call returns.");
+    "On one device between any strides, and between float dtypes with rounding to nearest, ties to even (float8_e4m3fn\n"
+    "saturates at 448). Between the CPU and a GPU both must be of one dtype, and contiguous or of two dimensions with\n"
+    "dense rows. With a GPU the copy is ordered on `stream` (default: see pagedkv.Stream). Between it and pinned memory\n"
+    "nothing is waited for: the pinned side must stay alive, and unchanged where it is read, until the stream has done\n"
+    "the copy (an Event tells). Other host memory may be read or changed as soon as the call returns.");
 static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SRC, STREAM };
@@ -431,8 +447,8 @@ static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 PyDoc_STRVAR(
     tensor_doc,
     "Memory with a shape and a dtype, on the CPU or a GPU; made by empty(), asarray(), from_dlpack(), operations.\n\n"
-    "Storage, not an array library: it is indexed along dimension 0 by an int or a slice (views of the same memory,\n"
-    "which keep it alive), and goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
+    "Storage, not an array library: it is indexed by ints and slices (views of the same memory, which keep it alive), and\n"
+    "goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
     "dtypes: float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64.");
 
 static PyMethodDef tensor_methods[] = {

@@ -116,7 +116,10 @@ BAD_OPTIONS = [
     ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching is 'no' but must be True or False"),
     ({"seed": "a"}, TypeError, "seed is 'a' but must be an integer"),
     ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
-    ({"device": "tpu"}, NotImplementedError, "device is 'tpu'"),
+    ({"device": "tpu"}, ValueError, "device: 'tpu' is not a device"),
+    ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype is 'int4' but must be auto or fp8"),
+    ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization is 0 but must be above 0 and at most 1"),
+    ({"enforce_eager": 1}, TypeError, "enforce_eager is 1 but must be True or False"),
 ]
 
 

@@ -36,7 +36,9 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
             step.sequences.append(seq)
             step.starts.append(start)
             step.lengths.append(length)
-        step.num_decodes = len(sequences) if n else 0
+        if n:
+            step.num_decodes = len(sequences)
+            step.sources = [pending[1].sequences.index(seq) for seq in step.sequences]
         launched = runner.launch(step)
         if pending:
             take(*pending, sequences, tokens)

@@ -32,7 +32,7 @@ def poison(llm: LLM) -> None:
     """What no sequence has written must not matter."""
     for pair in llm._runner.caches:
         for cache in pair:
-            cache.copy_(np.full(cache.shape, np.nan, np.float32))
+            cache.copy_(pagedkv.asarray(np.full(cache.shape, np.nan, np.float32), cache.dtype, cache.device))
 
 
 def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
@@ -45,9 +45,10 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         return fill(step)
 
     def recording_run(inputs):
-        num_tokens = len(inputs.batch.token_ids)
+        pagedkv.take_sampled(inputs.batch.token_ids, runner.sampled)
         hidden = runner.forward(inputs.batch)
-        logits = runner.model.logits(hidden, out=pagedkv.empty((num_tokens, VOCAB_SIZE))).numpy().copy()
+        out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
+        logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()
         row = 0
         for seq, start, length in zip(plan[0].sequences, plan[0].starts, plan[0].lengths, strict=True):
             recorded.setdefault(seq.id, []).append((start, logits[row : row + length]))

@@ -14,7 +14,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedkv import BlockManager, OutOfBlocks
+from pagedkv import BlockManager, OutOfBlocks, Stream
 from pagedkv.models.config import DTYPES, Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
@@ -32,19 +32,26 @@ if TYPE_CHECKING:
 
 Prompt = str | SequenceOf[int]
 DEFAULT_KV_CACHE_MEMORY = 4 << 30
+KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
 
 
 class LLM:
     """Continuous batching for a Qwen3 folder in the Hugging Face layout.
 
     model                   folder with config.json, safetensors and, for text, tokenizer.json
-    device                  "cpu"
+    device                  "cpu", "cuda", "cuda:1"
     load_format             "auto": the safetensors of the folder; "dummy": random weights, to measure speed
     dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
+    kv_cache_dtype          "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time
+                            that a GPU's decode spends reading it
     block_size              tokens in a page
     num_blocks              pages in the pool; None: as many as kv_cache_memory holds
-    kv_cache_memory         bytes; None: what max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter
-                            of the machine's memory, at least one sequence
+    kv_cache_memory         bytes; None: on a GPU what gpu_memory_utilization leaves; on the CPU what max_num_seqs
+                            sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, at
+                            least one sequence
+    gpu_memory_utilization  share of a GPU's memory that is in use at the end, by the weights, the scratch memory of
+                            operations, graphs, and the pool; what others use of it counts, too
+    enforce_eager           no CUDA graphs: the same tokens, slower, with less to do at the start
     swap_space              bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
                             computed again later. 0: all of it
     max_num_seqs            sequences that run (hold pages) at a time
@@ -63,9 +70,12 @@ class LLM:
         device: str = "cpu",
         load_format: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
         swap_space: int = 0,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -73,14 +83,17 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int | None = None,
     ) -> None:
-        if device != "cpu":
-            raise NotImplementedError(f"device is {device!r}; the engine runs on 'cpu'")
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype is {dtype!r} but must be auto, {', '.join(DTYPES)}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {load_format!r} but must be auto or dummy")
-        if not isinstance(enable_prefix_caching, bool):
-            raise TypeError(f"enable_prefix_caching is {enable_prefix_caching!r} but must be True or False")
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r} but must be auto or fp8")
+        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r} but must be True or False")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
         if num_blocks is not None and kv_cache_memory is not None:
             raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
         block_size = check_int("block_size", block_size, 1)
@@ -92,35 +105,52 @@ class LLM:
                 f"max_num_batched_tokens is {max_num_batched_tokens} but must be at least max_num_seqs={max_num_seqs}: "
                 "every sequence that runs may decode a token in a step"
             )
+        self.device = "cpu" if device == "cpu" else Stream(device).device  # raises where there is no such GPU
         folder = Path(model)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
         self.config = Qwen3Config.from_folder(folder)
-        self.device = device
         self.dtype = self.config.dtype if dtype == "auto" else dtype
         self.max_model_len = _model_len(max_model_len, self.config)
+        self.kv_cache_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
         self.tokenizer = Tokenizer(folder)
         self.stats = EngineStats()
 
-        if num_blocks is None:
+        if num_blocks is not None:
+            check_int("num_blocks", num_blocks, 1)
+        elif kv_cache_memory is not None or self.device == "cpu":
             num_blocks = self._num_blocks(kv_cache_memory, block_size, max_num_seqs)
-        self.manager = BlockManager(
-            check_int("num_blocks", num_blocks, 1),
-            block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            num_host_blocks=check_int("swap_space", swap_space, 0) // self._page_bytes(block_size),
-        )
+        page_bytes = self._page_bytes(block_size)
+        num_host_blocks = check_int("swap_space", swap_space, 0) // page_bytes
         dummy = load_format == "dummy"
-        checkpoint = DummyCheckpoint(self.dtype, device) if dummy else Checkpoint(folder, self.dtype, device)
+        checkpoint = (
+            DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)
+        )
         self._runner: ModelRunner | None = ModelRunner(
             self.config,
             Qwen3(self.config, checkpoint, self.max_model_len),
-            self.manager,
             dtype=self.dtype,
-            device=device,
+            kv_cache_dtype=self.kv_cache_dtype,
+            device=self.device,
+            block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enforce_eager=enforce_eager,
         )
+        checkpoint.finish()
+        if self.device != "cpu":
+            self._runner.warm_up()
+        if num_blocks is None:
+            num_blocks = self._runner.affordable_bytes(gpu_memory_utilization) // page_bytes
+            if num_blocks < 1:
+                raise MemoryError(
+                    f"gpu_memory_utilization={gpu_memory_utilization} leaves no room for a page of {page_bytes} bytes"
+                )
+        self.manager = BlockManager(
+            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
+        )
+        self._runner.allocate(self.manager)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -133,7 +163,8 @@ class LLM:
 
     def _page_bytes(self, block_size: int) -> int:
         config = self.config
-        return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * ITEM_BYTES[self.dtype]
+        item_bytes = ITEM_BYTES[self.kv_cache_dtype]
+        return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * item_bytes
 
     def _num_blocks(self, memory: int | None, block_size: int, max_num_seqs: int) -> int:
         page_bytes = self._page_bytes(block_size)

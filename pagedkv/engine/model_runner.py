@@ -6,156 +6,341 @@
 The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
 reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: a
 launch may be read until the second launch after it.
+
+On a GPU a step is three things on one stream: a copy of the step's arrays, which lie side by side in pinned memory; the
+model; a copy of the sampled tokens to pinned memory, with an event behind it. A step that only decodes is padded to one
+of a few batch sizes, each of which is a CUDA graph from the embedding to the sampled token. A padding row has no keys
+and writes none. The host has two sets of arrays and fills them in turn, since a GPU may still read the last one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 import pagedkv
-from pagedkv import BlockManager, Tensor
+from pagedkv import BlockManager, Event, Graph, Stream, Tensor
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3
 
 from .scheduler import Step
-from .sequence import Sequence
+
+ALIGN = 64  # bytes: where each array of a step begins
+GRAPH_BYTES = 8 << 20  # of device memory that a captured graph takes at most
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views of arrays that the next step overwrites."""
+    """A step's arrays on the device, which the next step overwrites."""
 
     batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    last_tokens: np.ndarray  # [num_rows]: the batch's tokens whose successors are sampled
-    temperatures: np.ndarray  # [num_rows] float32
-    seeds: np.ndarray  # [num_rows] int64
-    positions: np.ndarray  # [num_rows]: of the tokens to be sampled
+    last_tokens: Tensor | None  # [num_rows] the batch's tokens whose successors are sampled; None: all of them
+    temperatures: Tensor  # [num_rows] float32
+    seeds: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] of the tokens to be sampled
 
 
 class Launched:
     """A step on its way."""
 
-    def __init__(self, sampled: np.ndarray) -> None:
-        self._sampled = sampled
+    def __init__(self, sampled: np.ndarray, event: Event | None) -> None:
+        self._sampled, self._event = sampled, event
 
     def tokens(self) -> list[int]:
         """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
         return self._sampled.tolist()
 
 
+class Arrays:
+    """The arrays of a step side by side in one piece of bytes, so that one copy brings all of them to the device.
+
+    num_tokens None: a step that only decodes, one token of each sequence, which needs fewer of them.
+    """
+
+    def __init__(self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int) -> None:
+        self._memory, self.num_bytes = memory, 0
+        is_decode = num_tokens is None
+        num_tokens = num_seqs if num_tokens is None else num_tokens
+        self.seeds = self._array(num_rows, "int64")
+        self.temperatures = self._array(num_rows, "float32")
+        self.token_ids = self._array(num_tokens, "int32")
+        self.positions = self._array(num_tokens, "int32")
+        self.slot_mapping = self._array(num_tokens, "int32")
+        self.context_lens = self._array(num_seqs, "int32")
+        self.cu_seqlens_q = None if is_decode else self._array(num_seqs + 1, "int32")
+        self.last_tokens = None if is_decode else self._array(num_rows, "int32")
+        # A sequence's next token lies behind its context.
+        self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
+
+    def _array(self, count: int, dtype: str) -> Any:
+        start = -(-self.num_bytes // ALIGN) * ALIGN
+        self.num_bytes = start + count * (8 if dtype == "int64" else 4)
+        part = self._memory[start : self.num_bytes]
+        return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
+
+    def inputs(self, block_tables: Any, max_seqlen_q: int) -> StepInputs:
+        batch = Batch(
+            self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
+            max_seqlen_q,
+        )  # fmt: skip
+        return StepInputs(batch, self.last_tokens, self.temperatures, self.seeds, self.next_positions)
+
+
+@dataclass(slots=True)
+class Decodes:
+    """What all steps of one number of decodes use."""
+
+    host: list[Arrays]
+    device: Arrays
+    graph: Graph | None = None
+
+
 class ModelRunner:
-    """Owns the KV cache and the buffers of a step, all allocated here and never in the loop."""
+    """Owns the KV cache and the buffers of a step, all allocated before the first step and never in the loop."""
 
     def __init__(
         self,
         config: Qwen3Config,
         model: Qwen3,
-        manager: BlockManager,
         *,
         dtype: str,
+        kv_cache_dtype: str,
         device: str,
+        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
+        enforce_eager: bool = False,
     ) -> None:
-        self.model, self.manager = model, manager
-        self.num_behind = 0 if device == "cpu" else 1  # steps that the host launches before it asks for tokens
-        page = (manager.num_blocks, manager.block_size, config.num_kv_heads, config.head_dim)
-        self.caches = [
-            (pagedkv.empty(page, dtype, device), pagedkv.empty(page, dtype, device)) for _ in range(config.num_layers)
-        ]
-        host_page = (manager.num_host_blocks, *page[1:])
-        self.host_caches = [(pagedkv.empty(host_page, dtype), pagedkv.empty(host_page, dtype)) for _ in self.caches]
+        self.config, self.model, self.device = config, model, device
+        self.kv_cache_dtype, self.block_size, self.max_num_seqs = kv_cache_dtype, block_size, max_num_seqs
+        self.is_gpu = device != "cpu"
+        self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
+        self.stream = Stream(device) if self.is_gpu else nullcontext()
+        self.events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
         self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
-        self.token_ids = np.zeros(max_num_batched_tokens, np.int32)
-        self.temperatures = np.zeros(max_num_seqs, np.float32)
-        self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.sampled = np.zeros(max_num_seqs, np.int32)  # of the last launch, by row
-        self._rows: dict[int, int] = {}  # in which row of `sampled` a sequence's token is
-        self._known = [np.zeros(max_num_seqs, np.int32) for _ in range(2)]  # what the host gets, in turn
+        self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
+        self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]  # the same for the host, in turn
+
+        num_bytes = 4 * (3 * max_num_batched_tokens + 8 * max_num_seqs) + 10 * ALIGN
+        self.host = [self._host_memory(num_bytes, "uint8") for _ in range(2)]
+        self.there = pagedkv.empty(num_bytes, "uint8", device) if self.is_gpu else self.host[0]
+        if not self.is_gpu:
+            self.host[1] = self.host[0]
+        self.max_blocks = -(-max_model_len // block_size)
+        if self.is_gpu:
+            self.host_tables = [self._host_memory(max_num_seqs * self.max_blocks, "int32") for _ in range(2)]
+            self.block_tables = pagedkv.empty((max_num_seqs, self.max_blocks), "int32", device)
+            self._table_there = np.empty((0, 0), np.int32)
+        self._turn = 0
+        self._decodes: dict[int, Decodes] = {}
+        self.batch_sizes = batch_sizes(max_num_seqs) if self.is_gpu else list(range(1, max_num_seqs + 1))
+        self.has_graphs = self.is_gpu and not enforce_eager
+
+    def _host_memory(self, count: int, dtype: str) -> Tensor:
+        return pagedkv.empty(count, dtype, pinned=self.is_gpu)
+
+    # --- memory
+
+    def _empty_caches(self, num_blocks: int, device: str, *, pinned: bool = False) -> list[tuple[Tensor, Tensor]]:
+        page = (num_blocks, self.block_size, self.config.num_kv_heads, self.config.head_dim)
+
+        def cache() -> Tensor:
+            return pagedkv.empty(page, self.kv_cache_dtype, device, pinned=pinned)
+
+        return [(cache(), cache()) for _ in range(self.config.num_layers)]
+
+    def warm_up(self) -> None:
+        """Runs the largest steps on a pool of one page, so that what the operations need beside it is allocated."""
+        self.caches = self._empty_caches(1, self.device)
+        with self.stream:
+            self.run(self._idle_inputs(self.max_num_seqs))
+            num_tokens = len(self.buffers.hidden)
+            host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
+            host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
+            host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0
+            host.temperatures[:], host.seeds[:] = 0, 0
+            there = Arrays(self.there, num_tokens, 1, 1)
+            self._upload(host, 0)
+            self.run(there.inputs(self.block_tables[:1], num_tokens))
+        pagedkv.synchronize(self.device)
+        self.caches = []
+
+    def affordable_bytes(self, utilization: float) -> int:
+        """What a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
+        free, total = pagedkv.memory_info(self.device)
+        num_graphs = len(self.batch_sizes) if self.has_graphs else 0
+        return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES
+
+    def allocate(self, manager: BlockManager) -> None:
+        """The pool of the manager's pages, and the graphs, which point to it."""
+        self.manager = manager
+        self.caches = self._empty_caches(manager.num_blocks, self.device)
+        self.host_caches = self._empty_caches(manager.num_host_blocks, "cpu", pinned=self.is_gpu)
+        if self.has_graphs:
+            self._capture()
+
+    def _capture(self) -> None:
+        from tqdm import tqdm
+
+        with self.stream:
+            for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
+                inputs = self._idle_inputs(num_seqs)
+                self.run(inputs)  # what is chosen or allocated at an operation's first use
+                graph = Graph()
+                with graph.capture(self.stream):
+                    self.run(inputs)
+                self._decodes[num_seqs].graph = graph
+        self.stream.synchronize()
+
+    def _idle_inputs(self, num_seqs: int) -> StepInputs:
+        """A decode of nothing but padding, uploaded."""
+        decodes = self._decodes_of(num_seqs)
+        pad(decodes.host[0], 0)
+        self._upload(decodes.host[0], 0)
+        return decodes.device.inputs(self.block_tables[:num_seqs], 1)
+
+    def _decodes_of(self, num_seqs: int) -> Decodes:
+        if num_seqs not in self._decodes:
+            sizes = (None, num_seqs, num_seqs)
+            hosts = [Arrays(memory.numpy(), *sizes) for memory in self.host]
+            self._decodes[num_seqs] = Decodes(hosts, Arrays(self.there, *sizes))
+        return self._decodes[num_seqs]
+
+    # --- a step
 
     def launch(self, step: Step) -> Launched:
         """Starts the step. A token of a sequence that is not in Sequence.tokens yet is taken from the launch before."""
-        self.move_pages(step)
-        self.run(self.fill(step))
-        self._rows = {step.sequences[i].id: row for row, i in enumerate(step.sampled)}
-        self._known.reverse()
-        known = self._known[0][: len(step.sampled)]
-        known[:] = self.sampled[: len(step.sampled)]
-        return Launched(known)
+        self._turn = turn = 1 - self._turn
+        event, num_rows = self.events[turn], len(step.sampled)
+        if event is not None:
+            event.synchronize()  # the host's arrays of this turn have been copied
+        with self.stream:
+            self.move_pages(step)
+            inputs = self.fill(step)
+            graph = None
+            if inputs.last_tokens is None:
+                graph = self._decodes[len(inputs.batch.token_ids)].graph
+            if graph is None:
+                self.run(inputs)
+            else:
+                graph.replay()
+            if num_rows:
+                self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
+            if event is not None:
+                event.record()
+        return Launched(self.known[turn].numpy()[:num_rows], event)
 
     def move_pages(self, step: Step) -> None:
         """Swaps and copies, before anything is computed."""
-        caches = [cache for pair in self.caches for cache in pair]
-        host_caches = [cache for pair in self.host_caches for cache in pair]
+
+        def each(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+            return [cache for pair in caches for cache in pair]
+
         if step.swap_out is not None:
-            pagedkv.swap_blocks(caches, host_caches, step.swap_out)
+            pagedkv.swap_blocks(each(self.caches), each(self.host_caches), step.swap_out)
         if step.swap_in is not None:
-            pagedkv.swap_blocks(host_caches, caches, step.swap_in)
+            pagedkv.swap_blocks(each(self.host_caches), each(self.caches), step.swap_in)
         if step.copies is not None and len(step.copies):
-            pagedkv.copy_blocks(caches, step.copies)
+            pagedkv.copy_blocks(each(self.caches), step.copies)
 
     def fill(self, step: Step) -> StepInputs:
-        """The step's arrays."""
+        """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
-        num_decodes, num_rows = step.num_decodes, len(step.sampled)
+        num_seqs, num_decodes, num_rows = len(step.sequences), step.num_decodes, len(step.sampled)
+        num_tokens = len(arrays.positions)
+        is_decode = num_decodes == num_seqs
+        if is_decode:
+            size = self.batch_sizes[bisect_left(self.batch_sizes, num_seqs)]
+            decodes = self._decodes_of(size)
+            host, there = decodes.host[self._turn], decodes.device
+            pad(host, num_seqs)
+        else:
+            size = num_seqs
+            host = Arrays(self.host[self._turn].numpy(), num_tokens, num_seqs, num_rows)
+            there = Arrays(self.there, num_tokens, num_seqs, num_rows)
+            host.cu_seqlens_q[:] = arrays.cu_seqlens_q
+            host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
+            host.next_positions[:] = arrays.context_lens[step.sampled]
         end = num_decodes
-        decodes = zip(step.sequences[:end], step.starts[:end], strict=True)
-        self.token_ids[:end] = [self._token(seq, start) for seq, start in decodes]
-        for i in range(num_decodes, len(step.sequences)):
+        host.token_ids[:end] = [
+            -1 - source if source >= 0 else seq.tokens[-1]
+            for source, seq in zip(step.sources, step.sequences[:end], strict=True)
+        ]
+        for i in range(num_decodes, num_seqs):
             start, length = step.starts[i], step.lengths[i]
-            self.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
+            host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
             end += length
+        host.positions[:num_tokens] = arrays.positions
+        host.slot_mapping[:num_tokens] = arrays.slot_mapping
+        host.context_lens[:num_seqs] = arrays.context_lens
         sampled = [step.sequences[i] for i in step.sampled]
-        self.temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
-        self.seeds[:num_rows] = [seq.seed for seq in sampled]
-        batch = Batch(
-            token_ids=self.token_ids[:end],
-            positions=arrays.positions,
-            slot_mapping=arrays.slot_mapping,
-            block_tables=arrays.block_tables,
-            context_lens=arrays.context_lens,
-            cu_seqlens_q=arrays.cu_seqlens_q,
-            max_seqlen_q=arrays.max_seqlen_q,
-        )
-        return StepInputs(
-            batch,
-            arrays.cu_seqlens_q[1:][step.sampled] - 1,
-            self.temperatures[:num_rows],
-            self.seeds[:num_rows],
-            arrays.context_lens[step.sampled],  # a sequence's next token lies behind its context
-        )
+        host.temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
+        host.seeds[:num_rows] = [seq.seed for seq in sampled]
+        self._upload(host, self._turn)
+        return there.inputs(self._upload_tables(arrays.block_tables, size), arrays.max_seqlen_q)
 
-    def _token(self, seq: Sequence, position: int) -> int:
-        return seq.tokens[position] if position < len(seq.tokens) else -1 - self._rows[seq.id]
+    def _upload(self, host: Arrays, turn: int) -> None:
+        if self.is_gpu:
+            self.there[: host.num_bytes].copy_(self.host[turn][: host.num_bytes])
+
+    def _upload_tables(self, tables: np.ndarray, num_rows: int) -> Any:
+        """The block tables on the device. Its rows are as long as the longest sequence's, so that graphs need not
+        change; only what is in use is copied, and nothing where no page was added."""
+        if not self.is_gpu:
+            return tables
+        if not np.array_equal(tables, self._table_there):
+            self.host_tables.reverse()  # the one not uploaded last
+            num_seqs, num_blocks = tables.shape
+            staged = self.host_tables[0][: tables.size].view(tables.shape)
+            self._table_there = staged.numpy()
+            self._table_there[:] = tables
+            self.block_tables[:num_seqs, :num_blocks].copy_(staged)
+        return self.block_tables[:num_rows]
 
     def run(self, inputs: StepInputs) -> None:
         """Computes the step; its tokens are in `sampled` then."""
-        ids = inputs.batch.token_ids
-        unknown = ids < 0
-        ids[unknown] = np.maximum(self.sampled[-1 - ids[unknown]], 0)  # -1: its request has failed, any token will do
+        num_rows = len(inputs.temperatures)
+        pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
         hidden = self.forward(inputs.batch)
-        num_rows = len(inputs.last_tokens)
         if num_rows:
-            rows = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
-            logits = self.model.logits(rows, out=self.logits[:num_rows])
-            self._sample(logits, inputs)
+            if inputs.last_tokens is not None:
+                hidden = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
+            self._sample(self.model.logits(hidden, out=self.logits[:num_rows]), inputs)
 
     def _sample(self, logits: Tensor, inputs: StepInputs) -> None:
         """Into `sampled`; -1 for a row without a token (its logits hold NaN or nothing finite), which ends no other."""
         given = logits, inputs.temperatures, inputs.seeds, inputs.positions
         try:
             pagedkv.sample(*given, out=self.sampled[: len(logits)])
-        except ValueError:  # it names the first such row; there may be more
+        except ValueError:  # only the CPU raises. It names the first such row; there may be more
             for i in range(len(logits)):
                 try:
                     pagedkv.sample(*(each[i : i + 1] for each in given), out=self.sampled[i : i + 1])
                 except ValueError:
-                    self.sampled[i] = -1
+                    self.sampled.numpy()[i] = -1
 
     def forward(self, batch: Batch) -> Tensor:
         """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)))
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """How many decodes the graphs are of; the last holds all."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def pad(arrays: Arrays, num_seqs: int) -> None:
+    """Makes the decodes from num_seqs on padding: no keys, and nothing to write."""
+    for array in (arrays.token_ids, arrays.positions, arrays.context_lens, arrays.temperatures, arrays.seeds):
+        array[num_seqs:] = 0
+    arrays.slot_mapping[num_seqs:] = -1

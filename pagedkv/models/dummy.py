@@ -44,5 +44,9 @@ class DummyCheckpoint:
     def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
         return pagedkv.asarray(pagedkv.asarray(values, self.dtype), device=self.device)  # only the CPU converts
 
+    def finish(self) -> None:
+        """As Checkpoint.finish()."""
+        pagedkv.synchronize(self.device)
+
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """No folder, so nothing in it that the model does not know."""

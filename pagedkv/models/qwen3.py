@@ -36,7 +36,7 @@ class Batch:
     slot_mapping: Any  # [num_tokens], -1: the token's KV is in the cache already
     block_tables: Any  # [num_seqs, max_blocks]
     context_lens: Any  # [num_seqs]
-    cu_seqlens_q: Any  # [num_seqs + 1]
+    cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
     max_seqlen_q: int
 
 

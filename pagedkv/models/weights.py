@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 import pagedkv
+from pagedkv import Event
 
 from .config import read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+STAGING_BYTES = 32 << 20
 
 
 class CheckpointError(ValueError):
@@ -88,13 +90,20 @@ class SafetensorsFile:
 class Checkpoint:
     """The tensors of a model's folder by name, in one dtype on one device.
 
-    Every tensor of the folder must be asked for: check_all_used() finds what the model does not know.
+    Every tensor of the folder must be asked for: check_all_used() finds what the model does not know. On a GPU the
+    tensors are there after finish(): the host goes through the file while the GPU copies what was read before.
     """
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
         self.files = _open_files(folder)
         self.used: set[str] = set()
+        self._staging: list[tuple[pagedkv.Tensor, Event]] = []
+
+    def finish(self) -> None:
+        """Waits until all that was loaded is on the device."""
+        pagedkv.synchronize(self.device)
+        self._staging.clear()
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         """The tensor, which must have this shape: the file's own memory where nothing must change."""
@@ -132,9 +141,23 @@ class Checkpoint:
         return view
 
     def _fill(self, target: pagedkv.Tensor, view: pagedkv.Tensor) -> pagedkv.Tensor:
-        if self.device != "cpu" and view.dtype != self.dtype:  # only the CPU converts
-            view = pagedkv.empty(view.shape, self.dtype).copy_(view)
-        return target.copy_(view)
+        if self.device == "cpu":
+            return target.copy_(view)
+        if not self._staging:
+            self._staging = [
+                (pagedkv.empty(STAGING_BYTES, "uint8", pinned=True), Event(device=self.device)) for _ in range(2)
+            ]
+        there, here = target.view(-1), view.view(-1)
+        count = STAGING_BYTES // ITEM_BYTES[self.dtype]
+        for start in range(0, len(here), count):
+            piece = here[start : start + count]
+            memory, event = self._staging[0]
+            event.synchronize()  # the copy before the last is done
+            staged = memory.view(-1, self.dtype)[: len(piece)].copy_(piece)
+            there[start : start + len(piece)].copy_(staged)
+            event.record()
+            self._staging.reverse()
+        return target
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:

@@ -45,10 +45,16 @@ def test_copy_within_strided_pools(device, rng):
     np.testing.assert_array_equal(get(other), heads_first)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swap_out_and_in(dtype, device, rng):
-    pools, hosts = [draw(rng) for _ in "kv"], [np.zeros((6, 4, 2, 8)) for _ in "kv"]
+def test_swap_out_and_in(dtype, pinned, device, rng):
+    if pinned and device == "cpu":
+        pytest.skip("memory is pinned for a GPU")
+    num_caches = 37  # more than one launch takes
+    pools, hosts = [draw(rng) for _ in range(num_caches)], [np.zeros((6, 4, 2, 8)) for _ in range(num_caches)]
     on_device, on_host = [put(x, device, dtype) for x in pools], [put(x, "cpu", dtype) for x in hosts]
+    if pinned:
+        on_host = [pagedkv.empty(x.shape, dtype, pinned=True).copy_(x) for x in on_host]
     out, back = np.array([[8, 0], [3, 5]], np.int32), np.array([[5, 1], [0, 2]], np.int64)
     pagedkv.swap_blocks(on_device, on_host, out)
     pagedkv.synchronize(device)

@@ -1,6 +1,7 @@
 """LLM end to end: nano-vllm's workload beside the device's floor, where a decode step's time goes, a pool too small.
 
     python benchmarks/engine.py [--models 0.6B 8B] [--device cuda] [--parts nano steps pool] [--block-size 16]
+                                [--kv-cache-dtype fp8]
 
 nano   256 requests at once (pagedkv/bench.py), random weights: a run with other prompts to warm up, then three
 steps  decode steps of 256 sequences of about 650 tokens and of one of 128: kernels by class (torch's profiler), idle
@@ -29,7 +30,7 @@ BATCHES = (256, 630), (1, 128)  # sequences and tokens of each, as nano-bench ha
 
 def measure_nano(llm: LLM, model: str, ceiling: bench.Ceiling) -> dict:
     workload = bench.nano_bench()
-    floor = bench.floor_seconds(llm.config, llm.dtype, workload, ceiling)
+    floor = bench.floor_seconds(llm, workload, ceiling)
     bench.run(llm, bench.nano_bench(seed=1))
     runs = [bench.run(llm, workload) for _ in range(RUNS)]
     median = statistics.median_low(run.seconds for run in runs)
@@ -114,18 +115,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["nano", "steps"], choices=["nano", "steps", "pool"])
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     add_record_option(parser)
     parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     ceiling = bench.measure_ceiling(args.device, "bfloat16")
     print(f"{ceiling.bytes_per_second / 1e9:,.0f} GB/s, {ceiling.flops / 1e12:,.0f} TFLOP/s measured", flush=True)
-    options = {"device": args.device, "load_format": "dummy", "block_size": args.block_size}
-    if args.eager:
-        options["enforce_eager"] = True
+    sizes = {"block_size": args.block_size, "kv_cache_dtype": args.kv_cache_dtype, "enforce_eager": args.eager}
+    options = {"device": args.device, "load_format": "dummy"} | sizes
     rows = []
     for model in args.models:
-        row = {"model": model, "block_size": args.block_size, "eager": args.eager}
+        row = {"model": model} | sizes
         with tempfile.TemporaryDirectory() as scratch:
             folder = bench.write_shape(model, Path(scratch))
             if {"nano", "steps"} & set(args.parts):
@@ -139,7 +140,8 @@ def main() -> None:
         rows.append(row)
     if not args.no_record:
         extra = {"commit": args.commit} if args.commit else {}
-        record(f"engine-{args.device}", rows, machine=device_name(args.device), ceiling=vars(ceiling), **extra)
+        name = f"engine-{args.device}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
+        record(name, rows, machine=device_name(args.device), ceiling=vars(ceiling), **extra)
 
 
 def device_name(device: str) -> dict[str, str]:

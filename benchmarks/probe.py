@@ -64,7 +64,7 @@ class _Recorder:
 
     def run(self, prompts: list[list[int]]) -> None:
         scheduler, runner = self.llm.scheduler, self.llm._runner
-        stream = getattr(runner, "stream", None)
+        stream = runner.stream if runner.is_gpu else None
         launch, update, schedule, commit = runner.launch, scheduler.update, scheduler.schedule, scheduler.commit
         is_decode = False
 

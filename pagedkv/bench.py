@@ -23,7 +23,6 @@ import pagedkv
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.models.config import Qwen3Config
 from pagedkv.models.weights import ITEM_BYTES
 
 MAX_LEN = 1024  # of a prompt, and of its continuation
@@ -136,10 +135,10 @@ def _seconds(function: Callable[[], object], device: str, repeats: int = 5, call
     return statistics.median(times[1:])
 
 
-def floor_seconds(config: Qwen3Config, dtype: str, workload: Workload, ceiling: Ceiling) -> float:
-    """The least time: every decode step reads the weights (or multiplies with them, where that takes longer) and the
+def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
+    """The least time for this model and its dtypes: every decode step reads the weights (or multiplies with them, where that takes longer) and the
     keys and values of every sequence; the prompts are products alone. All requests run at once."""
-    itemsize = ITEM_BYTES[dtype]
+    config, itemsize = llm.config, ITEM_BYTES[llm.dtype]
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
@@ -149,7 +148,7 @@ def floor_seconds(config: Qwen3Config, dtype: str, workload: Workload, ceiling: 
         rows = sum(end > step for end in ends)
         linear += max(itemsize * (layers + head) / ceiling.bytes_per_second, 2 * rows * (layers + head) / ceiling.flops)
     num_keys = sum(sum(range(n + 1, n + end)) for n, end in zip(prompts, ends, strict=True))
-    attention = num_keys * config.num_layers * 2 * kv_size * itemsize / ceiling.bytes_per_second
+    attention = num_keys * config.num_layers * 2 * kv_size * ITEM_BYTES[llm.kv_cache_dtype] / ceiling.bytes_per_second
     pairs = sum(n * (n + 1) // 2 for n in prompts)
     prefill = 2 * (layers * sum(prompts) + head * len(prompts)) + 4 * q_size * config.num_layers * pairs
     return linear + attention + prefill / ceiling.flops

@@ -15,6 +15,7 @@ from typing import NoReturn
 import pagedkv
 
 DEMO_MODEL = Path(__file__).parent / "data" / "demo_model"
+DEVICE_HELP = "cpu, cuda, or auto: cuda where there is one (default: auto)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +41,7 @@ def _parser() -> Parser:
     demo = commands.add_parser("demo", help="add numbers with the model inside the package, and say how fast")
     demo.add_argument("--num-prompts", type=_at_least(1), default=32, help="sums in the batch (default: 32)")
     demo.add_argument("--seed", type=int, default=0, help="chooses the numbers (default: 0)")
+    demo.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     demo.set_defaults(run=run_demo)
 
     generate = commands.add_parser("generate", help="continue prompts with a Qwen3 model of your own")
@@ -49,6 +51,7 @@ def _parser() -> Parser:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     generate.add_argument("--seed", type=int, help="the same tokens again at temperature > 0")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    generate.add_argument("--device", default="auto", help=DEVICE_HELP)
     generate.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
     generate.add_argument("--block-size", type=_at_least(1), default=16, help="tokens in a page (default: 16)")
     generate.add_argument("--max-model-len", type=_at_least(1), help="prompt and new tokens of a request at most")
@@ -57,7 +60,8 @@ def _parser() -> Parser:
     bench = commands.add_parser("bench", help="nano-vllm's benchmark, 256 requests at once, beside the device's floor")
     shape = "a folder, or 0.6B, 1.7B, 4B, 8B: a Qwen3 of this size with random weights (default: 0.6B)"
     bench.add_argument("model", nargs="?", default="0.6B", help=shape)
-    bench.add_argument("--device", default=_default_device(), help="cpu or cuda (default: cuda where there is one)")
+    bench.add_argument("--device", default="auto", help=DEVICE_HELP)
+    bench.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8 (default: auto)")
     bench.add_argument("--num-requests", type=_at_least(1), default=256, help="(default: 256)")
     bench.add_argument("--runs", type=_at_least(1), default=3, help="after one that warms up (default: 3)")
     bench.set_defaults(run=run_bench)
@@ -77,7 +81,10 @@ def _at_least(lowest: int):
     return integer
 
 
-def _default_device() -> str:
+def _device(given: str) -> str:
+    """Looks for a GPU only when it is asked for one: that takes a while."""
+    if given != "auto":
+        return given
     return "cuda" if pagedkv.build_info()["cuda_devices"] else "cpu"
 
 
@@ -88,9 +95,8 @@ def run_generate(args: argparse.Namespace) -> int:
     params = pagedkv.SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed, ignore_eos=args.ignore_eos
     )
-    with pagedkv.LLM(
-        args.model, dtype=args.dtype, block_size=args.block_size, max_model_len=args.max_model_len
-    ) as llm:
+    options = {name: getattr(args, name) for name in ("dtype", "block_size", "max_model_len")}
+    with pagedkv.LLM(args.model, device=_device(args.device), **options) as llm:
         outputs = llm.generate(args.prompt, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         if output.error is None:
@@ -111,7 +117,7 @@ def run_demo(args: argparse.Namespace) -> int:
     prompts = [f"{a}+{b}=" for a, b in sums]
     params = pagedkv.SamplingParams(temperature=0.0, max_tokens=8)
     # A token is a character here, so pages are small: sums with the same first number share its page.
-    with pagedkv.LLM(DEMO_MODEL, block_size=4, num_blocks=1024) as llm:
+    with pagedkv.LLM(DEMO_MODEL, device=args.device, block_size=4, num_blocks=1024) as llm:
         outputs = llm.generate(prompts, params)
         stats, pool = llm.stats, llm.manager.stats()
 
@@ -150,16 +156,18 @@ def _demo_sums(count: int, rng: random.Random) -> list[tuple[int, int]]:
 def run_bench(args: argparse.Namespace) -> int:
     from pagedkv import bench
 
+    device = _device(args.device)
     workload = bench.nano_bench(args.num_requests)
     with tempfile.TemporaryDirectory() as scratch:
         is_shape = args.model in bench.SHAPES
         folder = bench.write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
-        ceiling = bench.measure_ceiling(args.device, "bfloat16")
-        llm = bench.make_llm(folder, workload, device=args.device, load_format="dummy" if is_shape else "auto")
+        ceiling = bench.measure_ceiling(device, "bfloat16")
+        options = {"load_format": "dummy" if is_shape else "auto", "kv_cache_dtype": args.kv_cache_dtype}
+        llm = bench.make_llm(folder, workload, device=device, **options)
     with llm:
-        floor = bench.floor_seconds(llm.config, llm.dtype, workload, ceiling)
+        floor = bench.floor_seconds(llm, workload, ceiling)
         print(f"""\
-model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, on {args.device}
+model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
 workload  {args.num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
 {workload.num_new_tokens:,} new tokens
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -24,11 +26,15 @@ def test_the_workload_is_the_published_one():
     assert workload.prompts[0][:1] != bench.nano_bench(seed=1).prompts[0][:1]
 
 
-@pytest.mark.parametrize(("size", "seconds"), [("0.6B", 3.52), ("8B", 10.21)])
-def test_the_floor_of_an_h200(tmp_path, size, seconds):
+@pytest.mark.parametrize(
+    ("size", "kv_cache_dtype", "seconds"),
+    [("0.6B", "bfloat16", 3.52), ("8B", "bfloat16", 10.21), ("0.6B", "float8_e4m3fn", 1.99)],
+)
+def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, seconds):
     """Worked out apart from this code, at 4,540 GB/s and 790 TFLOP/s."""
     config = Qwen3Config.from_folder(bench.write_shape(size, tmp_path))
-    floor = bench.floor_seconds(config, "bfloat16", bench.nano_bench(), bench.Ceiling(4.54e12, 790e12))
+    llm = SimpleNamespace(config=config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    floor = bench.floor_seconds(llm, bench.nano_bench(), bench.Ceiling(4.54e12, 790e12))
     assert floor == pytest.approx(seconds, abs=0.005)
 
 

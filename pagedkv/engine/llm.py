@@ -14,6 +14,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pagedkv
 from pagedkv import BlockManager, OutOfBlocks, Stream
 from pagedkv.models.config import DTYPES, Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
@@ -60,7 +61,8 @@ class LLM:
     enable_prefix_caching   compute a common beginning of prompts once
     seed                    of the seeds drawn for requests without one; None: from the operating system
 
-    To look at: `config`, `stats` (EngineStats), `manager` (the BlockManager), `max_model_len`, `dtype`.
+    To look at: `config`, `stats` (EngineStats), `manager` (the BlockManager), `max_model_len`, `dtype`, `memory` (on a
+    GPU, bytes by what they are for, as the driver counts them).
     """
 
     def __init__(
@@ -122,6 +124,8 @@ class LLM:
             num_blocks = self._num_blocks(kv_cache_memory, block_size, max_num_seqs)
         page_bytes = self._page_bytes(block_size)
         num_host_blocks = check_int("swap_space", swap_space, 0) // page_bytes
+        self.memory: dict[str, int] = {}
+        used = self._used_memory()
         dummy = load_format == "dummy"
         checkpoint = (
             DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)
@@ -140,7 +144,9 @@ class LLM:
         )
         checkpoint.finish()
         if self.device != "cpu":
+            used = self._count_memory("weights and buffers", used)
             self._runner.warm_up()
+            used = self._count_memory("workspaces", used)
         if num_blocks is None:
             num_blocks = self._runner.affordable_bytes(gpu_memory_utilization) // page_bytes
             if num_blocks < 1:
@@ -151,6 +157,10 @@ class LLM:
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
         )
         self._runner.allocate(self.manager)
+        if self.device != "cpu":
+            used = self._count_memory("pool", used)
+            self._runner.capture()
+            self._count_memory("graphs", used)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -160,6 +170,17 @@ class LLM:
         self._random = random.Random(seed)
         self._ids = itertools.count()
         self._lock = threading.Lock()
+
+    def _used_memory(self) -> int:
+        if self.device == "cpu":
+            return 0
+        free, total = pagedkv.memory_info(self.device)
+        return total - free
+
+    def _count_memory(self, name: str, before: int) -> int:
+        used = self._used_memory()
+        self.memory[name] = used - before
+        return used
 
     def _page_bytes(self, block_size: int) -> int:
         config = self.config
@@ -327,9 +348,10 @@ class LLM:
         config, manager, scheduler = self.config, self.manager, self.scheduler
         pages = f"{manager.num_blocks:,} pages of {manager.block_size} tokens"
         size = manager.num_blocks * self._page_bytes(manager.block_size) / 2**30
+        beside = "".join(f", {name} {size / 2**30:.2f}" for name, size in self.memory.items() if name != "pool")
         return (
             f"<LLM on {self.device}: {config.num_layers} layers of {config.hidden_size:,}, {self.dtype}; {pages} "
-            f"({size:.2f} GiB); {scheduler.max_num_seqs} sequences of up to {self.max_model_len:,} tokens>"
+            f"({size:.2f} GiB{beside}); {scheduler.max_num_seqs} sequences of up to {self.max_model_len:,} tokens>"
         )
 
     # --- the end

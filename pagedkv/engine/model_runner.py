@@ -181,16 +181,17 @@ class ModelRunner:
         return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES
 
     def allocate(self, manager: BlockManager) -> None:
-        """The pool of the manager's pages, and the graphs, which point to it."""
+        """The pool of the manager's pages."""
         self.manager = manager
         self.caches = self._empty_caches(manager.num_blocks, self.device)
         self.host_caches = self._empty_caches(manager.num_host_blocks, "cpu", pinned=self.is_gpu)
-        if self.has_graphs:
-            self._capture()
 
-    def _capture(self) -> None:
+    def capture(self) -> None:
+        """The graphs, which point to the pool."""
         from tqdm import tqdm
 
+        if not self.has_graphs:
+            return
         with self.stream:
             for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
                 inputs = self._idle_inputs(num_seqs)

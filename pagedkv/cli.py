@@ -193,7 +193,7 @@ def run_info(args: argparse.Namespace) -> int:
         "python": f"{platform.python_version()} on {platform.platform()}",
         "libraries": ", ".join(f"{name} {_version(name)}" for name in ("numpy", "tokenizers", "tqdm", "torch")),
         "cpu": f"yes, ISA {build['isa']}",
-        "cuda": f"yes, {devices} device{'s' * (devices > 1)}" if devices else f"no: {build['cuda_problem']}",
+        "cuda": f"yes, {_gpus(devices)}" if devices else f"no: {build['cuda_problem']}",
         "threads": str(build["threads"]),
         "BLAS": build["blas"],
         "DLPack": build["dlpack"],
@@ -201,6 +201,15 @@ def run_info(args: argparse.Namespace) -> int:
     for name, value in rows.items():
         print(f"{name:<11}{value}")
     return 0
+
+
+def _gpus(count: int) -> str:
+    """What is free on each: the engine takes gpu_memory_utilization of a GPU's memory."""
+    gpus = []
+    for i in range(count):
+        free, total = (num_bytes / 2**30 for num_bytes in pagedkv.memory_info(f"cuda:{i}"))
+        gpus.append(f"cuda:{i} with {free:.1f} of {total:.1f} GiB free")
+    return ", ".join(gpus)
 
 
 def _version(package: str) -> str:

@@ -3,7 +3,7 @@
     python benchmarks/engine.py [--models 0.6B 8B] [--device cuda] [--parts nano steps pool] [--block-size 16]
                                 [--kv-cache-dtype fp8]
 
-nano   256 requests at once (pagedkv/bench.py), random weights: a run with other prompts to warm up, then three
+nano   256 requests at once (pagedkv/bench.py), random weights: a run with other prompts to warm up, then others
 steps  decode steps of 256 sequences of about 650 tokens and of one of 128: kernels by class (torch's profiler), idle
        time between two steps (events on the device), the host's parts
 pool   the workload, greedy, in a pool of 60 % of the pages that it uses: preemption by recomputing and by swapping
@@ -24,15 +24,14 @@ from pagedkv import LLM, SamplingParams, bench
 
 # tokens/s of the peer on one H200 (PEERS.md: nano-vllm bb823b3 with FlashAttention-3)
 PEER = {"0.6B": 18_897, "8B": 8_060}
-RUNS = 3
 BATCHES = (256, 630), (1, 128)  # sequences and tokens of each, as nano-bench has them and as one user has
 
 
-def measure_nano(llm: LLM, model: str, ceiling: bench.Ceiling) -> dict:
+def measure_nano(llm: LLM, model: str, ceiling: bench.Ceiling, num_runs: int) -> dict:
     workload = bench.nano_bench()
     floor = bench.floor_seconds(llm, workload, ceiling)
     bench.run(llm, bench.nano_bench(seed=1))
-    runs = [bench.run(llm, workload) for _ in range(RUNS)]
+    runs = [bench.run(llm, workload) for _ in range(num_runs)]
     median = statistics.median_low(run.seconds for run in runs)
     run = next(run for run in runs if run.seconds == median)
     print(
@@ -115,6 +114,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["nano", "steps"], choices=["nano", "steps", "pool"])
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=3, help="of the workload (default: 3)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     add_record_option(parser)
@@ -132,7 +132,7 @@ def main() -> None:
             if {"nano", "steps"} & set(args.parts):
                 with bench.make_llm(folder, bench.nano_bench(), **options) as llm:
                     if "nano" in args.parts:
-                        row["nano_bench"] = measure_nano(llm, model, ceiling)
+                        row["nano_bench"] = measure_nano(llm, model, ceiling, args.runs)
                     if "steps" in args.parts:
                         row["decode_step"] = measure_steps(llm, args.device)
             if "pool" in args.parts:

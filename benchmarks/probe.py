@@ -12,6 +12,7 @@ import pagedkv
 from pagedkv import LLM, SamplingParams
 
 WARM, STEPS = 8, 32
+PROFILED = 8  # steps: to read more events takes the profiler many seconds
 HOST_PARTS = ("schedule", "launch", "commit", "update")
 
 # The first that is found in a kernel's name.
@@ -29,7 +30,7 @@ KERNEL_CLASSES = {
 
 @dataclass
 class Probe:
-    """Microseconds, medians over STEPS decode steps of `batch` sequences."""
+    """Microseconds, medians over STEPS decode steps in which all sequences of the batch take part."""
 
     wall: float = 0.0  # between the tokens of two steps
     idle: float | None = None  # on the device, from the end of a step to the start of the next
@@ -113,7 +114,7 @@ class _Recorder:
         wall = median([(b - a) * 1e6 for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)])
         idle = None
         if self.events:
-            pagedkv.synchronize("cuda")
+            pagedkv.synchronize(self.llm.device)
             ends = zip(self.events, self.events[1:], strict=False)
             idle = median([before[1].elapsed_ms(after[0]) * 1e3 for before, after in ends])
         return wall, idle, {part: median(self.times[part]) for part in HOST_PARTS}
@@ -128,18 +129,19 @@ def _generate(llm: LLM, prompts: list[list[int]]) -> None:
 
 def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     """By class: microseconds and launches a step; and microseconds by name."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     runner, launch = llm._runner, llm._runner.launch
-    profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
+    profiler, count = profile(activities=[ProfilerActivity.CUDA], acc_events=True), 0
 
     def counted(step):
         nonlocal count
-        count += step.num_decodes == len(step.sequences) == len(prompts)
-        if count in (WARM, WARM + STEPS):
-            pagedkv.synchronize("cuda")
-            (profiler.start if count == WARM else profiler.stop)()
-            count += count == WARM + STEPS  # stop once
+        if step.num_decodes == len(step.sequences) == len(prompts):
+            count += 1
+            if count in (WARM, WARM + PROFILED):
+                pagedkv.synchronize(llm.device)
+                (profiler.start if count == WARM else profiler.stop)()
         return launch(step)
 
     runner.launch = counted
@@ -150,13 +152,13 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
     classes: dict[str, tuple[float, float]] = {}
     names: dict[str, float] = defaultdict(float)
     for event in profiler.events():
-        name, us = event.name, event.device_time_total
-        if not us:
+        if event.device_type != DeviceType.CUDA:
             continue
+        name, us = event.name, event.time_range.elapsed_us()
         kind = next((kind for kind, words in KERNEL_CLASSES.items() if re.search(words, name, re.IGNORECASE)), "other")
         total, launches = classes.get(kind, (0.0, 0.0))
-        classes[kind] = total + us / STEPS, launches + 1 / STEPS
-        names[name] += us / STEPS
+        classes[kind] = total + us / PROFILED, launches + 1 / PROFILED
+        names[name] += us / PROFILED
     return classes, dict(sorted(names.items(), key=lambda item: -item[1]))
 
 

@@ -141,6 +141,7 @@ class ModelRunner:
             self.block_tables = pagedkv.empty((max_num_seqs, self.max_blocks), "int32", device)
             self._table_there = np.empty((0, 0), np.int32)
         self._turn = 0
+        self._temperatures, self._seeds = np.zeros(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
         self._decodes: dict[int, Decodes] = {}
         self.batch_sizes = batch_sizes(max_num_seqs) if self.is_gpu else list(range(1, max_num_seqs + 1))
         self.has_graphs = self.is_gpu and not enforce_eager
@@ -272,10 +273,11 @@ class ModelRunner:
             host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
             host.next_positions[:] = arrays.context_lens[step.sampled]
         end = num_decodes
-        host.token_ids[:end] = [
-            -1 - source if source >= 0 else seq.tokens[-1]
-            for source, seq in zip(step.sources, step.sequences[:end], strict=True)
-        ]
+        host.token_ids[:end] = step.sources
+        host.token_ids[:end] = -1 - host.token_ids[:end]
+        for i, source in enumerate(step.sources):
+            if source < 0:
+                host.token_ids[i] = step.sequences[i].tokens[-1]
         for i in range(num_decodes, num_seqs):
             start, length = step.starts[i], step.lengths[i]
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
@@ -283,9 +285,12 @@ class ModelRunner:
         host.positions[:num_tokens] = arrays.positions
         host.slot_mapping[:num_tokens] = arrays.slot_mapping
         host.context_lens[:num_seqs] = arrays.context_lens
-        sampled = [step.sequences[i] for i in step.sampled]
-        host.temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
-        host.seeds[:num_rows] = [seq.seed for seq in sampled]
+        if not step.is_same_batch:
+            sampled = [step.sequences[i] for i in step.sampled]
+            self._temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
+            self._seeds[:num_rows] = [seq.seed for seq in sampled]
+        host.temperatures[:num_rows] = self._temperatures[:num_rows]
+        host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, self._turn)
         return there.inputs(self._upload_tables(arrays.block_tables, size), arrays.max_seqlen_q)
 

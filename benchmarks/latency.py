@@ -64,7 +64,6 @@ class Latency:
             warm.append(self.first_token(shared + self.prompt(32)))
         return statistics.median(cold[1:]), statistics.median(warm[1:])
 
-
     def load(self, length: int) -> float:
         """Milliseconds, of a request that comes into the middle of a run of others."""
         scheduler, schedule, late = self.llm.scheduler, self.llm.scheduler.schedule, []

@@ -136,8 +136,8 @@ def _seconds(function: Callable[[], object], device: str, repeats: int = 5, call
 
 
 def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
-    """The least time for this model and its dtypes: every decode step reads the weights (or multiplies with them, where that takes longer) and the
-    keys and values of every sequence; the prompts are products alone. All requests run at once."""
+    """The least time for this model and its dtypes, all requests at once: every decode step reads the weights (or
+    multiplies with them, where that takes longer) and the keys and values of every sequence; prompts are products."""
     config, itemsize = llm.config, ITEM_BYTES[llm.dtype]
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)

@@ -361,7 +361,8 @@ def test_metrics_and_stats(llm):
 
 def test_repr(llm):
     assert repr(llm) == (
-        f"<LLM on {llm.device}: 2 layers of 64, float32; 200 pages of 4 tokens (0.00 GiB); 8 sequences of up to 256 tokens>"
+        f"<LLM on {llm.device}: 2 layers of 64, float32; 200 pages of 4 tokens (0.00 GiB); "
+        "8 sequences of up to 256 tokens>"
     )
 
 

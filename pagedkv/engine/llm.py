@@ -127,9 +127,7 @@ class LLM:
         self.memory: dict[str, int] = {}
         used = self._used_memory()
         dummy = load_format == "dummy"
-        checkpoint = (
-            DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)
-        )
+        checkpoint = DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)
         self._runner: ModelRunner | None = ModelRunner(
             self.config,
             Qwen3(self.config, checkpoint, self.max_model_len),

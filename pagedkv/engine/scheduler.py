@@ -290,7 +290,7 @@ class Scheduler:
         sequences = step.sequences
         if len(step.sampled) < len(sequences):
             sequences = [sequences[index] for index in step.sampled]
-        finished = []
+        finished: list[Sequence] = []
         ids, grown = [], []
         for seq, token in zip(sequences, tokens, strict=True):
             if seq.finish_reason is not None:

@@ -181,7 +181,6 @@ typedef struct {
 } pk_store_args;
 
 /* paged_attention_fwd, see csrc/ops_attention.c for the semantics of every field */
-enum { PK_PLAN_COLUMNS = 12 };
 typedef struct {
     const void *q;                 /* [num_tokens, num_q_heads, head_dim] */
     const void *k_cache, *v_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */
@@ -192,7 +191,6 @@ typedef struct {
     const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
     void *out;                     /* [num_tokens, num_q_heads, head_dim] */
     float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
-    int32_t *plan;                 /* [count_plan_rows(), PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
     int64_t max_seqlen_q;          /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
@@ -283,16 +281,21 @@ typedef struct {
     pk_dtype dtype;
 } pk_silu_args;
 
-/* sample: one token a row. temperature 0: argmax (lowest index wins). Otherwise Gumbel-max:
- * argmax_v(logits[v] / temperature + g(seed, position, v)), g from Philox4x32-10 counters, so that a token depends
- * on nothing but its row, its seed and its position (not on batch, chunking or backend). */
+/* sample: one token a row. csrc/sampling.h defines what is computed, to the bit. An optional array that is NULL is off
+ * for every row. */
 typedef struct {
     const void *logits;        /* [num_rows, vocab_size] float32, bfloat16 or float16 */
-    const float *temperatures; /* [num_rows] */
+    const float *temperatures; /* [num_rows]; 0: greedy */
     const int64_t *seeds;      /* [num_rows] */
     const int32_t *positions;  /* [num_rows]: position of the token to be sampled in its sequence */
+    const int32_t *top_k;      /* [num_rows] or NULL; <= 0: off */
+    const float *top_p;        /* [num_rows] or NULL; >= 1: off */
+    const float *min_p;        /* [num_rows] or NULL; <= 0: off */
+    const float *repetition_penalties, *presence_penalties, *frequency_penalties; /* [num_rows] or NULL; 1, 0, 0: off */
+    int32_t *counts;           /* [num_slots, vocab_size] or NULL: tokens seen, see count_tokens; the new ones are added */
+    const int32_t *slots;      /* [num_rows]: the row of counts, negative: none; NULL: row i has slot i */
     int32_t *out;              /* [num_rows] */
-    int64_t num_rows, vocab_size, logits_stride;
+    int64_t num_rows, vocab_size, logits_stride, num_slots, counts_stride;
     pk_dtype dtype;
 } pk_sample_args;
 
@@ -302,6 +305,26 @@ typedef struct {
     const int32_t *sampled; /* [num_rows], -1: no token could be sampled */
     int64_t num_tokens, num_rows;
 } pk_take_sampled_args;
+
+/* count_tokens: counts[v] = 2 * (times that output_ids holds v) + (whether prompt_ids holds v) */
+typedef struct {
+    const void *prompt_ids, *output_ids; /* [num_prompt], [num_output] int32 or int64 */
+    int32_t *counts;                     /* [vocab_size] */
+    int64_t num_prompt, num_output, vocab_size;
+    bool prompt_is_int64, output_is_int64;
+} pk_count_args;
+
+enum { PK_MAX_BEST = 20 };
+
+/* token_logprobs: log softmax(logits) of a token of each row, and of the num_best most likely (lowest first of equals) */
+typedef struct {
+    const void *logits;       /* [num_rows, vocab_size] float32, bfloat16 or float16 */
+    const int32_t *token_ids; /* [num_rows]; negative: the row is skipped */
+    int32_t *ids;             /* [num_rows, 1 + num_best]: the token itself, then the best */
+    float *logprobs;          /* the same shape */
+    int64_t num_rows, vocab_size, num_best, logits_stride;
+    pk_dtype dtype;
+} pk_logprobs_args;
 
 /* copy: dst = src with conversion between float dtypes (or the same dtype); any strides inside one
  * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when the call returns, unless that is pinned. */
@@ -325,9 +348,6 @@ typedef struct pk_backend {
     pk_status (*copy)(const pk_copy_args *args, pk_stream stream, pk_error *err);
     pk_status (*store_kvcache)(const pk_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
-    /* What attention may be given ready-made, by shapes alone; both NULL where there is nothing to prepare. */
-    pk_status (*count_plan_rows)(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
-    pk_status (*plan_attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
     pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);
@@ -338,6 +358,8 @@ typedef struct pk_backend {
     pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
     pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
     pk_status (*take_sampled)(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
+    pk_status (*count_tokens)(const pk_count_args *args, pk_stream stream, pk_error *err);
+    pk_status (*token_logprobs)(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
     /* What a device has that works beside the host; the CPU has none of it. The functions named *_synchronize wait. */
     pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
     pk_status (*allocate_pinned)(pk_device device, size_t bytes, void **data, pk_error *err); /* host memory */
@@ -408,12 +430,9 @@ typedef struct {
     double softcap;
     pk_scale k_scale, v_scale;
     int64_t num_splits;
-    const pk_view *plan;  /* optional */
     pk_output *out, *lse; /* lse NULL: not wanted */
 } pk_attention_call;
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err);
-/* call->out is the plan; what does not bear on it is absent. */
-pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err);
 
 pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err);
 pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs,
@@ -433,8 +452,18 @@ pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, con
                                 const pk_view *v_cache, const pk_view *slot_mapping, double eps, pk_scale k_scale,
                                 pk_scale v_scale, pk_output *q_out, pk_stream stream, pk_error *err);
 pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
-pk_status pk_sample(const pk_view *logits, const pk_view *temperatures, const pk_view *seeds,
-                    const pk_view *positions, pk_output *out, pk_stream stream, pk_error *err);
+
+typedef struct {
+    const pk_view *logits, *temperatures, *seeds, *positions;
+    const pk_view *top_k, *top_p, *min_p, *repetition_penalties, *presence_penalties, *frequency_penalties; /* optional */
+    const pk_view *counts, *slots;                                                                          /* optional */
+    pk_output *out;
+} pk_sample_call;
+pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err);
+pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts,
+                          pk_stream stream, pk_error *err);
+pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
+                            pk_output *logprobs, pk_stream stream, pk_error *err);
 pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus

@@ -30,6 +30,7 @@ from pagedkv._C import (  # noqa: E402
     build_info,
     check_errors,
     copy_blocks,
+    count_tokens,
     embedding,
     empty,
     from_dlpack,
@@ -39,7 +40,6 @@ from pagedkv._C import (  # noqa: E402
     memory_info,
     merge_attention_states,
     paged_attention_fwd,
-    plan_attention,
     qk_norm_rope_store,
     rms_norm,
     sample,
@@ -49,6 +49,7 @@ from pagedkv._C import (  # noqa: E402
     swap_blocks,
     synchronize,
     take_sampled,
+    token_logprobs,
 )
 
 # LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
@@ -72,6 +73,7 @@ __all__ = [
     "build_info",
     "check_errors",
     "copy_blocks",
+    "count_tokens",
     "embedding",
     "empty",
     "from_dlpack",
@@ -81,7 +83,6 @@ __all__ = [
     "memory_info",
     "merge_attention_states",
     "paged_attention_fwd",
-    "plan_attention",
     "qk_norm_rope_store",
     "rms_norm",
     "sample",
@@ -91,6 +92,7 @@ __all__ = [
     "swap_blocks",
     "synchronize",
     "take_sampled",
+    "token_logprobs",
 ]
 
 

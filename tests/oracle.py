@@ -171,17 +171,61 @@ def philox4x32(counter, key, rounds: int = 10) -> list[int]:
 
 
 def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
-    """The variate of every token: word v % 4 of Philox with counter (v // 4, position, 0, 0) and the seed's two halves
-    as key, taken as w = ((word >> 1) + 0.5) * 2^-31 (at most 1 - 2^-24), then -log(-log(1 - w))."""
+    """The variate of every token, -log of an exponential one. In every block of 32 tokens the least of these is an
+    exponential variate / 32 on one of them, and each of the others has an exponential variate more than it."""
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    words = [word for v in range(0, vocab_size, 4) for word in philox4x32((v // 4, position, 0, 0), key)]
-    w = np.minimum(((np.array(words[:vocab_size]) >> 1) + 0.5) * 2.0**-31, 1 - 2.0**-24)
-    return -np.log(-np.log1p(-w))
+
+    def words(count, stream):
+        return np.array([w for c in range(-(-count // 4)) for w in philox4x32((c, position, stream, 0), key)][:count])
+
+    def exponential(w):
+        return -np.log1p(-np.minimum(w, 1 - 2.0**-24))
+
+    tokens = np.arange(vocab_size)
+    block_words, token_words = words(-(-vocab_size // 32), 0)[tokens // 32], words(vocab_size, 1)
+    least = exponential(((block_words >> 5) + 0.5) * 2.0**-27) / 32
+    more = exponential(((token_words >> 1) + 0.5) * 2.0**-31)
+    return -np.log(least + np.where(tokens % 32 == block_words % 32, 0, more))
 
 
 def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndarray:
-    """What a row's tokens are compared by: the greatest wins, the lowest index among equals."""
+    """What a row's tokens are compared by, over the temperature: the greatest wins, the lowest index among equals."""
     logits = np.asarray(logits, np.float64)
     if temperature == 0 or logits.max() == np.inf:
         return logits
     return (logits - logits.max()) / temperature + gumbel(len(logits), seed, position)
+
+
+def penalized(logits, counts, repetition: float, presence: float, frequency: float) -> np.ndarray:
+    """counts: twice the times that a token was generated, plus 1 where the prompt holds it."""
+    x, seen, times = np.asarray(logits, np.float64), np.asarray(counts) > 0, np.asarray(counts) // 2
+    x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
+    return x - frequency * times - presence * (times > 0)
+
+
+def kept(x, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, slack: float = 0.0) -> np.ndarray:
+    """Which tokens min-p, top-k and top-p leave, by sorting. With `slack`, also those that numbers so much off would
+    (relative, of what is compared); a negative one: only those that they would, too."""
+    x = np.asarray(x, np.float64)
+    order = np.argsort(-x, kind="stable")
+    with np.errstate(divide="ignore"):
+        z = (x[order] - x.max()) / temperature
+    weights = np.exp(z)
+    left = (weights >= min_p * (1 - slack)) | (z == 0) if min_p > 0 else np.isfinite(z)
+    if 0 < top_k < len(x):
+        left &= z >= z[top_k - 1]
+    if top_p < 1:
+        share = np.where(left, weights, 0) / weights[left].sum()
+        sums = np.concatenate([[0], np.cumsum(share)])
+        greater = sums[np.searchsorted(-z, -z, side="left")]  # before the first of its equals
+        left &= (greater < top_p * (1 + slack)) | (z == 0)
+    mask = np.zeros(len(x), bool)
+    mask[order[left]] = True
+    return mask
+
+
+def token_logprobs(logits, token: int, num_best: int):
+    """ids and log softmax of the token and of the best."""
+    logits = np.asarray(logits, np.float64)
+    ids = [token, *np.argsort(-logits, kind="stable")[:num_best]]
+    return ids, (logits - log_sum_exp(logits, 0))[ids]

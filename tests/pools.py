@@ -114,4 +114,6 @@ def get(x) -> np.ndarray:
         x = x.contiguous()
     x = x if isinstance(x, pagedkv.Tensor) else pagedkv.from_dlpack(x)
     on_host = pagedkv.empty(x.shape, x.dtype, "cpu").copy_(x)
+    if str(x.dtype).startswith("int"):
+        return on_host.numpy().astype(np.float64)
     return pagedkv.empty(x.shape, "float32", "cpu").copy_(on_host).numpy().astype(np.float64)

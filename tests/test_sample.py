@@ -8,17 +8,25 @@ import numpy as np
 import oracle
 import pagedkv
 import pytest
-from pools import put
+from pools import get, put
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
 
-def draw(logits, temperatures, seeds, positions, device="cpu", dtype="float32"):
+OPTIONS = {"top_k": np.int32, "slots": np.int32}  # the others are float32
+
+
+def draw(logits, temperatures, seeds, positions, device="cpu", dtype="float32", *, counts=None, **options):
+    """Tokens as an array; every argument but logits and counts is one number or one a row."""
     rows = len(logits)
-    arguments = [np.ascontiguousarray(np.broadcast_to(np.asarray(a, t), rows)) for a, t in
-                 ((temperatures, np.float32), (seeds, np.int64), (positions, np.int32))]  # fmt: skip
-    out = pagedkv.sample(put(np.asarray(logits), device, dtype), *(put(a, device) for a in arguments))
-    return np.array(pagedkv.empty(rows, "int32").copy_(out).tolist() if device != "cpu" else out.tolist())
+
+    def per_row(values, type):
+        return put(np.ascontiguousarray(np.broadcast_to(np.asarray(values, type), rows)), device)
+
+    arguments = [per_row(temperatures, np.float32), per_row(seeds, np.int64), per_row(positions, np.int32)]
+    options = {name: per_row(values, OPTIONS.get(name, np.float32)) for name, values in options.items()}
+    out = pagedkv.sample(put(np.asarray(logits), device, dtype), *arguments, counts=counts, **options)
+    return get(out).astype(int)
 
 
 def test_philox_known_answers():
@@ -60,7 +68,7 @@ def test_fixed_tokens(device):
     assert draw(logits, [0, 0.5, 1, 2, 1, 1, 1, 1], seeds, positions, device).tolist() == FIXED
 
 
-FIXED = [4407, 4317, 4198, 4520, 1356, 1571, 3770, 2208]
+FIXED = [4407, 1502, 1564, 131, 1698, 648, 2321, 1589]
 
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
@@ -120,6 +128,215 @@ def test_no_rows_and_strided_rows(rng, device):
     np.testing.assert_array_equal(strided, pagedkv.sample(wide[:, 10:80].copy(), one, np.arange(6), nothing))
 
 
+# --- filters: top-k, top-p, min-p
+
+FILTERS = [dict(top_k=1), dict(top_k=2), dict(top_k=20), dict(top_k=10**9), dict(top_k=0), dict(top_k=-1), dict(top_p=0.9),
+           dict(top_p=1e-6), dict(top_p=0.0), dict(top_p=-1.0), dict(top_p=0.999), dict(top_p=1.0), dict(top_p=5.0),
+           dict(min_p=0.1), dict(min_p=1.0), dict(min_p=7.0), dict(min_p=1e-5), dict(min_p=1e-40), dict(min_p=-1.0),
+           dict(top_k=20, top_p=0.95), dict(top_k=50, top_p=0.7, min_p=0.02)]  # fmt: skip
+
+
+def check_filtered(logits, temperature, seeds, positions, tokens, filters):
+    """Each token is the best key among those kept; what is kept for sure and what may be, by rounding, are told apart."""
+    for row, token in enumerate(tokens):
+        keys = oracle.sample_keys(logits[row], temperature, int(seeds[row]), int(positions[row]))
+        sure, maybe = (oracle.kept(logits[row], temperature, **filters, slack=slack) for slack in (-3e-6, 3e-6))
+        assert maybe[token], (row, token, filters)
+        assert keys[token] >= keys[sure].max() - 1e-5, (row, token, filters)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 5, 300, 5003])
+def test_filters_against_sorting(rng, device, vocab_size, filters):
+    dtype, temperature = rng.choice(DTYPES), rng.choice([0.3, 1.0, 4.0])
+    logits = oracle.rounded(rng.standard_normal((8, vocab_size)) * 3, dtype)
+    seeds, positions = rng.integers(0, 2**40, 8), rng.integers(0, 2**31, 8)
+    tokens = draw(logits, temperature, seeds, positions, device, dtype, **filters)
+    check_filtered(logits, temperature, seeds, positions, tokens, filters)
+
+
+def supports(logits, device, count=4000, **filters):
+    """Which tokens are drawn at all, in many draws at a temperature that favours none."""
+    logits = np.broadcast_to(np.asarray(logits, np.float32), (count, len(logits)))
+    return set(draw(logits, 1.0, np.arange(count), 3, device, **filters).tolist())
+
+
+def test_filters_keep_equals_together(device):
+    assert supports([0, 1, 2, 1, 0.5], device, top_k=2) == {1, 2, 3}
+    assert supports([0, 0, 0, 0], device, top_k=1) == {0, 1, 2, 3}
+    assert supports([0, 0, 0, 0], device, top_p=0.01) == {0, 1, 2, 3}
+    assert supports([-0.0, 0.0, -1], device, top_k=1) == {0, 1}
+    assert supports(np.log([4, 3, 3, 1, 1]), device, top_p=0.4) == {0, 1, 2}  # 1/3 is less, 10/12 is not
+    assert supports(np.log([4, 2, 1, 1]), device, min_p=0.25, top_p=0.99) == {0, 1, 2, 3}
+    assert supports(np.log([4, 2, 1, 1]), device, min_p=0.26, top_p=0.6) == {0}  # 4/6 of what min-p leaves
+
+
+def test_filters_of_odd_rows(device):
+    """One finite logit, infinities, equal logits over several parts of a row, numbers far apart."""
+    everything = dict(top_k=3, top_p=0.5, min_p=0.5)
+    alone = np.full(20_000, -np.inf)
+    alone[17_321] = -3e38
+    assert supports(alone, device, 5, **everything) == {17_321}
+    infinite = np.zeros(20_000)
+    infinite[[15_000, 19_000]] = np.inf
+    assert supports(infinite, device, 5, **everything) == {15_000}
+    equal = np.zeros(9000)
+    assert len(supports(equal, device, 300, **everything)) > 200
+    far = np.full(9000, -1e30)
+    far[[5, 8000]] = 1e30
+    assert supports(far, device, 300, **everything) == {5, 8000}
+    assert len(supports(far, device, 300, top_k=3, min_p=1e-30)) == 2
+
+
+def test_filters_are_neutral_for_rows_that_do_not_ask(rng, device):
+    logits = rng.standard_normal((40, 3000)).astype(np.float32) * 2
+    temperatures, seeds = rng.choice([0, 0.7, 1.5], 40), rng.integers(0, 2**40, 40)
+    plain = draw(logits, temperatures, seeds, 9, device)
+    asks = np.arange(40) % 3 == 0
+    filters = dict(top_k=np.where(asks, 5, rng.choice([0, -7, 3000, 2**31 - 1], 40)), top_p=np.where(asks, 0.8, 1),
+                   min_p=np.where(asks, 0.05, 0))  # fmt: skip
+    tokens = draw(logits, temperatures, seeds, 9, device, **filters)
+    np.testing.assert_array_equal(tokens[~asks | (temperatures == 0)], plain[~asks | (temperatures == 0)])
+    assert all(logits[i, tokens[i]] >= np.sort(logits[i])[-5] for i in np.flatnonzero(asks))
+    for i in (0, 1, 3):  # nor does a row depend on the others
+        own = {name: values[i] for name, values in filters.items()}
+        assert draw(logits[i : i + 1], temperatures[i], seeds[i], 9, device, **own)[0] == tokens[i]
+
+
+def test_filters_follow_the_softmax_of_what_is_kept(device):
+    count, temperature, filters = 60_000, 0.8, dict(top_k=12, top_p=0.9)
+    logits = np.random.default_rng(2).standard_normal(70).astype(np.float32)
+    tokens = draw(np.broadcast_to(logits, (count, 70)), temperature, 5, np.arange(count), device, **filters)
+    kept = oracle.kept(logits, temperature, **filters)
+    weights = np.where(kept, np.exp(logits.astype(np.float64) / temperature), 0)
+    expected = (count * weights / weights.sum())[kept]
+    chi_square = ((np.bincount(tokens, minlength=70)[kept] - expected) ** 2 / expected).sum()
+    assert np.isin(tokens, np.flatnonzero(kept)).all() and 5 <= kept.sum() <= 12
+    assert chi_square < kept.sum() - 1 + 3.72 * (2 * (kept.sum() - 1)) ** 0.5 + 6, chi_square
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=20, top_p=0.95), dict(top_p=0.9), dict(min_p=0.02), dict(top_k=1000)], ids=str)
+def test_filters_of_a_large_vocabulary(rng, device, filters):
+    logits = oracle.rounded(rng.standard_normal((4, 151_936)) * 3, "bfloat16")
+    seeds = rng.integers(0, 2**40, 4)
+    tokens = draw(logits, 0.9, seeds, np.full(4, 77), device, "bfloat16", **filters)
+    check_filtered(logits, 0.9, seeds, np.full(4, 77), tokens, filters)
+
+
+# --- penalties
+
+
+def make_counts(rng, rows, vocab_size):
+    """Counts of short sequences over few tokens, and what count_tokens must make of them."""
+    prompts = [rng.integers(0, min(vocab_size, 40), rng.integers(0, 30)) for _ in range(rows)]
+    outputs = [rng.integers(0, min(vocab_size, 40), rng.integers(0, 30)) for _ in range(rows)]
+    counts = np.zeros((rows, vocab_size), np.int32)
+    for row in range(rows):
+        counts[row] = 2 * np.bincount(outputs[row], minlength=vocab_size)
+        counts[row, prompts[row]] += 1
+    return prompts, outputs, counts
+
+
+def test_count_tokens(rng, device):
+    prompts, outputs, expected = make_counts(rng, 5, 50)
+    for row, dtype in enumerate([np.int32, np.int64, np.int32, np.int64, np.int32]):
+        counts = put(np.full(50, 12345, np.int32), device)
+        pagedkv.count_tokens(put(prompts[row].astype(np.int32), device), put(outputs[row].astype(dtype), device), counts)
+        np.testing.assert_array_equal(get(counts), expected[row])
+    with pytest.raises(ValueError, match="id 50" if device != "cpu" else r"output_ids\[1\] is 50 but must be 0 to 49"):
+        pagedkv.count_tokens(put(np.array([1, 1], np.int32), device), put(np.array([0, 50], np.int32), device), counts)
+        pagedkv.check_errors()
+    if device == "cpu":
+        np.testing.assert_array_equal(get(counts), expected[4])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("penalties", [dict(repetition_penalties=1.3), dict(repetition_penalties=0.7), dict(presence_penalties=1.5),
+                                       dict(frequency_penalties=0.4), dict(frequency_penalties=-0.3, presence_penalties=-1.0),
+                                       dict(repetition_penalties=2.0, presence_penalties=0.5, frequency_penalties=0.25, top_k=9)], ids=str)  # fmt: skip
+def test_penalties_against_the_definition(rng, device, temperature, penalties):
+    rows, vocab_size = 6, 333
+    logits = (rng.standard_normal((rows, vocab_size)) * 2).astype(np.float32)
+    _, _, counts = make_counts(rng, rows, vocab_size)
+    seeds, slots = rng.integers(0, 2**40, rows), rng.permutation(rows)
+    table = put(counts.copy(), device)
+    tokens = draw(logits, temperature, seeds, 5, device, counts=table, slots=slots, **penalties)
+    names = ["repetition_penalties", "presence_penalties", "frequency_penalties"]
+    for row, token in enumerate(tokens):
+        x = oracle.penalized(logits[row], counts[slots[row]], *(penalties.get(n, n[0] == "r") for n in names))
+        keys = oracle.sample_keys(x, temperature, int(seeds[row]), 5)
+        if temperature:
+            keys = np.where(oracle.kept(x, temperature, penalties.get("top_k", 0), slack=1e-6), keys, -np.inf)
+        assert keys[token] >= keys.max() - 1e-5
+        counts[slots[row], token] += 2
+    np.testing.assert_array_equal(get(table), counts)  # the new tokens are counted
+
+
+def test_penalties_of_a_sequence(device):
+    """Greedy with a penalty on what was generated: 5 equal tokens come in turn. A slot that is negative has none."""
+    logits = np.zeros((2, 64), np.float32)
+    logits[:, 10:15] = 1
+    table = put(np.zeros((3, 64), np.int32), device)
+    seen = [draw(logits, 0, 0, step, device, counts=table, slots=[2, -1], frequency_penalties=0.01) for step in range(10)]
+    np.testing.assert_array_equal(np.array(seen).T, [[10, 11, 12, 13, 14] * 2, [10] * 10])
+    counts = get(table)
+    assert (counts[:2] == 0).all() and (counts[2, 10:15] == 4).all() and counts.sum() == 20
+
+
+def test_rows_with_neutral_penalties_are_plain_and_counted(rng, device):
+    logits = rng.standard_normal((4, 100)).astype(np.float32)
+    _, _, counts = make_counts(rng, 4, 100)
+    table = put(counts.copy(), device)
+    tokens = draw(logits, 1, np.arange(4), 0, device, counts=table, repetition_penalties=1.0, presence_penalties=0.0)
+    np.testing.assert_array_equal(tokens, draw(logits, 1, np.arange(4), 0, device))
+    counts[np.arange(4), tokens] += 2
+    np.testing.assert_array_equal(get(table), counts)
+
+
+# --- log probabilities
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "num_best"), [(1, 0), (1, 1), (7, 7), (300, 3), (5003, 20), (151_936, 5)])
+def test_token_logprobs(rng, device, dtype, vocab_size, num_best):
+    rows = 5
+    logits = oracle.rounded(rng.standard_normal((rows, vocab_size)) * 3, dtype)
+    logits[1] = 0.5  # all equal: the lowest ids are the best
+    logits[2, 1:] = -np.inf
+    logits[3] = np.round(logits[3])  # many equals
+    tokens = rng.integers(0, vocab_size, rows).astype(np.int32)
+    tokens[4] = -1
+    ids, logprobs = pagedkv.token_logprobs(put(logits, device, dtype), put(tokens, device), num_best)
+    ids, logprobs = get(ids).astype(int), get(logprobs)
+    assert ids.shape == logprobs.shape == (rows, 1 + num_best)
+    for row in range(4):
+        expected_ids, expected = oracle.token_logprobs(logits[row], tokens[row], num_best)
+        np.testing.assert_array_equal(ids[row], expected_ids)
+        np.testing.assert_allclose(logprobs[row], expected, rtol=1e-5, atol=1e-5)
+    assert (ids[4] == -1).all() and np.isnan(logprobs[4]).all()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, None])
+def test_token_logprobs_of_rows_without_a_softmax(rng, device, odd):
+    logits = rng.standard_normal((3, 500)).astype(np.float32)
+    logits[1] = -np.inf
+    if odd is not None:
+        logits[1, 77] = odd
+    ids, logprobs = pagedkv.token_logprobs(put(logits, device), put(np.array([3, 3, 3], np.int32), device), 2)
+    assert (get(ids)[1] == -1).all() and np.isnan(get(logprobs)[1]).all()
+    assert (get(ids)[[0, 2], 0] == 3).all() and np.isfinite(get(logprobs)[[0, 2]]).all()
+
+
+def test_token_logprobs_refusals(device):
+    logits, tokens = put(np.zeros((2, 9), np.float32), device), put(np.array([1, 9], np.int32), device)
+    for num_best in (-1, 10, 21):
+        with pytest.raises(ValueError, match=f"num_best is {num_best} but must be 0 to 9"):
+            pagedkv.token_logprobs(logits, tokens, num_best)
+    with pytest.raises(ValueError, match="id 9" if device != "cpu" else r"token_ids\[1\] is 9 but must be below 9"):
+        pagedkv.token_logprobs(logits, tokens)
+        pagedkv.check_errors()
+
+
 # --- refusals
 
 
@@ -145,6 +362,17 @@ def put_at(*index_and_value):
     ({"temperatures": put_at(2, np.nan)}, ValueError, r"temperatures\[2\] is nan"),
     ({"temperatures": put_at(0, np.inf)}, ValueError, r"temperatures\[0\] is inf"),
     ({"positions": put_at(1, -1)}, ValueError, r"positions\[1\] is -1 but must be at least 0"),
+    ({"top_p": np.array([1, np.nan, 1], np.float32)}, ValueError, r"top_p\[1\] is nan but must be a number"),
+    ({"min_p": np.array([0, 0, np.nan], np.float32)}, ValueError, r"min_p\[2\] is nan"),
+    ({"top_k": np.ones(3, np.float32)}, TypeError, "top_k: dtype is float32 but must be one of int32"),
+    ({"top_k": np.ones(4, np.int32)}, ValueError, "top_k: dim 0 is 4 but logits has T=3"),
+    ({"presence_penalties": np.ones(3, np.float32)}, ValueError, "presence_penalties: needs counts"),
+    ({"slots": np.zeros(3, np.int32)}, ValueError, "slots: needs counts"),
+    ({"counts": np.zeros((2, 70), np.int32)}, ValueError, "counts: dim 0 is 2 but logits has T=3 and there are no slots"),
+    ({"counts": np.zeros((3, 71), np.int32)}, ValueError, "counts: dim 1 is 71 but logits has V=70"),
+    ({"counts": np.zeros((2, 70), np.int32), "slots": np.array([1, -1, 2], np.int32)}, ValueError, r"slots\[2\] is 2 but counts has 2 rows"),
+    ({"counts": np.zeros((3, 70), np.int32), "repetition_penalties": np.zeros(3, np.float32)}, ValueError, r"repetition_penalties\[0\] is 0 but must be finite and above 0"),
+    ({"counts": np.zeros((3, 70), np.int32), "frequency_penalties": np.full(3, np.inf, np.float32)}, ValueError, r"frequency_penalties\[0\] is inf but must be finite"),
     ({"seeds": np.arange(3, dtype=np.int32)}, TypeError, "seeds: dtype is int32 but must be one of int64"),
     ({"temperatures": np.ones(4, np.float32)}, ValueError, "temperatures: dim 0 is 4 but logits has T=3"),
     ({"logits": np.zeros((3, 0), np.float32)}, ValueError, "logits: dim 1 is 0 but must be 1 to 2147483647"),

@@ -43,5 +43,7 @@ pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_s
 pk_status pk_cpu_linear(const pk_linear_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
 
 #endif

@@ -4,16 +4,10 @@
 
 #include "cpu/cpu.h"
 
-enum { PK_GUMBEL_CHUNK = 64 };
-
 typedef struct {
     void (*to_f32)(float *dst, const void *src, pk_dtype dtype, int64_t count);
     void (*from_f32)(void *dst, pk_dtype dtype, const float *src, int64_t count);
     void (*silu)(float *x, int64_t count);
-    /* Replaces the logits of PK_GUMBEL_CHUNK tokens, 4 * first_counter and on, by their keys (csrc/gumbel.h) and
-     * returns the greatest. */
-    float (*gumbel_keys)(float *logits, float greatest, float temperature, uint32_t first_counter, uint32_t position,
-                         uint64_t seed);
 } pk_row_kernels;
 
 extern const pk_row_kernels pk_rows_generic, pk_rows_avx2, pk_rows_avx512;

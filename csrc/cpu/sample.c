@@ -1,16 +1,17 @@
-/* sample.c - greedy and Gumbel-max sampling on the CPU; csrc/gumbel.h defines what is drawn.
+/* sample.c - sampling on the CPU; csrc/sampling.h defines what is computed.
  *
- * Two passes over a row: its maximum (and that no logit is NaN), then the keys. Most of a vocabulary cannot win: a
- * chunk whose best logit plus the greatest possible Gumbel variate stays below the best key so far is skipped, which
- * changes no result and leaves little but reading the row.
+ * A plain row is read once. Most of a vocabulary cannot win a draw: what stays below the best key so far even with the
+ * greatest variate that its block can have is skipped, which changes no result and leaves little but reading the row.
+ *
+ * A row with penalties or filters is copied first, and what the filters drop becomes -inf. They are thresholds, found
+ * by radix: histograms of 2,048 bins over ever smaller ranges of the logits, taken as integers of the same order.
  */
 #include "cpu/rows.h"
-#include "gumbel.h"
+#include "sampling.h"
 
-#include <math.h>
 #include <stdlib.h>
 
-enum { CHUNK = PK_GUMBEL_CHUNK };
+enum { CHUNK = 4 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
 
 /* logits[at .. at + CHUNK) in fp32; behind the end of the row -inf, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
@@ -31,74 +32,166 @@ static bool has_nan(const float *chunk)
     return count != 0;
 }
 
-/* The lowest index of the greatest logit, or an error that names the row. */
-static pk_status argmax_row(const void *logits, const pk_sample_args *args, int64_t row, int32_t *index,
-                            float *greatest, pk_error *err)
+// --- draws
+
+/* No key falls short of this by rounding: the product is exact, and rounding a sum keeps the order. */
+static double key_of(float x, float g, float temperature) { return (double)x + (double)temperature * (double)g; }
+
+/* The winner among the four blocks of a chunk and what was best before. */
+static void draw_from_chunk(const float *chunk, float greatest, int64_t at, const pk_sample_row *row,
+                            pk_candidate *best)
 {
-    float chunk[CHUNK];
-    int64_t best_at = -1;
-    *greatest = -INFINITY;
-    for (int64_t at = 0; at < args->vocab_size; at += CHUNK) {
-        float best = load_chunk(chunk, logits, args->dtype, at, args->vocab_size);
-        if (has_nan(chunk)) {
-            int64_t i = 0;
-            while (!isnan(chunk[i])) i++;
-            return pk_fail(err, PK_EVALUE, "logits[%lld, %lld] is NaN", (long long)row, (long long)(at + i));
+    float temperature = row->temperature, bounds[4] = {0}, highest = 0;
+    pk_words words = {{0}};
+    if (temperature > 0) {
+        words = pk_philox(row, (uint32_t)(at / CHUNK), PK_BLOCK_STREAM);
+        for (int b = 0; b < 4; b++) { /* 1e-4: more than the logarithms here and in pk_gumbel lose */
+            bounds[b] = -pk_log(PK_MUL(pk_block_uniform(words.word[b]), 1.0f / PK_GUMBEL_BLOCK)) + 1e-4f;
+            highest = bounds[b] > highest ? bounds[b] : highest;
         }
-        if (best > *greatest) *greatest = best, best_at = at;
     }
-    if (best_at < 0)
-        return pk_fail(err, PK_EVALUE, "logits[%lld] is -inf everywhere: no token can be sampled", (long long)row);
-    load_chunk(chunk, logits, args->dtype, best_at, args->vocab_size);
-    int i = 0;
-    while (chunk[i] != *greatest) i++;
-    *index = (int32_t)(best_at + i);
-    return PK_OK;
+    double bar = key_of(best->x, best->g, temperature);
+    if (key_of(greatest, highest, temperature) < bar) return;
+    for (int i = 0; i < CHUNK; i++) {
+        int b = i / PK_GUMBEL_BLOCK;
+        if (chunk[i] == -INFINITY || key_of(chunk[i], bounds[b], temperature) < bar) continue;
+        pk_candidate candidate = {chunk[i], 0, (int32_t)(at + i)};
+        uint32_t token = (uint32_t)candidate.token;
+        if (temperature > 0 && chunk[i] < INFINITY)
+            candidate.g = pk_gumbel(token, words.word[b], pk_philox(row, token / 4, PK_TOKEN_STREAM).word[token % 4]);
+        if (pk_beats(&candidate, best, temperature)) *best = candidate;
+        bar = key_of(best->x, best->g, temperature);
+    }
 }
 
-static int32_t gumbel_row(const void *logits, const pk_sample_args *args, int64_t row, int32_t argmax, float greatest)
+/* The winner of a row; one with a NaN where the row has one. */
+static pk_candidate draw(const void *logits, pk_dtype dtype, int64_t vocab_size, const pk_sample_row *row)
 {
-    float temperature = args->temperatures[row], chunk[CHUNK];
-    uint64_t seed = (uint64_t)args->seeds[row];
-    uint32_t position = (uint32_t)args->positions[row];
-    const pk_row_kernels *rows = pk_cpu_rows();
-    if (greatest == INFINITY) return argmax; /* an infinite logit leaves nothing to chance */
-    float best_key = -INFINITY, floor = PK_GUMBEL_MIN;
-    int32_t best = argmax;
-    for (int64_t at = 0; at < args->vocab_size; at += CHUNK) {
-        float chunk_best = load_chunk(chunk, logits, args->dtype, at, args->vocab_size);
-        if ((chunk_best - greatest) / temperature + PK_GUMBEL_MAX < floor) continue;
-        float key = rows->gumbel_keys(chunk, greatest, temperature, (uint32_t)(at / 4), position, seed);
-        if (key <= best_key) continue;
-        int i = 0;
-        while (chunk[i] != key) i++;
-        best = (int32_t)(at + i);
-        best_key = key;
-        floor = best_key > floor ? best_key : floor;
+    float chunk[CHUNK], most = row->temperature > 0 ? PK_GUMBEL_MAX : 0;
+    pk_candidate best = pk_no_candidate();
+    for (int64_t at = 0; at < vocab_size; at += CHUNK) {
+        float greatest = load_chunk(chunk, logits, dtype, at, vocab_size);
+        if (has_nan(chunk)) {
+            int i = 0;
+            while (!isnan(chunk[i])) i++;
+            return (pk_candidate){NAN, 0, (int32_t)(at + i)};
+        }
+        if (greatest > -INFINITY &&
+            key_of(greatest, most, row->temperature) >= key_of(best.x, best.g, row->temperature))
+            draw_from_chunk(chunk, greatest, at, row, &best);
     }
     return best;
 }
 
-static pk_status sample_row(const pk_sample_args *args, int64_t row, int32_t *token, pk_error *err)
+// --- filters
+
+typedef struct {
+    const float *x;
+    int64_t count;
+    float greatest, temperature;
+    int weight_bits;
+} filtered_row;
+
+/* The greatest `threshold` in [low, high] with at least so much of the row in [threshold, high]: `top_k` tokens, or,
+ * where that is 0, `top_p` of the weight of [low, high]; low where there is not so much. */
+static uint32_t find_threshold(const filtered_row *row, uint32_t low, uint32_t high, uint32_t top_k, float top_p)
 {
-    const char *logits = (const char *)args->logits + row * args->logits_stride * (int64_t)pk_dtype_bytes(args->dtype);
-    int32_t argmax = 0;
-    float greatest = 0;
-    PK_TRY(argmax_row(logits, args, row, &argmax, &greatest, err));
-    *token = args->temperatures[row] == 0 ? argmax : gumbel_row(logits, args, row, argmax, greatest);
+    enum { BIN_BITS = 11, NUM_BINS = 1 << BIN_BITS };
+    uint64_t bins[NUM_BINS], above = 0, target = top_k;
+    for (bool is_first = true;; is_first = false) {
+        int shift = 0;
+        while ((high - low) >> shift >= NUM_BINS) shift++;
+        memset(bins, 0, sizeof bins);
+        uint64_t total = 0;
+        for (int64_t i = 0; i < row->count; i++) {
+            uint32_t key = pk_ordered(row->x[i]);
+            if (key < low || key > high) continue;
+            uint64_t weight = top_k ? 1 : pk_weight(row->x[i], row->greatest, row->temperature, row->weight_bits);
+            bins[(key - low) >> shift] += weight;
+            total += weight;
+        }
+        if (is_first && top_k == 0) target = pk_top_p_target(top_p, total);
+        if (is_first && total < target) return low;
+        int bin = NUM_BINS - 1;
+        while (above + bins[bin] < target) above += bins[bin--];
+        low += (uint32_t)bin << shift;
+        if (shift == 0 || above + bins[bin] == target) return low;
+        uint32_t width = (1u << shift) - 1;
+        high = high - low < width ? high : low + width;
+    }
+}
+
+/* The row in fp32 with its penalties, and -inf where the filters drop a token. A NaN stays. */
+static void process_row(float *x, const void *logits, const pk_sample_args *args, const pk_sample_row *row)
+{
+    float greatest = -INFINITY;
+    bool has_nan = false;
+    pk_cpu_row_to_f32(x, logits, args->dtype, args->vocab_size);
+    for (int64_t i = 0; i < args->vocab_size; i++) {
+        if (row->counts) x[i] = pk_penalized(x[i], row->counts[i], row);
+        has_nan |= x[i] != x[i];
+        greatest = x[i] > greatest ? x[i] : greatest;
+    }
+    if (!pk_has_filters(row) || has_nan || !(fabsf(greatest) <= FLT_MAX)) return;
+    filtered_row filtered = {x, args->vocab_size, greatest, row->temperature, pk_weight_bits(args->vocab_size)};
+    uint32_t low = pk_ordered(pk_min_p_threshold(row, greatest)), high = pk_ordered(greatest);
+    if (row->top_k) low = find_threshold(&filtered, low, high, row->top_k, 1);
+    if (row->top_p < 1) low = find_threshold(&filtered, low, high, 0, row->top_p);
+    for (int64_t i = 0; i < args->vocab_size; i++)
+        if (pk_ordered(x[i]) < low) x[i] = -INFINITY;
+}
+
+// --- entries of the backend's table
+
+static pk_status sample_row(const pk_sample_args *args, int64_t i, int32_t *token, pk_error *err)
+{
+    const char *logits = (const char *)args->logits + i * args->logits_stride * (int64_t)pk_dtype_bytes(args->dtype);
+    pk_sample_row row = pk_sample_row_of(args, i);
+    pk_candidate best;
+    if (pk_has_penalties(&row) || pk_has_filters(&row)) {
+        float *x = malloc((size_t)args->vocab_size * sizeof *x);
+        if (!x) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate a row of %lld", (long long)args->vocab_size);
+        process_row(x, logits, args, &row);
+        best = draw(x, PK_F32, args->vocab_size, &row);
+        free(x);
+    } else {
+        best = draw(logits, args->dtype, args->vocab_size, &row);
+    }
+    if (isnan(best.x)) return pk_fail(err, PK_EVALUE, "logits[%lld, %d] is NaN", (long long)i, best.token);
+    if (best.token < 0)
+        return pk_fail(err, PK_EVALUE, "logits[%lld] is -inf everywhere: no token can be sampled", (long long)i);
+    *token = best.token;
     return PK_OK;
 }
 
 static pk_status check_rows(const pk_sample_args *args, pk_error *err)
 {
+    const struct {
+        const char *name, *rule;
+        const float *values;
+        float lowest;
+    } numbers[] = {
+        {"temperatures", "finite and at least 0", args->temperatures, 0},
+        {"top_p", "a number", args->top_p, -INFINITY},
+        {"min_p", "a number", args->min_p, -INFINITY},
+        {"repetition_penalties", "finite and above 0", args->repetition_penalties, FLT_TRUE_MIN},
+        {"presence_penalties", "finite", args->presence_penalties, -FLT_MAX},
+        {"frequency_penalties", "finite", args->frequency_penalties, -FLT_MAX},
+    };
     for (int64_t row = 0; row < args->num_rows; row++) {
-        float temperature = args->temperatures[row];
-        if (!(temperature >= 0) || isinf(temperature))
-            return pk_fail(err, PK_EVALUE, "temperatures[%lld] is %g but must be finite and at least 0", (long long)row,
-                           (double)temperature);
+        for (size_t n = 0; n < sizeof numbers / sizeof *numbers; n++) {
+            if (!numbers[n].values) continue;
+            float value = numbers[n].values[row], greatest = numbers[n].lowest == -INFINITY ? INFINITY : FLT_MAX;
+            if (!(value >= numbers[n].lowest && value <= greatest))
+                return pk_fail(err, PK_EVALUE, "%s[%lld] is %g but must be %s", numbers[n].name, (long long)row,
+                               (double)value, numbers[n].rule);
+        }
         if (args->positions[row] < 0)
             return pk_fail(err, PK_EVALUE, "positions[%lld] is %d but must be at least 0", (long long)row,
                            args->positions[row]);
+        if (args->slots && args->slots[row] >= args->num_slots)
+            return pk_fail(err, PK_EVALUE, "slots[%lld] is %d but counts has %lld rows", (long long)row,
+                           args->slots[row], (long long)args->num_slots);
     }
     return PK_OK;
 }
@@ -107,8 +200,7 @@ pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *
 {
     (void)stream;
     PK_TRY(check_rows(args, err));
-    int32_t *tokens =
-        malloc((size_t)args->num_rows * sizeof *tokens + 1); /* `out` changes only when all rows are right */
+    int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
     if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
     int64_t failed_row = INT64_MAX;
     pk_error first_error = {.status = PK_OK};
@@ -120,10 +212,90 @@ pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *
         if (row < failed_row) failed_row = row, first_error = error;
     }
     if (first_error.status == PK_OK) {
-        for (int64_t row = 0; row < args->num_rows; row++) args->out[row] = tokens[row];
+        for (int64_t i = 0; i < args->num_rows; i++) {
+            pk_sample_row row = pk_sample_row_of(args, i);
+            args->out[i] = tokens[i];
+            if (row.counts) row.counts[tokens[i]] += 2;
+        }
     } else if (err) {
         *err = first_error;
     }
     free(tokens);
     return first_error.status;
+}
+
+static int64_t id_at(const void *ids, bool are_int64, int64_t i)
+{
+    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
+static pk_status check_ids(const char *name, const void *ids, bool are_int64, int64_t count, int64_t vocab_size,
+                           pk_error *err)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = id_at(ids, are_int64, i);
+        if (id < 0 || id >= vocab_size)
+            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", name, (long long)i, (long long)id,
+                           (long long)vocab_size - 1);
+    }
+    return PK_OK;
+}
+
+pk_status pk_cpu_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    const void *prompt = args->prompt_ids, *output = args->output_ids;
+    PK_TRY(check_ids("prompt_ids", prompt, args->prompt_is_int64, args->num_prompt, args->vocab_size, err));
+    PK_TRY(check_ids("output_ids", output, args->output_is_int64, args->num_output, args->vocab_size, err));
+    memset(args->counts, 0, (size_t)args->vocab_size * sizeof *args->counts);
+    for (int64_t i = 0; i < args->num_prompt; i++) args->counts[id_at(prompt, args->prompt_is_int64, i)] = 1;
+    for (int64_t i = 0; i < args->num_output; i++) args->counts[id_at(output, args->output_is_int64, i)] += 2;
+    return PK_OK;
+}
+
+/* The num_best greatest, in order, the lowest first of equals. Returns how much e^(x - greatest) sums up to. */
+static double find_best(const void *logits, const pk_logprobs_args *args, float greatest, int32_t *ids, float *best)
+{
+    float chunk[CHUNK];
+    double sum = 0;
+    int64_t num_found = 0;
+    for (int64_t at = 0; at < args->vocab_size; at += CHUNK) {
+        load_chunk(chunk, logits, args->dtype, at, args->vocab_size);
+        for (int i = 0; i < CHUNK && at + i < args->vocab_size; i++) {
+            sum += exp((double)chunk[i] - greatest);
+            int64_t place = num_found;
+            while (place > 0 && chunk[i] > best[place - 1]) place--;
+            if (place == args->num_best) continue;
+            num_found += num_found < args->num_best;
+            for (int64_t j = num_found - 1; j > place; j--) best[j] = best[j - 1], ids[j] = ids[j - 1];
+            best[place] = chunk[i], ids[place] = (int32_t)(at + i);
+        }
+    }
+    return sum;
+}
+
+pk_status pk_cpu_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    for (int64_t i = 0; i < args->num_rows; i++)
+        if (args->token_ids[i] >= args->vocab_size)
+            return pk_fail(err, PK_EVALUE, "token_ids[%lld] is %d but must be below %lld", (long long)i,
+                           args->token_ids[i], (long long)args->vocab_size);
+    int64_t width = args->num_best + 1, bytes = (int64_t)pk_dtype_bytes(args->dtype);
+#pragma omp parallel for schedule(static) if (args->num_rows > 1 && args->num_rows * args->vocab_size > 16384)
+    for (int64_t row = 0; row < args->num_rows; row++) {
+        const char *logits = (const char *)args->logits + row * args->logits_stride * bytes;
+        int32_t token = args->token_ids[row], *ids = args->ids + row * width;
+        float *logprobs = args->logprobs + row * width;
+        pk_candidate top = draw(logits, args->dtype, args->vocab_size, &(pk_sample_row){.temperature = 0});
+        if (token < 0 || !(fabsf(top.x) <= FLT_MAX)) {
+            for (int64_t i = 0; i < width; i++) ids[i] = -1, logprobs[i] = NAN;
+            continue;
+        }
+        double sum = find_best(logits, args, top.x, ids + 1, logprobs + 1), log_sum = top.x + log(sum);
+        pk_cpu_row_to_f32(logprobs, logits + token * bytes, args->dtype, 1);
+        ids[0] = token;
+        for (int64_t i = 0; i < width; i++) logprobs[i] = (float)(logprobs[i] - log_sum);
+    }
+    return PK_OK;
 }

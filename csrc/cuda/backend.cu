@@ -271,8 +271,7 @@ static pk_status backend_check_errors(pk_device device, pk_error *err)
         "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld",
         "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled",
         "temperatures: row %lld has one that is negative or not finite",
-        "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)",
-        "plan: made when sequence %lld had %lld keys, but context_lens has %lld now",
+        "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range",
     };
     PK_TRY(backend_synchronize(device, err));
     pk_cuda_scope scope(device.index, err);
@@ -302,8 +301,6 @@ const pk_backend pk_cuda_backend = {
     /* copy */ pk_cuda_copy,
     /* store_kvcache */ pk_cuda_store_kvcache,
     /* attention */ pk_cuda_attention,
-    /* count_plan_rows */ pk_cuda_count_plan_rows,
-    /* plan_attention */ pk_cuda_plan_attention,
     /* copy_blocks */ pk_cuda_copy_blocks,
     /* swap_blocks */ pk_cuda_swap_blocks,
     /* merge_attention_states */ pk_cuda_merge_attention_states,
@@ -314,6 +311,8 @@ const pk_backend pk_cuda_backend = {
     /* silu_and_mul */ pk_cuda_silu_and_mul,
     /* sample */ pk_cuda_sample,
     /* take_sampled */ pk_cuda_take_sampled,
+    /* count_tokens */ pk_cuda_count_tokens,
+    /* token_logprobs */ pk_cuda_token_logprobs,
     /* memory_info */ pk_cuda_memory_info,
     /* allocate_pinned */ pk_cuda_allocate_pinned,
     /* release_pinned */ pk_cuda_release_pinned,

@@ -50,8 +50,7 @@ enum pk_cuda_bad_kind {
     PK_BAD_CONTEXT,
     PK_BAD_LOGITS,
     PK_BAD_TEMPERATURE,
-    PK_BAD_PLAN,
-    PK_STALE_PLAN,
+    PK_BAD_SAMPLING_NUMBER,
     PK_NUM_BAD_KINDS
 };
 
@@ -267,8 +266,6 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
-pk_status pk_cuda_plan_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
@@ -279,6 +276,8 @@ pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_
 pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err);
 void pk_cuda_release_pinned(pk_device device, void *data);

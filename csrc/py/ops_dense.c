@@ -1,5 +1,5 @@
 /* ops_dense.c - the dense operations of a model, for Python: bind, make views, call. No rule about shapes is here:
- * those are in csrc/ops_dense.c, ops_linear.c, ops_sample.c. */
+ * those are in csrc/ops_dense.c and ops_linear.c. */
 #include "py/call.h"
 #include "py/docs.h"
 
@@ -108,32 +108,6 @@ static PyObject *py_silu_and_mul(PyObject *module, PyObject *const *args, Py_ssi
 }
 
 PyDoc_STRVAR(
-    sample_doc,
-    "sample($module, logits, temperatures, seeds, positions, *, out=None, stream=None)\n--\n\n"
-    "One token a row. Temperature 0 takes the largest logit (the lowest index of equal ones); otherwise the largest\n"
-    "of (logits - max(logits)) / temperature + g, which draws from softmax(logits / temperature).\n\n"
-    "logits: [num_rows, vocab_size] float32, float16 or bfloat16; -inf excludes a token. temperatures: [num_rows]\n"
-    "float32, finite and at least 0. seeds: [num_rows] int64. positions: [num_rows] int32, at least 0: the position\n"
-    "of the new token in its sequence. Returns out, [num_rows] int32.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "A NaN logit, or a row of nothing but -inf, is a ValueError that names it.\n\n"
-    "The g are Gumbel variates of Philox4x32-10 (Salmon et al. 2011). Token v takes word v % 4 at counter\n"
-    "(v // 4, position, 0, 0) with the low and the high half of the seed as key; of that word x comes\n"
-    "w = min(((x >> 1) + 0.5) * 2**-31, 1 - 2**-24) and g = -log(-log(1 - w)). So a row's token depends on its\n"
-    "logits, temperature, seed and position only: not on the batch, on chunking, on threads or on the device.");
-static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { LOGITS, TEMPERATURES, SEEDS, POSITIONS, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_sample, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *logits = py_call_tensor(&call, LOGITS), *temperatures = py_call_tensor(&call, TEMPERATURES);
-    const pk_view *seeds = py_call_tensor(&call, SEEDS), *positions = py_call_tensor(&call, POSITIONS);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_sample(logits, temperatures, seeds, positions, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
-
-PyDoc_STRVAR(
     take_sampled_doc,
     "take_sampled($module, token_ids, sampled, *, stream=None)\n--\n\n"
     "Puts tokens that the host does not know yet in their places: where token_ids[t] is negative it becomes\n"
@@ -159,7 +133,6 @@ PyMethodDef py_dense_functions[] = {
     PY_METHOD("rms_norm", py_rms_norm, rms_norm_doc),
     PY_METHOD("linear", py_linear, linear_doc),
     PY_METHOD("silu_and_mul", py_silu_and_mul, silu_and_mul_doc),
-    PY_METHOD("sample", py_sample, sample_doc),
     PY_METHOD("take_sampled", py_take_sampled, take_sampled_doc),
     {NULL, NULL, 0, NULL},
 };

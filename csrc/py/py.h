@@ -41,8 +41,9 @@
 #define PY_SIGNATURES(X)                                                                                              \
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
-    X(store_kvcache) X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
+    X(store_kvcache) X(paged_attention_fwd) X(copy_blocks) X(swap_blocks) X(merge_attention_states)                   \
     X(embedding) X(gather_rows) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(take_sampled) \
+    X(count_tokens) X(token_logprobs)                                                                                 \
     X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                               \
     X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
     X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
@@ -103,7 +104,8 @@ PyTypeObject *py_tensor_type(PyObject *module);
 PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_type */
 int py_add_graph_types(PyObject *module);
 /* The module's functions, by file. */
-extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_runtime_functions[];
+extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_sample_functions[],
+    py_runtime_functions[];
 
 /* ------------------------------------------------------- errors (errors.c) */
 

@@ -1,0 +1,278 @@
+/* sampling.h - what `sample` computes, defined once for every backend (C and CUDA include it).
+ *
+ * A row goes through these steps, each only where the row asks for it (the order is that of vLLM):
+ *
+ *     penalties   for every token that counts[] has seen, x = x > 0 ? x / repetition : x * repetition (CTRL, Keskar et
+ *                 al. 2019); then x = x - frequency * n - presence where it was generated n > 0 times (OpenAI's API)
+ *     min-p       keeps x >= max(x) + T * log(min_p): a probability of min_p times the greatest (Nguyen et al. 2024)
+ *     top-k       keeps x >= the k-th greatest x
+ *     top-p       keeps what is among the most likely tokens whose probabilities, of what the steps before kept, first
+ *                 reach top_p (Holtzman et al. 2020)
+ *     draw        takes the token with the greatest x[v] + T * g(v): one of softmax(x / T), or of greedy where T is 0
+ *
+ * Tokens of equal x are kept or dropped together, so the order of a sort does not matter, and of equal tokens the
+ * lowest wins a draw. An infinite x leaves nothing to chance: the first of them is taken.
+ *
+ * The g(v) are independent Gumbel variates, -log of exponential ones. An exponential variate for every token would cost
+ * more than reading the logits, so they come in blocks of 32: the least of a block is an exponential variate divided by
+ * 32, falls on any of the 32 tokens alike, and what the others have more than it are independent exponential variates
+ * again (they have no memory). So one random number bounds the 32 keys of a block, and the others are drawn only where
+ * that bound reaches the best key so far. With the words of Philox4x32-10 (Salmon et al. 2011),
+ *
+ *     y = word b % 4 at counter (b / 4, position, 0, 0)     b = v / 32       key = (low, high) 32 bits of the seed
+ *     z = word v % 4 at counter (v / 4, position, 1, 0)
+ *     g = -log(E(((y >> 5) + 0.5) * 2^-27) / 32 + (v % 32 == y % 32 ? 0 : E(((z >> 1) + 0.5) * 2^-31)))
+ *     E(w) = -log(1 - min(w, 1 - 2^-24))
+ *
+ * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
+ * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
+ * after another, with no fused multiply-add (C: -ffp-contract=off, which ISO C mode implies; CUDA: the _rn intrinsics),
+ * keys are compared exactly, and the weights of top-p are integers, whose sum does not depend on its order.
+ */
+#ifndef PK_SAMPLING_H
+#define PK_SAMPLING_H
+
+#include "pk.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define PK_SAMPLING_FN static __device__ __forceinline__
+#define PK_MUL(a, b) __fmul_rn((a), (b))
+#define PK_ADD(a, b) __fadd_rn((a), (b))
+#define PK_DIV(a, b) __fdiv_rn((a), (b))
+#define PK_MUL_DOUBLE(a, b) __dmul_rn((a), (b))
+#define PK_ADD_DOUBLE(a, b) __dadd_rn((a), (b))
+#define PK_FLOAT_OF(bits) __uint_as_float(bits)
+#define PK_BITS_OF(value) __float_as_uint(value)
+/* By name: of the multiplication of two widened numbers nvcc makes this and an addition of zero. */
+static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
+{
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
+#else
+#define PK_SAMPLING_FN static inline
+#define PK_MUL_WIDE(a, b) ((uint64_t)(a) * (b))
+#define PK_MUL(a, b) ((a) * (b))
+#define PK_ADD(a, b) ((a) + (b))
+#define PK_DIV(a, b) ((a) / (b))
+#define PK_MUL_DOUBLE(a, b) ((a) * (b))
+#define PK_ADD_DOUBLE(a, b) ((a) + (b))
+static inline float PK_FLOAT_OF(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline uint32_t PK_BITS_OF(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+#endif
+
+/* ------------------------------------------------------ what a row asks for */
+
+typedef struct {
+    float temperature;
+    uint32_t position, seed_low, seed_high;
+    uint32_t top_k;     /* 0: off */
+    float top_p, min_p; /* 1 and 0: off */
+    float repetition, presence, frequency;
+    int32_t *counts; /* [vocab_size], NULL: none */
+    bool is_valid;
+} pk_sample_row;
+
+PK_SAMPLING_FN pk_sample_row pk_sample_row_of(const pk_sample_args *args, int64_t i)
+{
+    uint64_t seed = (uint64_t)args->seeds[i];
+    int64_t slot = args->slots ? args->slots[i] : i, top_k = args->top_k ? args->top_k[i] : 0;
+    pk_sample_row row;
+    row.temperature = args->temperatures[i];
+    row.position = (uint32_t)args->positions[i];
+    row.seed_low = (uint32_t)seed, row.seed_high = (uint32_t)(seed >> 32);
+    row.top_k = top_k > 0 && top_k < args->vocab_size ? (uint32_t)top_k : 0;
+    row.top_p = args->top_p ? args->top_p[i] : 1;
+    row.min_p = args->min_p ? args->min_p[i] : 0;
+    row.repetition = args->repetition_penalties ? args->repetition_penalties[i] : 1;
+    row.presence = args->presence_penalties ? args->presence_penalties[i] : 0;
+    row.frequency = args->frequency_penalties ? args->frequency_penalties[i] : 0;
+    row.is_valid = row.temperature >= 0 && row.temperature <= FLT_MAX && args->positions[i] >= 0 &&
+                   row.top_p == row.top_p && row.min_p == row.min_p && row.repetition > 0 &&
+                   row.repetition <= FLT_MAX && fabsf(row.presence) <= FLT_MAX && fabsf(row.frequency) <= FLT_MAX &&
+                   (!args->counts || slot < args->num_slots);
+    row.counts = args->counts && slot >= 0 && row.is_valid ? args->counts + slot * args->counts_stride : NULL;
+    return row;
+}
+
+PK_SAMPLING_FN bool pk_has_penalties(const pk_sample_row *row)
+{
+    return row->counts && (row->repetition != 1 || row->presence != 0 || row->frequency != 0);
+}
+
+/* What a greedy row takes is kept by every filter. */
+PK_SAMPLING_FN bool pk_has_filters(const pk_sample_row *row)
+{
+    return row->temperature > 0 && (row->top_k > 0 || row->top_p < 1 || row->min_p > 0);
+}
+
+/* `count` is an entry of counts: twice the times that the token was generated, plus 1 where the prompt holds it. */
+PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *row)
+{
+    int32_t times = count >> 1;
+    if (count == 0) return x;
+    x = x > 0 ? PK_DIV(x, row->repetition) : PK_MUL(x, row->repetition);
+    return times > 0 ? PK_ADD(PK_ADD(x, -PK_MUL(row->frequency, (float)times)), -row->presence) : x;
+}
+
+/* -------------------------------------------------------------------- draws */
+
+#define PK_GUMBEL_BLOCK 32
+#define PK_GUMBEL_MAX 22.9f /* no variate is greater */
+
+#define PK_PHILOX_ROUNDS 10
+typedef struct {
+    uint32_t word[4];
+} pk_words;
+
+PK_SAMPLING_FN pk_words pk_philox(const pk_sample_row *row, uint32_t counter, uint32_t stream)
+{
+    uint32_t c0 = counter, c1 = row->position, c2 = stream, c3 = 0, k0 = row->seed_low, k1 = row->seed_high;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int round = 0; round < PK_PHILOX_ROUNDS; round++) {
+        uint64_t product0 = PK_MUL_WIDE(0xD2511F53u, c0), product1 = PK_MUL_WIDE(0xCD9E8D57u, c2);
+        c0 = (uint32_t)(product1 >> 32) ^ c1 ^ k0, c1 = (uint32_t)product1;
+        c2 = (uint32_t)(product0 >> 32) ^ c3 ^ k1, c3 = (uint32_t)product0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    pk_words words = {{c0, c1, c2, c3}};
+    return words;
+}
+#define PK_BLOCK_STREAM 0
+#define PK_TOKEN_STREAM 1
+
+/* Natural logarithm of a normal positive float to about 1 ulp. x = 2^e * m with m in [sqrt(1/2), sqrt(2)); the
+ * polynomial and the split of log(2) are those of Cephes' logf (Moshier). */
+PK_SAMPLING_FN float pk_log(float x)
+{
+    uint32_t bits = PK_BITS_OF(x) - 0x3f3504f3u;
+    float e = (float)((int32_t)bits >> 23);
+    float f = PK_ADD(PK_FLOAT_OF((bits & 0x007fffffu) + 0x3f3504f3u), -1.0f);
+    float z = PK_MUL(f, f);
+    float p = 7.0376836292e-2f;
+    p = PK_ADD(PK_MUL(p, f), -1.1514610310e-1f);
+    p = PK_ADD(PK_MUL(p, f), 1.1676998740e-1f);
+    p = PK_ADD(PK_MUL(p, f), -1.2420140846e-1f);
+    p = PK_ADD(PK_MUL(p, f), 1.4249322787e-1f);
+    p = PK_ADD(PK_MUL(p, f), -1.6668057665e-1f);
+    p = PK_ADD(PK_MUL(p, f), 2.0000714765e-1f);
+    p = PK_ADD(PK_MUL(p, f), -2.4999993993e-1f);
+    p = PK_ADD(PK_MUL(p, f), 3.3333331174e-1f);
+    p = PK_MUL(PK_MUL(p, f), z);
+    p = PK_ADD(p, PK_MUL(e, -2.12194440e-4f));
+    p = PK_ADD(p, PK_MUL(z, -0.5f));
+    return PK_ADD(PK_ADD(f, p), PK_MUL(e, 0.693359375f));
+}
+
+/* -log(1 - w) without the loss of 1 - w for small w: log(t) * w / (t - 1) with the rounded t. */
+PK_SAMPLING_FN float pk_exponential(float w)
+{
+    w = w < 0x1.fffffep-1f ? w : 0x1.fffffep-1f;
+    float t = PK_ADD(1.0f, -w);
+    return t < 1.0f ? PK_DIV(PK_MUL(pk_log(t), w), PK_ADD(t, -1.0f)) : w;
+}
+
+PK_SAMPLING_FN float pk_block_uniform(uint32_t block_word)
+{
+    return PK_MUL(PK_ADD((float)(int32_t)(block_word >> 5), 0.5f), 0x1p-27f);
+}
+
+PK_SAMPLING_FN float pk_gumbel(uint32_t token, uint32_t block_word, uint32_t token_word)
+{
+    float least = PK_MUL(pk_exponential(pk_block_uniform(block_word)), 1.0f / PK_GUMBEL_BLOCK);
+    float more = pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(token_word >> 1), 0.5f), 0x1p-31f));
+    return -pk_log(token % PK_GUMBEL_BLOCK == block_word % PK_GUMBEL_BLOCK ? least : PK_ADD(least, more));
+}
+
+/* What may win a draw. Without g, which is 0 for greedy rows and for infinite x, it is a logit and its token. */
+typedef struct {
+    float x, g;
+    int32_t token; /* -1: none yet */
+} pk_candidate;
+
+PK_SAMPLING_FN pk_candidate pk_no_candidate(void)
+{
+    pk_candidate none = {-INFINITY, 0, -1};
+    return none;
+}
+
+/* Whether x + T * g of `a` is the greater, or equal and a's token the lower. Exact but for one rounding of the product
+ * of T (24 bits) and the difference of two floats. A NaN beats everything. */
+PK_SAMPLING_FN bool pk_beats(const pk_candidate *a, const pk_candidate *b, float temperature)
+{
+    if (a->x != a->x || b->x != b->x) return b->x == b->x;
+    double ahead = a->x == b->x ? 0 : PK_ADD_DOUBLE((double)a->x, -(double)b->x);
+    ahead = PK_ADD_DOUBLE(ahead, PK_MUL_DOUBLE((double)temperature, PK_ADD_DOUBLE((double)a->g, -(double)b->g)));
+    return ahead > 0 || (ahead == 0 && a->token < b->token);
+}
+
+/* ------------------------------------------------------------------ filters */
+
+/* Floats as integers of the same order: a threshold is searched among these. -0 is 0. */
+PK_SAMPLING_FN uint32_t pk_ordered(float x)
+{
+    uint32_t bits = PK_BITS_OF(PK_ADD(x, 0.0f));
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+PK_SAMPLING_FN float pk_min_p_threshold(const pk_sample_row *row, float greatest)
+{
+    if (!(row->min_p >= FLT_MIN)) return -FLT_MAX;
+    float threshold = PK_ADD(greatest, PK_MUL(row->temperature, pk_log(row->min_p < 1 ? row->min_p : 1)));
+    return threshold >= -FLT_MAX ? threshold : -FLT_MAX;
+}
+
+/* The sum of vocab_size weights of at most 2^bits fits 63 bits. */
+static inline int pk_weight_bits(int64_t vocab_size)
+{
+    int bits = 40;
+    while (vocab_size >> (62 - bits)) bits--;
+    return bits;
+}
+
+/* e^((x - greatest) / T) in units of 2^-bits, rounded down. The polynomial is that of Cephes' expf. */
+PK_SAMPLING_FN uint64_t pk_weight(float x, float greatest, float temperature, int bits)
+{
+    float z = PK_DIV(PK_ADD(x, -greatest), temperature);
+    if (!(z > -30.0f)) return 0; /* below 2^-43 */
+    float n = PK_ADD(PK_ADD(PK_MUL(z, 1.44269504f), 12582912.0f), -12582912.0f);
+    float r = PK_ADD(PK_ADD(z, -PK_MUL(n, 0.693359375f)), PK_MUL(n, 2.12194440e-4f));
+    float p = 1.9875691500e-4f;
+    p = PK_ADD(PK_MUL(p, r), 1.3981999507e-3f);
+    p = PK_ADD(PK_MUL(p, r), 8.3334519073e-3f);
+    p = PK_ADD(PK_MUL(p, r), 4.1665795894e-2f);
+    p = PK_ADD(PK_MUL(p, r), 1.6666665459e-1f);
+    p = PK_ADD(PK_MUL(p, r), 5.0000001201e-1f);
+    uint32_t power = PK_BITS_OF(PK_ADD(PK_ADD(PK_MUL(PK_MUL(p, r), r), r), 1.0f));
+    uint64_t mantissa = (power & 0x007fffffu) | 0x00800000u;
+    int shift = (int)(power >> 23) - 127 - 23 + (int)n + bits;
+    return shift >= 0 ? mantissa << shift : shift > -24 ? mantissa >> -shift : 0;
+}
+
+/* How much of a weight `total` has to be reached. */
+PK_SAMPLING_FN uint64_t pk_top_p_target(float top_p, uint64_t total)
+{
+    double target = PK_MUL_DOUBLE((double)top_p, (double)total);
+    uint64_t whole = target > 0 ? (uint64_t)target : 0;
+    whole += (double)whole < target;
+    return whole > 1 ? whole : 1;
+}
+
+#endif

@@ -1,7 +1,9 @@
 """Decode attention on CUDA against the floor of reading its keys and values once.
 
-Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms idle, one replay,
-median of 5. Sustained: 150 ms of the same load, then 100 ms.
+`us` is with a plan that the step has made for its layers before (plan_attention), as the peers' rows are;
+`unplanned_us` makes it in every call. `of_plain` compares more queries, fp8 and num_splits (what batch invariance
+costs) with the same row without them. Page order is random, inputs rotate over at least 600 MB, launches run as one
+CUDA graph. Burst: 50 ms idle, one replay, median of 5. Sustained: 150 ms of the same load, then 100 ms.
 
     python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record] [--commit HASH]
 """
@@ -30,8 +32,8 @@ CASES += [("128x2048", (32, 8), 128, 16, 1, "float8_e4m3fn", 0), ("64x4096", (16
           ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 1), ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 4)]
 
 
-def make_graph(row, heads, head_dim, page, queries, cache_dtype, num_splits):
-    """A captured graph of many launches, how many, and the bytes of keys and values that one launch must read."""
+def make_graphs(row, heads, head_dim, page, queries, cache_dtype, num_splits):
+    """Captured graphs of many launches, with a plan and without; how many; the bytes that one launch must read."""
     batch, context = ROWS[row][:2] if row in ROWS else map(int, row.split("x"))
     q_heads, kv_heads = heads
     lens = [context or random.Random(7 + i).randint(100, 2048) for i in range(batch)]
@@ -51,17 +53,18 @@ def make_graph(row, heads, head_dim, page, queries, cache_dtype, num_splits):
     context_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     out = torch.empty_like(q)
 
-    def call(i):
-        table = tables[i % copies]
-        pagedkv.paged_attention_fwd(q, k_cache, v_cache, table, context_lens, num_splits=num_splits, out=out)
-
     launches = max(copies, int(3e-3 / (nbytes / 4.3e12 + 2e-6)))
-    graph = torch.cuda.CUDAGraph()
-    call(0)
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            call(i)
-    return graph, launches, nbytes
+    arguments = dict(num_splits=num_splits)
+    plan = pagedkv.plan_attention(q, k_cache, v_cache, tables[0], context_lens, **arguments)
+    graphs = []
+    for given in (plan, None):
+        pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables[0], context_lens, plan=given, out=out, **arguments)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for i in range(launches):
+                pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables[i % copies], context_lens, plan=given, out=out,
+                                            **arguments)  # fmt: skip
+    return graphs, launches, nbytes
 
 
 def time_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> float:
@@ -74,21 +77,31 @@ def time_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> float:
     return begin.elapsed_time(end) * 1e3 / replays / launches
 
 
-def measure(case) -> dict:
-    row, heads, head_dim, page, queries, cache_dtype, num_splits = case
-    graph, launches, nbytes = make_graph(*case)
-    time_us(graph, launches, 2)
+def burst_us(graph: torch.cuda.CUDAGraph, launches: int) -> list[float]:
     burst = []
     for _ in range(5):
         time.sleep(0.05)
         burst.append(time_us(graph, launches, 1))
-    replays = max(1, int(0.1e6 / (statistics.median(burst) * launches)))
-    time_us(graph, launches, replays * 3 // 2 + 1)
+    return burst
+
+
+def measure(case, medians: dict) -> dict:
+    row, heads, head_dim, page, queries, cache_dtype, num_splits = case
+    (graph, unplanned), launches, nbytes = make_graphs(*case)
+    time_us(graph, launches, 2)
+    burst = burst_us(graph, launches)
     median = statistics.median(burst)
+    replays = max(1, int(0.1e6 / (median * launches)))
+    time_us(graph, launches, replays * 3 // 2 + 1)
     result = dict(row=row, heads="%d/%d" % heads, head_dim=head_dim, page=page, queries=queries, cache=cache_dtype,
                   num_splits=num_splits, us=round(median, 2), us_min=round(min(burst), 2), us_max=round(max(burst), 2),
                   sustained_us=round(time_us(graph, launches, replays), 2), bytes=nbytes,
                   gb_per_s=round(nbytes / median / 1e3))
+    result["unplanned_us"] = round(statistics.median(burst_us(unplanned, launches)), 2)
+    plain = (row, heads, head_dim, page, 1, "bfloat16", 0)
+    if case != plain and plain in medians:
+        result["of_plain"] = round(median / medians[plain], 3)
+    medians[case] = median
     if (heads, head_dim, queries, num_splits, cache_dtype) == ((16, 8), 128, 1, 0, "bfloat16"):
         result["best_peer_us"] = ROWS[row][2 if page == 16 else 3]
     return result
@@ -100,11 +113,11 @@ def main() -> None:
     add_record_option(parser)
     parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
-    results = []
+    results, medians = [], {}
     for case in CASES:
         if args.rows in case[0]:
-            results.append(measure(case))
-            print(*(f"{value}" for value in results[-1].values()), flush=True)
+            results.append(measure(case, medians))
+            print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
             torch.cuda.empty_cache()
     pagedkv.check_errors()
     if not args.no_record:

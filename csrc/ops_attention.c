@@ -20,7 +20,9 @@
  * A sink [num_q_heads] is one more logit without a value. A row that sees no key gets out 0 and lse -inf (lse = sink
  * where there are sinks, which is what merging with other parts needs: give the sinks to one part only).
  * An fp8 cache holds x / scale; k_scale and v_scale are a number, [1], [num_kv_heads] or [num_seqs, num_kv_heads].
- * num_splits: 0 lets the backend choose; n cuts the keys of every sequence into n ranges of ceil(c / n).
+ * num_splits: 0 lets the backend choose; n cuts the keys of every sequence into n ranges, whatever the batch.
+ * plan: how a backend divides the work among its processors, from the lengths: made once a step by plan_attention for
+ * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
  *
  * A page, context or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
  * records it in the device status word. out must not overlap any input.
@@ -76,22 +78,22 @@ static int64_t longest_query(const pk_env *env, const pk_attention_call *call)
     return call->max_seqlen_q < tokens ? call->max_seqlen_q : tokens;
 }
 
-pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
+/* What both operations look at, all but the scales and the outputs. */
+static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attention_args *args, pk_error *err)
 {
     const pk_view *q = call->q, *k_cache = call->k_cache, *v_cache = call->v_cache, *alibi = call->alibi_slopes;
-    pk_env env;
-    pk_env_init(&env, err);
-    PK_EXPECT(&env, "q", q, "T H D", PK_ANY_FLOAT);
-    PK_TRY(pk_expect_caches(&env, k_cache, v_cache, 'K', 0));
-    PK_EXPECT(&env, "block_tables", call->block_tables, "S M", PK_ACCEPT_I32);
-    PK_EXPECT(&env, "context_lens", call->context_lens, "S", PK_ACCEPT_I32);
-    if (call->cu_seqlens_q) PK_EXPECT(&env, "cu_seqlens_q", call->cu_seqlens_q, "S+1", PK_ACCEPT_I32);
-    if (alibi) PK_EXPECT(&env, "alibi_slopes", alibi, alibi->ndim == 2 ? "S H" : "H", PK_ACCEPT_F32);
-    if (call->sinks) PK_EXPECT(&env, "sinks", call->sinks, "H", PK_ACCEPT_F32);
-    PK_TRY(check_shapes(&env, call));
+    pk_env_init(env, err);
+    PK_EXPECT(env, "q", q, "T H D", PK_ANY_FLOAT);
+    PK_TRY(pk_expect_caches(env, k_cache, v_cache, 'K', 0));
+    PK_EXPECT(env, "block_tables", call->block_tables, "S M", PK_ACCEPT_I32);
+    PK_EXPECT(env, "context_lens", call->context_lens, "S", PK_ACCEPT_I32);
+    if (call->cu_seqlens_q) PK_EXPECT(env, "cu_seqlens_q", call->cu_seqlens_q, "S+1", PK_ACCEPT_I32);
+    if (alibi) PK_EXPECT(env, "alibi_slopes", alibi, alibi->ndim == 2 ? "S H" : "H", PK_ACCEPT_F32);
+    if (call->sinks) PK_EXPECT(env, "sinks", call->sinks, "H", PK_ACCEPT_F32);
+    PK_TRY(check_shapes(env, call));
     PK_TRY(check_numbers(call, err));
 
-    pk_attention_args args = {
+    *args = (pk_attention_args){
         .q = q->data,
         .k_cache = k_cache->data,
         .v_cache = v_cache->data,
@@ -100,15 +102,15 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
         .cu_seqlens_q = call->cu_seqlens_q ? call->cu_seqlens_q->data : NULL,
         .alibi_slopes = alibi ? alibi->data : NULL,
         .sinks = call->sinks ? call->sinks->data : NULL,
-        .num_tokens = pk_dim(&env, 'T'),
-        .num_seqs = pk_dim(&env, 'S'),
-        .num_q_heads = pk_dim(&env, 'H'),
-        .num_kv_heads = pk_dim(&env, 'K'),
-        .head_dim = pk_dim(&env, 'D'),
-        .num_blocks = pk_dim(&env, 'N'),
-        .block_size = pk_dim(&env, 'B'),
-        .max_blocks_per_seq = pk_dim(&env, 'M'),
-        .max_seqlen_q = longest_query(&env, call),
+        .num_tokens = pk_dim(env, 'T'),
+        .num_seqs = pk_dim(env, 'S'),
+        .num_q_heads = pk_dim(env, 'H'),
+        .num_kv_heads = pk_dim(env, 'K'),
+        .head_dim = pk_dim(env, 'D'),
+        .num_blocks = pk_dim(env, 'N'),
+        .block_size = pk_dim(env, 'B'),
+        .max_blocks_per_seq = pk_dim(env, 'M'),
+        .max_seqlen_q = longest_query(env, call),
         .q_token_stride = q->stride[0],
         .q_head_stride = q->stride[1],
         .k_block_stride = k_cache->stride[0],
@@ -128,12 +130,36 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
         .dtype = q->dtype,
         .cache_dtype = k_cache->dtype,
     };
-    PK_TRY(pk_expect_scale(&env, "k_scale", call->k_scale, k_cache->dtype, 'K', true, &args.k_scale));
-    PK_TRY(pk_expect_scale(&env, "v_scale", call->v_scale, v_cache->dtype, 'K', true, &args.v_scale));
+    return PK_OK;
+}
+
+/* Binds P to the rows of the plan: what follows from shapes alone. */
+static pk_status bind_plan_rows(pk_env *env, const pk_backend *backend, const pk_attention_args *args)
+{
+    env->size['P' - 'A'] = 0;
+    env->bound_by['P' - 'A'] = "a batch of these shapes";
+    return backend->count_plan_rows ? backend->count_plan_rows(args, &env->size['P' - 'A'], env->err) : PK_OK;
+}
+
+static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, pk_attention_args *args)
+{
+    PK_EXPECT(env, name, plan, "P 12", PK_ACCEPT_I32 | PK_DENSE);
+    if ((uintptr_t)plan->data % 16) return pk_fail(env->err, PK_ELAYOUT, "%s: must be aligned to 16 bytes", name);
+    args->plan = plan->data;
+    return PK_OK;
+}
+
+pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_attention_args args;
+    PK_TRY(read_call(&env, call, &args, err));
+    PK_TRY(pk_expect_scale(&env, "k_scale", call->k_scale, args.cache_dtype, 'K', true, &args.k_scale));
+    PK_TRY(pk_expect_scale(&env, "v_scale", call->v_scale, args.cache_dtype, 'K', true, &args.v_scale));
 
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, attention, &backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", call->out, "T H D", q->dtype, PK_SAME);
+    PK_EXPECT_OUTPUT(&env, "out", call->out, "T H D", args.dtype, PK_SAME);
     args.out = call->out->view.data;
     args.out_token_stride = call->out->view.stride[0];
     args.out_head_stride = call->out->view.stride[1];
@@ -142,5 +168,22 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
         args.lse = call->lse->view.data;
         args.lse_head_stride = call->lse->view.stride[0];
     }
+    if (call->plan) {
+        PK_TRY(bind_plan_rows(&env, backend, &args));
+        PK_TRY(take_plan(&env, "plan", call->plan, &args));
+    }
     return backend->attention(&args, stream, err);
+}
+
+pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_attention_args args;
+    PK_TRY(read_call(&env, call, &args, err));
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, attention, &backend, err);
+    PK_TRY(bind_plan_rows(&env, backend, &args));
+    PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32);
+    PK_TRY(take_plan(&env, "out", &call->out->view, &args));
+    return pk_dim(&env, 'P') == 0 ? PK_OK : backend->plan_attention(&args, stream, err);
 }

@@ -181,6 +181,7 @@ typedef struct {
 } pk_store_args;
 
 /* paged_attention_fwd, see csrc/ops_attention.c for the semantics of every field */
+enum { PK_PLAN_COLUMNS = 12 };
 typedef struct {
     const void *q;                 /* [num_tokens, num_q_heads, head_dim] */
     const void *k_cache, *v_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */
@@ -191,6 +192,7 @@ typedef struct {
     const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
     void *out;                     /* [num_tokens, num_q_heads, head_dim] */
     float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
+    int32_t *plan;                 /* [count_plan_rows(), PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
     int64_t max_seqlen_q;          /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
@@ -348,6 +350,9 @@ typedef struct pk_backend {
     pk_status (*copy)(const pk_copy_args *args, pk_stream stream, pk_error *err);
     pk_status (*store_kvcache)(const pk_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
+    /* What attention may be given ready-made, by shapes alone; both NULL where there is nothing to prepare. */
+    pk_status (*count_plan_rows)(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
+    pk_status (*plan_attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
     pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);
@@ -430,9 +435,12 @@ typedef struct {
     double softcap;
     pk_scale k_scale, v_scale;
     int64_t num_splits;
+    const pk_view *plan;  /* optional */
     pk_output *out, *lse; /* lse NULL: not wanted */
 } pk_attention_call;
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err);
+/* call->out is the plan; what does not bear on it is absent. */
+pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err);
 
 pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err);
 pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs,

@@ -134,6 +134,7 @@ def paged_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    plan: _Tensor | None = None,
     out: _T | None = None,
     return_lse: Literal[False] = False,
     stream: _Stream = None,
@@ -157,10 +158,26 @@ def paged_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    plan: _Tensor | None = None,
     out: _T | None = None,
     return_lse: bool = False,
     stream: _Stream = None,
 ) -> tuple[_T, _T]: ...
+def plan_attention(
+    q: _T,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    block_tables: _Tensor,
+    context_lens: _Tensor,
+    *,
+    cu_seqlens_q: _Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    num_splits: int = 0,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def copy_blocks(caches: _Tensor | Sequence[_Tensor], src_dst_pairs: _Tensor, *, stream: _Stream = None) -> None: ...
 def swap_blocks(
     src: _Tensor | Sequence[_Tensor], dst: _Tensor | Sequence[_Tensor], pairs: _Tensor, *, stream: _Stream = None

@@ -37,7 +37,10 @@ def place_queries(case, batch, device):
     return put_sliceable(wide, device, case.dtype)[:, 1:-2], around[:, 2:-1], around
 
 
-def run(batch, device, **changes):
+SHARED_WITH_PLAN = ("cu_seqlens_q", "max_seqlen_q", "causal", "window_size", "num_splits")
+
+
+def run(batch, device, has_plan=False, **changes):
     """paged_attention_fwd on a device, with the results as float64: out, lse."""
     case = batch.case
     q, out, around = place_queries(case, batch, device)
@@ -47,8 +50,12 @@ def run(batch, device, **changes):
     arguments |= dict(num_splits=case.num_splits, out=out, return_lse=True)
     if not case.uniform:
         arguments |= dict(cu_seqlens_q=put(batch.cu_seqlens_q, device), max_seqlen_q=max(case.query_lens, default=0))
-    out, lse = pagedkv.paged_attention_fwd(q, k_cache, v_cache, put(batch.block_tables, device),
-                                           put(batch.context_lens, device), **(arguments | changes))
+    arguments |= changes
+    tensors = (q, k_cache, v_cache, put(batch.block_tables, device), put(batch.context_lens, device))
+    if has_plan:
+        known = {name: arguments[name] for name in SHARED_WITH_PLAN if name in arguments}
+        arguments["plan"] = pagedkv.plan_attention(*tensors, **known)
+    out, lse = pagedkv.paged_attention_fwd(*tensors, **arguments)
     if around is not None:
         assert (get(around)[:, [0, 1, -1]] == 77.0).all(), "wrote beside out"
     return get(out), get(lse)
@@ -64,7 +71,17 @@ def check(batch, results):
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 def test_case(case, device, rng):
     batch = make_batch(case, rng)
-    check(batch, run(batch, device))
+    results = run(batch, device)
+    check(batch, results)
+    assert all(np.array_equal(*pair) for pair in zip(results, run(batch, device, has_plan=True)))
+
+
+def test_a_plan_of_the_cpu_has_no_rows():
+    q, cache = np.ones((2, 4, 64), np.float32), np.ones((3, 16, 2, 64), np.float32)
+    tables, lens = np.array([[0], [1]], np.int32), np.array([3, 16], np.int32)
+    plan = pagedkv.plan_attention(q, cache, cache, tables, lens)
+    assert (type(plan), plan.shape, plan.dtype) == (np.ndarray, (0, 12), np.int32)
+    assert pagedkv.plan_attention(q, cache, cache, tables, lens, out=plan) is plan
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])

@@ -14,6 +14,7 @@ from pagedkv import (
     linear,
     merge_attention_states,
     paged_attention_fwd,
+    plan_attention,
     qk_norm_rope_store,
     rms_norm,
     sample,
@@ -35,6 +36,9 @@ def good() -> SimpleNamespace:
         attention=dict(q=x((T, H, D), F32), k_cache=x((N, B, K, D), F32), v_cache=x((N, B, K, D), F32),
                        block_tables=np.array([[0, 1], [2, 3]], I32), context_lens=np.array([3, 6], I32),
                        cu_seqlens_q=np.array([0, 2, 5], I32)),
+        plan=dict(q=x((T, H, D), F32), k_cache=x((N, B, K, D), F32), v_cache=x((N, B, K, D), F32),
+                  block_tables=np.array([[0, 1], [2, 3]], I32), context_lens=np.array([3, 6], I32),
+                  cu_seqlens_q=np.array([0, 2, 5], I32)),
         copy=dict(caches=[x((N, B, K, D), F32), x((N, B, K, D), F32)], src_dst_pairs=np.array([[0, 1], [2, 3]])),
         swap=dict(src=[x((N, B, K, D), F32)], dst=[x((2 * N, B, K, D), F32)], pairs=np.array([[0, 1], [2, 11]])),
         merge=dict(o=x((3, T, H, D), F32), lse=x((3, H, T), F32)),
@@ -51,9 +55,9 @@ def good() -> SimpleNamespace:
 
 
 OPS: dict[str, Callable] = {
-    "store": store_kvcache, "attention": paged_attention_fwd, "copy": copy_blocks, "swap": swap_blocks,
-    "merge": merge_attention_states, "embedding": embedding, "gather": gather_rows, "norm": rms_norm, "linear": linear,
-    "silu": silu_and_mul, "sample": sample, "rope": qk_norm_rope_store,
+    "store": store_kvcache, "attention": paged_attention_fwd, "plan": plan_attention, "copy": copy_blocks,
+    "swap": swap_blocks, "merge": merge_attention_states, "embedding": embedding, "gather": gather_rows,
+    "norm": rms_norm, "linear": linear, "silu": silu_and_mul, "sample": sample, "rope": qk_norm_rope_store,
 }  # fmt: skip
 WHOLE = (1 << 63) - 1
 
@@ -118,7 +122,14 @@ TABLE = [
     ("attention", dict(out=np.ones((T, H, D), np.float16)), TypeError, "out: dtype is float16 but q has float32"),
     ("attention", dict(out=sealed(np.ones((T, H, D), F32))), BufferError, "out: is read-only but would be written"),
     ("attention", dict(out="here"), TypeError, "out: must be a tensor"),
+    ("plan", dict(context_lens=np.zeros(3, I32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
+    ("plan", dict(num_splits=257), ValueError, "num_splits is 257 but must be 0 to 256"),
+    ("plan", dict(out=np.zeros((1, 12), I32)), ValueError, "out: dim 0 is 1 but a batch of these shapes has P=0"),
+    ("plan", dict(out=np.zeros((0, 12), F32)), TypeError, "out: dtype is float32 but must be one of int32"),
     ("attention", dict(k_scale=np.ones(1, F32)), ValueError, "k_scale: "),
+    ("attention", dict(plan=np.zeros((1, 12), I32)), ValueError, "plan: dim 0 is 1 but a batch of these shapes has P=0"),
+    ("attention", dict(plan=np.zeros((0, 11), I32)), ValueError, "plan: dim 1 is 11 but must be 12"),
+    ("attention", dict(plan=np.zeros((0, 12), F32)), TypeError, "plan: dtype is float32 but must be one of int32"),
     ("copy", dict(caches=[]), None, ""),
     ("copy", dict(caches=[np.ones((N, 2), F32), 3]), TypeError, "caches[1]: must be a tensor"),
     ("copy", dict(caches=[sealed(np.ones((N, 2), F32))]), BufferError, "caches[0]: is read-only but would be written"),

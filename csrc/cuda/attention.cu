@@ -18,27 +18,71 @@ static bool fits_tensor_cores(const pk_attention_args *args)
            pk_is_aligned(args->v_cache, 16);
 }
 
-pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+/* Which sequences the kernels take; a filter of max_rows 0 is none. `many` is for prefill, where that applies. */
+struct attention_route {
+    row_filter simple, decode, many;
+};
+
+static bool has_work(const pk_attention_args *args)
 {
-    if (args->num_tokens == 0 || args->num_seqs == 0 || args->max_seqlen_q == 0) return PK_OK;
-    pk_cuda_scope scope(args->q, err);
-    if (scope.status != PK_OK) return scope.status;
-    const pk_cuda_device *device = scope.device;
-    row_filter all = {0, INT64_MAX};
-    if (!fits_tensor_cores(args)) return pk_cuda_attention_simple(args, all, device, stream, err);
+    return args->num_tokens > 0 && args->num_seqs > 0 && args->max_seqlen_q > 0;
+}
+
+static attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
+{
+    row_filter all = {0, INT64_MAX}, none = {0, 0};
+    if (!fits_tensor_cores(args)) return {all, none, none};
 
     /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
-     * splitting their keys. */
+     * splitting their keys; with num_splits a sequence's kernel may not depend on the others. */
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
-    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
-    if (most_rows <= (has_many_items ? 16 : 32) || !pk_cuda_attention_prefill_sm90_applies(args, device))
-        return pk_cuda_attention_decode(args, all, device, stream, err);
+    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms || args->num_splits > 0;
+    pk_attention_args usual = *args; /* a plan knows nothing of these, and must be good for any */
+    usual.softmax_scale = 1;
+    usual.alibi_slopes = nullptr;
+    if (most_rows <= (has_many_items ? 16 : 32) || !pk_cuda_attention_prefill_sm90_applies(&usual, device))
+        return {none, all, none};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. */
-    row_filter few = {0, pk_ceil_div(group, 8) * 8}, many = all;
-    if (args->num_seqs > 1 && args->cu_seqlens_q) {
-        PK_TRY(pk_cuda_attention_decode(args, few, device, stream, err));
-        many.min_rows = few.max_rows;
-    }
-    return pk_cuda_attention_prefill_sm90(args, many, device, stream, err);
+    int64_t few = args->num_seqs > 1 && args->cu_seqlens_q ? pk_ceil_div(group, 8) * 8 : 0;
+    return {none, {0, few}, {few, INT64_MAX}};
+}
+
+pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+{
+    if (!has_work(args)) return PK_OK;
+    pk_cuda_scope scope(args->q, err);
+    if (scope.status != PK_OK) return scope.status;
+    attention_route route = choose_route(args, scope.device);
+    if (route.simple.max_rows) return pk_cuda_attention_simple(args, route.simple, scope.device, stream, err);
+    if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, scope.device, stream, err));
+    if (!route.many.max_rows) return PK_OK;
+    if (pk_cuda_attention_prefill_sm90_applies(args, scope.device))
+        return pk_cuda_attention_prefill_sm90(args, route.many, scope.device, stream, err);
+    pk_attention_args unplanned = *args;
+    unplanned.plan = nullptr;
+    return pk_cuda_attention_decode(&unplanned, route.many, scope.device, stream, err);
+}
+
+// --- the plan: what the decode kernels need once a step
+
+pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_rows, pk_error *err)
+{
+    *num_rows = 0;
+    if (!has_work(args)) return PK_OK;
+    pk_cuda_scope scope(args->q, err);
+    if (scope.status != PK_OK) return scope.status;
+    attention_route route = choose_route(args, scope.device);
+    if (!route.decode.max_rows) return PK_OK;
+    return pk_cuda_count_decode_units(args, route.decode, scope.device, num_rows, err);
+}
+
+pk_status pk_cuda_plan_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+{
+    if (!has_work(args)) return PK_OK;
+    pk_cuda_scope scope(args->q, err);
+    if (scope.status != PK_OK) return scope.status;
+    attention_route route = choose_route(args, scope.device);
+    if (!route.decode.max_rows) return PK_OK;
+    return pk_cuda_plan_decode(args, route.decode, scope.device, stream, err);
 }

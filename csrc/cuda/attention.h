@@ -3,8 +3,9 @@
  *
  * Semantics of every argument: csrc/ops_attention.c. Three kernels answer a call (attention.cu chooses):
  *
- *     attention_decode.h         few query rows a sequence: the keys are split over the machine. Right for any number
- *                                of rows and on sm_80 and newer: tiles of 32 rows that read the keys again
+ *     attention_decode.h         few query rows a sequence: the keys are split over the machine (attention_plan.h,
+ *                                attention_merge.h). Right for any number of rows and on sm_80 and newer: tiles of 16
+ *                                rows that read the keys again
  *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit
  *     attention_simple.cu        what the two cannot take (fp32, unaligned views): one warp a row, right and slow
  *
@@ -22,14 +23,11 @@ struct row_filter {
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                    pk_stream stream, pk_error *err);
-/* One a kind of cache (attention_decode_<kind>.cu). */
-struct decode_plan;
-pk_status pk_cuda_attention_decode_bf16(const pk_attention_args *args, const decode_plan &plan,
-                                        const pk_cuda_device *device, pk_stream stream, pk_error *err);
-pk_status pk_cuda_attention_decode_f16(const pk_attention_args *args, const decode_plan &plan,
-                                       const pk_cuda_device *device, pk_stream stream, pk_error *err);
-pk_status pk_cuda_attention_decode_fp8(const pk_attention_args *args, const decode_plan &plan,
-                                       const pk_cuda_device *device, pk_stream stream, pk_error *err);
+/* The rows of its plan, and what fills args->plan. */
+pk_status pk_cuda_count_decode_units(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                     int64_t *num_units, pk_error *err);
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                              pk_stream stream, pk_error *err);
 /* Hopper's prefill (wgmma and the copy engine), where it applies. */
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
@@ -115,7 +113,11 @@ __device__ static inline uint32_t smem_address(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* 16 bytes from global to shared memory, or zeros. */
+/* 16 bytes from global to shared memory; or, where not is_valid, zeros. */
+__device__ static inline void copy_async_16(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
 __device__ static inline void copy_async_16(uint32_t to, const void *from, bool is_valid)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));

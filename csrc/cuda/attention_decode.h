@@ -1,327 +1,183 @@
 /* attention_decode.h - attention of a few query rows over a long, paged KV cache. Bound by reading the cache.
  *
- * Rows. The queries of one sequence that share a KV head (group * queries, at most 32) are the columns of the tensor
- * core's tile and the keys its rows: S^T = K Q^T, then O^T = V^T P^T with m16n8k16. A tile of 8 rows is enough for most
- * models, against 16 or 64 for the other way round: half the multiplications, exponentials and registers, and registers
- * and power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register.
+ * Rows. The queries of one sequence that share a KV head (group * queries) are the columns of the tensor core's tile
+ * and the keys its rows: S^T = K Q^T, then O^T = V^T P^T with m16n8k16. A tile of 8 rows is enough for most models,
+ * against 16 or 64 for the other way round: half the multiplications, exponentials and registers, and registers and
+ * power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register. More
+ * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
  *
- * Split. Work is counted in steps of WARPS * 16 keys of one (sequence, KV head), all in one list, and cut into equal
- * ranges, one a CTA of a grid that fills the machine once. Every CTA finds its range from context_lens (one scan; no
- * plan kernel, no host). A (sequence, head) that is cut leaves partial results in the workspace; the last CTA to arrive
- * adds them in the order of the keys. With num_splits the borders depend on the sequence alone: then a row's bits do
- * not depend on its batch. (Finer pieces for the slower SMs were tried and lost: a border costs 5 us.)
+ * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four an SM: where
+ * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge.
  *
- * Pipeline. A warp owns 16 keys of a step and its own ring of STAGES in shared memory, filled by cp.async, so the loop
- * has no CTA barrier: a warp waits only for its own bytes. The ring runs on across the borders of sequences. 8 warps an
- * SM with two 8 KB stages under way keep 128 KB in flight; 34 KB would cover the latency.
+ * Pipeline. A warp takes every WARPS-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
+ * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps an SM with two or
+ * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. The warps' results meet in
+ * attention_merge.h.
  */
 #ifndef PK_CUDA_ATTENTION_DECODE_H
 #define PK_CUDA_ATTENTION_DECODE_H
 
-#include "cuda/attention.h"
-
-struct decode_plan {
-    float *partials;        /* [slot][(2 + head_dim padded) * ROWS]: max, sum, unnormalised output */
-    unsigned int *arrivals; /* how many parts of a cut (sequence, head) are there; zero between calls */
-    pk_cuda_bad_id *bad_id;
-    row_filter filter;
-    int group;       /* query heads of a KV head */
-    int max_tiles;   /* of one sequence and head */
-    int num_splits;  /* 0: pieces; else CTA = (sequence, head, split) */
-    int block_shift; /* log2(block_size), or -1 */
-};
-
-enum { MAX_ARRIVALS = 1 << 20 };
-
-/* The list of steps cut into equal ranges, one a CTA. 32 bits: 2^31 steps are terabytes of keys. */
-struct decode_ranges {
-    int count, length, num_longer; /* the first num_longer ranges have one more step */
-
-    __device__ void cut(int steps, int num_ctas)
-    {
-        count = min(num_ctas, steps);
-        length = count ? steps / count : 0;
-        num_longer = steps - length * count;
-    }
-
-    __device__ int begin(int range) const { return range * length + min(range, num_longer); }
-
-    /* The range that holds a step. */
-    __device__ int at(int step) const
-    {
-        int in_longer = num_longer * (length + 1);
-        return step < in_longer ? step / (length + 1) : num_longer + (step - in_longer) / length;
-    }
-};
+#include "cuda/attention_merge.h"
 
 // --- kernels
 
-template <typename Kind, int D, int NT, int WARPS_>
+template <typename Kind, int D, int NT, int CTAS_PER_SM_>
 struct decode_config {
-    static constexpr int WARPS = WARPS_, CHUNK = 16, STEP = WARPS * CHUNK, ROWS = 8 * NT;
+    static constexpr int CTAS_PER_SM = CTAS_PER_SM_, WARPS = decode_warps_per_sm(D, Kind::CACHE_BYTES) / CTAS_PER_SM;
+    static constexpr int CHUNK = decode_chunk(D, Kind::CACHE_BYTES), KEY_TILES = CHUNK / 16, ROWS = 8 * NT, STAGES = 3;
     /* Query fragments: in registers, or, where those are short, in shared memory in the order in which lanes read them.
      */
-    static constexpr bool ARE_QUERIES_SHARED = NT * D >= 384;
-    static constexpr int CTAS_PER_SM = (D * Kind::CACHE_BYTES > 256 ? 4 : 8) / WARPS;
-    static constexpr int STAGES = D * Kind::CACHE_BYTES <= 128 ? 5 : 3;
+    static constexpr bool ARE_QUERIES_SHARED = NT * D >= 512;
     using tile = cache_tile<Kind, D>;
     static constexpr int TILE_BYTES = CHUNK * tile::ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
-    /* Warps meet at the end of a (sequence, head); their outputs pass through shared memory MERGE_DIMS at a time. */
-    static constexpr int MERGE_DIMS = D % (64 / NT) == 0 ? 64 / NT : 32 / NT;
-    static constexpr int MERGE_STRIDE = MERGE_DIMS + (NT < 4 ? 4 : 0);
-    static constexpr int PARTIAL_FLOATS = ROWS * (D + 2);
+    static constexpr int RING_BYTES = STAGES * STAGE_BYTES; /* of a warp; its results take the same place at the end */
+    static constexpr int OUTPUT_STRIDE = D + 4;
+    static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
 
     struct shared {
-        float max[WARPS][ROWS], sum[WARPS][ROWS];
-        union { /* the queries of a (sequence, head) have been used when its outputs are merged */
-            float output[WARPS][ROWS][MERGE_STRIDE];
-            uint2 queries[ARE_QUERIES_SHARED ? D / 16 : 1][NT][32];
-        };
-        decode_ranges ranges;
-        int steps_before[WARPS * 32 + 1]; /* of the sequences that a thread looks after */
-        int warp_steps[WARPS];
-        int first_seq, first_unit; /* where the range begins: steps into first_seq */
+        uint2 queries[ARE_QUERIES_SHARED ? D / 16 : 1][NT][32];
         unsigned int key_masks[WARPS][STAGES];
-        bool is_last;
     };
-    static constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + (int)sizeof(shared);
-    static_assert(CTAS_PER_SM * (SHARED_BYTES + 1024) <= 228 * 1024, "fewer CTAs than the grid counts on");
+    static constexpr int SHARED_BYTES = WARPS * RING_BYTES + (int)sizeof(shared);
+    static_assert(ARE_QUERIES_SHARED || CTAS_PER_SM * (SHARED_BYTES + 1024 + 16) <= 228 * 1024,
+                  "fewer CTAs than the plan counts on");
 };
 
-template <typename Kind, int D, int NT, int WARPS_>
+template <typename Kind, int D, int NT, int CTAS_PER_SM_>
 struct decode_cta {
-    using config = decode_config<Kind, D, NT, WARPS_>;
+    using config = decode_config<Kind, D, NT, CTAS_PER_SM_>;
     using tile = typename config::tile;
-    static constexpr int WARPS = config::WARPS, CHUNK = config::CHUNK, STEP = config::STEP, ROWS = config::ROWS;
-    static constexpr bool ARE_REGISTERS_SHORT = config::ARE_QUERIES_SHARED;
-    static constexpr int STAGES = config::STAGES, K_STEPS = D / 16, M_TILES = D / 16;
+    static constexpr int WARPS = config::WARPS, CHUNK = config::CHUNK, ROWS = config::ROWS;
+    static constexpr int STAGES = config::STAGES, KEY_TILES = config::KEY_TILES, K_STEPS = D / 16, M_TILES = D / 16;
+    static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
 
     const pk_attention_args &args;
-    const decode_plan &plan;
+    const decode_params &params;
+    decode_tile rows;
     typename config::shared &shared;
+    char *smem;
     uint32_t ring;                      /* this warp's stages, as a shared address */
     int warp, lane, quad_row, quad_col; /* quad_row = lane / 4, quad_col = lane % 4 * 2 */
+    int first_position, last_position;  /* of the unit's queries */
 
-    /* Where a walk over the flat list of steps stands. */
-    struct cursor {
-        int seq, head, tile, step; /* a tile: ROWS query rows of the sequence and head */
-        int num_tiles, num_steps, first_key;
-        int first_position, last_position; /* of the tile's queries */
-        sequence_view view;
-    };
-    struct pages { /* of a chunk that is about to be loaded: lane i looks after key i */
-        int seq, head, page, slot;
-        bool is_valid;
-    };
-
-    cursor load_at, compute_at;
-    pages pending, upcoming; /* the next chunk to load and the one after: a table entry may have to come from afar */
-    int num_units, loads_left, lookups_left;
-    int segment_begin; /* of the current (sequence, head) in the list of steps */
+    int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
+    int upcoming_page;                 /* of the chunk to load next: a table entry may have to come from afar */
 
     uint32_t q[config::ARE_QUERIES_SHARED ? 1 : NT][K_STEPS][2];
     float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
     float row_max[NT][2], row_sum[NT][2];
     float output[M_TILES][NT][4];
 
-    __device__ decode_cta(const pk_attention_args &args, const decode_plan &plan, char *smem)
-        : args(args), plan(plan), shared(*(typename config::shared *)(smem + WARPS * STAGES * config::STAGE_BYTES))
+    __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
+        : args(args),
+          params(params),
+          rows{args, params, {}, 0, ROWS},
+          shared(*(typename config::shared *)(smem + WARPS * config::RING_BYTES)),
+          smem(smem)
     {
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
         quad_row = lane / 4;
         quad_col = lane % 4 * 2;
-        ring = smem_address(smem) + warp * STAGES * config::STAGE_BYTES;
+        ring = smem_address(smem) + warp * config::RING_BYTES;
         if (args.head_dim < D) { /* the columns behind head_dim are never loaded and must not be NaN */
-            for (int i = lane; i < STAGES * config::STAGE_BYTES / 16; i += 32)
-                ((uint4 *)(smem + warp * STAGES * config::STAGE_BYTES))[i] = uint4{};
+            for (int i = lane; i < config::RING_BYTES / 16; i += 32)
+                ((uint4 *)(smem + warp * config::RING_BYTES))[i] = uint4{};
             __syncwarp();
         }
     }
 
-    // --- the flat list of steps
-
-    /* Steps of one KV head of a sequence; 0 where this kernel does not take it. One without keys has a step, too: its
-     * rows are written. */
-    __device__ int count_steps(const sequence_view &view) const
+    /* The unit of this CTA, or false. A plan is only memory: what it says is checked before anything hangs on it. */
+    __device__ bool read_unit(int unit_index)
     {
-        int64_t rows = (int64_t)view.num_queries * plan.group;
-        if (rows <= plan.filter.min_rows || rows > plan.filter.max_rows) return 0;
-        int keys = view.context - (view.first_key & ~(CHUNK - 1));
-        return keys <= 0 ? 1 : (keys + STEP - 1) / STEP;
-    }
-
-    __device__ int count_tiles(const sequence_view &view) const
-    {
-        return (view.num_queries * plan.group + ROWS - 1) / ROWS;
-    }
-
-    /* Of a whole sequence, all heads and tiles. */
-    __device__ int count_all_steps(int seq, bool is_recorder) const
-    {
-        sequence_view view = view_sequence(args, seq, plan.bad_id, is_recorder);
-        return count_steps(view) * count_tiles(view) * (int)args.num_kv_heads;
-    }
-
-    __device__ void enter_sequence(cursor &at, int seq)
-    {
-        at.seq = seq;
-        at.view = view_sequence(args, seq, plan.bad_id, false);
-        at.num_steps = count_steps(at.view);
-        at.num_tiles = count_tiles(at.view);
-        at.first_key = at.view.first_key & ~(CHUNK - 1);
-    }
-
-    __device__ void enter_tile(cursor &at) const
-    {
-        int base = at.view.context - at.view.num_queries;
-        at.first_position = base + query_of(at, 0);
-        at.last_position = base + min(at.view.num_queries - 1, query_of(at, ROWS - 1));
-    }
-
-    /* True where another (sequence, head, tile) begins. */
-    __device__ bool advance(cursor &at)
-    {
-        if (++at.step < at.num_steps) return false;
-        at.step = 0;
-        if (++at.tile == at.num_tiles) {
-            at.tile = 0;
-            if (++at.head == args.num_kv_heads) {
-                at.head = 0;
-                do enter_sequence(at, at.seq + 1);
-                while (at.num_steps == 0); /* the caller's range ends before the sequences do */
-            }
+        attention_unit &unit = rows.unit;
+        const int4 *from = (const int4 *)(params.units + unit_index);
+        *(int4 *)&unit.signature = __ldcg(from);
+        *(int4 *)&unit.num_queries = __ldcg(from + 1);
+        *(int4 *)&unit.part = __ldcg(from + 2);
+        if (unit.signature == 0) return false;
+        int slot = unit_index - unit.part;
+        bool is_sound = unit.signature == params.signature && (unsigned)unit.seq < args.num_seqs && unit.context >= 0 &&
+                        unit.context <= args.max_blocks_per_seq * args.block_size && unit.first_query >= 0 &&
+                        unit.num_queries > 0 && unit.tile >= 0 && unit.first_step >= 0 &&
+                        (int64_t)unit.first_query + unit.num_queries <= args.num_tokens &&
+                        (int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group &&
+                        (unsigned)unit.part < (unsigned)unit.num_parts &&
+                        (unit.num_parts == 1 || (slot >= 0 && (int64_t)slot + unit.num_parts <= params.max_slots));
+        if (is_sound) {
+            int first_key = decode_first_key(args, unit.context, unit.num_queries, CHUNK);
+            int num_steps = decode_num_steps(unit.context, first_key, WARPS * CHUNK);
+            is_sound = unit.first_step < unit.end_step && unit.end_step <= num_steps;
+            lookup_key = load_key = first_key + (unit.first_step * WARPS + warp) * CHUNK;
+            end_key = first_key + unit.end_step * WARPS * CHUNK;
         }
-        enter_tile(at);
-        return true;
-    }
-
-    __device__ int sequences_per_thread() const { return ((int)args.num_seqs + WARPS * 32 - 1) / (WARPS * 32); }
-
-    __device__ void cut_work()
-    {
-        int first = min((int)threadIdx.x * sequences_per_thread(), (int)args.num_seqs);
-        int last = min(first + sequences_per_thread(), (int)args.num_seqs);
-        int steps = 0;
-        for (int seq = first; seq < last; seq++) steps += count_all_steps(seq, blockIdx.x == 0);
-        for (int distance = 1; distance < 32; distance *= 2) {
-            int other = __shfl_up_sync(~0u, steps, distance);
-            if (lane >= distance) steps += other;
-        }
-        if (lane == 31) shared.warp_steps[warp] = steps;
-        __syncthreads();
-        for (int i = 0; i < warp; i++) steps += shared.warp_steps[i];
-        shared.steps_before[threadIdx.x + 1] = steps;
-        if (threadIdx.x == 0) shared.steps_before[0] = 0;
-        if (threadIdx.x == WARPS * 32 - 1) shared.ranges.cut(steps, gridDim.x);
-        __syncthreads();
-    }
-
-    __device__ void enter_range()
-    {
-        int begin = shared.ranges.begin(blockIdx.x);
-        num_units = shared.ranges.begin(blockIdx.x + 1) - begin;
-        if (begin >= shared.steps_before[threadIdx.x] && begin < shared.steps_before[threadIdx.x + 1]) {
-            int rest = begin - shared.steps_before[threadIdx.x];
-            for (int seq = threadIdx.x * sequences_per_thread();; seq++) {
-                int steps = count_all_steps(seq, false);
-                if (rest < steps) {
-                    shared.first_seq = seq;
-                    shared.first_unit = rest;
-                    break;
-                }
-                rest -= steps;
-            }
-        }
-        __syncthreads();
-        enter_sequence(compute_at, shared.first_seq);
-        int segment = shared.first_unit / compute_at.num_steps;
-        compute_at.step = shared.first_unit - segment * compute_at.num_steps;
-        compute_at.head = segment / compute_at.num_tiles;
-        compute_at.tile = segment - compute_at.head * compute_at.num_tiles;
-        segment_begin = begin - compute_at.step;
-        enter_tile(compute_at);
-    }
-
-    /* The same where the borders are fixed: CTA = (sequence, head, split). */
-    __device__ bool enter_split()
-    {
-        cursor &at = compute_at;
-        int segment = blockIdx.x / plan.num_splits, split = blockIdx.x - segment * plan.num_splits;
-        int head = segment / plan.max_tiles, seq = head / (int)args.num_kv_heads;
-        enter_sequence(at, seq);
-        at.head = head - seq * (int)args.num_kv_heads;
-        at.tile = segment - head * plan.max_tiles;
-        enter_tile(at);
-        at.step = (int)((int64_t)at.num_steps * split / plan.num_splits);
-        num_units = (int)((int64_t)at.num_steps * (split + 1) / plan.num_splits) - at.step;
-        return at.num_steps > 0 && at.tile < at.num_tiles;
-    }
-
-    /* The current tile: its rows, and a row's place among all of the sequence's. */
-    __device__ int num_rows() const
-    {
-        return min(ROWS, compute_at.view.num_queries * plan.group - compute_at.tile * ROWS);
-    }
-    __device__ int query_of(const cursor &at, int row) const { return (at.tile * ROWS + row) / plan.group; }
-    __device__ int q_head_of(int row) const
-    {
-        return compute_at.head * plan.group + (compute_at.tile * ROWS + row) % plan.group;
+        if (!is_sound && threadIdx.x == 0)
+            pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, unit.signature, params.signature);
+        return is_sound;
     }
 
     // --- loading
 
-    __device__ void look_up_pages()
+    /* The next chunk's page, or -1: lane i looks after key i. Only entries of keys that some query sees are read. */
+    __device__ int look_up_page()
     {
-        pending = upcoming;
-        if (lookups_left == 0) return;
-        if (lookups_left-- < num_units) advance(load_at);
-        int first_key = load_at.first_key + load_at.step * STEP + warp * CHUNK, key = first_key + lane % CHUNK;
-        int block_size = (int)args.block_size;
-        int block = plan.block_shift >= 0 ? key >> plan.block_shift : key / block_size;
-        upcoming.seq = load_at.seq;
-        upcoming.head = load_at.head;
-        upcoming.slot = key - block * block_size;
-        upcoming.is_valid = key < load_at.view.context &&
-                            (args.window_left < 0 || key >= load_at.first_position - args.window_left) &&
-                            (args.window_right < 0 || key <= load_at.last_position + args.window_right);
-        upcoming.page = -1;
-        if (upcoming.is_valid) upcoming.page = args.block_tables[load_at.seq * args.block_table_stride + block];
+        int key = lookup_key + lane % CHUNK;
+        bool is_seen = lookup_key < end_key && key < rows.unit.context &&
+                       (args.window_left < 0 || key >= first_position - args.window_left) &&
+                       (args.window_right < 0 || key <= last_position + args.window_right);
+        lookup_key += WARPS * CHUNK;
+        return is_seen ? args.block_tables[rows.unit.seq * args.block_table_stride + block_of(key)] : -1;
     }
 
-    __device__ void load_chunk(int stage)
+    __device__ int block_of(int key) const
     {
-        if (pending.is_valid) pending.page = checked_page(args, pending.page, pending.seq, plan.bad_id);
-        unsigned int mask = __ballot_sync(~0u, pending.is_valid && pending.page >= 0);
-        if (lane == 0) shared.key_masks[warp][stage] = mask & 0xffff;
+        return params.block_shift >= 0 ? key >> params.block_shift : key / (int)args.block_size;
+    }
+
+    __device__ void load_chunk(int stage, int page)
+    {
+        if (page >= 0) page = checked_page(args, page, rows.unit.seq, params.bad_id);
+        unsigned int mask = __ballot_sync(~0u, page >= 0) & ALL_KEYS;
+        if (lane == 0) shared.key_masks[warp][stage] = mask;
+        int key = load_key + lane % CHUNK, slot = key - block_of(key) * (int)args.block_size;
+        load_key += WARPS * CHUNK;
         if (mask == 0) return; /* what the stage holds from before is finite, or gets masked: see compute_chunk */
-        int64_t page = pending.page < 0 ? 0 : pending.page;
-        int64_t k_row = page * args.k_block_stride + pending.slot * args.k_slot_stride;
-        int64_t v_row = page * args.v_block_stride + pending.slot * args.v_slot_stride;
-        const char *k_cache = (const char *)args.k_cache + pending.head * args.k_head_stride * Kind::CACHE_BYTES;
-        const char *v_cache = (const char *)args.v_cache + pending.head * args.v_head_stride * Kind::CACHE_BYTES;
+        constexpr int PIECES = tile::PIECES, BYTES = Kind::CACHE_BYTES, ROWS_AT_ONCE = 32 / PIECES;
+        int in_row = lane / PIECES, piece = lane % PIECES;
+        if (piece * 16 >= (int)args.head_dim * BYTES) in_row = CHUNK; /* no row of this chunk */
+        const char *k_cache = (const char *)args.k_cache + (rows.head * args.k_head_stride) * BYTES + piece * 16;
+        const char *v_cache = (const char *)args.v_cache + (rows.head * args.v_head_stride) * BYTES + piece * 16;
         uint32_t to = ring + stage * config::STAGE_BYTES;
-        int row_bytes = (int)args.head_dim * Kind::CACHE_BYTES;
-#pragma unroll(ARE_REGISTERS_SHORT ? 2 : 4)
-        for (int i = 0; i < CHUNK * tile::PIECES / 32; i++) {
-            int row = (i * 32 + lane) / tile::PIECES, piece = (i * 32 + lane) % tile::PIECES;
-            int64_t k_from = __shfl_sync(~0u, k_row, row) * Kind::CACHE_BYTES + piece * 16;
-            int64_t v_from = __shfl_sync(~0u, v_row, row) * Kind::CACHE_BYTES + piece * 16;
-            bool is_valid = mask >> row & 1;
-            if (piece * 16 < row_bytes) {
-                copy_async_16(to + tile::offset(row, piece), k_cache + k_from, is_valid);
-                copy_async_16(to + config::TILE_BYTES + tile::offset(row, piece), v_cache + v_from, is_valid);
+        if (mask == ALL_KEYS && params.are_chunks_in_a_page) {
+            int64_t first = slot - lane % CHUNK + in_row;
+            const char *k_from = k_cache + (page * args.k_block_stride + first * args.k_slot_stride) * BYTES;
+            const char *v_from = v_cache + (page * args.v_block_stride + first * args.v_slot_stride) * BYTES;
+            int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * BYTES,
+                    v_step = ROWS_AT_ONCE * args.v_slot_stride * BYTES;
+            if (in_row == CHUNK) return;
+#pragma unroll
+            for (int row = 0; row < CHUNK; row += ROWS_AT_ONCE, k_from += k_step, v_from += v_step) {
+                copy_async_16(to + tile::offset(row + in_row, piece), k_from);
+                copy_async_16(to + config::TILE_BYTES + tile::offset(row + in_row, piece), v_from);
             }
+            return;
+        }
+        int64_t k_row = max(page, 0) * args.k_block_stride + slot * args.k_slot_stride;
+        int64_t v_row = max(page, 0) * args.v_block_stride + slot * args.v_slot_stride;
+#pragma unroll 2
+        for (int row = 0; row < CHUNK; row += ROWS_AT_ONCE) {
+            int64_t k_from = __shfl_sync(~0u, k_row, row + lane / PIECES) * BYTES;
+            int64_t v_from = __shfl_sync(~0u, v_row, row + lane / PIECES) * BYTES;
+            bool is_valid = mask >> (row + lane / PIECES) & 1;
+            if (in_row == CHUNK) continue;
+            copy_async_16(to + tile::offset(row + in_row, piece), k_cache + k_from, is_valid);
+            copy_async_16(to + config::TILE_BYTES + tile::offset(row + in_row, piece), v_cache + v_from, is_valid);
         }
     }
 
-    __device__ void load_next(int stage)
+    __device__ void load_next(int stage, int page)
     {
-        if (loads_left > 0) {
-            loads_left--;
-            load_chunk(stage);
-            look_up_pages();
-        }
+        if (load_key < end_key) load_chunk(stage, page);
         copy_async_commit();
     }
 
@@ -329,17 +185,17 @@ struct decode_cta {
 
     __device__ void load_queries()
     {
-        int rows = num_rows();
-        float scale = args.softmax_scale * pk_scale_of(args.k_scale, compute_at.seq, compute_at.head);
+        int num_rows = rows.num_rows();
+        float scale = args.softmax_scale * pk_scale_of(args.k_scale, rows.unit.seq, rows.head);
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             uint32_t(&fragments)[K_STEPS][2] = q[config::ARE_QUERIES_SHARED ? 0 : nt];
             float(&scales)[2] = row_scale[Kind::IS_FP8 ? nt : 0];
-            int row = nt * 8 + quad_row, token = compute_at.view.first_query + query_of(compute_at, row);
-            const uint16_t *from =
-                (const uint16_t *)args.q + token * args.q_token_stride + q_head_of(row) * args.q_head_stride;
-            float factor = load_query_row<Kind, D>(fragments, row < rows ? from : nullptr, (int)args.head_dim,
+            int row = nt * 8 + quad_row;
+            int64_t token = rows.unit.first_query + rows.query_of(row), q_head = rows.q_head_of(row);
+            const uint16_t *from = (const uint16_t *)args.q + token * args.q_token_stride + q_head * args.q_head_stride;
+            float factor = load_query_row<Kind, D>(fragments, row < num_rows ? from : nullptr, (int)args.head_dim,
                                                    args.dtype == PK_BF16, lane);
             scales[0] = scales[1] = is_modified ? scale : scale * PK_LOG2E;
             if constexpr (Kind::IS_FP8) { /* a lane's rows as query and as score are not the same */
@@ -361,102 +217,92 @@ struct decode_cta {
 
     __device__ float scale_of(int nt, int i) const { return Kind::IS_FP8 ? row_scale[nt][i] : row_scale[0][0]; }
 
-    __device__ void start_segment()
-    {
-        load_queries();
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                row_max[nt][i] = PK_NO_SCORE;
-                row_sum[nt][i] = 0;
-            }
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) output[m][nt][i] = 0;
-        }
-    }
+    using chunk_scores = float[KEY_TILES][NT][4]; /* lane: keys quad_row and + 8 of a tile, rows quad_col and + 1 */
 
-    /* The scores of keys that a row may not see become -inf. Lane: keys quad_row and + 8, rows quad_col and + 1. */
-    __device__ void mask_scores(float (&scores)[NT][4], int first_key, unsigned int mask)
+    /* The scores of keys that a row may not see become -inf. */
+    __device__ void mask_scores(chunk_scores &scores, int first_key, unsigned int mask)
     {
-        const sequence_view &view = compute_at.view;
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        int rows = num_rows();
+        int num_rows = rows.num_rows();
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int row = nt * 8 + quad_col + i % 2;
+            for (int i = 0; i < 4 * KEY_TILES; i++) {
+                float &score = scores[i / 4][nt][i % 4];
+                int row = nt * 8 + quad_col + i % 2, position = rows.position_of(row);
                 int in_chunk = quad_row + i / 2 * 8, key = first_key + in_chunk;
-                int position = view.context - view.num_queries + query_of(compute_at, row);
                 bool is_seen = mask >> in_chunk & 1;
                 if (args.window_right >= 0) is_seen = is_seen && key <= position + args.window_right;
                 if (args.window_left >= 0) is_seen = is_seen && key >= position - args.window_left;
                 if (is_modified) {
                     float slope = 0;
-                    if (args.alibi_slopes && row < rows)
-                        slope = args.alibi_slopes[compute_at.seq * args.alibi_seq_stride + q_head_of(row)];
-                    scores[nt][i] = modified_score(args, scores[nt][i], scale_of(nt, i % 2), slope, position - key);
+                    if (args.alibi_slopes && row < num_rows)
+                        slope = args.alibi_slopes[rows.unit.seq * args.alibi_seq_stride + rows.q_head_of(row)];
+                    score = modified_score(args, score, scale_of(nt, i % 2), slope, position - key);
                 }
-                if (!is_seen) scores[nt][i] = -INFINITY;
+                if (!is_seen) score = -INFINITY;
             }
     }
 
-    __device__ void multiply_keys(float (&scores)[NT][4], uint32_t k_tile)
+    __device__ void multiply_keys(chunk_scores &scores, uint32_t k_tile)
     {
-        constexpr bool IS_SPLIT = NT == 1; /* two chains of multiplications instead of one */
+        constexpr bool IS_SPLIT = KEY_TILES == 1; /* two chains of multiplications instead of one */
         float odd[NT][4] = {};
 #pragma unroll
-        for (int k = 0; k < K_STEPS; k += 2) {
-            uint32_t a[2][4];
-            tile::load_keys(a, k_tile, 0, k, lane);
+        for (int k = 0; k < K_STEPS; k += 2)
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                Kind::mma(scores[nt], a[0], query_fragment(nt, k));
-                Kind::mma(IS_SPLIT ? odd[nt] : scores[nt], a[1], query_fragment(nt, k + 1));
+            for (int t = 0; t < KEY_TILES; t++) {
+                uint32_t a[2][4];
+                tile::load_keys(a, k_tile, t * 16, k, lane);
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) {
+                    Kind::mma(scores[t][nt], a[0], query_fragment(nt, k));
+                    Kind::mma(IS_SPLIT ? odd[nt] : scores[t][nt], a[1], query_fragment(nt, k + 1));
+                }
             }
-        }
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4 && IS_SPLIT; i++) scores[nt][i] += odd[nt][i];
+            for (int i = 0; i < 4 && IS_SPLIT; i++) scores[0][nt][i] += odd[nt][i];
     }
 
-    __device__ void multiply_values(const uint2 (&p)[NT], uint32_t v_tile)
+    __device__ void multiply_values(const uint2 (&p)[KEY_TILES][NT], uint32_t v_tile)
     {
 #pragma unroll
-        for (int m = 0; m < M_TILES; m += 2) {
-            uint32_t a[2][4];
-            tile::load_values(a, v_tile, 0, m, lane);
+        for (int m = 0; m < M_TILES; m += 2)
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                Kind::mma(output[m][nt], a[0], p[nt]);
-                Kind::mma(output[m + 1][nt], a[1], p[nt]);
+            for (int t = 0; t < KEY_TILES; t++) {
+                uint32_t a[2][4];
+                tile::load_values(a, v_tile, t * 16, m, lane);
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) {
+                    Kind::mma(output[m][nt], a[0], p[t][nt]);
+                    Kind::mma(output[m + 1][nt], a[1], p[t][nt]);
+                }
             }
-        }
     }
 
     /* Follows the largest score of every row, but only when it has grown by more than 2^8: until then the smaller base
      * does no harm in fp32, and most chunks pay one vote instead of reductions and a rescaled output. */
-    __device__ void follow_max(const float (&scores)[NT][4])
+    __device__ void follow_max(const chunk_scores &scores)
     {
         bool has_grown = false;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) has_grown |= scores[nt][i] > row_max[nt][i % 2] + 8;
+            for (int i = 0; i < 4 * KEY_TILES; i++) has_grown |= scores[i / 4][nt][i % 4] > row_max[nt][i % 2] + 8;
         if (!__any_sync(~0u, has_grown)) return;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float largest = fmaxf(scores[nt][i], scores[nt][i + 2]);
+                float largest = row_max[nt][i];
+#pragma unroll
+                for (int t = 0; t < KEY_TILES; t++)
+                    largest = fmaxf(largest, fmaxf(scores[t][nt][i], scores[t][nt][i + 2]));
 #pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2)
                     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-                largest = fmaxf(largest, row_max[nt][i]);
                 float shrink = exp2_fast(row_max[nt][i] - largest);
                 row_max[nt][i] = largest;
                 row_sum[nt][i] *= shrink;
@@ -468,347 +314,151 @@ struct decode_cta {
             }
     }
 
-    __device__ void compute_chunk(int stage)
+    __device__ void compute_chunk(int stage, int first_key)
     {
         unsigned int mask = shared.key_masks[warp][stage];
         if (mask == 0) return;
         uint32_t k_tile = ring + stage * config::STAGE_BYTES;
-        float scores[NT][4] = {};
+        chunk_scores scores = {};
         multiply_keys(scores, k_tile);
 
-        int first_key = compute_at.first_key + compute_at.step * STEP + warp * CHUNK;
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        bool is_cut =
-            mask != 0xffff ||
-            (args.window_right >= 0 && first_key + CHUNK - 1 > compute_at.first_position + args.window_right) ||
-            (args.window_left >= 0 && first_key < compute_at.last_position - args.window_left);
+        bool is_cut = mask != ALL_KEYS ||
+                      (args.window_right >= 0 && first_key + CHUNK - 1 > first_position + args.window_right) ||
+                      (args.window_left >= 0 && first_key < last_position - args.window_left);
         if (!is_modified)
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) scores[nt][i] *= scale_of(nt, i % 2);
+                for (int i = 0; i < 4 * KEY_TILES; i++) scores[i / 4][nt][i % 4] *= scale_of(nt, i % 2);
         if (is_cut || is_modified) mask_scores(scores, first_key, mask);
         follow_max(scores);
 
-        uint2 p[NT];
+        uint2 p[KEY_TILES][NT];
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
+        for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                scores[nt][i] = exp2_fast(scores[nt][i] - row_max[nt][i % 2]);
-                row_sum[nt][i % 2] += scores[nt][i];
+            for (int t = 0; t < KEY_TILES; t++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    scores[t][nt][i] = exp2_fast(scores[t][nt][i] - row_max[nt][i % 2]);
+                    row_sum[nt][i % 2] += scores[t][nt][i];
+                }
+                p[t][nt].x = transpose_8x8(Kind::pack(scores[t][nt][0], scores[t][nt][1]));
+                p[t][nt].y = transpose_8x8(Kind::pack(scores[t][nt][2], scores[t][nt][3]));
             }
-            p[nt].x = transpose_8x8(Kind::pack(scores[nt][0], scores[nt][1]));
-            p[nt].y = transpose_8x8(Kind::pack(scores[nt][2], scores[nt][3]));
-        }
         multiply_values(p, k_tile + config::TILE_BYTES);
     }
 
-    // --- finishing a (sequence, head)
+    // --- the unit
 
-    /* Four dims of one row are done: either for good, or as this CTA's part. */
-    struct row_result {
-        float max, sum;
-        float4 output;
-    };
-
-    __device__ void write_row(int row, int dim, row_result result)
+    /* This warp's results, where its keys were. */
+    __device__ void leave_results()
     {
-        int64_t q_head = q_head_of(row), token = compute_at.view.first_query + query_of(compute_at, row);
-        if (args.sinks) { /* one more logit, without a value */
-            float sink = args.sinks[q_head] * PK_LOG2E;
-            rebase(result, fmaxf(result.max, sink));
-            result.sum += exp2f(sink - result.max);
-        }
-        float scale = result.sum > 0 ? pk_scale_of(args.v_scale, compute_at.seq, compute_at.head) / result.sum : 0;
-        if (result.sum != result.sum) scale = result.sum; /* NaN in an owned key is the caller's, and shows */
-        if (dim < args.head_dim) {
-            uint16_t *out = (uint16_t *)args.out + token * args.out_token_stride + q_head * args.out_head_stride + dim;
-            bool is_bf16 = args.dtype == PK_BF16;
-            uint2 packed = {pack_output<Kind>(result.output.x * scale, result.output.y * scale, is_bf16),
-                            pack_output<Kind>(result.output.z * scale, result.output.w * scale, is_bf16)};
-            *(uint2 *)out = packed;
-        }
-        if (args.lse && dim == 0)
-            args.lse[q_head * args.lse_head_stride + token] =
-                result.sum == 0 ? -INFINITY : result.max * PK_LN2 + logf(result.sum);
-    }
-
-    __device__ float *partial(int64_t slot) const { return plan.partials + slot * config::PARTIAL_FLOATS; }
-
-    /* Adds up the warps' outputs. `to`: a partial slot, or NULL for the result itself. */
-    __device__ void merge_warps(float *to)
-    {
-        int rows = num_rows();
+        partial_rows<ROWS> to = {(float *)(smem + warp * config::RING_BYTES), config::OUTPUT_STRIDE};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
+                int row = nt * 8 + quad_col + i;
                 float sum = row_sum[nt][i];
 #pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-                if (quad_row == 0) {
-                    shared.max[warp][nt * 8 + quad_col + i] = row_max[nt][i];
-                    shared.sum[warp][nt * 8 + quad_col + i] = sum;
-                }
+                if (quad_row == 0) to.max()[row] = row_max[nt][i], to.sum()[row] = sum;
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        to.output(row)[m * 16 + tile::value_dim(quad_row, half)] = output[m][nt][half * 2 + i];
             }
-#pragma unroll
-        for (int pass = 0; pass < D / config::MERGE_DIMS; pass++) {
-            __syncthreads();
-#pragma unroll
-            for (int m = 0; m < config::MERGE_DIMS / 16; m++)
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        int dim = m * 16 + tile::value_dim(quad_row, i / 2);
-                        shared.output[warp][nt * 8 + quad_col + i % 2][dim] =
-                            output[pass * (config::MERGE_DIMS / 16) + m][nt][i];
-                    }
-            __syncthreads();
-            for (int item = threadIdx.x; item < rows * (config::MERGE_DIMS / 4); item += WARPS * 32) {
-                int row = item / (config::MERGE_DIMS / 4), dim = item % (config::MERGE_DIMS / 4) * 4;
-                row_result result = {PK_NO_SCORE, 0, {}};
-                for (int i = 0; i < WARPS; i++) result.max = fmaxf(result.max, shared.max[i][row]);
-                for (int i = 0; i < WARPS; i++)
-                    add(result, shared.max[i][row], shared.sum[i][row], *(float4 *)&shared.output[i][row][dim]);
-                int in_row = pass * config::MERGE_DIMS + dim;
-                if (!to) {
-                    write_row(row, in_row, result);
-                    continue;
-                }
-                *(float4 *)(to + 2 * ROWS + row * D + in_row) = result.output;
-                if (in_row == 0) {
-                    to[row] = result.max;
-                    to[ROWS + row] = result.sum;
-                }
-            }
-        }
-        __syncthreads();
-    }
-
-    __device__ static void rebase(row_result &result, float max)
-    {
-        float shrink = exp2_fast(result.max - max);
-        result.max = max;
-        result.sum *= shrink;
-        result.output.x *= shrink, result.output.y *= shrink, result.output.z *= shrink, result.output.w *= shrink;
-    }
-
-    __device__ static void add(row_result &result, float max, float sum, float4 output)
-    {
-        float weight = exp2_fast(max - result.max);
-        result.sum += weight * sum;
-        result.output.x += weight * output.x;
-        result.output.y += weight * output.y;
-        result.output.z += weight * output.z;
-        result.output.w += weight * output.w;
-    }
-
-    /* Part i of the current (sequence, head) lies in slot first for i = 0 and rest + i * stride else. */
-    struct part_list {
-        int first, rest, stride, mine, arrival, count;
-    };
-
-    __device__ part_list list_parts(bool begins_here)
-    {
-        part_list parts;
-        if (plan.num_splits > 0) {
-            parts.arrival = blockIdx.x / plan.num_splits;
-            parts.first = parts.rest = parts.arrival * plan.num_splits;
-            parts.stride = 1;
-            parts.mine = blockIdx.x;
-            parts.count = plan.num_splits;
-        } else { /* a range has at most two cut ones: slot 0 is for what began before it, slot 1 for what goes on */
-            int first = shared.ranges.at(segment_begin),
-                last = shared.ranges.at(segment_begin + compute_at.num_steps - 1);
-            parts.arrival = first;
-            parts.first = 2 * first + 1;
-            parts.rest = 2 * first;
-            parts.stride = 2;
-            parts.mine = 2 * (int)blockIdx.x + (begins_here ? 1 : 0);
-            parts.count = last - first + 1;
-        }
-        return parts;
-    }
-
-    /* Every `step`-th part from `first_part` on; the loads of a batch are all under way before the first is used. */
-    __device__ row_result add_parts(const part_list &parts, int first_part, int step, int row, int dim)
-    {
-        constexpr int BATCH = 8;
-        row_result result = {PK_NO_SCORE, 0, {}};
-        for (int begin = first_part; begin < parts.count; begin += BATCH * step) {
-            float max[BATCH], sum[BATCH], largest = result.max;
-            float4 output[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                int at = begin + i * step;
-                max[i] = PK_NO_SCORE, sum[i] = 0, output[i] = float4{};
-                if (at >= parts.count) continue;
-                const float *part = partial(at ? parts.rest + at * parts.stride : parts.first);
-                max[i] = __ldcg(part + row);
-                sum[i] = __ldcg(part + ROWS + row);
-                output[i] = __ldcg((const float4 *)(part + 2 * ROWS + row * D + dim));
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) largest = fmaxf(largest, max[i]);
-            rebase(result, largest);
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) add(result, max[i], sum[i], output[i]);
-        }
-        return result;
-    }
-
-    __device__ void merge_parts(const part_list &parts)
-    {
-        int items = num_rows() * (D / 4);
-        int turns = max(1, WARPS * 32 / items); /* threads that share the parts of an item */
-        row_result *results = (row_result *)shared.output;
-        for (int at = threadIdx.x; at < items * turns; at += WARPS * 32) {
-            int turn = at / items, item = at - turn * items, row = item / (D / 4), dim = item % (D / 4) * 4;
-            row_result result = add_parts(parts, turn, turns, row, dim);
-            if (turns == 1)
-                write_row(row, dim, result);
-            else
-                results[at] = result;
-        }
-        if (turns == 1) return;
-        __syncthreads();
-        if (threadIdx.x < items) {
-            row_result result = results[threadIdx.x];
-            for (int turn = 1; turn < turns; turn++) {
-                row_result other = results[turn * items + threadIdx.x];
-                rebase(result, fmaxf(result.max, other.max));
-                add(result, other.max, other.sum, other.output);
-            }
-            write_row(threadIdx.x / (D / 4), threadIdx.x % (D / 4) * 4, result);
-        }
-        __syncthreads();
-    }
-
-    __device__ void finish_segment(int first_step)
-    {
-        bool is_whole =
-            plan.num_splits > 0 ? plan.num_splits == 1 : first_step == 0 && compute_at.step + 1 == compute_at.num_steps;
-        if (is_whole) return merge_warps(nullptr);
-        part_list parts = list_parts(first_step == 0);
-        merge_warps(partial(parts.mine));
-        if (threadIdx.x == 0) {
-            __threadfence();
-            shared.is_last = atomicAdd(&plan.arrivals[parts.arrival], 1u) + 1 == (unsigned int)parts.count;
-            if (shared.is_last) {
-                plan.arrivals[parts.arrival] = 0;
-                __threadfence();
-            }
-        }
-        __syncthreads();
-        if (shared.is_last) merge_parts(parts);
-    }
-
-    /* num_units steps from compute_at on. */
-    __device__ void run_range()
-    {
-        load_at = compute_at;
-        loads_left = lookups_left = num_units;
-        look_up_pages();
-        look_up_pages();
-#pragma unroll
-        for (int stage = 0; stage < STAGES - 1; stage++) load_next(stage);
-        start_segment();
-        int first_step = compute_at.step, stage = 0;
-        for (int unit = 0; unit < num_units; unit++) {
-            copy_async_wait<STAGES - 2>();
-            __syncwarp();
-            load_next(stage == 0 ? STAGES - 1 : stage - 1);
-            compute_chunk(stage);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-            if (unit + 1 == num_units) break;
-            if (compute_at.step + 1 == compute_at.num_steps) {
-                finish_segment(first_step);
-                segment_begin += compute_at.num_steps;
-                advance(compute_at);
-                start_segment();
-                first_step = 0;
-            } else {
-                compute_at.step++;
-            }
-        }
-        finish_segment(first_step);
     }
 
     __device__ void run()
     {
-        if (plan.num_splits > 0) {
-            if (enter_split()) run_range();
-            return;
+        int unit_index = blockIdx.x / (int)args.num_kv_heads;
+        rows.head = blockIdx.x - unit_index * (int)args.num_kv_heads;
+        pk_wait_for_previous_kernel();
+        pk_let_next_kernel_start();
+        if (!read_unit(unit_index)) return;
+        first_position = rows.position_of(0);
+        last_position = min(rows.unit.context - 1, rows.position_of(ROWS - 1));
+        int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
+
+        int pages[STAGES];
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) pages[stage] = look_up_page();
+        upcoming_page = look_up_page();
+        int first_key = load_key;
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) load_next(stage, pages[stage]);
+        load_queries();
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
+            row_sum[nt][0] = row_sum[nt][1] = 0;
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) output[m][nt][i] = 0;
         }
-        cut_work();
-        if (blockIdx.x >= shared.ranges.count) return;
-        enter_range();
-        run_range();
+        for (int stage = 0; first_key < end_key; first_key += WARPS * CHUNK) {
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            compute_chunk(stage, first_key);
+            __syncwarp(); /* every lane has read what comes to be overwritten */
+            load_next(stage, upcoming_page);
+            upcoming_page = look_up_page();
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        copy_async_wait<0>();
+        __syncwarp();
+        leave_results();
+        __syncthreads();
+        merge_unit<Kind, D, ROWS, WARPS>(rows, unit_index, (float *)smem, config::RING_BYTES / 4,
+                                         config::OUTPUT_STRIDE);
+        if (threadIdx.x == 0 && context != planned_context)
+            pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
     }
 };
 
-template <typename Kind, int D, int NT, int WARPS_>
-__global__ void __launch_bounds__(decode_config<Kind, D, NT, WARPS_>::WARPS * 32,
-                                  decode_config<Kind, D, NT, WARPS_>::CTAS_PER_SM)
-    attention_decode_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_plan plan)
+template <typename Kind, int D, int NT, int CTAS_PER_SM_>
+__global__ void __launch_bounds__(decode_config<Kind, D, NT, CTAS_PER_SM_>::WARPS * 32,
+                                  decode_config<Kind, D, NT, CTAS_PER_SM_>::CTAS_PER_SM)
+    attention_decode_kernel(const __grid_constant__ pk_attention_args args,
+                            const __grid_constant__ decode_params params)
 {
     extern __shared__ __align__(128) char smem[];
-    decode_cta<Kind, D, NT, WARPS_>(args, plan, smem).run();
+    decode_cta<Kind, D, NT, CTAS_PER_SM_>(args, params, smem).run();
 }
 
 // --- launchers
 
-template <typename Kind, int D, int NT, int WARPS_>
-static pk_status launch_decode(const pk_attention_args *args, decode_plan plan, const pk_cuda_device *device,
-                               pk_stream stream, pk_error *err)
-{
-    using config = decode_config<Kind, D, NT, WARPS_>;
-    int64_t most_rows = args->max_seqlen_q * plan.group;
-    plan.max_tiles =
-        (int)pk_ceil_div(most_rows < plan.filter.max_rows ? most_rows : plan.filter.max_rows, config::ROWS);
-    int64_t num_segments = args->num_seqs * args->num_kv_heads * plan.max_tiles;
-    bool is_fixed = plan.num_splits > 0;
-    int64_t ctas = is_fixed ? num_segments * plan.num_splits : (int64_t)device->num_sms * config::CTAS_PER_SM;
-    int64_t slots = is_fixed ? ctas : 2 * ctas, arrivals = is_fixed ? num_segments : ctas;
-    /* The counters have a place of their own, whatever the shape: they are zero whoever ran before. */
-    if (ctas > INT32_MAX || arrivals > MAX_ARRIVALS)
-        return pk_fail(err, PK_EUNSUPPORTED, "attention: num_splits is %d but %lld sequences x %lld heads are too many",
-                       plan.num_splits, (long long)args->num_seqs, (long long)args->num_kv_heads);
-    constexpr size_t COUNTER_BYTES = MAX_ARRIVALS * sizeof(unsigned int);
-    void *workspace;
-    PK_TRY(
-        pk_cuda_workspace(device, stream, COUNTER_BYTES + (size_t)slots * config::PARTIAL_FLOATS * 4, &workspace, err));
-    plan.arrivals = (unsigned int *)workspace;
-    plan.partials = (float *)((char *)workspace + COUNTER_BYTES);
-    static uint64_t done;
-    PK_TRY(pk_cuda_allow_smem(err, attention_decode_kernel<Kind, D, NT, WARPS_>, config::SHARED_BYTES, device->index,
-                              &done));
-    return pk_cuda_launch(err, "attention_decode_kernel", attention_decode_kernel<Kind, D, NT, WARPS_>,
-                          dim3((unsigned)ctas), dim3(config::WARPS * 32), config::SHARED_BYTES, stream, *args, plan);
-}
-
-/* head_dim is padded to the next of four widths, the rows to 8, 16 or 32; more rows are more tiles. Large batches of
- * few rows run as small CTAs, which lose less where a (sequence, head) ends; elsewhere fewer CTAs mean fewer parts. */
 template <typename Kind>
-static pk_status launch_decode_of_kind(const pk_attention_args *args, const decode_plan &plan,
-                                       const pk_cuda_device *device, pk_stream stream, pk_error *err)
+pk_status pk_cuda_launch_decode(const pk_attention_args *args, const decode_shape &shape, const decode_params &params,
+                                const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    int64_t most_rows = args->max_seqlen_q * plan.group;
-    int64_t rows = most_rows < plan.filter.max_rows ? most_rows : plan.filter.max_rows;
-    bool is_large_batch = args->num_seqs * args->num_kv_heads >= 4 * device->num_sms;
-    auto launch = [&](auto d) {
-        constexpr int D = decltype(d)::value;
-        if (rows <= 8 && is_large_batch) return launch_decode<Kind, D, 1, 2>(args, plan, device, stream, err);
-        if (rows <= 8) return launch_decode<Kind, D, 1, 4>(args, plan, device, stream, err);
-        if (rows <= 16 || D > 128) return launch_decode<Kind, D, 2, 4>(args, plan, device, stream, err);
-        return launch_decode < Kind, D, D <= 128 ? 4 : 2, 4 > (args, plan, device, stream, err);
+    auto launch = [&](auto d, auto nt, auto ctas_per_sm) {
+        constexpr int D = decltype(d)::value, NT = decltype(nt)::value, CTAS = decltype(ctas_per_sm)::value;
+        using config = decode_config<Kind, D, NT, CTAS>;
+        auto kernel = attention_decode_kernel<Kind, D, NT, CTAS>;
+        static uint64_t done;
+        PK_TRY(pk_cuda_allow_smem(err, kernel, config::SHARED_BYTES, device->index, &done));
+        return pk_cuda_launch_early(err, "attention_decode_kernel", kernel, device,
+                                    dim3((unsigned)(shape.num_units * args->num_kv_heads)), dim3(config::WARPS * 32),
+                                    config::SHARED_BYTES, stream, *args, params);
     };
-    if (args->head_dim <= 64) return launch(std::integral_constant<int, 64>());
-    if (args->head_dim <= 96) return launch(std::integral_constant<int, 96>());
-    if (args->head_dim <= 128) return launch(std::integral_constant<int, 128>());
-    return launch(std::integral_constant<int, 256>());
+    std::integral_constant<int, 1> one;
+    std::integral_constant<int, 2> two;
+    auto launch_of_rows = [&](auto d, auto nt) {
+        constexpr int MOST_CTAS = decode_warps_per_sm(decltype(d)::value, Kind::CACHE_BYTES) / DECODE_FEWEST_WARPS;
+        if (shape.ctas_per_sm == 1) return launch(d, nt, one);
+        if (shape.ctas_per_sm == 2) return launch(d, nt, two);
+        return launch(d, nt, std::integral_constant<int, MOST_CTAS>());
+    };
+    auto launch_of_dim = [&](auto d) { return shape.rows == 8 ? launch_of_rows(d, one) : launch_of_rows(d, two); };
+    if (shape.head_dim == 64) return launch_of_dim(std::integral_constant<int, 64>());
+    if (shape.head_dim == 128) return launch_of_dim(std::integral_constant<int, 128>());
+    return launch_of_dim(std::integral_constant<int, 256>());
 }
 
 #endif

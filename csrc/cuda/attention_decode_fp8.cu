@@ -1,8 +1,6 @@
 /* attention_decode_fp8.cu - the decode kernels of fp8 caches (queries of either type), compiled beside the others. */
 #include "cuda/attention_decode.h"
 
-pk_status pk_cuda_attention_decode_fp8(const pk_attention_args *args, const decode_plan &plan,
-                                       const pk_cuda_device *device, pk_stream stream, pk_error *err)
-{
-    return launch_decode_of_kind<kind_fp8>(args, plan, device, stream, err);
-}
+template pk_status pk_cuda_launch_decode<kind_fp8>(const pk_attention_args *, const decode_shape &,
+                                                   const decode_params &, const pk_cuda_device *, pk_stream,
+                                                   pk_error *);

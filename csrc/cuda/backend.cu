@@ -272,6 +272,8 @@ static pk_status backend_check_errors(pk_device device, pk_error *err)
         "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled",
         "temperatures: row %lld has one that is negative or not finite",
         "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range",
+        "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)",
+        "plan: made when sequence %lld had %lld keys, but context_lens has %lld now",
     };
     PK_TRY(backend_synchronize(device, err));
     pk_cuda_scope scope(device.index, err);
@@ -301,6 +303,8 @@ const pk_backend pk_cuda_backend = {
     /* copy */ pk_cuda_copy,
     /* store_kvcache */ pk_cuda_store_kvcache,
     /* attention */ pk_cuda_attention,
+    /* count_plan_rows */ pk_cuda_count_plan_rows,
+    /* plan_attention */ pk_cuda_plan_attention,
     /* copy_blocks */ pk_cuda_copy_blocks,
     /* swap_blocks */ pk_cuda_swap_blocks,
     /* merge_attention_states */ pk_cuda_merge_attention_states,

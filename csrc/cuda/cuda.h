@@ -51,6 +51,8 @@ enum pk_cuda_bad_kind {
     PK_BAD_LOGITS,
     PK_BAD_TEMPERATURE,
     PK_BAD_SAMPLING_NUMBER,
+    PK_BAD_PLAN,
+    PK_STALE_PLAN,
     PK_NUM_BAD_KINDS
 };
 
@@ -266,6 +268,8 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
+pk_status pk_cuda_plan_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);

@@ -58,7 +58,8 @@ PyDoc_STRVAR(
     paged_attention_fwd_doc,
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
     "max_seqlen_q=None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "sinks=None, k_scale=None, v_scale=None, num_splits=0, out=None, return_lse=False, stream=None)\n--\n\n"
+    "sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, out=None, return_lse=False, "
+    "stream=None)\n--\n\n"
     "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
     "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" CACHES_DOC
     "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
@@ -73,7 +74,9 @@ PyDoc_STRVAR(
     "sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n" SCALES_DOC
     "of shape [1], [num_kv_heads] or\n[num_seqs, num_kv_heads].\n"
     "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number fixes the order of\n"
-    "additions whatever the batch.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "additions whatever the batch.\n"
+    "plan: what plan_attention returned for the same shapes and lengths, or None: this call makes its own.\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS
     "A page out of range: the CPU raises ValueError; CUDA masks its keys and records it for check_errors().\n\n"
     "Returns out, or (out, lse) with lse [num_q_heads, num_tokens] float32, the natural log of the sum of the\n"
     "exponentials of the logits. A row that sees no key gives 0 and -inf.");
@@ -81,7 +84,8 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
 {
     /* clang-format off */
     enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, SOFTMAX_SCALE, CAUSAL,
-           WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS, OUT, RETURN_LSE, STREAM };
+           WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS, PLAN, OUT, RETURN_LSE,
+           STREAM };
     /* clang-format on */
     py_call call;
     py_output out, lse;
@@ -105,12 +109,52 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
     request.k_scale = py_call_scale(&call, K_SCALE);
     request.v_scale = py_call_scale(&call, V_SCALE);
     request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
+    request.plan = py_call_optional(&call, PLAN);
     py_call_output(&call, OUT, &out);
     bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
     py_call_output(&call, -1, &lse);
     if (wants_lse) request.lse = &lse.base;
     PY_CALL_RUN(&call, pk_paged_attention_fwd(&request, call.stream, &call.err));
     return py_call_end(&call, py_output_results(&out, wants_lse ? &lse : NULL));
+}
+
+PyDoc_STRVAR(
+    plan_attention_doc,
+    "plan_attention($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
+    "max_seqlen_q=None, causal=True, window_size=(-1, -1), num_splits=0, out=None, stream=None)\n--\n\n"
+    "Divides a batch among the processors of a GPU, once for all layers of a step: with plan=plan, no call of\n"
+    "paged_attention_fwd has to do it for itself.\n\n"
+    "The arguments are those of paged_attention_fwd. Of q, the caches and the tables only shapes, strides and dtypes\n"
+    "count, of context_lens and cu_seqlens_q the numbers: where those change, the plan must be made again (out=plan),\n"
+    "inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT PY_DOC_STREAM
+        PY_DOC_ERRORS
+    "A plan for other shapes is refused, or masked and recorded for check_errors(), as is one for other lengths.\n\n"
+    "Returns an int32 tensor [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on\n"
+    "the CPU.");
+static PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    /* clang-format off */
+    enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, CAUSAL, WINDOW_SIZE, NUM_SPLITS,
+           OUT, STREAM };
+    /* clang-format on */
+    py_call call;
+    py_output out;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_plan_attention, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    pk_attention_call request = {.out = &out.base};
+    request.q = py_call_tensor(&call, Q);
+    request.k_cache = py_call_tensor(&call, K_CACHE);
+    request.v_cache = py_call_tensor(&call, V_CACHE);
+    request.block_tables = py_call_tensor(&call, BLOCK_TABLES);
+    request.context_lens = py_call_tensor(&call, CONTEXT_LENS);
+    request.cu_seqlens_q = py_call_optional(&call, CU_SEQLENS_Q);
+    request.max_seqlen_q = py_call_int(&call, MAX_SEQLEN_Q, INT64_MAX);
+    request.is_causal = py_call_bool(&call, CAUSAL, true);
+    read_window(&call, WINDOW_SIZE, &request);
+    request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
+    py_call_output(&call, OUT, &out);
+    PY_CALL_RUN(&call, pk_plan_attention(&request, call.stream, &call.err));
+    return py_call_end(&call, py_output_result(&out));
 }
 
 PyDoc_STRVAR(
@@ -232,6 +276,7 @@ static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, 
 PyMethodDef py_cache_functions[] = {
     PY_METHOD("store_kvcache", py_store_kvcache, store_kvcache_doc),
     PY_METHOD("paged_attention_fwd", py_paged_attention_fwd, paged_attention_fwd_doc),
+    PY_METHOD("plan_attention", py_plan_attention, plan_attention_doc),
     PY_METHOD("copy_blocks", py_copy_blocks, copy_blocks_doc),
     PY_METHOD("swap_blocks", py_swap_blocks, swap_blocks_doc),
     PY_METHOD("merge_attention_states", py_merge_attention_states, merge_attention_states_doc),

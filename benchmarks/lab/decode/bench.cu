@@ -254,7 +254,13 @@ static bool check_one(uint64_t seed, int max_queries)
     MUST(cudaMallocHost((void **)&expected, outs * 8 + 8)), MUST(cudaMallocHost((void **)&expected_lse, lses * 8 + 8)),
         MUST(cudaMallocHost((void **)&got, outs * 8 + 8));
     pk_error err = {PK_OK, ""};
-    pk_status status = pk_cuda_backend.attention(&a, nullptr, &err);
+    int64_t plan_rows = 0;
+    pk_status status = rng() % 2 ? pk_cuda_backend.count_plan_rows(&a, &plan_rows, &err) : PK_OK;
+    if (plan_rows > 0) {
+        MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
+        status = pk_cuda_backend.plan_attention(&a, nullptr, &err);
+    }
+    if (status == PK_OK) status = pk_cuda_backend.attention(&a, nullptr, &err);
     cudaError_t error = cudaDeviceSynchronize();
     if (a.num_tokens) {
         oracle<<<dim3(a.num_tokens, a.num_q_heads), 256>>>(a, (int *)seqs, (int *)queries, (int *)counts, expected,
@@ -295,6 +301,7 @@ static bool check_one(uint64_t seed, int max_queries)
           (const void *)a.context_lens, (const void *)a.cu_seqlens_q, (const void *)seqs, (const void *)queries,
           (const void *)counts, (const void *)expected, (const void *)expected_lse, (const void *)got})
         release((void *)p);
+    if (a.plan) release(a.plan);
     return ok;
 }
 
@@ -306,7 +313,7 @@ struct row {
 };
 
 static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int block_size, int queries,
-                     pk_dtype cache_dtype, int num_splits, bool is_sustained)
+                     pk_dtype cache_dtype, int num_splits, bool is_sustained, bool is_planned)
 {
     shape s = {kv_heads, q_heads / kv_heads, head_dim, block_size, PK_BF16, cache_dtype, {}, {}};
     rng.seed(1234);
@@ -350,6 +357,12 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     cudaGraphExec_t exec;
     pk_error err = {PK_OK, ""};
     MUST(cudaDeviceSynchronize());
+    if (is_planned) {
+        int64_t plan_rows = 0;
+        if (pk_cuda_backend.count_plan_rows(&a, &plan_rows, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+        MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
+        if (pk_cuda_backend.plan_attention(&a, stream, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+    }
     for (int pass = 0; pass < 2; pass++) { /* the first is the warm-up */
         if (pass) MUST(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         for (int i = 0; i < (pass ? launches : 1); i++) {
@@ -381,13 +394,13 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
         timed(replays * 3 / 2);
         sustained = timed(replays);
     }
-    printf("%-14s %2d/%d d%d p%-3d q%d %s splits %d | burst %7.1f us (%.1f..%.1f) %5.0f GB/s | sustained %7.1f us\n",
-           r.name, q_heads, kv_heads, head_dim, block_size, queries, pk_dtype_name(cache_dtype), num_splits, burst[2],
-           burst[0], burst[4], bytes / burst[2] / 1e3, sustained);
+    printf("%-14s %2d/%d d%d p%-3d q%d %s splits %d%s | burst %7.1f us (%.1f..%.1f) %5.0f GB/s | sustained %7.1f us\n",
+           r.name, q_heads, kv_heads, head_dim, block_size, queries, pk_dtype_name(cache_dtype), num_splits,
+           is_planned ? "" : " unplanned", burst[2], burst[0], burst[4], bytes / burst[2] / 1e3, sustained);
     fflush(stdout);
     MUST(cudaGraphExecDestroy(exec)), MUST(cudaGraphDestroy(graph)), MUST(cudaStreamDestroy(stream));
     for (int *table : tables) cudaFree(table);
-    cudaFree(q), cudaFree(k), cudaFree(v), cudaFree(out), cudaFree((void *)a.context_lens);
+    cudaFree(q), cudaFree(k), cudaFree(v), cudaFree(out), cudaFree((void *)a.context_lens), cudaFree(a.plan);
 }
 
 static const row rows[] = {{"1x1024", 1, 1024},     {"1x8192", 1, 8192},     {"1x32768", 1, 32768},
@@ -405,13 +418,14 @@ int main(int argc, char **argv)
         printf("%d cases from seed %llu: %d failed\n", cases, (unsigned long long)seed, failed);
         return failed > 0;
     }
-    /* time ROW|all Q KV DIM PAGE QUERIES bf16|fp8 SPLITS burst|sustained */
+    /* time ROW,ROW...|all Q KV DIM PAGE QUERIES bf16|fp8 SPLITS burst|sustained planned|unplanned */
     auto number = [&](int i, int otherwise) { return argc > i ? atoi(argv[i]) : otherwise; };
     std::string which = argc > 2 ? argv[2] : "all";
     pk_dtype cache = argc > 8 && !strcmp(argv[8], "fp8") ? PK_F8E4M3 : PK_BF16;
     for (const row &r : rows)
-        if (which == r.name || (which == "all" && strcmp(r.name, "64x4096")))
+        if (("," + which + ",").find("," + std::string(r.name) + ",") != std::string::npos ||
+            (which == "all" && strcmp(r.name, "64x4096")))
             time_row(r, number(3, 16), number(4, 8), number(5, 128), number(6, 16), number(7, 1), cache, number(9, 0),
-                     argc > 10 && !strcmp(argv[10], "sustained"));
+                     argc > 10 && !strcmp(argv[10], "sustained"), argc <= 11 || strcmp(argv[11], "unplanned"));
     return 0;
 }

@@ -1,0 +1,222 @@
+/* attention_plan.cu - cuts a ragged batch into units of decode attention (attention_plan.h): one CTA, once a step.
+ *
+ * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most
+ * twice an SM's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and what is under
+ * way at the end still draws the whole bandwidth. With num_splits every sequence has that many parts, whose borders
+ * depend on its own length alone.
+ */
+#include "cuda/attention_plan.h"
+
+#include <limits.h>
+
+#include <initializer_list>
+
+// --- kernels
+
+enum { THREADS = 512, BUCKETS = 32, MAX_ONE_WAVE = 512 };
+
+struct planned_sequence {
+    sequence_view view;
+    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
+};
+
+__device__ static planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
+                                           pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    planned_sequence it;
+    it.view = view_sequence(args, seq, bad_id, is_recorder);
+    int64_t rows = (int64_t)it.view.num_queries * shape.group;
+    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
+    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
+    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
+    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
+    return it;
+}
+
+__device__ static int count_parts(const decode_shape &shape, int num_steps, int length)
+{
+    return shape.num_splits > 0 ? min(shape.num_splits, num_steps) : (num_steps + length - 1) / length;
+}
+
+/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
+__device__ static int bucket_of(int num_parts, int num_steps, int longest)
+{
+    int width = longest / (BUCKETS - 1) + 1;
+    return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
+                       attention_unit *units, unsigned int *arrivals, pk_cuda_bad_id *bad_id)
+{
+    __shared__ int2 tiles_and_steps[MAX_ONE_WAVE];
+    __shared__ int total, longest, length, num_units, next_unit[BUCKETS];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    pk_let_next_kernel_start();
+    pk_wait_for_previous_kernel();
+    for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) arrivals[i] = 0;
+    if (threadIdx.x == 0) total = 0, longest = 1, length = INT_MAX;
+    if (threadIdx.x < BUCKETS) next_unit[threadIdx.x] = 0;
+    __syncthreads();
+
+    int steps = 0, most = 1;
+    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+        planned_sequence it = measure(args, shape, seq, bad_id, true);
+        if (shape.is_one_wave) tiles_and_steps[seq] = {it.num_tiles, it.num_steps};
+        if (it.num_tiles == 0) continue;
+        steps += it.num_tiles * it.num_steps;
+        most = max(most, it.num_steps);
+    }
+    steps = __reduce_add_sync(~0u, steps);
+    most = __reduce_max_sync(~0u, most);
+    if (lane == 0) atomicAdd(&total, steps), atomicMax(&longest, most);
+    __syncthreads();
+
+    if (shape.is_one_wave) { /* each warp tries a length; the last of them surely fits */
+        int spare = shape.slots - shape.num_segments;
+        int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
+        int mine = max(1, shortest + (surest - shortest) * warp / (THREADS / 32 - 1)), parts = 0;
+        for (int seq = lane; seq < args.num_seqs; seq += 32)
+            parts += tiles_and_steps[seq].x * count_parts(shape, tiles_and_steps[seq].y, mine);
+        if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
+    } else if (threadIdx.x == 0) {
+        length = 2 * (total / shape.slots + 1);
+    }
+    __syncthreads();
+
+    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+        planned_sequence it = measure(args, shape, seq, bad_id, false);
+        int num_parts = count_parts(shape, it.num_steps, length);
+        if (it.num_tiles > 0)
+            atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
+    }
+    __syncthreads();
+    if (warp == 0) { /* how many units a bucket has becomes where its first one goes */
+        int count = next_unit[lane], before = count;
+        for (int distance = 1; distance < BUCKETS; distance *= 2) {
+            int other = __shfl_up_sync(~0u, before, distance);
+            if (lane >= distance) before += other;
+        }
+        next_unit[lane] = before - count;
+        if (lane == BUCKETS - 1) num_units = before;
+    }
+    __syncthreads();
+
+    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+        planned_sequence it = measure(args, shape, seq, bad_id, false);
+        if (it.num_tiles == 0) continue;
+        int num_parts = count_parts(shape, it.num_steps, length);
+        int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
+        attention_unit unit = {shape.signature, seq, 0, it.view.first_query, it.view.num_queries, it.view.context};
+        unit.num_parts = num_parts;
+        int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
+        for (unit.tile = 0; unit.tile < it.num_tiles; unit.tile++) {
+            unit.end_step = 0;
+            for (unit.part = 0; unit.part < num_parts; unit.part++) {
+                unit.first_step = unit.end_step;
+                unit.end_step += steps + (unit.part < num_longer);
+                if (at < shape.num_units) units[at++] = unit;
+            }
+        }
+    }
+    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) units[i].signature = 0;
+}
+
+// --- launchers
+
+/* Mixes the numbers that a plan depends on. Never 0, which marks a row that is no unit. */
+static int sign(std::initializer_list<int64_t> numbers)
+{
+    uint64_t hash = 0;
+    for (int64_t number : numbers) hash = (hash ^ (uint64_t)number) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    return (int)((uint32_t)hash | 1);
+}
+
+static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                            decode_shape *shape, pk_error *err)
+{
+    int64_t bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2, heads = args->num_kv_heads;
+    shape->filter = filter;
+    shape->num_splits = args->num_splits;
+    shape->group = (int)(args->num_q_heads / heads);
+    shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
+    int64_t most_rows = args->max_seqlen_q * shape->group;
+    if (most_rows > filter.max_rows) most_rows = filter.max_rows;
+    shape->rows = most_rows <= 8 ? 8 : 16;
+    int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
+
+    /* The largest CTAs that fill the machine with equal parts. With num_splits the bits may not depend on the batch, so
+     * the shape of a CTA may not, either. */
+    int warps = decode_warps_per_sm(shape->head_dim, (int)bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
+    shape->chunk = decode_chunk(shape->head_dim, (int)bytes);
+    size_t warp_bytes = (size_t)3 * 2 * shape->chunk * shape->head_dim * bytes;
+    int64_t slots = 1;
+    for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
+        shape->ctas_per_sm = ctas;
+        slots = device->num_sms * ctas / heads;
+        bool is_filled = slots > 0 && 4 * (slots / segments * segments) >= 3 * slots;
+        if (is_filled && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta) break;
+    }
+    shape->step = shape->chunk * warps / shape->ctas_per_sm;
+    if (slots < 1) slots = 1;
+    shape->is_one_wave = shape->num_splits == 0 && 2 * segments <= slots && args->num_seqs <= MAX_ONE_WAVE;
+    int64_t units = shape->num_splits    ? segments * shape->num_splits
+                    : shape->is_one_wave ? slots
+                                         : segments + slots / 2;
+    if (units * heads > INT32_MAX)
+        return pk_fail(err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
+                       (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
+    shape->slots = (int)slots;
+    shape->num_segments = (int)segments;
+    shape->num_units = (int)units;
+    shape->max_slots = (int)(shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots);
+    shape->signature = sign({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows,
+                             shape->step, slots, units, filter.min_rows, filter.max_rows, args->window_left,
+                             args->num_splits, args->max_blocks_per_seq * args->block_size});
+    return PK_OK;
+}
+
+pk_status pk_cuda_count_decode_units(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                     int64_t *num_units, pk_error *err)
+{
+    decode_shape shape = {};
+    PK_TRY(fill_shape(args, filter, device, &shape, err));
+    *num_units = shape.num_units;
+    return PK_OK;
+}
+
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                 pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err)
+{
+    PK_TRY(fill_shape(args, filter, device, shape, err));
+    /* The counters have a place of their own, whatever the shape: they are zero whoever ran before. */
+    constexpr size_t MAX_ARRIVALS = 1 << 20, COUNTER_BYTES = MAX_ARRIVALS * sizeof(unsigned int);
+    size_t slots = (size_t)shape->max_slots * args->num_kv_heads;
+    if (slots > MAX_ARRIVALS)
+        return pk_fail(err, PK_EUNSUPPORTED, "attention: num_splits is %d but %lld sequences x %lld heads are too many",
+                       args->num_splits, (long long)args->num_seqs, (long long)args->num_kv_heads);
+    size_t unit_bytes = shape->num_units * sizeof(attention_unit);
+    size_t partial_bytes = slots * (2 + shape->head_dim) * shape->rows * sizeof(float);
+    void *data;
+    PK_TRY(pk_cuda_workspace(device, stream, COUNTER_BYTES + unit_bytes + partial_bytes, &data, err));
+    workspace->arrivals = (unsigned int *)data;
+    workspace->units = (attention_unit *)((char *)data + COUNTER_BYTES);
+    workspace->partials = (float *)((char *)data + COUNTER_BYTES + unit_bytes);
+    return PK_OK;
+}
+
+pk_status pk_cuda_launch_plan(const pk_attention_args *args, const decode_shape &shape, attention_unit *units,
+                              unsigned int *arrivals, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    return pk_cuda_launch_early(err, "decode_plan_kernel", decode_plan_kernel, device, dim3(1), dim3(THREADS), 0,
+                                stream, *args, shape, units, arrivals, device->bad_id);
+}
+
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                              pk_stream stream, pk_error *err)
+{
+    decode_shape shape = {};
+    decode_workspace workspace = {};
+    PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &shape, &workspace, err));
+    return pk_cuda_launch_plan(args, shape, (attention_unit *)args->plan, workspace.arrivals, device, stream, err);
+}

@@ -1,0 +1,84 @@
+/* attention_plan.h - the decode kernels' work, cut into units: which keys of which sequence a CTA goes through.
+ *
+ * A unit is the same for every KV head: CTA = (unit, head), heads side by side because their keys are. A unit is either
+ * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged by the last
+ * CTA to arrive, in the order of the keys. attention_plan.cu makes the units on the device from the lengths, for a grid
+ * that depends on shapes alone. A plan serves every layer of a step.
+ */
+#ifndef PK_CUDA_ATTENTION_PLAN_H
+#define PK_CUDA_ATTENTION_PLAN_H
+
+#include "cuda/attention.h"
+
+/* A row of the plan tensor, [num_units, 12] int32. A row without the signature of its shapes is no unit. */
+struct alignas(16) attention_unit {
+    int signature, seq, tile; /* tile: which ROWS query rows of the sequence and head */
+    int first_query, num_queries, context;
+    int first_step, end_step; /* of the sequence's keys, from its first_key on */
+    int part, num_parts;
+    int unused[2];
+};
+static_assert(sizeof(attention_unit) == 12 * sizeof(int32_t), "a row of the plan tensor");
+
+/* What follows from shapes alone, and so is fixed at a graph's capture. */
+struct decode_shape {
+    int head_dim;     /* padded: 64, 128 or 256 */
+    int rows;         /* of a tile: 8 or 16 */
+    int ctas_per_sm;  /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
+    int chunk, step;  /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;        /* query heads of a KV head */
+    int slots;        /* units that fill the machine once, per head */
+    int max_slots;    /* an upper bound of the parts, per head */
+    int num_segments; /* at most, per head: tiles of all sequences */
+    int num_units;    /* rows of the plan */
+    bool is_one_wave; /* few sequences: their parts fill the machine once and no more */
+    int num_splits;   /* parts of every sequence, or 0 */
+    int signature;    /* never 0 */
+    row_filter filter;
+};
+
+/* Keys that a warp takes at a time, and how many warps fill an SM's shared memory with three such stages. */
+constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
+constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
+constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
+
+/* Parts in flight: counters that are zero between calls, and room for partial results. */
+struct decode_workspace {
+    unsigned int *arrivals; /* [max_slots, num_kv_heads] */
+    float *partials;        /* [max_slots, num_kv_heads, (2 + head_dim) * rows] */
+    attention_unit *units;  /* [num_units]: where the caller gave none */
+};
+/* Both of a call. */
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                 pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err);
+pk_status pk_cuda_launch_plan(const pk_attention_args *args, const decode_shape &shape, attention_unit *units,
+                              unsigned int *arrivals, const pk_cuda_device *device, pk_stream stream, pk_error *err);
+
+/* What a decode kernel gets beside the arguments. */
+struct decode_params {
+    decode_workspace workspace;
+    const attention_unit *units;
+    pk_cuda_bad_id *bad_id;
+    int group, signature, max_slots;
+    int block_shift;           /* log2(block_size), or -1 */
+    bool are_chunks_in_a_page; /* block_size is a multiple of a chunk */
+};
+/* Instantiated a kind of cache in attention_decode_<kind>.cu. */
+template <typename Kind>
+pk_status pk_cuda_launch_decode(const pk_attention_args *args, const decode_shape &shape, const decode_params &params,
+                                const pk_cuda_device *device, pk_stream stream, pk_error *err);
+
+/* The first key that a sequence's steps count from. */
+__device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)
+{
+    if (args.window_left < 0) return 0;
+    return (int)max((int64_t)0, context - num_queries - args.window_left) & ~(chunk - 1);
+}
+
+/* A sequence without keys has a step, too: its rows are written. */
+__device__ static inline int decode_num_steps(int context, int first_key, int step)
+{
+    return context <= first_key ? 1 : (context - first_key + step - 1) / step;
+}
+
+#endif

@@ -1,0 +1,177 @@
+"""Attention on CUDA beyond the shared case list: the tensor-core kernels, plans, graphs, and what bits depend on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pagedkv
+import pytest
+from cases import ATTENTION_CASES, AttentionCase
+from pools import make_batch
+from test_attention import check, run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def torch():
+    if pagedkv.build_info()["cuda_devices"] == 0:
+        pytest.skip("no CUDA device")
+    torch = pytest.importorskip("torch", reason="these tests use torch's tensors and graphs")
+    pagedkv.check_errors()
+    yield torch
+    pagedkv.check_errors()  # nothing that a test did not expect
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+def test_case_on_tensor_cores(torch, rng, case, dtype):
+    """The shared list is float32, which these kernels do not take."""
+    batch = make_batch(replace(case, dtype=dtype), rng)
+    results = run(batch, "cuda:0")
+    check(batch, results)
+    assert all(np.array_equal(*pair) for pair in zip(results, run(batch, "cuda:0", has_plan=True)))
+
+
+def make_pool(torch, num_seqs, longest, heads, kv_heads, head_dim, page):
+    """Random q, caches and tables for one query a sequence; the tables in random order."""
+    blocks = -(-longest // page)
+    q = torch.randn(num_seqs, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    caches = torch.randn(2, num_seqs * blocks, page, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    tables = torch.randperm(num_seqs * blocks, device="cuda", dtype=torch.int32).view(num_seqs, blocks)
+    return q, caches[0], caches[1], tables
+
+
+def simple_kernel(q, k_cache, v_cache, *rest, **arguments):
+    """The same in float32, by the kernel that takes one key at a time."""
+    return pagedkv.paged_attention_fwd(q.float(), k_cache.float(), v_cache.float(), *rest, **arguments)
+
+
+# batch, context (0: ragged), heads: one sequence in many parts, some parts, none, and lengths that differ 10,000 times
+@pytest.mark.parametrize("num_splits", [0, 4])
+@pytest.mark.parametrize(("batch", "context", "heads"), [
+    (1, 1, (16, 8)), (1, 40000, (16, 8)), (1, 9000, (64, 4)), (1, 5000, (4, 4)), (2, 7000, (160, 1)), (9, 3000, (8, 2)),
+    (40, 0, (32, 8)), (150, 0, (16, 8)), (700, 0, (4, 2)), (1500, 0, (4, 1))])  # fmt: skip
+def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
+    tensors = make_pool(torch, batch, context or 2000, *heads, 128, 16)
+    lens = rng.integers(0, 2001, batch) * (rng.random(batch) < 0.9) if context == 0 else np.full(batch, context)
+    lens = torch.from_numpy(lens.astype(np.int32)).cuda()
+    expected, expected_lse = simple_kernel(*tensors, lens, return_lse=True)
+    for plan in (None, pagedkv.plan_attention(*tensors, lens, num_splits=num_splits)):
+        out = torch.full_like(tensors[0], float("nan"))
+        _, lse = pagedkv.paged_attention_fwd(*tensors, lens, num_splits=num_splits, plan=plan, out=out, return_lse=True)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_covers_every_key_once(torch, rng):
+    """Read back: the parts of every sequence follow each other, from its first step to its last."""
+    for batch, longest in ((1, 30000), (5, 5000), (300, 2000), (2000, 300)):
+        tensors = make_pool(torch, batch, longest, 16, 8, 128, 16)
+        lens = rng.integers(1, longest + 1, batch).astype(np.int32)
+        plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda()).cpu().numpy()
+        units = plan[plan[:, 0] != 0]
+        steps_of = {}
+        for _, seq, tile, first_query, queries, context, first, end, part, parts, *_ in units:
+            assert (tile, first_query, queries, context) == (0, seq, 1, lens[seq])
+            steps_of.setdefault(seq, []).append((part, parts, first, end))
+        assert sorted(steps_of) == list(range(batch))
+        for seq, parts in steps_of.items():
+            assert [part for part, *_ in sorted(parts)] == list(range(parts[0][1]))
+            borders = [0, *(end for *_, end in sorted(parts))]
+            assert [first for *_, first, _ in sorted(parts)] == borders[:-1]
+            assert borders[-1] in (-(-lens[seq] // step) for step in (32, 64, 128))  # two to eight warps
+
+
+def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
+    """One plan and two layers in a graph, replayed with other lengths and tables."""
+    for batch in (1, 7, 200):
+        q, k_cache, v_cache, tables = make_pool(torch, batch, 3000, 16, 8, 128, 16)
+        layers = [(k_cache, v_cache), (v_cache, k_cache)]
+        lens = torch.full((batch,), 5, device="cuda", dtype=torch.int32)
+
+        def step(q=q, layers=layers, tables=tables, lens=lens):
+            plan = pagedkv.plan_attention(q, *layers[0], tables, lens)
+            return [pagedkv.paged_attention_fwd(q, *layer, tables, lens, plan=plan) for layer in layers]
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for _ in range(3):
+            lens.copy_(torch.from_numpy(rng.integers(0, 3001, batch).astype(np.int32)))
+            tables.copy_(tables[:, torch.randperm(tables.shape[1])].clone())
+            graph.replay()
+            for out, layer in zip(captured, layers, strict=True):
+                expected = simple_kernel(q, *layer, tables, lens)
+                torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_for_something_else(torch, rng):
+    """Refused where the shapes say so, recorded where only the device can tell; the call after it is right."""
+    tensors = make_pool(torch, 20, 2000, 16, 8, 128, 16)
+    lens = torch.full((20,), 1500, device="cuda", dtype=torch.int32)
+    good = pagedkv.paged_attention_fwd(*tensors, lens)
+    plan = pagedkv.plan_attention(*tensors, lens)
+
+    with pytest.raises(ValueError, match=r"plan: dim 0 is \d+ but a batch of these shapes has P=160"):
+        pagedkv.paged_attention_fwd(*tensors, lens, num_splits=8, plan=plan)
+    with pytest.raises(TypeError, match="plan: dtype is int64"):
+        pagedkv.paged_attention_fwd(*tensors, lens, plan=plan.long())
+    with pytest.raises(BufferError, match="plan: is on cpu"):
+        pagedkv.paged_attention_fwd(*tensors, lens, plan=plan.cpu())
+
+    other = pagedkv.plan_attention(*tensors, lens, window_size=(100, 0))
+    assert other.shape == plan.shape
+    pagedkv.paged_attention_fwd(*tensors, lens, plan=other)
+    with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
+        pagedkv.check_errors()
+    pagedkv.paged_attention_fwd(*tensors, lens - 1, plan=plan)
+    with pytest.raises(ValueError, match="had 1500 keys, but context_lens has 1499 now"):
+        pagedkv.check_errors()
+
+    for column in range(1, 10):
+        for value in (-1, 7, 2**30, 2**31 - 1, -(2**31)):
+            broken = plan.clone()
+            broken[::3, column] = value
+            pagedkv.paged_attention_fwd(*tensors, lens, plan=broken)
+            torch.cuda.synchronize()
+            try:
+                pagedkv.check_errors()
+            except ValueError as error:
+                assert str(error).startswith("plan: ")
+            fresh = pagedkv.plan_attention(*tensors, lens)
+            assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens, plan=fresh), good)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
+    """Alone, among others (with fewer and more queries), and on other page sizes."""
+    q, k_cache, v_cache, tables = make_pool(torch, 150, 3008, 16, 8, 128, 16)
+    lens = torch.from_numpy(rng.integers(1, 3009, 150).astype(np.int32)).cuda()
+    lens[0] = 3008
+    together = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, num_splits=num_splits)
+    for seqs in ([0], [3], [0, 1, 2], list(range(100))):
+        out = pagedkv.paged_attention_fwd(q[seqs], k_cache, v_cache, tables[seqs], lens[seqs], num_splits=num_splits)
+        assert torch.equal(out, together[seqs])
+    for page in (1, 32, 47):
+        blocks = -(-3008 // page)
+        keys = torch.zeros(2, 3, blocks * page, 8, 128, device="cuda", dtype=torch.bfloat16)
+        for to, cache in zip(keys, (k_cache, v_cache), strict=True):
+            to[:, :3008] = cache[tables[:3].long()].view(3, 3008, 8, 128)
+        paged = keys.view(2, 3 * blocks, page, 8, 128)
+        table = torch.arange(3 * blocks, device="cuda", dtype=torch.int32).view(3, blocks)
+        out = pagedkv.paged_attention_fwd(q[:3], *paged, table, lens[:3], num_splits=num_splits)
+        assert torch.equal(out, together[:3])
+    starts = torch.tensor([0, 1, 1 + 7], device="cuda", dtype=torch.int32)  # 14 rows beside: another tile
+    wide = torch.cat((q[:1], q[10:17]))
+    out = pagedkv.paged_attention_fwd(wide, k_cache, v_cache, tables[:2], lens[:2], cu_seqlens_q=starts, max_seqlen_q=7,
+                                      num_splits=num_splits)  # fmt: skip
+    assert torch.equal(out[:1], together[:1])
+
+
+def test_a_split_batch_gives_the_same_bits_every_time(torch):
+    tensors = make_pool(torch, 3, 20000, 16, 8, 128, 16)
+    lens = torch.tensor([20000, 700, 9000], device="cuda", dtype=torch.int32)
+    first = pagedkv.paged_attention_fwd(*tensors, lens)
+    for _ in range(50):
+        assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens), first)

@@ -7,33 +7,30 @@ import os
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pagedkv
 from pagedkv import BlockManager, OutOfBlocks, Stream
-from pagedkv.models.config import DTYPES, Qwen3Config
+from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import ITEM_BYTES, Checkpoint
 
-from .model_runner import Launched, ModelRunner
+from .arguments import KV_CACHE_DTYPES, Prompt, check_options, encode, list_of_prompts, model_len, params_of_each
+from .model_runner import ModelRunner
 from .outputs import EngineStats, RequestMetrics, RequestOutput
+from .pipeline import Pipeline
 from .sampling_params import SamplingParams, check_int
-from .scheduler import Scheduler, Step
+from .scheduler import Scheduler
 from .sequence import Sequence
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-Prompt = str | SequenceOf[int]
 DEFAULT_KV_CACHE_MEMORY = 4 << 30
-KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
 
 
 class LLM:
@@ -85,17 +82,14 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int | None = None,
     ) -> None:
-        if dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype is {dtype!r} but must be auto, {', '.join(DTYPES)}")
-        if load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format is {load_format!r} but must be auto or dummy")
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r} but must be auto or fp8")
-        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} is {value!r} but must be True or False")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
+        check_options(
+            dtype=dtype,
+            load_format=load_format,
+            kv_cache_dtype=kv_cache_dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+        )
         if num_blocks is not None and kv_cache_memory is not None:
             raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
         block_size = check_int("block_size", block_size, 1)
@@ -113,7 +107,7 @@ class LLM:
             raise FileNotFoundError(f"{folder}: no such folder")
         self.config = Qwen3Config.from_folder(folder)
         self.dtype = self.config.dtype if dtype == "auto" else dtype
-        self.max_model_len = _model_len(max_model_len, self.config)
+        self.max_model_len = model_len(max_model_len, self.config)
         self.kv_cache_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
         self.tokenizer = Tokenizer(folder)
         self.stats = EngineStats()
@@ -211,11 +205,12 @@ class LLM:
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         Calls from several threads are served one after the other.
         """
-        all_prompts = _list_of_prompts(prompts)
-        params = _params_of_each(sampling_params, len(all_prompts))
+        all_prompts = list_of_prompts(prompts)
+        params = params_of_each(sampling_params, len(all_prompts))
         start_time = time.perf_counter()
         # Not under the lock: a prompt may run any code.
-        encoded = [self._encode(i, prompt) for i, prompt in enumerate(all_prompts)]
+        vocab_size = self.config.vocab_size
+        encoded = [encode(i, prompt, self.tokenizer, vocab_size) for i, prompt in enumerate(all_prompts)]
         with self._lock:
             runner = self._runner
             if runner is None:
@@ -229,29 +224,6 @@ class LLM:
                 self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
         token_ids = [ids for ids, _ in encoded]
         return [self._output(*each) for each in zip(all_prompts, token_ids, sequences, strict=True)]
-
-    def _encode(self, i: int, prompt: Prompt) -> tuple[list[int], ValueError | None]:
-        """Token ids, and what is wrong with them. A prompt of the wrong type is the caller's mistake and raises."""
-        if isinstance(prompt, str):
-            try:
-                token_ids = self.tokenizer.encode(prompt)
-            except UnicodeEncodeError as error:
-                return [], error
-        else:
-            if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
-                raise TypeError(
-                    f"a prompt is a string or a list of token ids, not {prompt!r} "
-                    "(one prompt of token ids: [[1, 2, 3]])"
-                )
-            try:
-                token_ids = list(map(index, prompt))
-            except TypeError as error:
-                raise TypeError(f"prompts[{i}] holds no token ids: {error}") from None
-        vocab_size = self.config.vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            return token_ids, None
-        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        return token_ids, ValueError(f"token id {bad} is not in 0..{vocab_size - 1}")
 
     def _submit(
         self, token_ids: list[int], error: ValueError | None, params: SamplingParams, start_time: float
@@ -274,52 +246,16 @@ class LLM:
         return seq
 
     def _run(self, runner: ModelRunner, sequences: list[Sequence], use_tqdm: bool) -> None:
-        """Steps until nothing waits or runs. While a device computes a step, the host takes the tokens of the one
-        before and plans the next."""
-        in_flight: deque[tuple[Step, Launched]] = deque()
-        finished: list[Sequence] = []
-        clock = time.perf_counter
+        """Until all have ended. Texts are decoded while the device computes."""
+        pipeline, finished = Pipeline(runner, self.scheduler, self.stats), list[Sequence]()
         with _progress_bar(len(sequences), use_tqdm) as bar:
             bar.update(sum(seq.finish_reason is not None for seq in sequences))
-            last = clock()
-            while self.scheduler.has_work or in_flight:
-                start = clock()
-                step = self.scheduler.schedule()
-                scheduled = launched = clock()
-                if step.sequences:
-                    in_flight.append((step, runner.launch(step)))
-                    launched = clock()
-                    self.scheduler.commit(step)
-                    self._count_pages()
+            while pipeline.has_work:
+                pipeline.launch()
                 for seq in finished:
                     self._detokenize(seq)
-                finished = []
-                self.stats.host_seconds += clock() - launched + scheduled - start
-                if in_flight and (len(in_flight) > runner.num_behind or not step.sequences):
-                    step, launch = in_flight.popleft()
-                    tokens = launch.tokens()
-                    now = clock()
-                    finished = self.scheduler.update(step, tokens, now)
-                    bar.update(len(finished))
-                    self._count(step, now - last)
-                    last = now
-                    self.stats.host_seconds += clock() - now
-
-    def _count_pages(self) -> None:
-        stats, manager = self.stats, self.manager
-        stats.peak_used_blocks = max(stats.peak_used_blocks, manager.num_used_blocks)
-        stats.peak_shared_blocks = max(stats.peak_shared_blocks, manager.num_shared_blocks)
-
-    def _count(self, step: Step, seconds: float) -> None:
-        """`seconds` since the tokens of the step before arrived."""
-        stats = self.stats
-        stats.num_steps += 1
-        if step.num_decodes == len(step.sequences):
-            stats.decode_tokens += step.num_decodes
-            stats.decode_seconds += seconds
-        else:
-            stats.prefill_tokens += sum(step.lengths[step.num_decodes :])
-            stats.prefill_seconds += seconds
+                finished = pipeline.take()
+                bar.update(len(finished))
 
     def _detokenize(self, seq: Sequence) -> None:
         """The text of a finished sequence, once."""
@@ -364,38 +300,6 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
-    return list(prompts)
-
-
-def _params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    params = list(given)
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise TypeError(f"sampling_params holds {one!r}, which is no SamplingParams")
-    return params
-
-
-def _model_len(wanted: int | None, config: Qwen3Config) -> int:
-    limit = config.max_position_embeddings
-    if config.rope.type == "yarn":  # files of transformers 4 scale without raising max_position_embeddings
-        limit = max(limit, int(config.rope.original_max_position_embeddings * config.rope.factor))
-    if wanted is None:
-        return config.max_position_embeddings
-    check_int("max_model_len", wanted, 1)
-    if wanted > limit:
-        raise ValueError(f"max_model_len is {wanted} but the model was made for {limit} positions")
-    return wanted
 
 
 def _progress_bar(total: int, use_tqdm: bool) -> tqdm:

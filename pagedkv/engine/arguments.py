@@ -1,0 +1,95 @@
+"""What LLM and generate() are given: each wrong value raises an error that says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from operator import index
+
+from pagedkv.models.config import DTYPES, Qwen3Config
+
+from .sampling_params import SamplingParams, check_int
+from .tokenizer import Tokenizer
+
+Prompt = str | SequenceOf[int]
+KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
+
+
+def check_options(
+    *,
+    dtype: str,
+    load_format: str,
+    kv_cache_dtype: str,
+    gpu_memory_utilization: float,
+    enable_prefix_caching: bool,
+    enforce_eager: bool,
+) -> None:
+    """The options of LLM that are no integers."""
+    for name, value, allowed in (
+        ("dtype", dtype, ("auto", *DTYPES)),
+        ("load_format", load_format, ("auto", "dummy")),
+        ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r} but must be {', '.join(allowed[:-1])} or {allowed[-1]}")
+    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r} but must be True or False")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
+
+
+def model_len(wanted: int | None, config: Qwen3Config) -> int:
+    """max_model_len, which the positions that the model was made for bound."""
+    limit = config.max_position_embeddings
+    if config.rope.type == "yarn":  # files of transformers 4 scale without raising max_position_embeddings
+        limit = max(limit, int(config.rope.original_max_position_embeddings * config.rope.factor))
+    if wanted is None:
+        return config.max_position_embeddings
+    check_int("max_model_len", wanted, 1)
+    if wanted > limit:
+        raise ValueError(f"max_model_len is {wanted} but the model was made for {limit} positions")
+    return wanted
+
+
+def list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
+    return list(prompts)
+
+
+def params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    params = list(given)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"sampling_params holds {one!r}, which is no SamplingParams")
+    return params
+
+
+def encode(number: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[list[int], ValueError | None]:
+    """Token ids of prompts[number], and what is wrong with them. One of the wrong type is the caller's mistake and
+    raises."""
+    if isinstance(prompt, str):
+        try:
+            token_ids = tokenizer.encode(prompt)
+        except UnicodeEncodeError as error:
+            return [], error
+    else:
+        if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
+            raise TypeError(
+                f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
+            )
+        try:
+            token_ids = list(map(index, prompt))
+        except TypeError as error:
+            raise TypeError(f"prompts[{number}] holds no token ids: {error}") from None
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return token_ids, None
+    bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+    return token_ids, ValueError(f"token id {bad} is not in 0..{vocab_size - 1}")

@@ -32,9 +32,9 @@ def check_options(
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r} but must be {', '.join(allowed[:-1])} or {allowed[-1]}")
-    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r} but must be True or False")
+    for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r} but must be True or False")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
 

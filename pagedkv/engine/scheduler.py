@@ -53,6 +53,9 @@ class Step:
     sources: list[int] = field(default_factory=list)  # of every decode: its token is in this row of what the step
     # before sampled; -1: it is known, and in Sequence.tokens
     is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
+    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but a
+    # stop token ends one of the sequences
+    stop_ids: frozenset[int] = frozenset()  # of its decodes
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
@@ -80,8 +83,8 @@ class Step:
         self.starts = [end - 1 for end in ends]
         self.lengths = [1] * len(decodes)
         self.sampled = list(range(len(decodes)))
+        self.sources = [seq.source if len(seq.tokens) < end else -1 for seq, end in zip(decodes, ends, strict=True)]
         for row, (seq, end) in enumerate(zip(decodes, ends, strict=True)):
-            self.sources.append(seq.source if len(seq.tokens) < end else -1)
             seq.source = row
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1
@@ -101,7 +104,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
-        self._last_sampled: list[Sequence] = []  # by the step before, in order
+        self._last = Step()  # the step before
+        self._last_sampled: list[Sequence] = []  # by it, in order
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
@@ -145,11 +149,19 @@ class Scheduler:
         if has_room or not self.running:
             self._admit(step, budget)
         if step.sequences:
-            step.is_same_batch = step.num_decodes == len(step.sequences) and step.sequences == self._last_sampled
-            self._last_sampled = (
-                step.sequences if step.is_same_batch else [step.sequences[index] for index in step.sampled]
-            )
+            self._follow(step)
         return step
+
+    def _follow(self, step: Step) -> None:
+        """What the step has in common with the one before need not be done again."""
+        last = self._last
+        step.is_same_batch = step.num_decodes == len(step.sequences) and step.sequences == self._last_sampled
+        if step.is_same_batch and last.num_decodes == len(last.sequences):
+            last.goes_on, step.stop_ids = True, last.stop_ids
+        else:
+            step.stop_ids = frozenset().union(*(seq.eos_token_ids for seq in step.sequences[: step.num_decodes]))
+        self._last = step
+        self._last_sampled = step.sequences if step.is_same_batch else [step.sequences[i] for i in step.sampled]
 
     def _retire(self) -> None:
         """Sequences whose last token is sampled need no page any more."""
@@ -287,6 +299,11 @@ class Scheduler:
 
         The next step may have been scheduled meanwhile, but no further one.
         """
+        if step.goes_on and min(tokens) >= 0 and step.stop_ids.isdisjoint(tokens):
+            for seq, token in zip(step.sequences, tokens, strict=True):
+                seq.tokens.append(token)
+            self.manager.append_batch(step.ids, tokens)
+            return []
         sequences = step.sequences
         if len(step.sampled) < len(sequences):
             sequences = [sequences[index] for index in step.sampled]
@@ -325,5 +342,5 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self._refused = None
-        self._last_sampled = []
+        self._last, self._last_sampled = Step(), []
         self.manager.free_batch([seq.id for seq in sequences if seq.id in self.manager])

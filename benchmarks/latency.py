@@ -7,6 +7,8 @@ batch    a decode step of 32 sequences of 1,000 tokens
 first    the first token of a prompt of 128 tokens, on an idle engine
 prefix   the first token of a prompt of 8,192 tokens and 32 of its own: cold, and with the 8,192 in the prefix cache
 load     the first token of a prompt of 128 and of 8,192 tokens that arrives while 63 sequences of 1,000 tokens decode
+
+Writes results/latency-<device>-<model>.json, one for each model.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from probe import print_table, probe
 from record import add_record_option, record
 
 from pagedkv import LLM, SamplingParams, bench
+from pagedkv.engine.pipeline import Pipeline
 
 # PEERS.md: nano-vllm with FlashAttention-3 on one H200
 PEER = {"0.6B": {"one": 494, "first_ms": 29}, "8B": {"one": 180, "first_ms": 38}}
@@ -37,8 +40,7 @@ class Latency:
         return [self.rng.randint(0, 10000) for _ in range(length)]
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list:
-        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in max_tokens]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, [_params(n) for n in max_tokens], use_tqdm=False)
         for output in outputs:
             if output.error:
                 raise output.error
@@ -66,24 +68,25 @@ class Latency:
 
     def load(self, length: int) -> float:
         """Milliseconds, of a request that comes into the middle of a run of others."""
-        scheduler, schedule, late = self.llm.scheduler, self.llm.scheduler.schedule, []
-
-        def schedule_and_submit():
-            if scheduler.step_number == start + 40:
-                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
-                late.append(self.llm._submit(self.prompt(length), None, params, time.perf_counter()))
-            return schedule()
-
-        times = []
+        llm, times = self.llm, []
         for _ in range(REPEATS):
-            start = scheduler.step_number
-            scheduler.schedule = schedule_and_submit
-            try:
-                self.generate([self.prompt(1000) for _ in range(63)], [100] * 63)
-            finally:
-                del scheduler.schedule
-            times.append((late[-1].first_token_time - late[-1].start_time) * 1e3)
+            pipeline = Pipeline(llm._runner, llm.scheduler, llm.stats)
+            now = time.perf_counter()
+            for _ in range(63):
+                llm._submit(self.prompt(1000), None, _params(100), now)
+            for _ in range(40):  # steps, in the last of which all decode
+                pipeline.launch()
+                pipeline.take()
+            late = llm._submit(self.prompt(length), None, _params(1), time.perf_counter())
+            while pipeline.has_work:
+                pipeline.launch()
+                pipeline.take()
+            times.append((late.first_token_time - late.start_time) * 1e3)
         return statistics.median(times[1:])
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens)
 
 
 def measure(llm: LLM, model: str, device: str) -> dict:
@@ -107,9 +110,8 @@ def measure(llm: LLM, model: str, device: str) -> dict:
         "first_token_under_load_ms": load,
         "prefix_cold_ms": cold,
         "prefix_warm_ms": warm,
-        "decode_step": {name: {"wall_us": p.wall, "idle_us": p.idle, "host_us": p.host, "kernels_us": p.kernels}
-                        for name, p in columns.items()},
-    }  # fmt: skip
+        "decode_step": {name: column.row() for name, column in columns.items()},
+    }
 
 
 def main() -> None:
@@ -119,17 +121,16 @@ def main() -> None:
     add_record_option(parser)
     parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
-    rows = []
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
             folder = bench.write_shape(model, Path(scratch))
             llm = LLM(folder, device=args.device, load_format="dummy", max_num_seqs=64, max_num_batched_tokens=2048,
                       max_model_len=16384)  # fmt: skip
         with llm:
-            rows.append(measure(llm, model, args.device))
-    if not args.no_record:
-        extra = {"commit": args.commit} if args.commit else {}
-        record(f"latency-{args.device}", rows, machine=device_name(args.device), **extra)
+            row = measure(llm, model, args.device)
+        if not args.no_record:
+            extra = {"commit": args.commit} if args.commit else {}
+            record(f"latency-{args.device}-{model}", [row], machine=device_name(args.device), **extra)
 
 
 if __name__ == "__main__":

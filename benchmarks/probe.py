@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import pagedkv
 from pagedkv import LLM, SamplingParams
 
 WARM, STEPS = 8, 32
-PROFILED = 8  # steps: to read more events takes the profiler many seconds
+PROFILED = 8
 HOST_PARTS = ("schedule", "launch", "commit", "update")
 
 # The first that is found in a kernel's name.
@@ -33,7 +34,8 @@ class Probe:
     """Microseconds, medians over STEPS decode steps in which all sequences of the batch take part."""
 
     wall: float = 0.0  # between the tokens of two steps
-    idle: float | None = None  # on the device, from the end of a step to the start of the next
+    gap: float | None = None  # on the device, from the last command of a step to the first of the next
+    graph: float | None = None  # the step's graph, launched again and again: the device never waits for the host
     host: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)  # time and launches of each class
     names: dict[str, float] = field(default_factory=dict)  # time of each kernel
@@ -42,13 +44,29 @@ class Probe:
     def busy(self) -> float:
         return sum(us for us, _ in self.kernels.values())
 
+    @property
+    def idle(self) -> float | None:
+        """The share of the time in which the device does nothing of a step's graph."""
+        return None if self.graph is None else 1 - self.graph / self.wall
+
+    def row(self) -> dict:
+        """What is recorded."""
+        return {
+            "wall_us": self.wall,
+            "graph_us": self.graph,
+            "gap_us": self.gap,
+            "host_us": self.host,
+            "kernels_us": self.kernels,
+        }
+
 
 def probe(llm: LLM, prompts: list[list[int]], *, profile: bool) -> Probe:
     """`profile`: kernels, too, by torch's profiler, in a second run, because it slows the steps down."""
     result = Probe()
     recorder = _Recorder(llm, len(prompts))
     recorder.run(prompts)
-    result.wall, result.idle, result.host = recorder.medians()
+    result.wall, result.gap, result.host = recorder.medians()
+    result.graph = recorder.graph
     if profile:
         result.kernels, result.names = _profiled(llm, prompts)
     return result
@@ -62,6 +80,7 @@ class _Recorder:
         self.times: dict[str, list[float]] = defaultdict(list)
         self.arrivals: list[float] = []
         self.events: list[tuple[pagedkv.Event, pagedkv.Event]] = []
+        self.graph: float | None = None
 
     def run(self, prompts: list[list[int]]) -> None:
         scheduler, runner = self.llm.scheduler, self.llm._runner
@@ -88,6 +107,8 @@ class _Recorder:
         def timed_launch(step):
             if stream is None or not is_decode:
                 return timed("launch", launch, step)
+            if len(self.events) == WARM + STEPS // 2:
+                self._time_graph(runner)
             begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
             begin.record(stream)
             launched = timed("launch", launch, step)
@@ -107,17 +128,31 @@ class _Recorder:
         finally:
             del scheduler.schedule, scheduler.update, scheduler.commit, runner.launch
 
+    def _time_graph(self, runner, count: int = 8) -> None:
+        """Of the step before. Its tokens are lost, and others come in their place."""
+        graph = runner._decodes[runner.batch_sizes[bisect_left(runner.batch_sizes, self.batch)]].graph
+        if graph is None:
+            return
+        begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
+        runner.stream.synchronize()
+        graph.replay(runner.stream)
+        begin.record(runner.stream)
+        for _ in range(count):
+            graph.replay(runner.stream)
+        end.record(runner.stream).synchronize()
+        self.graph = begin.elapsed_ms(end) * 1e3 / count
+
     def medians(self) -> tuple[float, float | None, dict[str, float]]:
         def median(values):
             return statistics.median(values[WARM : WARM + STEPS])
 
         wall = median([(b - a) * 1e6 for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)])
-        idle = None
+        gap = None
         if self.events:
             pagedkv.synchronize(self.llm.device)
             ends = zip(self.events, self.events[1:], strict=False)
-            idle = median([before[1].elapsed_ms(after[0]) * 1e3 for before, after in ends])
-        return wall, idle, {part: median(self.times[part]) for part in HOST_PARTS}
+            gap = median([before[1].elapsed_ms(after[0]) * 1e3 for before, after in ends])
+        return wall, gap, {part: median(self.times[part]) for part in HOST_PARTS}
 
 
 def _generate(llm: LLM, prompts: list[list[int]]) -> None:
@@ -133,7 +168,7 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
     from torch.profiler import ProfilerActivity, profile
 
     runner, launch = llm._runner, llm._runner.launch
-    profiler, count = profile(activities=[ProfilerActivity.CUDA], acc_events=True), 0
+    profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
     def counted(step):
         nonlocal count
@@ -151,10 +186,10 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
         del runner.launch
     classes: dict[str, tuple[float, float]] = {}
     names: dict[str, float] = defaultdict(float)
-    for event in profiler.events():
-        if event.device_type != DeviceType.CUDA:
+    for event in profiler.profiler.kineto_results.events():  # profiler.events() takes seconds to make objects of them
+        if event.device_type() != DeviceType.CUDA:
             continue
-        name, us = event.name, event.time_range.elapsed_us()
+        name, us = event.name(), event.duration_ns() / 1e3
         kind = next((kind for kind, words in KERNEL_CLASSES.items() if re.search(words, name, re.IGNORECASE)), "other")
         total, launches = classes.get(kind, (0.0, 0.0))
         classes[kind] = total + us / PROFILED, launches + 1 / PROFILED
@@ -163,22 +198,30 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
 
 
 def print_table(columns: dict[str, Probe]) -> None:
-    """Like the table of nano-vllm's step in PEERS.md: us (launches)."""
+    """A row for each part of a step, in us; of kernels with their launches in brackets."""
     kinds = [kind for kind in (*KERNEL_CLASSES, "other") if any(kind in probe.kernels for probe in columns.values())]
+    probes = list(columns.values())
 
     def row(name: str, cells: list[str]) -> None:
         print(f"  {name:<28}" + "".join(f"{cell:>22}" for cell in cells))
 
-    probes = list(columns.values())
+    def us(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0f}"
+
+    def kernels(probe: Probe, kind: str) -> str:
+        time, launches = probe.kernels.get(kind, (0.0, 0.0))
+        return us(time) + (f" ({launches:.0f})" if launches else "")
+
     row("us a decode step", list(columns))
     for kind in kinds:
-        row(kind, ["{:.0f} ({:.0f})".format(*probe.kernels.get(kind, (0, 0))) for probe in probes])
+        row(kind, [kernels(probe, kind) for probe in probes])
     if kinds:
-        row("sum of kernels", [f"{probe.busy:.0f}" for probe in probes])
-    row("wall", [f"{probe.wall:.0f}" for probe in probes])
-    if any(probe.idle is not None for probe in probes):
-        cells = ["-" if p.idle is None else f"{p.idle:.1f} ({p.idle / p.wall:.1%})" for p in probes]
-        row("idle between steps", cells)
-    row("host", [f"{sum(probe.host.values()):.0f}" for probe in probes])
+        row("sum of kernels", [us(probe.busy) for probe in probes])
+    row("wall", [us(probe.wall) for probe in probes])
+    if any(probe.graph is not None for probe in probes):
+        row("graph alone", [us(probe.graph) for probe in probes])
+        row("idle: wall less graph", ["-" if p.idle is None else f"{p.wall - p.graph:.0f} ({p.idle:.1%})" for p in probes])
+        row("gap between two steps", ["-" if p.gap is None else f"{p.gap:.1f}" for p in probes])
+    row("host", [us(sum(probe.host.values())) for probe in probes])
     for part in HOST_PARTS:
-        row(f"  {part}", [f"{probe.host[part]:.0f}" for probe in probes])
+        row(f"  {part}", [us(probe.host[part]) for probe in probes])

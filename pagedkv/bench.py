@@ -184,6 +184,11 @@ def make_llm(folder: Path, workload: Workload, **options: Any) -> LLM:
     return LLM(folder, **(sizes | options))
 
 
+def warm_up(llm: LLM, workload: Workload) -> None:
+    """The workload, but a few tokens each: what an operation does at its first use of a shape is done then."""
+    llm.generate(workload.prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4), use_tqdm=False)
+
+
 def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
     """The workload once, from the first request's submission to the last token."""
     llm.manager.reset_prefix_cache()  # what an earlier run left would be prompts for nothing

@@ -172,7 +172,7 @@ workload  {args.num_requests} requests at once: {workload.num_prompt_tokens:,} p
 {workload.num_new_tokens:,} new tokens
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured
 floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""")
-        bench.run(llm, bench.nano_bench(args.num_requests, seed=1), use_tqdm=sys.stderr.isatty())
+        bench.warm_up(llm, workload)
         runs = [bench.run(llm, workload, use_tqdm=sys.stderr.isatty()) for _ in range(args.runs)]
     for run in runs:
         print(f"run       {run.seconds:.2f} s = {run.tokens_per_second:,.0f} tokens/s")

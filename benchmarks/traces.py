@@ -1,10 +1,11 @@
-"""Request traces: what replay_trace.py and tests/test_replay.py replay.
+"""Request traces: what replay_trace.py, serve_trace.py and tests/test_replay.py replay.
 
 Format, one JSON object a line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}.
 An id stands for the content of 512 tokens together with all that came before them; equal ids, equal content.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,24 @@ import numpy as np
 ID_TOKENS = 512
 
 
-def load(path: str | Path) -> list[tuple[int, list[int]]]:
-    """[(input_length, hash_ids)] in the order of the file."""
+@dataclass(frozen=True)
+class Request:
+    seconds: float  # of its arrival
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def load_requests(path: str | Path) -> list[Request]:
+    """In the order of the file."""
     with open(path) as lines:
         requests = [json.loads(line) for line in lines if line.strip()]
-    return [(request["input_length"], request["hash_ids"]) for request in requests]
+    return [Request(r["timestamp"] / 1e3, r["input_length"], r["output_length"], r["hash_ids"]) for r in requests]
+
+
+def load(path: str | Path) -> list[tuple[int, list[int]]]:
+    """[(input_length, hash_ids)] in the order of the file."""
+    return [(request.input_length, request.hash_ids) for request in load_requests(path)]
 
 
 def generate(rng: np.random.Generator, num_requests: int) -> list[tuple[int, list[int]]]:
@@ -34,6 +48,22 @@ def generate(rng: np.random.Generator, num_requests: int) -> list[tuple[int, lis
         conversations.append(ids)
         requests.append((len(ids) * ID_TOKENS - int(rng.integers(0, ID_TOKENS)), ids))
     return requests
+
+
+def generate_requests(rng: np.random.Generator, num_requests: int, per_second: float = 20.0) -> list[Request]:
+    """The same, arriving at random, with an output each."""
+    arrivals = np.cumsum(rng.exponential(1 / per_second, num_requests))
+    trace = generate(rng, num_requests)
+    return [
+        Request(float(seconds), length, int(rng.integers(1, 60)), ids)
+        for seconds, (length, ids) in zip(arrivals, trace, strict=True)
+    ]
+
+
+def token_ids(request: Request, vocab_size: int) -> list[int]:
+    """The prompt for a model of this vocabulary: 512 random tokens for every id, cut to the length."""
+    parts = [np.random.default_rng(i).integers(vocab_size, size=ID_TOKENS) for i in request.hash_ids]
+    return np.concatenate(parts)[: request.input_length].tolist()
 
 
 def expand(input_length: int, hash_ids: list[int]) -> np.ndarray:

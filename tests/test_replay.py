@@ -1,16 +1,20 @@
-"""Traces through BlockManager: hit tokens against what the trace's ids say; small pools against an LRU model."""
+"""Traces through BlockManager: hit tokens against what the trace's ids say; small pools against an LRU model. And
+through the engine, where requests arrive while others run."""
 
 import os
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpoints import write_model
 
-from pagedkv import BlockManager, OutOfBlocks
+from pagedkv import LLM, BlockManager, OutOfBlocks, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import serve_trace  # noqa: E402
 import traces  # noqa: E402
 
 PUBLIC = Path(os.environ.get("PAGEDKV_TRACE", ROOT.parent / "shared" / "traces" / "mooncake_synthetic.jsonl"))
@@ -82,3 +86,24 @@ def test_public_trace():
     assert len(trace) == 3993
     check(trace, [512], [500_000, 4_000_000])
     check(trace, [16], [2_000_000])
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_requests_that_arrive_while_others_run(tmp_path, rng, device, behind):
+    """The engine gives each the tokens that it gives it alone, whatever arrives when and shares what with whom."""
+    requests = traces.generate_requests(rng, 12, per_second=1000)
+    requests = [replace(request, input_length=min(request.input_length, 1200)) for request in requests]
+    folder = write_model(tmp_path, max_position_embeddings=2048)
+    options = {"block_size": 16, "num_blocks": 260, "max_num_seqs": 6, "max_num_batched_tokens": 256}
+    with LLM(folder, device=device, **options) as llm:
+        llm._runner.num_behind = behind
+        sequences = serve_trace.serve(llm, requests)
+        row = serve_trace.summary(llm, requests, sequences, 1.0)
+        assert row["refused"] == 0 and row["new_tokens"] == sum(request.output_length for request in requests)
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks
+        llm.manager.check()
+        for request, seq in zip(requests, sequences, strict=True):
+            params = SamplingParams(temperature=0.6, max_tokens=request.output_length, ignore_eos=True, seed=0)
+            prompt = traces.token_ids(request, llm.config.vocab_size)
+            (alone,) = llm.generate([prompt], params, use_tqdm=False)
+            assert seq.tokens.tolist() == prompt + alone.token_ids

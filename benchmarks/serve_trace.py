@@ -1,0 +1,110 @@
+"""Replays a trace's requests through LLM when they arrived: first tokens, time a token, prefix hits, preemptions.
+
+    python benchmarks/serve_trace.py TRACE [--model 0.6B] [--device cuda] [--seconds 60] [--speed 4]
+
+The trace is JSON lines as in traces.py, with real arrivals: mooncake_synthetic.jsonl of the Mooncake project, say. Random
+weights; prompts share what the trace says they share. --speed 4 lets a minute of the trace pass in 15 seconds. Requests
+longer than the model's length are refused, and counted. Without a trace a small generated one is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import traces
+from engine import device_name
+from record import add_record_option, record
+
+from pagedkv import LLM, SamplingParams, bench
+from pagedkv.engine.pipeline import Pipeline
+from pagedkv.engine.sequence import Sequence
+
+
+def serve(llm: LLM, requests: list[traces.Request], speed: float = 1.0) -> list[Sequence]:
+    """Each is submitted when its time has come, whatever the engine does then. One after the other in the result."""
+    pipeline = Pipeline(llm._runner, llm.scheduler, llm.stats)
+    waiting, sequences, start = deque(requests), [], time.perf_counter()
+    prompts = [traces.token_ids(request, llm.config.vocab_size) for request in requests]
+    while waiting or pipeline.has_work:
+        now = time.perf_counter()
+        while waiting and start + waiting[0].seconds / speed <= now:
+            request = waiting.popleft()
+            params = SamplingParams(temperature=0.6, max_tokens=request.output_length, ignore_eos=True, seed=0)
+            prompt = prompts[len(sequences)]
+            sequences.append(llm._submit(prompt, None, params, start + request.seconds / speed))
+        if pipeline.has_work:
+            pipeline.launch()
+            pipeline.take()
+        else:
+            time.sleep(max(start + waiting[0].seconds / speed - time.perf_counter(), 0))
+    return sequences
+
+
+def summary(llm: LLM, requests: list[traces.Request], sequences: list[Sequence], seconds: float) -> dict:
+    served = [seq for seq in sequences if seq.error is None]
+    first = [(seq.first_token_time - seq.start_time) * 1e3 for seq in served]
+    each = [
+        (seq.finish_time - seq.first_token_time) * 1e3 / (len(seq.tokens) - seq.num_prompt_tokens - 1)
+        for seq in served
+        if len(seq.tokens) > seq.num_prompt_tokens + 1
+    ]
+    stats = llm.manager.stats()
+    return {
+        "requests": len(requests),
+        "refused": len(sequences) - len(served),
+        "seconds": seconds,
+        "prompt_tokens": sum(seq.num_prompt_tokens for seq in served),
+        "hit_tokens": stats["hit_tokens"],
+        "new_tokens": sum(len(seq.tokens) - seq.num_prompt_tokens for seq in served),
+        "preemptions": llm.scheduler.num_preemptions,
+        "first_token_ms": {f"p{p}": float(np.percentile(first, p)) for p in (50, 90, 99)},
+        "token_ms": {f"p{p}": float(np.percentile(each, p)) for p in (50, 90, 99)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
+    parser.add_argument("--model", default="0.6B", choices=bench.SHAPES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60, help="of the trace, from its start (default: 60)")
+    parser.add_argument("--speed", type=float, default=1, help="how much faster than it was recorded (default: 1)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="tokens of a step (default: 4096)")
+    add_record_option(parser)
+    parser.add_argument("--commit", help="where there is no git checkout")
+    args = parser.parse_args()
+    if args.trace:
+        requests = traces.load_requests(args.trace)
+    else:
+        requests = traces.generate_requests(np.random.default_rng(0), 200)
+    requests = [request for request in requests if request.seconds < args.seconds]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = bench.write_shape(args.model, Path(scratch))
+        options = {"max_num_seqs": 64, "max_num_batched_tokens": args.max_num_batched_tokens}
+        llm = LLM(folder, device=args.device, load_format="dummy", **options)
+    with llm:
+        llm.generate([[1] * 5000, [2] * 100], SamplingParams(max_tokens=4), use_tqdm=False)  # warms up
+        llm.manager.reset_prefix_cache()
+        start = time.perf_counter()
+        sequences = serve(llm, requests, args.speed)
+        row = summary(llm, requests, sequences, time.perf_counter() - start)
+    row |= {"model": args.model, "speed": args.speed, "max_num_batched_tokens": args.max_num_batched_tokens}
+    print(
+        f"{row['requests']} requests in {row['seconds']:.1f} s ({row['refused']} refused), "
+        f"{row['prompt_tokens']:,} prompt tokens, {row['hit_tokens'] / row['prompt_tokens']:.0%} of them cached, "
+        f"{row['new_tokens']:,} new tokens, {row['preemptions']} preemptions"
+    )
+    for name, key in (("first token", "first_token_ms"), ("a token", "token_ms")):
+        print(f"{name:<12}" + ", ".join(f"{p} {ms:.1f} ms" for p, ms in row[key].items()))
+    if args.trace and not args.no_record:
+        extra = {"commit": args.commit} if args.commit else {}
+        record(f"serve_trace-{args.device}", [row], machine=device_name(args.device), trace=args.trace.name, **extra)
+
+
+if __name__ == "__main__":
+    main()

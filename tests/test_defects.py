@@ -81,7 +81,7 @@ def test_every_defect_has_its_test(defect):
         assert re.search(rf"^def {name}\(", (Path(__file__).parent / file).read_text(), re.M), f"{pointer} is gone"
 
 
-def test_equal_pages_after_different_ones(tmp_path):
+def test_equal_pages_after_different_ones(tmp_path, device):
     """The second page of both prompts holds the same tokens, after different ones: its KV differs."""
     rng = np.random.default_rng(4)
     starts = rng.integers(VOCAB_SIZE, size=(2, 8)).tolist()
@@ -91,7 +91,7 @@ def test_equal_pages_after_different_ones(tmp_path):
     folder = write_model(tmp_path)
     tokens = []
     for caching in (True, False):
-        with LLM(folder, block_size=8, num_blocks=32, enable_prefix_caching=caching) as llm:
+        with LLM(folder, device=device, block_size=8, num_blocks=32, enable_prefix_caching=caching) as llm:
             tokens.append([llm.generate([p], params, use_tqdm=False)[0].token_ids for p in prompts * 2])
             assert (llm.manager.stats()["hit_tokens"] > 0) == caching
     assert tokens[0] == tokens[1]
@@ -122,11 +122,16 @@ def test_freeing_does_not_depend_on_the_pool():
     assert manager.num_free_blocks == 800_000
 
 
-def test_a_norm_leaves_its_input_alone(rng):
+def test_a_norm_leaves_its_input_alone(rng, device):
     values = rng.standard_normal((3, 64)).astype(np.float32)
-    x, residual = values.copy(), values.copy()
-    pagedkv.rms_norm(x, np.ones(64, np.float32))
-    np.testing.assert_array_equal(x, values)
-    pagedkv.rms_norm(x, np.ones(64, np.float32), residual=residual)
-    np.testing.assert_array_equal(x, values)
-    np.testing.assert_array_equal(residual, values + values)
+    given = np.ones(64, np.float32), values.copy(), values.copy()
+    weight, x, residual = (pagedkv.asarray(each, device=device) for each in given)
+
+    def on_the_host(tensor):
+        return pagedkv.asarray(tensor, device="cpu").numpy()
+
+    pagedkv.rms_norm(x, weight)
+    np.testing.assert_array_equal(on_the_host(x), values)
+    pagedkv.rms_norm(x, weight, residual=residual)
+    np.testing.assert_array_equal(on_the_host(x), values)
+    np.testing.assert_array_equal(on_the_host(residual), values + values)

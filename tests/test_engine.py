@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -100,8 +101,8 @@ def test_bad_requests_fail_alone(llm):
     assert outputs[3].prompt_token_ids == [VOCAB_SIZE]
 
 
-def test_a_request_larger_than_the_pool_fails_alone(folder):
-    with LLM(folder, block_size=4, num_blocks=8) as llm:
+def test_a_request_larger_than_the_pool_fails_alone(folder, place):
+    with engine(folder, place, num_blocks=8) as llm:
         small, large, edge = generate(llm, ["abc", [1] * 22, [1] * 21], GREEDY)
     assert small.error is None and edge.error is None
     assert isinstance(large.error, OutOfBlocks) and "need 9 pages of 4 tokens but the pool has 8" in str(large.error)
@@ -136,7 +137,8 @@ def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):
     assert [output.token_ids for output in again] == [output.token_ids for output in expected]
 
 
-def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch):
+@pytest.mark.parametrize("moment", ["before the launch", "after the launch", "waiting for tokens"])
+def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch, moment):
     """Whatever steps are on their way then, and with tokens that nobody waits for."""
     prompts = [[i] * 9 for i in range(12)]
     expected = [output.token_ids for output in generate(llm, prompts, GREEDY)]
@@ -144,11 +146,18 @@ def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch):
     for num_steps in range(1, 8):
         steps = iter(range(num_steps))
 
-        def interrupted(step, steps=steps):
-            launched = launch(step)
-            if next(steps, None) is None:
+        class Interrupted:
+            def tokens(self):
                 raise KeyboardInterrupt
-            return launched
+
+        def interrupted(step, steps=steps):
+            is_last = next(steps, None) is None
+            if is_last and moment == "before the launch":
+                raise KeyboardInterrupt
+            launched = launch(step)
+            if is_last and moment == "after the launch":
+                raise KeyboardInterrupt
+            return Interrupted() if is_last else launched
 
         monkeypatch.setattr(llm._runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -157,6 +166,23 @@ def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch):
         assert llm.manager.num_free_blocks == llm.manager.num_blocks and len(llm.manager) == 0
         llm.manager.check()
         assert [output.token_ids for output in generate(llm, prompts, GREEDY)] == expected
+
+
+def test_ctrl_c(folder, device):
+    """A real one, from another thread's signal: generate() ends soon, and the engine serves the next request."""
+    with LLM(folder, device=device, num_blocks=1000, max_num_seqs=4) as llm:
+        expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
+        endless = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, ["abc"] * 2000, endless)
+        finally:
+            timer.cancel()
+            timer.join()
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks and not llm.scheduler.has_work
+        assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected
 
 
 # --- stopping
@@ -216,11 +242,11 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):
     assert len({tuple(tokens) for tokens in results[0]}) == 5
 
 
-def test_unseeded_requests_draw_from_the_engine(folder):
+def test_unseeded_requests_draw_from_the_engine(folder, place):
     params = SamplingParams(temperature=1.0, max_tokens=20)
     tokens = []
     for seed in (1, 1, 2, None, None):
-        with LLM(folder, seed=seed) as llm:
+        with engine(folder, place, seed=seed) as llm:
             tokens.append([output.token_ids for output in generate(llm, ["abc"] * 3, params)])
     assert tokens[0] == tokens[1]
     assert len({str(t) for t in tokens[1:]}) == 4
@@ -247,8 +273,8 @@ def test_temperature_follows_the_distribution(cpu_llm):
 # --- life
 
 
-def test_closing(folder):
-    llm = LLM(folder)
+def test_closing(folder, device):
+    llm = LLM(folder, device=device, num_blocks=50)
     generate(llm, "a", GREEDY)
     llm.close()
     llm.close()
@@ -290,9 +316,9 @@ def test_engines_leave_nothing_behind(folder):
     assert grown < 400, f"{grown} blocks more after 40 engines"  # caches of Python still fill; an engine is thousands
 
 
-def test_two_engines_side_by_side(folder, tmp_path):
-    other = write_model(tmp_path, seed=1)
-    with LLM(folder) as a, LLM(other) as b:
+def test_two_engines_side_by_side(folder, tmp_path, device):
+    other, options = write_model(tmp_path, seed=1), {"device": device, "num_blocks": 50}
+    with LLM(folder, **options) as a, LLM(other, **options) as b:
         alone = [generate(engine, ["abc"], GREEDY)[0].token_ids for engine in (a, b)]
         results = {}
         threads = [

@@ -50,6 +50,7 @@ class Engine:
         self.host_slots = [STALE] * (num_host_blocks * block_size)
         self.sequences: list[Sequence] = []
         self.num_computed = 0  # tokens, recomputation included
+        self.bad_tokens: frozenset[int] = frozenset()  # in place of which the sampler has none
 
     def submit(self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -96,7 +97,7 @@ class Engine:
                 slot = arrays.block_tables[i][position // size] * size + position % size
                 assert self.slots[slot] == tuple(tokens[: position + 1]), f"sequence {seq.id} at {position}"
             if i in step.sampled:
-                sampled.append(next_token(tokens))
+                sampled.append(-1 if next_token(tokens) in self.bad_tokens else next_token(tokens))
         self.num_computed += row
         sequences = [step.sequences[i] for i in step.sampled]
         assert step.is_same_batch == (step.num_decodes == len(step.sequences) and sequences == self.launched[0])
@@ -127,8 +128,8 @@ class Engine:
             self.step()
         assert not self.scheduler.has_work and not self.in_flight, "some request starves"
         for seq in self.sequences:
-            assert list(seq.tokens) == expected_tokens(seq)
-            assert seq.finish_reason == ("stop" if seq.tokens[-1] in seq.eos_token_ids else "length")
+            tokens, reason = expected_end(seq, self.bad_tokens)
+            assert (list(seq.tokens), seq.finish_reason) == (tokens, reason)
         assert self.manager.num_free_blocks == self.manager.num_blocks
         assert self.manager.num_free_host_blocks == self.manager.num_host_blocks
         assert len(self.manager) == 0
@@ -138,20 +139,23 @@ def next_token(tokens) -> int:
     return hash(tuple(tokens)) % 1000
 
 
-def expected_tokens(seq: Sequence) -> list[int]:
+def expected_end(seq: Sequence, bad_tokens: frozenset[int] = frozenset()) -> tuple[list[int], str]:
     tokens = list(seq.tokens[: seq.num_prompt_tokens])
     for _ in range(seq.params.max_tokens):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in seq.eos_token_ids:
-            break
-    return tokens
+        token = next_token(tokens)
+        if token in bad_tokens:
+            return tokens, "error"
+        tokens.append(token)
+        if token in seq.eos_token_ids:
+            return tokens, "stop"
+    return tokens, "length"
 
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("case", range(30))
 def test_random_traffic(seed, case, caching, behind):
-    """Arrivals, shared prefixes, chunks, early ends, preemption by recomputing and swapping, in all mixes."""
+    """Arrivals, shared prefixes, chunks, ends early, late and in error, both kinds of preemption, in all mixes."""
     rng = random.Random(f"{seed} {case}")
     block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
     num_seqs = rng.choice([1, 3, 8])
@@ -167,6 +171,7 @@ def test_random_traffic(seed, case, caching, behind):
         behind=behind,
         num_host_blocks=num_host_blocks,
     )
+    engine.bad_tokens = frozenset(rng.sample(range(1000), rng.choice([0, 20])))
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for _ in range(25):
         prompt = rng.choice(common)[: rng.randint(0, 40)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]

@@ -151,7 +151,7 @@ class LLM:
         self._runner.allocate(self.manager)
         if self.device != "cpu":
             used = self._count_memory("pool", used)
-            self._runner.capture()
+            self._runner.prepare_decodes()
             self._count_memory("graphs", used)
         self.scheduler = Scheduler(
             self.manager,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -84,10 +84,12 @@ class Arrays:
         part = self._memory[start : self.num_bytes]
         return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
 
-    def inputs(self, block_tables: Any, max_seqlen_q: int) -> StepInputs:
+    def inputs(
+        self, block_tables: Any, max_seqlen_q: int, plans: dict[tuple[int, int], Tensor] | None = None
+    ) -> StepInputs:
         batch = Batch(
             self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
-            max_seqlen_q,
+            max_seqlen_q, plans or {},
         )  # fmt: skip
         return StepInputs(batch, self.last_tokens, self.temperatures, self.seeds, self.next_positions)
 
@@ -98,6 +100,7 @@ class Decodes:
 
     host: list[Arrays]
     device: Arrays
+    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     graph: Graph | None = None
 
 
@@ -163,7 +166,8 @@ class ModelRunner:
         """Runs the largest steps on a pool of one page, so that what the operations need beside it is allocated."""
         self.caches = self._empty_caches(1, self.device)
         with self.stream:
-            self.run(self._idle_inputs(self.max_num_seqs))
+            self.run(self._idle_decodes(self.max_num_seqs)[1])
+            pagedkv.synchronize(self.device)
             num_tokens = len(self.buffers.hidden)
             host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
             host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
@@ -187,35 +191,34 @@ class ModelRunner:
         self.caches = self._empty_caches(manager.num_blocks, self.device)
         self.host_caches = self._empty_caches(manager.num_host_blocks, "cpu", pinned=self.is_gpu)
 
-    def capture(self) -> None:
-        """The graphs, which point to the pool."""
+    def prepare_decodes(self) -> None:
+        """What decodes of every batch size use, and the graphs, which point to the pool."""
         from tqdm import tqdm
 
-        if not self.has_graphs:
-            return
         with self.stream:
-            for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
-                inputs = self._idle_inputs(num_seqs)
-                self.run(inputs)  # what is chosen or allocated at an operation's first use
-                graph = Graph()
-                with graph.capture(self.stream):
-                    self.run(inputs)
-                self._decodes[num_seqs].graph = graph
-        self.stream.synchronize()
+            for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None if self.has_graphs else True):
+                decodes, inputs = self._idle_decodes(num_seqs)
+                self._decodes[num_seqs] = decodes
+                if self.has_graphs:
+                    self.run(inputs)  # what is chosen or allocated at an operation's first use
+                    decodes.graph = Graph()
+                    with decodes.graph.capture(self.stream):
+                        self.run(inputs)
+        pagedkv.synchronize(self.device)
 
-    def _idle_inputs(self, num_seqs: int) -> StepInputs:
-        """A decode of nothing but padding, uploaded."""
-        decodes = self._decodes_of(num_seqs)
+    def _new_decodes(self, num_seqs: int) -> Decodes:
+        sizes = (None, num_seqs, num_seqs)
+        return Decodes([Arrays(memory.numpy(), *sizes) for memory in self.host], Arrays(self.there, *sizes))
+
+    def _idle_decodes(self, num_seqs: int) -> tuple[Decodes, StepInputs]:
+        """On a GPU, with plans; and a step of nothing but padding."""
+        decodes, tables = self._new_decodes(num_seqs), self.block_tables[:num_seqs]
+        pagedkv.synchronize(self.device)  # the host's arrays may still be read
         pad(decodes.host[0], 0)
         self._upload(decodes.host[0], 0)
-        return decodes.device.inputs(self.block_tables[:num_seqs], 1)
-
-    def _decodes_of(self, num_seqs: int) -> Decodes:
-        if num_seqs not in self._decodes:
-            sizes = (None, num_seqs, num_seqs)
-            hosts = [Arrays(memory.numpy(), *sizes) for memory in self.host]
-            self._decodes[num_seqs] = Decodes(hosts, Arrays(self.there, *sizes))
-        return self._decodes[num_seqs]
+        batch = decodes.device.inputs(tables, 1).batch
+        decodes.plans = self.model.plans(batch, self.caches, self.buffers.first(num_seqs))
+        return decodes, decodes.device.inputs(tables, 1, decodes.plans)
 
     # --- a step
 
@@ -262,11 +265,13 @@ class ModelRunner:
         is_decode = num_decodes == num_seqs
         if is_decode:
             size = self.batch_sizes[bisect_left(self.batch_sizes, num_seqs)]
-            decodes = self._decodes_of(size)
-            host, there = decodes.host[self._turn], decodes.device
+            if size not in self._decodes:  # on the CPU
+                self._decodes[size] = self._new_decodes(size)
+            decodes = self._decodes[size]
+            host, there, plans = decodes.host[self._turn], decodes.device, decodes.plans
             pad(host, num_seqs)
         else:
-            size = num_seqs
+            size, plans = num_seqs, {}
             host = Arrays(self.host[self._turn].numpy(), num_tokens, num_seqs, num_rows)
             there = Arrays(self.there, num_tokens, num_seqs, num_rows)
             host.cu_seqlens_q[:] = arrays.cu_seqlens_q
@@ -292,7 +297,7 @@ class ModelRunner:
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, self._turn)
-        return there.inputs(self._upload_tables(arrays.block_tables, size), arrays.max_seqlen_q)
+        return there.inputs(self._upload_tables(arrays.block_tables, size), arrays.max_seqlen_q, plans)
 
     def _upload(self, host: Arrays, turn: int) -> None:
         if self.is_gpu:

@@ -13,7 +13,7 @@ x is called residual; the next norm does the addition (rms_norm(..., residual=x)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pagedkv
@@ -38,6 +38,7 @@ class Batch:
     context_lens: Any  # [num_seqs]
     cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
     max_seqlen_q: int
+    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by window, see Qwen3.plans()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Attention:
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
             window_size=self.window,
+            plan=batch.plans.get(self.window),
             out=out,
         )
         pagedkv.linear(buffers.attention, self.o_weight, self.o_bias, out=buffers.hidden)
@@ -171,9 +173,34 @@ class Qwen3:
     def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""
         pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
+        for window in batch.plans:
+            self._plan(window, batch, caches, buffers)
         for i, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, caches, strict=True)):
             layer.forward(batch, k_cache, v_cache, buffers, is_first=i == 0)
         return pagedkv.rms_norm(buffers.hidden, self.norm, self.eps, residual=buffers.residual, out=buffers.normed)
+
+    def plans(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> dict:
+        """How attention divides such a batch among a GPU's processors, for every window that a layer has.
+
+        With them in the batch, forward() plans once for all layers; without, each call of attention does it.
+        """
+        windows = {layer.attention.window for layer in self.layers}
+        return {window: self._plan(window, batch, caches, buffers) for window in windows}
+
+    def _plan(
+        self, window: tuple[int, int], batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers
+    ) -> Tensor:
+        attention = self.layers[0].attention
+        return pagedkv.plan_attention(
+            buffers.q.view((len(buffers.q), attention.num_q_heads, attention.head_dim)),
+            *caches[0],
+            batch.block_tables,
+            batch.context_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            window_size=window,
+            out=batch.plans.get(window),
+        )
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size]"""

@@ -1,0 +1,93 @@
+"""A pool of 60 % of the pages that nano-vllm's workload uses: preemption by recomputing and by swapping, greedy.
+
+    python benchmarks/preemption.py [--model 0.6B] [--device cuda] [--parts time tokens]
+
+time    the model's shape in its own dtype: seconds beside a pool that holds everything
+tokens  the same requests with two narrow layers in float32: how many have the same tokens as without preemption
+
+Tokens are compared in float32 only. In bfloat16 the sums of a row are rounded in an order that depends on how many rows a
+step has, and random weights have near-ties everywhere: there, half the seats, without any preemption, already
+give most requests other tokens ("half the seats" prints how many).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from engine import device_name
+from record import add_record_option, record
+
+from pagedkv import SamplingParams, bench
+
+NARROW = (256, 512, 2, 4, 2, True)  # a shape of pagedkv.bench
+SHARE = 0.6
+
+
+def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
+    """By kind of pool; every row beside "whole"."""
+    rows: dict[str, dict] = {}
+    tokens: dict[str, list[list[int]]] = {}
+    used = page_bytes = 0
+
+    def run(name: str, num_seqs: int = len(workload.prompts), **extra) -> None:
+        nonlocal used, page_bytes
+        with bench.make_llm(folder, workload, load_format="dummy", **options, **extra) as llm:
+            llm.scheduler.max_num_seqs = num_seqs
+            bench.warm_up(llm, workload)
+            swaps, llm.stats.peak_used_blocks = llm.scheduler.num_swaps, 0
+            result = bench.run(llm, workload)
+            num_swaps = llm.scheduler.num_swaps - swaps
+            used, page_bytes = used or llm.stats.peak_used_blocks, llm._page_bytes(llm.manager.block_size)
+        tokens[name] = [output.token_ids for output in result.outputs]
+        row = rows[name] = {
+            "num_blocks": llm.manager.num_blocks,
+            "seconds": result.seconds,
+            "preemptions": result.num_preemptions,
+            "swaps": num_swaps,
+            "same_tokens": sum(a == b for a, b in zip(tokens[name], tokens["whole"], strict=True)),
+        }
+        row["slowdown"] = result.seconds / rows["whole"]["seconds"]
+        print(
+            f"{name:<16}{row['num_blocks']:>8} pages  {result.seconds:6.2f} s ({row['slowdown']:.2f} x)  "
+            f"{result.num_preemptions:>4} preemptions, {num_swaps:>3} of them swaps; "
+            f"{row['same_tokens']} of {len(workload.prompts)} requests have the same tokens",
+            flush=True,
+        )
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = bench.write_shape(shape, Path(scratch))
+        run("whole")
+        run("half the seats", len(workload.prompts) // 2)
+        run("recompute", num_blocks=int(SHARE * used))
+        run("swap", num_blocks=int(SHARE * used), swap_space=used * page_bytes)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", choices=bench.SHAPES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", default=["time", "tokens"], choices=["time", "tokens"])
+    parser.add_argument("--num-requests", type=int, default=256)
+    add_record_option(parser)
+    parser.add_argument("--commit", help="where there is no git checkout")
+    args = parser.parse_args()
+    workload = bench.nano_bench(args.num_requests)
+    greedy = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=one.max_tokens) for one in workload.params]
+    workload = bench.Workload(workload.prompts, greedy)
+    bench.SHAPES["narrow"] = NARROW
+    parts = {"time": (args.model, {}), "tokens": ("narrow", {"dtype": "float32"})}
+    rows = []
+    for part in args.parts:
+        shape, options = parts[part]
+        print(f"{part}: {shape}, {options.get('dtype', 'bfloat16')}")
+        rows.append({"part": part, "shape": shape, **measure(shape, workload, device=args.device, **options)})
+    if not args.no_record:
+        extra = {"commit": args.commit} if args.commit else {}
+        record(f"preemption-{args.device}", rows, machine=device_name(args.device), **extra)
+
+
+if __name__ == "__main__":
+    main()

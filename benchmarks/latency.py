@@ -51,9 +51,10 @@ class Latency:
         seconds = self.generate([prompt], [1])[0].metrics.time_to_first_token
         return seconds * 1e3
 
-    def one(self) -> float:
+    def one(self) -> list[float]:
+        """Tokens a second, of several requests."""
         totals = [self.generate([self.prompt(128)], [512])[0].metrics.total_time for _ in range(REPEATS)]
-        return 512 / statistics.median(totals[1:])
+        return [512 / seconds for seconds in totals[1:]]
 
     def first(self) -> float:
         return statistics.median([self.first_token(self.prompt(128)) for _ in range(4 * REPEATS)][REPEATS:])
@@ -91,7 +92,8 @@ def _params(max_tokens: int) -> SamplingParams:
 
 def measure(llm: LLM, model: str, device: str) -> dict:
     latency, peer = Latency(llm), PEER.get(model, {})
-    one = latency.one()
+    runs = latency.one()
+    one = statistics.median(runs)
     print(f"{model}: batch 1, 128 in, 512 out: {one:,.0f} tokens/s (nano-vllm {peer.get('one', '-')})", flush=True)
     first = latency.first()
     print(f"{model}: first token of 128: {first:.2f} ms (nano-vllm {peer.get('first_ms', '-')})", flush=True)
@@ -106,6 +108,7 @@ def measure(llm: LLM, model: str, device: str) -> dict:
     return {
         "model": model,
         "one_tokens_per_second": one,
+        "one_runs": runs,
         "first_token_ms": first,
         "first_token_under_load_ms": load,
         "prefix_cold_ms": cold,

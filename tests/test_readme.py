@@ -1,9 +1,13 @@
-"""The README's examples run as they stand."""
+"""The README's examples run as they stand, and its figures are the recorded ones."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import report  # noqa: E402
 
 README = Path(__file__).parent.parent / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if README.exists() else []
@@ -24,3 +28,8 @@ def test_example(example, capsys):
         promised = re.match(r"print\(.*\)\s+# ([^:]*)", line)
         if promised:
             assert promised[1].strip() in printed, line
+
+
+def test_the_figures_are_the_recorded_ones():
+    """`python benchmarks/report.py --write` after a recording."""
+    assert f"{report.BEGIN}\n{report.table()}\n{report.END}" in README.read_text()

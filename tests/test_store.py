@@ -83,14 +83,17 @@ def test_shapes(num_tokens, num_kv_heads, head_dim, device, rng):
     np.testing.assert_array_equal(get(v_cache), expected[1])
 
 
-def test_many_tokens_over_threads(rng):
-    key = rng.standard_normal((3000, 4, 64)).astype(np.float32)
-    cache, other = np.full((100, 32, 4, 64), np.nan, np.float32), np.full((100, 32, 4, 64), np.nan, np.float32)
-    slots = rng.permutation(3200)[:3000]
-    pagedkv.store_kvcache(key, -key, cache, other, slots)
-    assert np.array_equal(cache.reshape(3200, 4, 64)[slots], key)
-    assert np.array_equal(other.reshape(3200, 4, 64)[slots], -key)
-    assert np.isnan(cache).sum() == 200 * 4 * 64
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_tokens(dtype, device, rng):
+    key = oracle.rounded(rng.standard_normal((3001, 4, 64)), dtype)
+    empty = np.full((100, 32, 4, 64), np.nan)
+    caches = [put(empty, device, dtype) for _ in "kv"]
+    slots = rng.permutation(3200)[:3001]
+    slots[rng.random(3001) < 0.1] = -1
+    pagedkv.store_kvcache(put(key, device, dtype), put(-key, device, dtype), *caches, put(slots, device))
+    expected = oracle.store_kvcache(key, -key, empty, empty, slots, cache_dtype=dtype)
+    np.testing.assert_array_equal(get(caches[0]), expected[0])
+    np.testing.assert_array_equal(get(caches[1]), expected[1])
 
 
 def test_a_slot_out_of_range_is_refused_before_anything_is_written(rng):

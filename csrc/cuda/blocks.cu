@@ -5,93 +5,76 @@
  * memory is read and written by the same kernel: a sequence's pages are thousands of pieces of 32 KB, each of which
  * would cost a copy of its own several microseconds. From pageable memory the driver copies through its own buffers.
  */
-#include "cuda/cuda.h"
+#include "cuda/pack.h"
 
 enum { PAIRS_PER_LAUNCH = 256, CACHES_PER_LAUNCH = 32, CTA_THREADS = 256 };
 
-/* A block's memory is gapless; the blocks may lie apart. */
-static size_t block_bytes_of(const pk_view *cache)
+/* From a pool to another, or to itself. A block's memory is gapless; the blocks may lie apart. */
+struct pool_pair {
+    const char *src;
+    char *dst;
+    int64_t block_bytes, src_stride, dst_stride; /* bytes */
+};
+
+static pool_pair pool_pair_of(const pk_blocks_args *args, int cache)
 {
-    if (cache->shape[0] == 0) return 0;
-    return (size_t)(pk_view_numel(cache) / cache->shape[0]) * pk_dtype_bytes(cache->dtype);
-}
-static int64_t block_stride_of(const pk_view *cache) /* in bytes */
-{
-    return cache->stride[0] * (int64_t)pk_dtype_bytes(cache->dtype);
+    const pk_view *src = &args->src[cache], *dst = &args->dst[cache];
+    int64_t bytes = (int64_t)pk_dtype_bytes(src->dtype), num_blocks = src->shape[0];
+    return {(const char *)src->data, (char *)dst->data, num_blocks ? pk_view_numel(src) / num_blocks * bytes : 0,
+            src->stride[0] * bytes, dst->stride[0] * bytes};
 }
 
-static void load_pair(const pk_blocks_args *args, int64_t i, int64_t *src, int64_t *dst)
+/* Which block of its pool: 2 * i is the source of pair i, 2 * i + 1 where it goes. */
+static int64_t block_at(const pk_blocks_args *args, int64_t i)
 {
-    *src = args->pairs_are_int64 ? ((const int64_t *)args->pairs)[2 * i] : ((const int32_t *)args->pairs)[2 * i];
-    *dst =
-        args->pairs_are_int64 ? ((const int64_t *)args->pairs)[2 * i + 1] : ((const int32_t *)args->pairs)[2 * i + 1];
+    return args->pairs_are_int64 ? ((const int64_t *)args->pairs)[i] : ((const int32_t *)args->pairs)[i];
 }
 
 // --- kernels
 
 struct copy_blocks_params {
-    const char *src[CACHES_PER_LAUNCH];
-    char *dst[CACHES_PER_LAUNCH];
-    size_t block_bytes[CACHES_PER_LAUNCH];
-    int64_t src_strides[CACHES_PER_LAUNCH], dst_strides[CACHES_PER_LAUNCH]; /* bytes */
-    int32_t pairs[PAIRS_PER_LAUNCH][2];
+    pool_pair pools[CACHES_PER_LAUNCH];
+    int32_t blocks[2 * PAIRS_PER_LAUNCH];
 };
 
 /* Grid: pieces of a block x pairs x caches. */
 template <typename Piece>
 __global__ void __launch_bounds__(CTA_THREADS) copy_blocks_kernel(const __grid_constant__ copy_blocks_params params)
 {
-    int cache = blockIdx.z;
-    const Piece *src = (const Piece *)(params.src[cache] + params.pairs[blockIdx.y][0] * params.src_strides[cache]);
-    Piece *dst = (Piece *)(params.dst[cache] + params.pairs[blockIdx.y][1] * params.dst_strides[cache]);
-    size_t i = (size_t)blockIdx.x * CTA_THREADS + threadIdx.x, step = (size_t)gridDim.x * CTA_THREADS;
-    for (; i < params.block_bytes[cache] / sizeof(Piece); i += step) dst[i] = src[i];
+    const pool_pair &pools = params.pools[blockIdx.z];
+    const Piece *src = (const Piece *)(pools.src + params.blocks[2 * blockIdx.y] * pools.src_stride);
+    Piece *dst = (Piece *)(pools.dst + params.blocks[2 * blockIdx.y + 1] * pools.dst_stride);
+    int64_t i = (int64_t)blockIdx.x * CTA_THREADS + threadIdx.x, step = (int64_t)gridDim.x * CTA_THREADS;
+    for (; i < pools.block_bytes / (int64_t)sizeof(Piece); i += step) dst[i] = src[i];
 }
 
 // --- launchers
 
-static pk_status copy_some(const pk_blocks_args *args, int first_cache, int num_caches, int64_t first_pair,
-                           int num_pairs, pk_stream stream, pk_error *err)
-{
-    copy_blocks_params params;
-    size_t largest = 0, alignment = 0; /* an or of everything that must be a multiple of a piece */
-    for (int i = 0; i < num_caches; i++) {
-        const pk_view *src = &args->src[first_cache + i], *dst = &args->dst[first_cache + i];
-        params.src[i] = (const char *)src->data;
-        params.dst[i] = (char *)dst->data;
-        params.block_bytes[i] = block_bytes_of(dst);
-        params.src_strides[i] = block_stride_of(src);
-        params.dst_strides[i] = block_stride_of(dst);
-        alignment |= (size_t)src->data | (size_t)dst->data | params.block_bytes[i] | (size_t)params.src_strides[i] |
-                     (size_t)params.dst_strides[i];
-        largest = params.block_bytes[i] > largest ? params.block_bytes[i] : largest;
-    }
-    if (largest == 0) return PK_OK;
-    for (int i = 0; i < num_pairs; i++) {
-        int64_t src, dst;
-        load_pair(args, first_pair + i, &src, &dst);
-        params.pairs[i][0] = (int32_t)src;
-        params.pairs[i][1] = (int32_t)dst;
-    }
-    size_t piece = alignment % 16 == 0 ? 16 : 1;
-    int64_t ctas = pk_ceil_div((int64_t)(largest / piece), CTA_THREADS * 4);
-    dim3 grid((unsigned)(ctas < 64 ? ctas : 64), (unsigned)num_pairs, (unsigned)num_caches);
-    auto kernel = piece == 16 ? copy_blocks_kernel<uint4> : copy_blocks_kernel<uint8_t>;
-    return pk_cuda_launch(err, "copy_blocks_kernel", kernel, grid, dim3(CTA_THREADS), 0, stream, params);
-}
-
+/* Launch after launch on one stream: where one pair's destination is a later pair's source, the order counts only
+ * inside a launch, and there it is undefined. */
 static pk_status copy_all(const pk_blocks_args *args, pk_stream stream, pk_error *err)
 {
-    /* Launch after launch on one stream: where one pair's destination is a later pair's source, the order counts only
-     * inside a launch, and there it is undefined. */
-    for (int64_t pair = 0; pair < args->num_pairs; pair += PAIRS_PER_LAUNCH) {
-        int64_t num_pairs = args->num_pairs - pair < PAIRS_PER_LAUNCH ? args->num_pairs - pair : PAIRS_PER_LAUNCH;
+    for (int64_t pair = 0; pair < args->num_pairs; pair += PAIRS_PER_LAUNCH)
         for (int cache = 0; cache < args->num_caches; cache += CACHES_PER_LAUNCH) {
-            int num_caches =
-                args->num_caches - cache < CACHES_PER_LAUNCH ? args->num_caches - cache : CACHES_PER_LAUNCH;
-            PK_TRY(copy_some(args, cache, num_caches, pair, (int)num_pairs, stream, err));
+            copy_blocks_params params;
+            int64_t largest = 0;
+            bool is_aligned = true;
+            int num_pairs = 0, num_caches = 0;
+            for (; num_pairs < PAIRS_PER_LAUNCH && pair + num_pairs < args->num_pairs; num_pairs++)
+                for (int i = 0; i < 2; i++)
+                    params.blocks[2 * num_pairs + i] = (int32_t)block_at(args, 2 * (pair + num_pairs) + i);
+            for (; num_caches < CACHES_PER_LAUNCH && cache + num_caches < args->num_caches; num_caches++) {
+                pool_pair pools = params.pools[num_caches] = pool_pair_of(args, cache + num_caches);
+                is_aligned = is_aligned && pk_are_multiples(16, pools.src, pools.dst, pools.block_bytes,
+                                                            pools.src_stride, pools.dst_stride);
+                largest = pools.block_bytes > largest ? pools.block_bytes : largest;
+            }
+            if (largest == 0) continue;
+            int64_t ctas = pk_ceil_div(largest / (is_aligned ? 16 : 1), CTA_THREADS * 4);
+            dim3 grid((unsigned)(ctas < 64 ? ctas : 64), (unsigned)num_pairs, (unsigned)num_caches);
+            auto kernel = is_aligned ? copy_blocks_kernel<uint4> : copy_blocks_kernel<uint8_t>;
+            PK_TRY(pk_cuda_launch(err, "copy_blocks_kernel", kernel, grid, dim3(CTA_THREADS), 0, stream, params));
         }
-    }
     return PK_OK;
 }
 
@@ -123,15 +106,12 @@ pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_e
     for (int i = 0; i < args->num_caches && is_near; i++)
         PK_TRY(is_reachable(&other[i], on_device->device.index, &is_near, err));
     if (is_near) return copy_all(args, stream, err);
-    for (int64_t pair = 0; pair < args->num_pairs; pair++) {
-        int64_t src, dst;
-        load_pair(args, pair, &src, &dst);
+    for (int64_t pair = 0; pair < args->num_pairs; pair++)
         for (int i = 0; i < args->num_caches; i++) {
-            char *to = (char *)args->dst[i].data + dst * block_stride_of(&args->dst[i]);
-            const char *from = (const char *)args->src[i].data + src * block_stride_of(&args->src[i]);
-            PK_CUDA(err,
-                    cudaMemcpyAsync(to, from, block_bytes_of(&args->dst[i]), cudaMemcpyDefault, (cudaStream_t)stream));
+            pool_pair pools = pool_pair_of(args, i);
+            PK_CUDA(err, cudaMemcpyAsync(pools.dst + block_at(args, 2 * pair + 1) * pools.dst_stride,
+                                         pools.src + block_at(args, 2 * pair) * pools.src_stride,
+                                         (size_t)pools.block_bytes, cudaMemcpyDefault, (cudaStream_t)stream));
         }
-    }
     return PK_OK;
 }

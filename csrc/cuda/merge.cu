@@ -2,21 +2,20 @@
  *
  *     lse = log sum_p exp(lse_p)        out = sum_p out_p * exp(lse_p - lse)
  *
- * One warp a row of one head: the few log-sum-exps sit in registers of every lane, the values are read once. A part
- * with lse -inf saw no key: it is skipped, so what it holds (NaN too) does not count.
+ * As many threads a row of one head as it has 16-byte pieces. A part with lse -inf saw no key: it is skipped, so what
+ * it holds (NaN too) does not count.
  */
-#include "cuda/cuda.h"
+#include "cuda/pack.h"
 
 // --- kernels
 
-enum { WARPS = 4 };
-
-template <typename T>
-__global__ void __launch_bounds__(WARPS * 32) merge_attention_states_kernel(const pk_merge_args args)
+template <typename T, bool IS_ALIGNED>
+__global__ void __launch_bounds__(128) merge_attention_states_kernel(const pk_merge_args args)
 {
-    int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, num_rows = args.num_tokens * args.num_heads;
+    using packed = pk_packed<T>;
+    constexpr int VEC = packed::COUNT;
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y, num_rows = args.num_tokens * args.num_heads;
     if (row >= num_rows) return;
-    int lane = threadIdx.x % 32;
     int64_t token = row / args.num_heads, head = row - token * args.num_heads;
     const float *part_lses = args.part_lses + head * args.num_tokens + token;
 
@@ -26,18 +25,20 @@ __global__ void __launch_bounds__(WARPS * 32) merge_attention_states_kernel(cons
     for (int64_t part = 0; part < args.num_parts; part++) sum += expf(part_lses[part * num_rows] - base);
     float lse = max_lse == -INFINITY ? -INFINITY : base + logf(sum);
 
-    T *out = (T *)args.out + row * args.head_dim;
-    const T *parts = (const T *)args.parts + row * args.head_dim;
-    for (int64_t dim = lane; dim < args.head_dim; dim += 32) {
-        float value = 0;
+    for (int64_t dim = threadIdx.x * VEC; dim < args.head_dim; dim += blockDim.x * VEC) {
+        const T *parts = (const T *)args.parts + row * args.head_dim + dim;
+        float merged[VEC] = {};
+#pragma unroll 4
         for (int64_t part = 0; part < args.num_parts; part++) {
-            float part_lse = part_lses[part * num_rows];
-            if (part_lse != -INFINITY)
-                value += expf(part_lse - lse) * pk_to_float(parts[part * num_rows * args.head_dim + dim]);
+            float weight = expf(part_lses[part * num_rows] - lse), values[VEC];
+            packed::template load_streaming<IS_ALIGNED>(parts + part * num_rows * args.head_dim, args.head_dim - dim)
+                .unpack(values);
+#pragma unroll
+            for (int i = 0; i < VEC; i++) merged[i] += weight > 0 ? weight * values[i] : 0;
         }
-        out[dim] = pk_from_float<T>(value);
+        packed::pack(merged).template store<IS_ALIGNED>((T *)args.out + row * args.head_dim + dim, args.head_dim - dim);
     }
-    if (args.lse && lane == 0) args.lse[head * args.num_tokens + token] = lse;
+    if (args.lse && threadIdx.x == 0) args.lse[head * args.num_tokens + token] = lse;
 }
 
 // --- launchers
@@ -50,7 +51,13 @@ pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream st
     if (scope.status != PK_OK) return scope.status;
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        return PK_CUDA_LAUNCH(err, merge_attention_states_kernel<T>, dim3((unsigned)pk_ceil_div(num_rows, WARPS)),
-                              dim3(WARPS * 32), 0, stream, *args);
+        constexpr int64_t VEC = 16 / sizeof(T);
+        bool is_aligned = args->head_dim % VEC == 0 && pk_is_aligned(args->parts, 16) && pk_is_aligned(args->out, 16);
+        int64_t pieces = pk_ceil_div(args->head_dim, VEC);
+        dim3 cta((unsigned)(pieces < 32 ? pieces : 32));
+        cta.y = 128 / cta.x;
+        auto kernel = is_aligned ? merge_attention_states_kernel<T, true> : merge_attention_states_kernel<T, false>;
+        return pk_cuda_launch(err, "merge_attention_states_kernel", kernel, pk_cuda_grid(pk_ceil_div(num_rows, cta.y)),
+                              cta, 0, stream, *args);
     });
 }

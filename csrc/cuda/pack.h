@@ -1,74 +1,111 @@
 /* pack.h - 16 bytes of a float dtype as four registers, to and from float.
  *
  * An array of 16-bit elements tends to be kept one element a register; rows that wait in registers stay packed instead,
- * and are unpacked where they are used. Two halves convert in one instruction.
+ * and are unpacked where they are used. Two halves are converted, and multiplied, by one instruction.
  */
 #ifndef PK_CUDA_PACK_H
 #define PK_CUDA_PACK_H
 
 #include "cuda/cuda.h"
 
+/* The line of 128 bytes at `pointer`, which need not be readable. */
+__device__ static inline void pk_prefetch_to_l2(const void *pointer)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
+/* Whether all pointers and sizes are multiples of `of`. */
+template <typename... Values>
+static inline bool pk_are_multiples(size_t of, Values... values)
+{
+    return (((size_t)values % of == 0) && ...);
+}
+
+__device__ static inline float2 pk_to_floats(__half2 x) { return __half22float2(x); }
+__device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instructions than __bfloat1622float2 */
+{
+    uint32_t bits = *(uint32_t *)&x;
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
 template <typename T>
 struct pk_packed {
     static constexpr int COUNT = 16 / sizeof(T);
+    using word = std::conditional_t<std::is_same_v<T, float>, float,
+                                    std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>>;
     uint4 bits;
 
-    __device__ static pk_packed load(const T *from) { return {*(const uint4 *)from}; }
-    /* What is read once and not soon again: leaves the L1 to weights and tables. */
-    __device__ static pk_packed load_streaming(const T *from) { return {__ldcs((const uint4 *)from)}; }
-    __device__ void store(T *to) const { *(uint4 *)to = bits; }
+    __device__ word &operator[](int i) { return ((word *)&bits)[i]; }
+    __device__ const word &operator[](int i) const { return ((const word *)&bits)[i]; }
+
+    template <bool IS_ALIGNED = true>
+    __device__ static pk_packed load(const T *from, int64_t count = COUNT)
+    {
+        if constexpr (IS_ALIGNED)
+            return {*(const uint4 *)from};
+        else
+            return load_streaming<false>(from, count);
+    }
+
+    /* What is read once and not soon again: leaves the L1 to weights and tables. Where it may not be aligned: the first
+     * `count` elements one by one, the others are 0. */
+    template <bool IS_ALIGNED = true>
+    __device__ static pk_packed load_streaming(const T *from, int64_t count = COUNT)
+    {
+        if constexpr (IS_ALIGNED) {
+            return {__ldcs((const uint4 *)from)};
+        } else {
+            pk_packed x = {};
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                if (i < count) ((T *)&x)[i] = from[i];
+            return x;
+        }
+    }
+    template <bool IS_ALIGNED = true>
+    __device__ void store(T *to, int64_t count = COUNT) const
+    {
+        if constexpr (IS_ALIGNED) {
+            *(uint4 *)to = bits;
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                if (i < count) to[i] = ((const T *)this)[i];
+        }
+    }
 
     __device__ void unpack(float x[COUNT]) const
     {
-        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (std::is_same_v<T, float>) {
-                x[i] = __uint_as_float(words[i]);
-            } else if constexpr (std::is_same_v<T, __half>) {
-                float2 pair = __half22float2(*(const __half2 *)&words[i]);
-                x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+                x[i] = (*this)[i];
             } else {
-                x[2 * i] = __uint_as_float(words[i] << 16);
-                x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+                float2 pair = pk_to_floats((*this)[i]);
+                x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
             }
         }
     }
     __device__ static pk_packed pack(const float x[COUNT])
     {
-        uint32_t words[4];
+        pk_packed packed;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if constexpr (std::is_same_v<T, float>) {
-                words[i] = __float_as_uint(x[i]);
-            } else if constexpr (std::is_same_v<T, __half>) {
-                __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-                words[i] = *(const uint32_t *)&pair;
-            } else {
-                __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-                words[i] = *(const uint32_t *)&pair;
-            }
+            if constexpr (std::is_same_v<T, float>)
+                packed[i] = x[i];
+            else if constexpr (std::is_same_v<T, __half>)
+                packed[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+            else
+                packed[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
         }
-        return {{words[0], words[1], words[2], words[3]}};
+        return packed;
     }
-    /* The products, rounded to T: of halves one instruction for two, and the same bits as the product in float rounded.
-     */
+    /* The products, rounded to T: the same bits as the product in float rounded. */
     __device__ pk_packed operator*(const pk_packed &other) const
     {
         pk_packed product;
-        const uint32_t a[4] = {bits.x, bits.y, bits.z, bits.w},
-                       b[4] = {other.bits.x, other.bits.y, other.bits.z, other.bits.w};
-        uint32_t *c[4] = {&product.bits.x, &product.bits.y, &product.bits.z, &product.bits.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if constexpr (std::is_same_v<T, float>) {
-                *c[i] = __float_as_uint(__uint_as_float(a[i]) * __uint_as_float(b[i]));
-            } else {
-                using pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-                pair x = __hmul2(*(const pair *)&a[i], *(const pair *)&b[i]);
-                *c[i] = *(const uint32_t *)&x;
-            }
-        }
+        for (int i = 0; i < 4; i++) product[i] = (*this)[i] * other[i];
         return product;
     }
 };

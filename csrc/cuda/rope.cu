@@ -1,16 +1,16 @@
 /* rope.cu - qk_norm_rope_store: what stands between a fused qkv projection and attention, in one pass over it.
  *
- * A CTA is a token (a grid of tokens, so that the cost does not depend on the cache). A head is spread over `lanes`
- * threads that hold 16 bytes of its lower half and the 16 bytes half a head further, so both numbers of every rotated
- * pair are in one thread, and the norm's sum is a shuffle among a few lanes. A thread takes the same place of several
- * heads: 64 bytes in flight, asked for before position and slot are known. Keys and values are written by the row
- * writer of store_kvcache. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32
- * and rounds once. On an H200, 16,384 tokens of 32/8 heads of 128: 3,455 GB/s where a copy makes 4,230; what is missing
- * is the wait for position, then angles, at the start of each CTA. Other head_dims and unaligned views: a warp a head,
- * element by element.
+ * A head is spread over a few threads that hold 16 bytes of its lower half and the 16 bytes half a head further, so
+ * both numbers of every rotated pair are in one thread, and the norm's sum is a shuffle among those threads. A thread
+ * keeps its place of its head and walks over tokens, a grid's width apart: what depends on the head is computed once,
+ * and the next token's numbers, position and slot are under way while this one's are used. CTAs are small, so that the
+ * few tokens of a decode step are spread over many SMs. Keys and values are written as store_kvcache does. Rounding
+ * follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32 and rounds once. Views that are not
+ * 16-byte aligned, and halves that are no whole pieces, take the same path element by element.
  */
-#include "cuda/pack.h"
 #include "cuda/store.h"
+
+enum { CTA_THREADS = 128, THREADS_PER_SM = 768 };
 
 // --- kernels
 
@@ -23,222 +23,160 @@ __device__ static inline void check_token(const pk_qk_norm_rope_store_args &args
         pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
 }
 
-enum { MAX_HEAD_DIM = 512 }; /* of the vector path: 32 lanes of two times 8 halves */
-
 /* Heads of a qkv row in their order: the queries, the keys, the values. */
 enum head_kind { QUERY, KEY, VALUE };
 
-__device__ static inline head_kind kind_of(const pk_qk_norm_rope_store_args &args, int head)
-{
-    return head < args.num_q_heads ? QUERY : head < args.num_q_heads + args.store.num_kv_heads ? KEY : VALUE;
-}
+/* A thread's part of a head: a piece of the lower half and the same piece of the upper half. */
+template <typename T>
+struct head_piece {
+    pk_packed<T> low, high;
+
+    template <bool IS_ALIGNED>
+    __device__ static head_piece load(const T *from, int half, int count)
+    {
+        return {pk_packed<T>::template load<IS_ALIGNED>(from, count),
+                pk_packed<T>::template load<IS_ALIGNED>(from + half, count)};
+    }
+};
 
 /* x * scale, rounded, * weight, rounded: what rms_norm does to a piece. */
 template <typename T>
-__device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scale, const T *weight)
+__device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scale, const pk_packed<T> &weight)
 {
 #pragma unroll
     for (int i = 0; i < pk_packed<T>::COUNT; i++) x[i] *= scale;
-    (pk_packed<T>::pack(x) * pk_packed<T>::load(weight)).unpack(x);
+    (pk_packed<T>::pack(x) * weight).unpack(x);
 }
 
-/* 16 bytes to shared memory. */
-__device__ static inline void copy_async(void *to, const void *from)
-{
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from)
-                 : "memory");
-}
-
-/* Every pair (a[i], b[i]) by its angle. The angles wait in shared memory: 64 bytes of them in registers spilled. */
-template <int VEC>
-__device__ static inline void rotate(float a[VEC], float b[VEC], const float *cosines, const float *sines)
-{
-#pragma unroll
-    for (int first = 0; first < VEC; first += 4) {
-        float4 c = *(const float4 *)(cosines + first), s = *(const float4 *)(sines + first);
-        const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float low = a[first + i], high = b[first + i];
-            a[first + i] = low * cosine[i] - high * sine[i];
-            b[first + i] = high * cosine[i] + low * sine[i];
-        }
-    }
-}
-
-template <typename T, typename Cache, int HEADS>
-__global__ void __launch_bounds__(512, 2)
-    qk_norm_rope_store_kernel(const pk_qk_norm_rope_store_args args, pk_cuda_bad_id *bad_id)
+/* Grid: tokens x groups of heads. */
+template <typename T, typename Cache, bool IS_ALIGNED>
+__global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
+    qk_norm_rope_store_kernel(const __grid_constant__ pk_qk_norm_rope_store_args args, pk_cuda_bad_id *bad_id)
 {
     using packed = pk_packed<T>;
+    using piece = head_piece<T>;
     constexpr int VEC = packed::COUNT;
     const pk_store_args &store = args.store;
-    int64_t token = blockIdx.x;
-    int head_dim = (int)store.head_dim, half = head_dim / 2, dim = threadIdx.x * VEC;
     int num_q_heads = (int)args.num_q_heads, num_kv_heads = (int)store.num_kv_heads;
-    int num_heads = num_q_heads + 2 * num_kv_heads, stride = blockDim.y;
+    int head_dim = (int)store.head_dim, half = head_dim / 2, dim = threadIdx.x * VEC, count = half - dim;
+    int head = blockIdx.y * blockDim.y + threadIdx.y;
+    head_kind kind = head < num_q_heads ? QUERY : head < num_q_heads + num_kv_heads ? KEY : VALUE;
+    int kv_head = head - num_q_heads - (kind == VALUE ? num_kv_heads : 0);
+    bool is_mine = head < num_q_heads + 2 * num_kv_heads && count > 0, is_turned = is_mine && kind != VALUE;
+    bool has_norm = args.q_weight && is_turned, is_fp8 = sizeof(Cache) < sizeof(T) && kind != QUERY;
+    float one_over_dim = 1.0f / (float)head_dim;
+
+    const T *qkv = (const T *)args.qkv + head * head_dim + dim;
+    const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
+    /* Where the head goes: the queries as if to a cache whose slots are the tokens. */
+    char *out = (char *)((T *)args.q_out + head * head_dim + dim);
+    int64_t slot_stride = num_q_heads * head_dim, block_stride = slot_stride * store.block_size;
+    if (kind != QUERY) {
+        out = (char *)((Cache *)(kind == KEY ? store.k_cache : store.v_cache) + dim +
+                       kv_head * (kind == KEY ? store.k_head_stride : store.v_head_stride));
+        slot_stride = kind == KEY ? store.k_slot_stride : store.v_slot_stride;
+        block_stride = kind == KEY ? store.k_block_stride : store.v_block_stride;
+    }
+    if (has_norm && blockIdx.x == 0) {
+        pk_prefetch_to_l2(weight);
+        pk_prefetch_to_l2(weight + half);
+    }
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    const T *qkv = (const T *)args.qkv + token * args.qkv_stride + dim;
-    T *q_out = (T *)args.q_out + token * num_q_heads * head_dim + dim;
-    packed low[HEADS], high[HEADS];
-    auto load_heads = [&](int first) {
+
+    int64_t token = blockIdx.x, slot = pk_load_slot(store, token);
+    int position = args.positions[token];
+    piece x = {};
+    if (is_mine) x = piece::template load<IS_ALIGNED>(qkv + token * args.qkv_stride, half, count);
+    pk_cache_divisor divisor(kind == KEY ? store.k_scale : store.v_scale, is_fp8 && is_mine, kv_head);
+    while (true) {
+        bool is_valid = position >= 0 && position < args.max_positions;
+        piece weights = {}; /* from L1 again, where registers are few */
+        if (has_norm) weights = piece::template load<IS_ALIGNED>(weight, half, count);
+        float cosine[VEC] = {}, sine[VEC] = {};
+        if (is_valid && is_turned) {
+            const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            int head = first + h * stride + threadIdx.y;
-            low[h] = high[h] = packed();
-            if (head >= num_heads) continue;
-            low[h] = packed::load_streaming(qkv + head * head_dim);
-            high[h] = packed::load_streaming(qkv + head * head_dim + half);
+            for (int i = 0; i < VEC; i += 4) {
+                head_piece<float> some = head_piece<float>::template load<IS_ALIGNED>(angles + i, half, count - i);
+                some.low.unpack(cosine + i);
+                some.high.unpack(sine + i);
+            }
         }
-    };
-    load_heads(0); /* under way before the first look at position and slot */
-    int64_t slot = pk_load_slot(store, token), position = args.positions[token];
-    bool is_valid = position >= 0 && position < args.max_positions;
-    pk_cache_row cache_row;
-    bool is_stored = pk_find_cache_row(store, slot, &cache_row);
-    __shared__ float4 angles[MAX_HEAD_DIM / 4]; /* the position's row: every cos, then every sin */
-    if (is_valid)
-        for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < head_dim / 4; i += blockDim.x * blockDim.y)
-            copy_async(&angles[i], args.cos_sin + position * head_dim + 4 * i);
-    const float *cosine = (const float *)angles + dim;
-    /* All threads make the same number of rounds: the shuffles need whole warps. */
-    for (int first = 0; first < num_heads; first += HEADS * stride) {
-        if (first > 0) load_heads(first);
+        int64_t next = token + gridDim.x, next_slot = -1;
+        int next_position = -1;
+        piece next_x = {};
+        if (next < store.num_tokens) {
+            if (is_mine) next_x = piece::template load<IS_ALIGNED>(qkv + next * args.qkv_stride, half, count);
+            next_slot = pk_load_slot(store, next);
+            next_position = args.positions[next];
+        }
+        float a[VEC], b[VEC], scale = 1;
+        x.low.unpack(a);
+        x.high.unpack(b);
+        if (args.q_weight) { /* whole warps, values too: the shuffles need them */
+            float low_sum = 0, high_sum = 0;
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            int head = first + h * stride + threadIdx.y;
-            head_kind kind = kind_of(args, head);
-            float a[VEC], b[VEC];
-            low[h].unpack(a);
-            high[h].unpack(b);
+            for (int i = 0; i < VEC; i++) {
+                low_sum = fmaf(a[i], a[i], low_sum);
+                high_sum = fmaf(b[i], b[i], high_sum);
+            }
+            float sum = low_sum + high_sum;
+            for (int offset = blockDim.x / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+            scale = rsqrtf(fmaf(sum, one_over_dim, args.eps));
+        }
+        if (is_turned) {
             if (args.q_weight) {
-                float sum = 0;
+                normalise<T>(a, scale, weights.low);
+                normalise<T>(b, scale, weights.high);
+            }
 #pragma unroll
-                for (int i = 0; i < VEC; i++) sum += a[i] * a[i] + b[i] * b[i];
-                for (int offset = blockDim.x / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-                float scale = rsqrtf(sum / (float)head_dim + args.eps);
-                if (kind != VALUE && head < num_heads) {
-                    const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
-                    normalise<T>(a, scale, weight);
-                    normalise<T>(b, scale, weight + half);
-                }
+            for (int i = 0; i < VEC; i++) {
+                float low = a[i], high = b[i];
+                a[i] = fmaf(low, cosine[i], -(high * sine[i]));
+                b[i] = fmaf(high, cosine[i], low * sine[i]);
             }
-            if (first == 0 && h == 0) { /* the angles arrived while the first head was normalised */
-                asm volatile("cp.async.wait_all;" ::: "memory");
-                __syncthreads();
-            }
-            if (head >= num_heads) continue;
-            if (kind != VALUE && is_valid) {
-                rotate<VEC>(a, b, cosine, cosine + half);
-                low[h] = packed::pack(a);
-                high[h] = packed::pack(b);
-            }
-            if (kind == QUERY) {
-                (is_valid ? low[h] : packed()).store(q_out + head * head_dim);
-                (is_valid ? high[h] : packed()).store(q_out + head * head_dim + half);
-            } else if (is_stored && is_valid) {
-                int kv_head = head - num_q_heads - (kind == VALUE ? num_kv_heads : 0);
-                const pk_scale_arg &kv_scale = kind == KEY ? store.k_scale : store.v_scale;
-                Cache *to = kind == KEY ? (Cache *)store.k_cache + cache_row.k_at + kv_head * store.k_head_stride
-                                        : (Cache *)store.v_cache + cache_row.v_at + kv_head * store.v_head_stride;
-                pk_write_cache(to + dim, *(const pk_vec<T, VEC> *)&low[h], kv_scale, kv_head);
-                pk_write_cache(to + half + dim, *(const pk_vec<T, VEC> *)&high[h], kv_scale, kv_head);
-            }
+            x = is_valid ? piece{packed::pack(a), packed::pack(b)} : piece{};
         }
+        bool is_stored = is_mine && (kind == QUERY || (is_valid && pk_is_slot(store, slot)));
+        char *to = out + pk_cache_offset(store, kind == QUERY ? token : slot, block_stride, slot_stride) *
+                             (int)(is_fp8 ? sizeof(Cache) : sizeof(T));
+        if (is_stored && is_fp8) {
+            pk_write_cache<IS_ALIGNED>((Cache *)to, x.low, count, divisor);
+            pk_write_cache<IS_ALIGNED>((Cache *)to + half, x.high, count, divisor);
+        } else if (is_stored) {
+            x.low.template store<IS_ALIGNED>((T *)to, count);
+            x.high.template store<IS_ALIGNED>((T *)to + half, count);
+        }
+        if (head == 0 && threadIdx.x == 0) check_token(args, token, slot, position, bad_id);
+        if (next >= store.num_tokens) break;
+        token = next, slot = next_slot, position = next_position, x = next_x;
     }
-    if (threadIdx.x == 0 && threadIdx.y == 0) check_token(args, token, slot, position, bad_id);
-}
-
-/* Any even head_dim, any alignment: a warp a head. */
-template <typename T, typename Cache>
-__global__ void __launch_bounds__(256)
-    qk_norm_rope_store_any_kernel(const pk_qk_norm_rope_store_args args, pk_cuda_bad_id *bad_id)
-{
-    using one = pk_vec<T, 1>;
-    const pk_store_args &store = args.store;
-    int64_t token = blockIdx.x, head_dim = store.head_dim, half = head_dim / 2;
-    int64_t num_q_heads = args.num_q_heads, num_heads = num_q_heads + 2 * store.num_kv_heads;
-    int lane = threadIdx.x % 32;
-    int64_t slot = pk_load_slot(store, token), position = args.positions[token];
-    bool is_valid = position >= 0 && position < args.max_positions;
-    pk_cache_row cache_row;
-    bool is_stored = pk_find_cache_row(store, slot, &cache_row);
-    const float *cosine = args.cos_sin + (is_valid ? position : 0) * head_dim, *sine = cosine + half;
-
-    for (int head = threadIdx.x / 32; head < num_heads; head += blockDim.x / 32) {
-        head_kind kind = kind_of(args, head);
-        int kv_head = (int)(head - num_q_heads - (kind == VALUE ? store.num_kv_heads : 0));
-        const T *x = (const T *)args.qkv + token * args.qkv_stride + head * head_dim;
-        const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight);
-        float sum = 0, scale = 1;
-        if (weight && is_valid) {
-            for (int64_t i = lane; i < head_dim; i += 32) sum += pk_to_float(x[i]) * pk_to_float(x[i]);
-#pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-            scale = rsqrtf(sum / (float)head_dim + args.eps);
-        }
-        for (int64_t i = lane; i < half; i += 32) {
-            one low = one(), high = one();
-            if (is_valid) low.at[0] = x[i], high.at[0] = x[i + half];
-            if (kind != VALUE && is_valid) {
-                float a = pk_to_float(low.at[0]), b = pk_to_float(high.at[0]);
-                if (weight) {
-                    a = pk_round<T>(pk_round<T>(a * scale) * pk_to_float(weight[i]));
-                    b = pk_round<T>(pk_round<T>(b * scale) * pk_to_float(weight[i + half]));
-                }
-                low.at[0] = pk_from_float<T>(a * cosine[i] - b * sine[i]);
-                high.at[0] = pk_from_float<T>(b * cosine[i] + a * sine[i]);
-            }
-            if (kind == QUERY) {
-                T *q_out = (T *)args.q_out + (token * num_q_heads + head) * head_dim;
-                q_out[i] = low.at[0];
-                q_out[i + half] = high.at[0];
-            } else if (is_stored && is_valid) {
-                const pk_scale_arg &kv_scale = kind == KEY ? store.k_scale : store.v_scale;
-                Cache *to = kind == KEY ? (Cache *)store.k_cache + cache_row.k_at + kv_head * store.k_head_stride
-                                        : (Cache *)store.v_cache + cache_row.v_at + kv_head * store.v_head_stride;
-                pk_write_cache(to + i, low, kv_scale, kv_head);
-                pk_write_cache(to + half + i, high, kv_scale, kv_head);
-            }
-        }
-    }
-    if (threadIdx.x == 0) check_token(args, token, slot, position, bad_id);
 }
 
 // --- launchers
-
-/* 16-byte pieces everywhere, and a head's lanes divide a warp. */
-static bool can_use_vectors(const pk_qk_norm_rope_store_args *args, int64_t vec)
-{
-    const pk_store_args *store = &args->store;
-    int64_t half = store->head_dim / 2, lanes = half / vec;
-    int64_t strides = half | args->qkv_stride | store->k_block_stride | store->k_slot_stride | store->k_head_stride |
-                      store->v_block_stride | store->v_slot_stride | store->v_head_stride;
-    size_t cache_bytes = (size_t)vec * pk_dtype_bytes(store->cache_dtype);
-    return strides % vec == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0 && pk_is_aligned(args->qkv, 16) &&
-           pk_is_aligned(args->q_weight, 16) && pk_is_aligned(args->k_weight, 16) && pk_is_aligned(args->cos_sin, 16) &&
-           pk_is_aligned(args->q_out, 16) && pk_is_aligned(store->k_cache, cache_bytes) &&
-           pk_is_aligned(store->v_cache, cache_bytes);
-}
 
 template <typename T, typename Cache>
 static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_device *device, pk_stream stream,
                         pk_error *err)
 {
-    dim3 grid = pk_cuda_grid(args->store.num_tokens), cta(256);
-    if (!can_use_vectors(args, 16 / sizeof(T)))
-        return pk_cuda_launch(err, "qk_norm_rope_store_any_kernel", qk_norm_rope_store_any_kernel<T, Cache>, grid, cta,
-                              0, stream, *args, device->bad_id);
-    /* Few tokens: a thread a place, for the shortest way through. Many: two heads a thread, for more in flight. */
-    bool is_few = args->store.num_tokens <= 4 * device->num_sms;
-    int64_t num_heads = args->num_q_heads + 2 * args->store.num_kv_heads;
-    int64_t lanes = args->store.head_dim / 2 / (16 / (int64_t)sizeof(T)),
-            whole_warps = 32 / lanes; /* heads of a warp */
-    int64_t slots = pk_ceil_div(is_few ? num_heads : pk_ceil_div(num_heads, 2), whole_warps) * whole_warps;
-    int64_t max_slots = 512 / lanes;
-    cta = dim3((unsigned)lanes, (unsigned)(slots < max_slots ? slots : max_slots));
-    auto kernel = is_few ? qk_norm_rope_store_kernel<T, Cache, 1> : qk_norm_rope_store_kernel<T, Cache, 2>;
+    constexpr int64_t VEC = 16 / sizeof(T);
+    int64_t num_tokens = args->store.num_tokens, num_heads = args->num_q_heads + 2 * args->store.num_kv_heads;
+    int64_t pieces = pk_ceil_div(args->store.head_dim / 2, VEC);
+    if (pieces > 32)
+        return pk_fail(err, PK_EUNSUPPORTED, "qk_norm_rope_store: head_dim is %lld but CUDA takes up to %lld of %s",
+                       (long long)args->store.head_dim, (long long)(64 * VEC), pk_dtype_name(args->store.dtype));
+    dim3 cta(1);
+    while (cta.x < pieces) cta.x *= 2;
+    int64_t threads = pk_ceil_div(num_heads * cta.x, 32) * 32; /* of a token, in whole warps */
+    cta.y = (unsigned)(threads < CTA_THREADS ? threads : CTA_THREADS) / cta.x;
+    int64_t head_groups = pk_ceil_div(num_heads, cta.y);
+    int64_t resident = pk_ceil_div((int64_t)device->num_sms * (THREADS_PER_SM / CTA_THREADS), head_groups);
+    dim3 grid((unsigned)(num_tokens < resident ? num_tokens : resident), (unsigned)head_groups);
+    bool is_aligned = pk_caches_take(&args->store, VEC) &&
+                      pk_are_multiples(VEC, args->store.head_dim / 2, args->qkv_stride) &&
+                      pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out);
+    auto kernel = is_aligned ? qk_norm_rope_store_kernel<T, Cache, true> : qk_norm_rope_store_kernel<T, Cache, false>;
     return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", kernel, device, grid, cta, 0, stream, *args,
                                 device->bad_id);
 }

@@ -189,19 +189,17 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
                                  pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err)
 {
     PK_TRY(fill_shape(args, filter, device, shape, err));
-    /* The counters have a place of their own, whatever the shape: they are zero whoever ran before. */
-    constexpr size_t MAX_ARRIVALS = 1 << 20, COUNTER_BYTES = MAX_ARRIVALS * sizeof(unsigned int);
     size_t slots = (size_t)shape->max_slots * args->num_kv_heads;
-    if (slots > MAX_ARRIVALS)
+    if (slots > PK_SCRATCH_COUNTERS)
         return pk_fail(err, PK_EUNSUPPORTED, "attention: num_splits is %d but %lld sequences x %lld heads are too many",
                        args->num_splits, (long long)args->num_seqs, (long long)args->num_kv_heads);
     size_t unit_bytes = shape->num_units * sizeof(attention_unit);
     size_t partial_bytes = slots * (2 + shape->head_dim) * shape->rows * sizeof(float);
-    void *data;
-    PK_TRY(pk_cuda_workspace(device, stream, COUNTER_BYTES + unit_bytes + partial_bytes, &data, err));
-    workspace->arrivals = (unsigned int *)data;
-    workspace->units = (attention_unit *)((char *)data + COUNTER_BYTES);
-    workspace->partials = (float *)((char *)data + COUNTER_BYTES + unit_bytes);
+    pk_cuda_scratch scratch;
+    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err, unit_bytes + partial_bytes));
+    workspace->arrivals = scratch.counters;
+    workspace->units = (attention_unit *)scratch.data;
+    workspace->partials = (float *)((char *)scratch.data + unit_bytes);
     return PK_OK;
 }
 

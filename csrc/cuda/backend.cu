@@ -20,19 +20,12 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
 
 // --- devices
 
-enum {
-    MAX_DEVICES = 64,
-    MAX_WORKSPACES = 512,
-    MIN_WORKSPACE = 24 << 20 /* bytes: holds any call without num_splits */
-};
+enum { MAX_DEVICES = 64, MAX_PIECES = 512 };
 
-enum workspace_use { FOR_ATTENTION, FOR_DENSE, OUTGROWN };
-
-struct stream_workspace {
+struct scratch_piece {
     pk_stream stream;
-    workspace_use use;
-    void *data;
-    size_t bytes;
+    pk_cuda_scratch scratch; /* one allocation, the counters first */
+    size_t bytes;            /* of its data */
 };
 
 static struct device_state {
@@ -40,8 +33,8 @@ static struct device_state {
     bool is_ready;
     cudaStream_t own_stream;     /* never blocks with the legacy stream; for what belongs to no caller's stream */
     pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
-    stream_workspace workspaces[MAX_WORKSPACES];
-    int num_workspaces;
+    scratch_piece pieces[MAX_PIECES];
+    int num_pieces;
 } devices[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int known_device_count; /* 0: not known yet */
@@ -154,7 +147,7 @@ pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *er
 
 // --- memory
 
-static pk_status backend_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
+pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {
     *data = nullptr;
     pk_cuda_scope scope(device.index, err);
@@ -171,7 +164,7 @@ static pk_status backend_allocate(pk_device device, size_t bytes, void **data, p
                    bytes, free_bytes, total_bytes);
 }
 
-static void backend_release(pk_device device, void *data)
+void pk_cuda_release(pk_device device, void *data)
 {
     pk_cuda_scope scope(device.index, nullptr);
     pk_cuda_outside_capture relaxed;
@@ -180,85 +173,58 @@ static void backend_release(pk_device device, void *data)
     if (data && cudaFree(data) != cudaSuccess) cudaGetLastError();
 }
 
-static pk_status grow_workspace(device_state *state, stream_workspace *workspace, size_t bytes, pk_error *err)
+static pk_status find_scratch(device_state *state, pk_stream stream, size_t bytes, pk_cuda_scratch *scratch,
+                              pk_error *err)
 {
+    constexpr size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    for (int i = 0; i < state->num_pieces; i++)
+        if (state->pieces[i].stream == stream && state->pieces[i].bytes >= bytes) {
+            *scratch = state->pieces[i].scratch;
+            return PK_OK;
+        }
+    if (state->num_pieces == MAX_PIECES)
+        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
+                       state->device.index, (int)MAX_PIECES);
     pk_cuda_outside_capture relaxed;
     void *data;
-    if (state->num_workspaces == MAX_WORKSPACES)
-        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
-                       state->device.index, (int)MAX_WORKSPACES);
-    bytes = bytes > MIN_WORKSPACE ? bytes : MIN_WORKSPACE;
-    PK_CUDA(err, cudaMalloc(&data, bytes));
-    PK_CUDA(err, cudaMemsetAsync(data, 0, bytes, state->own_stream));
+    PK_CUDA(err, cudaMalloc(&data, counter_bytes + bytes));
+    PK_CUDA(err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
     PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
-    if (workspace->data) /* the smaller one stays allocated: work in flight and graphs may use it */
-        state->workspaces[state->num_workspaces++] = {workspace->stream, OUTGROWN, workspace->data, workspace->bytes};
-    workspace->data = data;
-    workspace->bytes = bytes;
+    *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
+    state->pieces[state->num_pieces++] = {stream, *scratch, bytes};
     return PK_OK;
 }
 
-static pk_status find_workspace(device_state *state, pk_stream stream, workspace_use use, size_t bytes, void **data,
-                                pk_error *err)
-{
-    stream_workspace *workspace = state->workspaces, *end = workspace + state->num_workspaces;
-    while (workspace < end && (workspace->stream != stream || workspace->use != use)) workspace++;
-    if (workspace == end) {
-        stream_workspace fresh = {stream, use, nullptr, 0};
-        PK_TRY(grow_workspace(state, &fresh, bytes, err));
-        *workspace = fresh;
-        state->num_workspaces++;
-    } else if (workspace->bytes < bytes) {
-        PK_TRY(grow_workspace(state, workspace, bytes, err));
-    }
-    *data = workspace->data;
-    return PK_OK;
-}
-
-pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err)
+pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err,
+                             size_t bytes)
 {
     pthread_mutex_lock(&lock);
-    pk_status status = find_workspace(&devices[device->index], stream, FOR_ATTENTION, bytes, data, err);
+    pk_status status = find_scratch(&devices[device->index], stream,
+                                    bytes > PK_SCRATCH_BYTES ? bytes : PK_SCRATCH_BYTES, scratch, err);
     pthread_mutex_unlock(&lock);
     return status;
 }
 
-void pk_cuda_release_workspaces(const pk_cuda_device *device, pk_stream stream)
+void pk_cuda_release_scratch(const pk_cuda_device *device, pk_stream stream)
 {
     device_state *state = &devices[device->index];
     pthread_mutex_lock(&lock);
-    for (int i = state->num_workspaces - 1; i >= 0; i--) {
-        stream_workspace *workspace = &state->workspaces[i];
-        if (workspace->stream != stream) continue;
-        if (cudaFree(workspace->data) != cudaSuccess) cudaGetLastError();
-        *workspace = state->workspaces[--state->num_workspaces];
+    for (int i = state->num_pieces - 1; i >= 0; i--) {
+        if (state->pieces[i].stream != stream) continue;
+        if (cudaFree(state->pieces[i].scratch.counters) != cudaSuccess) cudaGetLastError();
+        state->pieces[i] = state->pieces[--state->num_pieces];
     }
     pthread_mutex_unlock(&lock);
-}
-
-pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err)
-{
-    const size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
-    void *data = nullptr;
-    pthread_mutex_lock(&lock);
-    pk_status status =
-        find_workspace(&devices[device->index], stream, FOR_DENSE, counter_bytes + PK_SCRATCH_BYTES, &data, err);
-    pthread_mutex_unlock(&lock);
-    *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
-    return status;
 }
 
 // --- waiting, and what kernels reported
 
-static pk_status backend_synchronize(pk_device device, pk_error *err)
+pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
 {
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
-    PK_CUDA(err, cudaDeviceSynchronize());
-    return PK_OK;
+    return PK_ON_DEVICE(device, err, cudaDeviceSynchronize());
 }
 
-static pk_status backend_check_errors(pk_device device, pk_error *err)
+pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
 {
     /* Each may use, in this order: index, value, limit. */
     static const char *const formats[PK_NUM_BAD_KINDS] = {
@@ -275,7 +241,7 @@ static pk_status backend_check_errors(pk_device device, pk_error *err)
         "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)",
         "plan: made when sequence %lld had %lld keys, but context_lens has %lld now",
     };
-    PK_TRY(backend_synchronize(device, err));
+    PK_TRY(pk_cuda_synchronize(device, err));
     pk_cuda_scope scope(device.index, err);
     if (scope.status != PK_OK) return scope.status;
     device_state *state = &devices[device.index];
@@ -294,44 +260,5 @@ static pk_status backend_check_errors(pk_device device, pk_error *err)
     return pk_fail(err, PK_EVALUE, "%s (first of possibly many on cuda:%d)", what.message, device.index);
 }
 
-const pk_backend pk_cuda_backend = {
-    /* name */ "cuda",
-    /* allocate */ backend_allocate,
-    /* release */ backend_release,
-    /* synchronize */ backend_synchronize,
-    /* check_errors */ backend_check_errors,
-    /* copy */ pk_cuda_copy,
-    /* store_kvcache */ pk_cuda_store_kvcache,
-    /* attention */ pk_cuda_attention,
-    /* count_plan_rows */ pk_cuda_count_plan_rows,
-    /* plan_attention */ pk_cuda_plan_attention,
-    /* copy_blocks */ pk_cuda_copy_blocks,
-    /* swap_blocks */ pk_cuda_swap_blocks,
-    /* merge_attention_states */ pk_cuda_merge_attention_states,
-    /* gather */ pk_cuda_gather,
-    /* rms_norm */ pk_cuda_rms_norm,
-    /* linear */ pk_cuda_linear,
-    /* qk_norm_rope_store */ pk_cuda_qk_norm_rope_store,
-    /* silu_and_mul */ pk_cuda_silu_and_mul,
-    /* sample */ pk_cuda_sample,
-    /* take_sampled */ pk_cuda_take_sampled,
-    /* count_tokens */ pk_cuda_count_tokens,
-    /* token_logprobs */ pk_cuda_token_logprobs,
-    /* memory_info */ pk_cuda_memory_info,
-    /* allocate_pinned */ pk_cuda_allocate_pinned,
-    /* release_pinned */ pk_cuda_release_pinned,
-    /* stream_create */ pk_cuda_stream_create,
-    /* stream_destroy */ pk_cuda_stream_destroy,
-    /* stream_synchronize */ pk_cuda_stream_synchronize,
-    /* stream_wait */ pk_cuda_stream_wait,
-    /* event_create */ pk_cuda_event_create,
-    /* event_destroy */ pk_cuda_event_destroy,
-    /* event_record */ pk_cuda_event_record,
-    /* event_query */ pk_cuda_event_query,
-    /* event_synchronize */ pk_cuda_event_synchronize,
-    /* event_elapsed_ms */ pk_cuda_event_elapsed_ms,
-    /* capture_begin */ pk_cuda_capture_begin,
-    /* capture_end */ pk_cuda_capture_end,
-    /* graph_launch */ pk_cuda_graph_launch,
-    /* graph_destroy */ pk_cuda_graph_destroy,
-};
+#define PK_CUDA_ENTRY(entry) pk_cuda_##entry,
+const pk_backend pk_cuda_backend = {"cuda", PK_CUDA_ENTRIES(PK_CUDA_ENTRY)};

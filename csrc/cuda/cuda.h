@@ -10,7 +10,7 @@
  *         return PK_CUDA_LAUNCH(err, store_kernel, grid, cta, smem_bytes, stream, *args, scope.device->bad_id);
  *     }
  *
- * No launcher synchronises or allocates device memory (pk_cuda_workspace says what it does instead). Host code here is
+ * No launcher synchronises or allocates device memory (pk_cuda_scratch_of says what it does instead). Host code here is
  * built without exceptions, RTTI and thread-safe statics: the extension needs libc alone.
  */
 #ifndef PK_CUDA_H
@@ -97,6 +97,17 @@ struct pk_cuda_scope {
     void enter(int index, pk_error *err);
 };
 
+/* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */
+template <typename Call>
+static pk_status pk_on_device(pk_device device, pk_error *err, const char *name, Call call)
+{
+    pk_cuda_scope scope(device.index, err);
+    if (scope.status != PK_OK) return scope.status;
+    cudaError_t error = call();
+    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+}
+#define PK_ON_DEVICE(device, err, call) pk_on_device((device), (err), #call, [&] { return call; })
+
 /* Runs allocations that a capture on this thread would refuse: they are done now and are no part of the graph. */
 struct pk_cuda_outside_capture {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -104,24 +115,21 @@ struct pk_cuda_outside_capture {
     ~pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
 };
 
-/* Scratch memory of one stream of one device, at least `bytes` of it, zeroed when it is made; kernels must leave the
- * part that they use as counters zero. It is made at a stream's first use, large enough for all but num_splits of large
- * batches, which makes a larger one. Inside a capture too: the allocation is done at once and is no part of the graph.
- * What was outgrown is kept until the stream is destroyed, because graphs point to it. Two graphs captured on one
- * stream share its workspace and must not be replayed at the same time. */
-pk_status pk_cuda_workspace(const pk_cuda_device *device, pk_stream stream, size_t bytes, void **data, pk_error *err);
-
-/* Scratch memory of one stream for what lives within one call, apart from the workspace (cuBLAS leaves anything in it).
- * Its size is fixed, so it never has to grow under a capture. The counters are zero between calls. */
-enum { PK_SCRATCH_COUNTERS = 16384, PK_SCRATCH_BYTES = 32 << 20 };
+/* Scratch memory of one stream of one device, for what lives within one call. The counters are zero between calls:
+ * kernels must leave them so. `data` holds anything, `bytes` of it. It is made at a stream's first use, large enough
+ * for all but num_splits of large batches, which makes a larger piece. Inside a capture too: the allocation is done at
+ * once and is no part of the graph. What was outgrown is kept until the stream is destroyed, because graphs point to
+ * it. Two graphs captured on one stream share its scratch memory and must not be replayed at the same time. */
+enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20 };
 struct pk_cuda_scratch {
     unsigned int *counters;
     void *data;
 };
-pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err);
+pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err,
+                             size_t bytes = PK_SCRATCH_BYTES);
 
-/* Frees both kinds of a stream that is idle and about to be destroyed. */
-void pk_cuda_release_workspaces(const pk_cuda_device *device, pk_stream stream);
+/* Frees that of a stream that is idle and about to be destroyed. */
+void pk_cuda_release_scratch(const pk_cuda_device *device, pk_stream stream);
 
 /* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
 pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
@@ -205,28 +213,16 @@ __device__ static inline float pk_to_float(__nv_bfloat16 x) { return __bfloat162
 __device__ static inline float pk_to_float(__nv_fp8_e4m3 x) { return (float)x; }
 
 template <typename T>
-__device__ static inline T pk_from_float(float x);
-template <>
-__device__ inline float pk_from_float<float>(float x)
+__device__ static inline T pk_from_float(float x)
 {
-    return x;
-}
-template <>
-__device__ inline __half pk_from_float<__half>(float x)
-{
-    return __float2half_rn(x);
-}
-template <>
-__device__ inline __nv_bfloat16 pk_from_float<__nv_bfloat16>(float x)
-{
-    return __float2bfloat16_rn(x);
-}
-template <>
-__device__ inline __nv_fp8_e4m3 pk_from_float<__nv_fp8_e4m3>(float x) /* saturates at 448, NaN stays NaN */
-{
-    __nv_fp8_e4m3 y;
-    y.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-    return y;
+    if constexpr (std::is_same_v<T, float>) return x;
+    if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
+    if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) { /* saturates at 448, NaN stays NaN */
+        T y;
+        y.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+        return y;
+    }
 }
 
 /* N elements that are loaded and stored by one instruction where N * sizeof(T) is 4, 8 or 16. */
@@ -263,41 +259,21 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
     }
 }
 
-// --- the entries of the backend's table, one file a topic
+// --- the backend's table
 
-pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
-pk_status pk_cuda_plan_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_gather(const pk_gather_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
-pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err);
-void pk_cuda_release_pinned(pk_device device, void *data);
-pk_status pk_cuda_stream_create(pk_device device, pk_stream *stream, pk_error *err);
-void pk_cuda_stream_destroy(pk_device device, pk_stream stream);
-pk_status pk_cuda_stream_synchronize(pk_device device, pk_stream stream, pk_error *err);
-pk_status pk_cuda_stream_wait(pk_device device, pk_stream stream, pk_event event, pk_error *err);
-pk_status pk_cuda_event_create(pk_device device, bool has_timing, pk_event *event, pk_error *err);
-void pk_cuda_event_destroy(pk_device device, pk_event event);
-pk_status pk_cuda_event_record(pk_device device, pk_event event, pk_stream stream, pk_error *err);
-pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err);
-pk_status pk_cuda_event_synchronize(pk_device device, pk_event event, pk_error *err);
-pk_status pk_cuda_event_elapsed_ms(pk_device device, pk_event start, pk_event end, float *ms, pk_error *err);
-pk_status pk_cuda_capture_begin(pk_device device, pk_stream stream, pk_error *err);
-pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err);
-pk_status pk_cuda_graph_launch(pk_device device, pk_graph graph, pk_stream stream, pk_error *err);
-void pk_cuda_graph_destroy(pk_device device, pk_graph graph);
+/* Its entries behind the name, in the order of pk_backend; pk_cuda_<entry> is in the file of its topic. */
+// clang-format off
+#define PK_CUDA_ENTRIES(X) \
+    X(allocate) X(release) X(synchronize) X(check_errors) X(copy) X(store_kvcache) \
+    X(attention) X(count_plan_rows) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
+    X(gather) X(rms_norm) X(linear) X(qk_norm_rope_store) X(silu_and_mul) \
+    X(sample) X(take_sampled) X(count_tokens) X(token_logprobs) \
+    X(memory_info) X(allocate_pinned) X(release_pinned) \
+    X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) \
+    X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \
+    X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)
+// clang-format on
+#define PK_CUDA_DECLARE(entry) std::remove_pointer_t<decltype(pk_backend::entry)> pk_cuda_##entry;
+PK_CUDA_ENTRIES(PK_CUDA_DECLARE)
 
 #endif

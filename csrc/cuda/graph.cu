@@ -1,22 +1,11 @@
 /* graph.cu - what the host orders and waits by: streams, events, CUDA graphs, pinned memory. */
 #include "cuda/cuda.h"
 
-/* One call of the runtime with the device current. */
-template <typename Call>
-static pk_status on_device(pk_device device, pk_error *err, const char *name, Call call)
-{
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
-    cudaError_t error = call();
-    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
-}
-#define ON_DEVICE(device, err, call) on_device((device), (err), #call, [&] { return call; })
-
 // --- memory
 
 pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaMemGetInfo(free_bytes, total_bytes));
+    return PK_ON_DEVICE(device, err, cudaMemGetInfo(free_bytes, total_bytes));
 }
 
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err)
@@ -40,7 +29,7 @@ void pk_cuda_release_pinned(pk_device device, void *data)
 
 pk_status pk_cuda_stream_create(pk_device device, pk_stream *stream, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
+    return PK_ON_DEVICE(device, err, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
 }
 
 void pk_cuda_stream_destroy(pk_device device, pk_stream stream)
@@ -48,26 +37,26 @@ void pk_cuda_stream_destroy(pk_device device, pk_stream stream)
     pk_cuda_scope scope(device.index, nullptr);
     pk_cuda_outside_capture relaxed;
     if (cudaStreamSynchronize((cudaStream_t)stream) != cudaSuccess) cudaGetLastError();
-    pk_cuda_release_workspaces(scope.device, stream); /* the next stream may get the same handle */
+    pk_cuda_release_scratch(scope.device, stream); /* the next stream may get the same handle */
     if (cudaStreamDestroy((cudaStream_t)stream) != cudaSuccess) cudaGetLastError();
 }
 
 pk_status pk_cuda_stream_synchronize(pk_device device, pk_stream stream, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaStreamSynchronize((cudaStream_t)stream));
+    return PK_ON_DEVICE(device, err, cudaStreamSynchronize((cudaStream_t)stream));
 }
 
 pk_status pk_cuda_stream_wait(pk_device device, pk_stream stream, pk_event event, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0));
+    return PK_ON_DEVICE(device, err, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0));
 }
 
 // --- events
 
 pk_status pk_cuda_event_create(pk_device device, bool has_timing, pk_event *event, pk_error *err)
 {
-    return ON_DEVICE(device, err,
-                     cudaEventCreateWithFlags((cudaEvent_t *)event, has_timing ? 0 : cudaEventDisableTiming));
+    return PK_ON_DEVICE(device, err,
+                        cudaEventCreateWithFlags((cudaEvent_t *)event, has_timing ? 0 : cudaEventDisableTiming));
 }
 
 void pk_cuda_event_destroy(pk_device device, pk_event event)
@@ -78,7 +67,7 @@ void pk_cuda_event_destroy(pk_device device, pk_event event)
 
 pk_status pk_cuda_event_record(pk_device device, pk_event event, pk_stream stream, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream));
+    return PK_ON_DEVICE(device, err, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream));
 }
 
 pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err)
@@ -93,12 +82,12 @@ pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, p
 
 pk_status pk_cuda_event_synchronize(pk_device device, pk_event event, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaEventSynchronize((cudaEvent_t)event));
+    return PK_ON_DEVICE(device, err, cudaEventSynchronize((cudaEvent_t)event));
 }
 
 pk_status pk_cuda_event_elapsed_ms(pk_device device, pk_event start, pk_event end, float *ms, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaEventElapsedTime(ms, (cudaEvent_t)start, (cudaEvent_t)end));
+    return PK_ON_DEVICE(device, err, cudaEventElapsedTime(ms, (cudaEvent_t)start, (cudaEvent_t)end));
 }
 
 // --- graphs
@@ -106,7 +95,7 @@ pk_status pk_cuda_event_elapsed_ms(pk_device device, pk_event start, pk_event en
 /* Only this thread's calls are watched: another thread may allocate or wait while one captures. */
 pk_status pk_cuda_capture_begin(pk_device device, pk_stream stream, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal));
+    return PK_ON_DEVICE(device, err, cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal));
 }
 
 pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err)
@@ -132,7 +121,7 @@ pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *grap
 
 pk_status pk_cuda_graph_launch(pk_device device, pk_graph graph, pk_stream stream, pk_error *err)
 {
-    return ON_DEVICE(device, err, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream));
+    return PK_ON_DEVICE(device, err, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream));
 }
 
 void pk_cuda_graph_destroy(pk_device device, pk_graph graph)

@@ -20,7 +20,8 @@ enum {
     THREADS = 256,
     WARPS = THREADS / 32,
     CTAS_PER_SM = 4,
-    BATCH = 128 /* blocks that a warp draws words for at once */
+    MAX_ROWS = 16384, /* of a launch */
+    BATCH = 128       /* blocks that a warp draws words for at once */
 };
 
 __device__ static inline float unit_max(const pk_packed<float> &unit)
@@ -196,9 +197,9 @@ pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error 
         using T = std::remove_pointer_t<decltype(type)>;
         int64_t num_chunks = pk_ceil_div(args->vocab_size, row_of_logits<T>::CHUNK);
         int64_t slots = CTAS_PER_SM * scope.device->num_sms; /* CTAs that run at once */
-        for (int64_t first = 0; first < args->num_rows; first += PK_SCRATCH_COUNTERS) {
+        for (int64_t first = 0; first < args->num_rows; first += MAX_ROWS) {
             int64_t num_rows = args->num_rows - first;
-            if (num_rows > PK_SCRATCH_COUNTERS) num_rows = PK_SCRATCH_COUNTERS;
+            if (num_rows > MAX_ROWS) num_rows = MAX_ROWS;
             dim3 grid((unsigned)ranges_of_row(num_rows, num_chunks, slots), (unsigned)num_rows);
             PK_TRY(pk_cuda_launch_early(err, "sample_kernel", sample_kernel<T>, scope.device, grid, dim3(THREADS), 0,
                                         stream, *args, first, (pk_candidate *)scratch.data, scratch.counters,

@@ -47,8 +47,6 @@ static inline py_block_manager *manager_of(PyObject *self) { return (py_block_ma
     if (py_bind(&py_state_of(self)->signatures[PY_SIG_BlockManager_##method], args, nargs, kwnames, given) < 0) \
     return NULL
 
-#define PY_FASTCALL PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
-
 /* NULL (left out) is the empty salt. The bytes stay the caller's. */
 int py_salt_arg(PyObject *value, pk_salt *salt);
 static inline int py_take_tokens(PyObject *self, const char *name, PyObject *object, py_ints *ints)

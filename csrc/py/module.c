@@ -57,7 +57,9 @@ static int module_exec(PyObject *module)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
-    if (add_block_manager(module, state) < 0 || py_add_graph_types(module) < 0) return -1;
+    if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
+        py_add_graph_type(module) < 0)
+        return -1;
     if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
         add_functions(module, state, py_dense_functions) < 0 || add_functions(module, state, py_sample_functions) < 0 ||
         add_functions(module, state, py_runtime_functions) < 0)

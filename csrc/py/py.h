@@ -8,7 +8,7 @@
  *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
  *   ops.c ops_dense.c     one short function an operation
  *   runtime.c             devices, threads, what was built
- *   graph.c               Stream, Event, Graph, and the thread's current stream
+ *   stream.c              Stream, and which one a thread works on; event.c graph.c: Event, Graph
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *
@@ -102,7 +102,9 @@ static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_
 /* New references to the module's types (each file makes its own and registers its signatures). */
 PyTypeObject *py_tensor_type(PyObject *module);
 PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_type */
-int py_add_graph_types(PyObject *module);
+int py_add_stream_type(PyObject *module);
+int py_add_event_type(PyObject *module);
+int py_add_graph_type(PyObject *module);
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_sample_functions[],
     py_runtime_functions[];
@@ -130,6 +132,9 @@ int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs
     {                                                                                     \
         name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS, doc \
     }
+
+/* The parameters of such a function. */
+#define PY_FASTCALL PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
 
 int py_int64_arg(const char *name, PyObject *value, int64_t *out);
 int py_double_arg(const char *name, PyObject *value, double *out);
@@ -178,7 +183,7 @@ PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int n
 PyObject *py_tensor_new_pinned(py_state *state, pk_dtype dtype, int ndim, const int64_t *shape, pk_error *err);
 const pk_view *py_tensor_view(PyObject *tensor);
 
-/* ------------------------------------------------------------ streams (graph.c) */
+/* ----------------------------------------------------------- streams (stream.c) */
 
 /* The cudaStream_t of work on `device` that nothing else gives a stream: of the Stream that this thread has entered by
  * `with`, if it is of that device, else NULL, the legacy default stream. */

@@ -1,0 +1,53 @@
+/* stream.h - what stream.c, event.c and graph.c share. */
+#ifndef PK_PY_STREAM_H
+#define PK_PY_STREAM_H
+
+#include "py/tensor.h"
+
+typedef struct {
+    PyObject_HEAD pk_device device;
+    const pk_backend *backend; /* NULL: not made */
+    pk_stream handle;
+} py_stream;
+
+typedef struct {
+    PyObject_HEAD pk_device device;
+    const pk_backend *backend;
+    pk_event handle;
+    bool has_timing;
+} py_event;
+
+static inline py_stream *py_stream_of(PyObject *object) { return (py_stream *)object; }
+static inline py_event *py_event_of(PyObject *object) { return (py_event *)object; }
+
+/* Binds the arguments of a method named as in PY_SIGNATURES into `given`, or returns NULL from the caller. */
+#define PY_BIND_NAMED(self, method) \
+    PyObject *given[PY_MAX_PARAMS]; \
+    if (py_bind(&py_state_of(self)->signatures[PY_SIG_##method], args, nargs, kwnames, given) < 0) return NULL
+
+static inline PyObject *py_none_or_raise(PyObject *self, pk_status status, const pk_error *err)
+{
+    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(py_state_of(self), err);
+}
+
+/* Objects of these types are made with their memory zeroed and freed after their handle. */
+static inline PyObject *py_new_object(PyTypeObject *type) { return PyType_GenericAlloc(type, 0); }
+static inline void py_free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+/* The device that `object` names (NULL: "cuda"), whose backend must have the member of pk_backend at offset `entry` for
+ * a `what`. */
+int py_device_with(py_state *state, PyObject *object, size_t entry, const char *what, pk_device *device,
+                   const pk_backend **backend);
+/* A stream argument that may be left out: then the thread's. */
+int py_stream_or_current(PyObject *self, PyObject *object, pk_device device, pk_stream *stream);
+int py_enter_stream(PyObject *stream); /* what `with stream:` does */
+int py_leave_stream(PyObject *stream);
+int py_add_type(PyObject *module, PyTypeObject **slot, PyType_Spec *spec, const char *name, const char *doc,
+                const PyMethodDef *methods);
+
+#endif

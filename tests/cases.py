@@ -59,6 +59,8 @@ class AttentionCase:
 
 _RAGGED = AttentionCase("ragged", (1, 7, 0, 33, 1, 2), (130, 7, 5, 70, 1, 0))
 _DECODE = AttentionCase("decode", (1, 1, 1, 1), (1, 15, 64, 300))
+# Rows and keys of several tiles of the prefill kernels, beside sequences that the decode kernels take.
+_CHUNKS = AttentionCase("chunks", (150, 1, 0, 65, 90, 70), (313, 30, 9, 64, 0, 71), head_dim=128)
 
 ATTENTION_CASES: list[AttentionCase] = [
     _DECODE,
@@ -104,6 +106,16 @@ ATTENTION_CASES: list[AttentionCase] = [
     replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
             alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
             block_size=5, head_dim=72, num_q_heads=6, num_kv_heads=3),
+    _CHUNKS,
+    *(replace(_CHUNKS, name=f"chunks, head_dim {d}", head_dim=d) for d in (40, 64, 96, 256)),
+    *(replace(_CHUNKS, name=f"chunks, heads {h}/{k}", num_q_heads=h, num_kv_heads=k) for h, k in ((1, 1), (5, 1), (24, 2))),
+    replace(_CHUNKS, name="chunks, window", window_size=(70, 0)),
+    replace(_CHUNKS, name="chunks, window both sides", window_size=(20, 33), causal=False, head_dim=64),
+    replace(_CHUNKS, name="chunks, not causal, sinks", causal=False, sinks=True),
+    replace(_CHUNKS, name="chunks, softcap, alibi", softcap=10.0, alibi="per_seq"),
+    replace(_CHUNKS, name="chunks, negative scale", softmax_scale=-0.1),
+    replace(_CHUNKS, name="chunks, large scale", softmax_scale=0.7),
+    replace(_CHUNKS, name="chunks, masked page", masked_page=True, sinks=True, block_size=24),
 ]
 
 

@@ -2,6 +2,7 @@
 
 seed, rng   fresh random input for every test and every run; a failure prints the seed, PAGEDKV_TEST_SEED=n repeats it
 device      "cpu" and "cuda:0" in turn (the second has the mark gpu and skips where there is none)
+cuda        "cuda:0", for tests with the mark gpu; skips where there is none
 """
 
 import os
@@ -24,12 +25,16 @@ def rng(seed) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@pytest.fixture
+def cuda() -> str:
+    import pagedkv
+
+    problem = pagedkv.build_info()["cuda_problem"]
+    if problem is not None:
+        pytest.skip(problem)
+    return "cuda:0"
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request) -> str:
-    if request.param != "cpu":
-        import pagedkv
-
-        problem = pagedkv.build_info()["cuda_problem"]
-        if problem is not None:
-            pytest.skip(problem)
-    return request.param
+    return request.param if request.param == "cpu" else request.getfixturevalue("cuda")

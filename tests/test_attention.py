@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -82,6 +84,34 @@ def test_a_plan_of_the_cpu_has_no_rows():
     plan = pagedkv.plan_attention(q, cache, cache, tables, lens)
     assert (type(plan), plan.shape, plan.dtype) == (np.ndarray, (0, 12), np.int32)
     assert pagedkv.plan_attention(q, cache, cache, tables, lens, out=plan) is plan
+
+
+# The list is float32, which the tensor cores of the CUDA kernels do not multiply. In 16 bits: test_attention_cuda.py.
+FP8_CASES = [replace(case, dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs") for case in ATTENTION_CASES
+             if case.dtype == "float32" and case.cache_dtype is None and case.layout == "NHD"]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_case_with_an_fp8_cache(case, cuda, rng):
+    batch = make_batch(case, rng)
+    check(batch, run(batch, cuda))
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_older_devices(cuda):
+    """All that runs on a GPU once more in a process whose GPU counts as one of compute capability 8.0."""
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("attention", "attention_cuda", "cuda_limits")]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", "case or pool or graph", *files]
+    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "80"}, capture_output=True, text=True)
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.gpu
+def test_a_bad_cap_of_the_compute_capability_is_refused(cuda):
+    command = [sys.executable, "-c", "import pagedkv; pagedkv.empty((1,), 'float32', 'cuda')"]
+    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "8.0"}, capture_output=True, text=True)
+    assert "ValueError: PAGEDKV_CUDA_MAX_CC is '8.0' but must be 80 or more" in result.stderr
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])

@@ -18,9 +18,10 @@ static bool fits_tensor_cores(const pk_attention_args *args)
            pk_is_aligned(args->v_cache, 16);
 }
 
-/* Which sequences the kernels take; a filter of max_rows 0 is none. `many` is for prefill, where that applies. */
+/* Which sequences the kernels take; a filter of max_rows 0 is none. */
 struct attention_route {
-    row_filter simple, decode, many;
+    bool is_simple;
+    row_filter decode, prefill;
 };
 
 static bool has_work(const pk_attention_args *args)
@@ -31,21 +32,26 @@ static bool has_work(const pk_attention_args *args)
 static attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
 {
     row_filter all = {0, INT64_MAX}, none = {0, 0};
-    if (!fits_tensor_cores(args)) return {all, none, none};
+    if (!fits_tensor_cores(args)) return {true, none, none};
 
     /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
-     * splitting their keys; with num_splits a sequence's kernel may not depend on the others. */
+     * splitting their keys; over long contexts more, as long as tiles of 128 rows leave most of the machine idle. With
+     * num_splits a sequence's kernel may not depend on the others. */
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
     bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms || args->num_splits > 0;
+    int64_t items = pk_ceil_div(args->num_tokens * group, 128) * args->num_kv_heads;
     pk_attention_args usual = *args; /* a plan knows nothing of these, and must be good for any */
     usual.softmax_scale = 1;
     usual.alibi_slopes = nullptr;
-    if (most_rows <= (has_many_items ? 16 : 32) || !pk_cuda_attention_prefill_sm90_applies(&usual, device))
-        return {none, all, none};
+    int64_t idle_share = pk_cuda_attention_prefill_sm90_applies(&usual, device) ? 9 : 3;
+    bool is_long_and_thin = args->max_blocks_per_seq * args->block_size > 1024 && args->num_splits == 0 &&
+                            items * idle_share < device->num_sms;
+    bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
+    if (most_rows <= (has_many_items ? 16 : 32) || is_long_and_thin || !fits_prefill) return {false, all, none};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. */
     int64_t few = args->num_seqs > 1 && args->cu_seqlens_q ? pk_ceil_div(group, 8) * 8 : 0;
-    return {none, {0, few}, {few, INT64_MAX}};
+    return {false, {0, few}, {few, INT64_MAX}};
 }
 
 pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
@@ -54,14 +60,12 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     pk_cuda_scope scope(args->q, err);
     if (scope.status != PK_OK) return scope.status;
     attention_route route = choose_route(args, scope.device);
-    if (route.simple.max_rows) return pk_cuda_attention_simple(args, route.simple, scope.device, stream, err);
+    if (route.is_simple) return pk_cuda_attention_simple(args, scope.device, stream, err);
     if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, scope.device, stream, err));
-    if (!route.many.max_rows) return PK_OK;
+    if (!route.prefill.max_rows) return PK_OK;
     if (pk_cuda_attention_prefill_sm90_applies(args, scope.device))
-        return pk_cuda_attention_prefill_sm90(args, route.many, scope.device, stream, err);
-    pk_attention_args unplanned = *args;
-    unplanned.plan = nullptr;
-    return pk_cuda_attention_decode(&unplanned, route.many, scope.device, stream, err);
+        return pk_cuda_attention_prefill_sm90(args, route.prefill, scope.device, stream, err);
+    return pk_cuda_attention_prefill_sm80(args, route.prefill, scope.device, stream, err);
 }
 
 // --- the plan: what the decode kernels need once a step

@@ -1,13 +1,13 @@
 /* attention.h - what the attention kernels share: which keys a sequence may see, page lookups, the tensor-core
  * wrappers.
  *
- * Semantics of every argument: csrc/ops_attention.c. Three kernels answer a call (attention.cu chooses):
+ * Semantics of every argument: csrc/ops_attention.c. Four kernels answer a call (attention.cu chooses):
  *
  *     attention_decode.h         few query rows a sequence: the keys are split over the machine (attention_plan.h,
- *                                attention_merge.h). Right for any number of rows and on sm_80 and newer: tiles of 16
- *                                rows that read the keys again
- *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit
- *     attention_simple.cu        what the two cannot take (fp32, unaligned views): one warp a row, right and slow
+ *                                attention_merge.h)
+ *     attention_prefill_sm80.cu  many query rows, on any device
+ *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit, where shapes and dtypes allow
+ *     attention_simple.cu        what the others cannot take (fp32, unaligned views): one warp a row, right and slow
  *
  * Inside a kernel, scores are in base 2: log2(e) is folded into the scale, so that a probability is one ex2.
  */
@@ -32,8 +32,11 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                          pk_stream stream, pk_error *err);
-pk_status pk_cuda_attention_simple(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err);
+/* Any device's prefill, for whatever the decode kernels take. */
+pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                         pk_stream stream, pk_error *err);
+pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
+                                   pk_error *err);
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f
@@ -48,8 +51,8 @@ struct sequence_view {
     int first_key;                /* the first that any of its queries sees */
 };
 
-/* Takes what the device arrays say with a grain of salt: a length that does not fit is cut and recorded. `is_recorder`
- * is one thread of the grid. */
+/* Takes what the device arrays say with a grain of salt and records what does not fit: a sequence without a sound range
+ * of queries has none, a context is cut. `is_recorder` is one thread of the grid. */
 __device__ static inline sequence_view view_sequence(const pk_attention_args &args, int seq, pk_cuda_bad_id *bad_id,
                                                      bool is_recorder)
 {
@@ -58,9 +61,7 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         int begin = args.cu_seqlens_q[seq], end = args.cu_seqlens_q[seq + 1];
         if (begin < 0 || end < begin || end > args.num_tokens || end - begin > args.max_seqlen_q) {
             if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_QUERY_RANGE, seq, end, args.num_tokens + 1);
-            begin = min(max(begin, 0), (int)args.num_tokens);
-            end = min(max(end, begin), (int)args.num_tokens);
-            end = (int)min((int64_t)end, begin + args.max_seqlen_q);
+            begin = end = 0;
         }
         view.first_query = begin;
         view.num_queries = end - begin;
@@ -106,6 +107,20 @@ __device__ static inline float exp2_fast(float x)
     return y;
 }
 
+/* Of the four neighbouring lanes that share a row of accumulators. */
+__device__ static inline float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static inline float quad_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+/* In a part of the code that all lanes of the warp reach. */
+__device__ static inline bool quad_any(bool x) { return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15; }
+
 // --- copies to shared memory
 
 __device__ static inline uint32_t smem_address(const void *pointer)
@@ -113,14 +128,14 @@ __device__ static inline uint32_t smem_address(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* 16 bytes from global to shared memory; or, where not is_valid, zeros. */
+/* 16 bytes from global to shared memory, all of them or the first few and zeros. */
 __device__ static inline void copy_async_16(uint32_t to, const void *from)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
-__device__ static inline void copy_async_16(uint32_t to, const void *from, bool is_valid)
+__device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 __device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -209,20 +224,38 @@ struct cache_tile {
         return row * ROW_BYTES + (IS_SWIZZLED ? piece ^ (row & 7) : piece) * 16;
     }
 
+    /* offset(row + r, piece + p) from offset(r, p), or from an address: rows that are multiples of 8 and even pieces,
+     * which the compiler knows, beside r and p < 2 of a lane. */
+    __device__ static uint32_t moved(uint32_t from, int row, int piece)
+    {
+        return (IS_SWIZZLED ? (from ^ piece % 8 * 16) + piece / 8 * 128 : from + piece * 16) + row * ROW_BYTES;
+    }
+
+    /* Fragments come as operands A of 16 tokens (dims), or (AS_B) as pairs of operands B of 8: the middle two of four
+     * registers swapped, since an operand is made of neighbouring registers. */
+    template <bool AS_B>
+    static constexpr int place(int i)
+    {
+        return AS_B ? i % 2 * 2 + i / 2 : i;
+    }
+
     /* 16 tokens from `row` on, dims 16 k .. 16 k + 31, as two fragments: lane (g, t) holds of token g (0, 2) or g + 8
      * (1, 3) the dims 2 t, 2 t + 1 (0, 1) and 8 more (2, 3). Of fp8 it holds 4 t .. 4 t + 3 instead, what ldmatrix
      * gives: queries must be laid out alike (query_dim). */
+    template <bool AS_B = false>
     __device__ static void load_keys(uint32_t (&a)[2][4], uint32_t tile, int row, int k, int lane)
     {
-        row += lane % 16;
         if constexpr (Kind::IS_FP8) {
             uint32_t raw[4];
-            ldmatrix_x4(raw, tile + offset(row, k + lane / 16));
+            ldmatrix_x4(raw, moved(tile + offset(lane % 16, lane / 16), row, k));
 #pragma unroll
-            for (int i = 0; i < 8; i++) a[i / 4][i % 4] = fp8_pair_to_f16(raw[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
+            for (int i = 0; i < 8; i++)
+                a[i / 4][place<AS_B>(i % 4)] = fp8_pair_to_f16(raw[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
         } else {
-            ldmatrix_x4(a[0], tile + offset(row, 2 * k + lane / 16));
-            ldmatrix_x4(a[1], tile + offset(row, 2 * k + 2 + lane / 16));
+            uint32_t from =
+                tile + (AS_B ? offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) : offset(lane % 16, lane / 16));
+            ldmatrix_x4(a[0], moved(from, row, 2 * k));
+            ldmatrix_x4(a[1], moved(from, row, 2 * k + 2));
         }
     }
 
@@ -235,21 +268,23 @@ struct cache_tile {
     /* The same tokens' values of dims 16 m .. 16 m + 31, transposed: lane (g, t) holds of dim g (0, 2) or g + 8 (1, 3)
      * the tokens 2 t, 2 t + 1 (0, 1) and 8 more (2, 3). A 16-bit column of fp8 is two dims, which byte permutes part:
      * there g stands for dim 2 g and g + 8 for 2 g + 1 (value_dim). */
+    template <bool AS_B = false>
     __device__ static void load_values(uint32_t (&a)[2][4], uint32_t tile, int row, int m, int lane)
     {
         if constexpr (Kind::IS_FP8) {
             uint32_t raw[4];
-            ldmatrix_x4_trans(raw, tile + offset(row + lane % 16, m + lane / 16));
+            ldmatrix_x4_trans(raw, moved(tile + offset(lane % 16, lane / 16), row, m));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 raw[i] = __byte_perm(raw[i], 0, 0x3120);
-                a[i / 2][i % 2 * 2] = fp8_pair_to_f16(raw[i]);
-                a[i / 2][i % 2 * 2 + 1] = fp8_pair_to_f16(raw[i] >> 16);
+                a[i / 2][place<AS_B>(i % 2 * 2)] = fp8_pair_to_f16(raw[i]);
+                a[i / 2][place<AS_B>(i % 2 * 2 + 1)] = fp8_pair_to_f16(raw[i] >> 16);
             }
         } else {
-            row += lane % 8 + lane / 16 * 8;
-            ldmatrix_x4_trans(a[0], tile + offset(row, 2 * m + lane / 8 % 2));
-            ldmatrix_x4_trans(a[1], tile + offset(row, 2 * m + 2 + lane / 8 % 2));
+            uint32_t from =
+                tile + (AS_B ? offset(lane % 16, lane / 16) : offset(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+            ldmatrix_x4_trans(a[0], moved(from, row, 2 * m));
+            ldmatrix_x4_trans(a[1], moved(from, row, 2 * m + 2));
         }
     }
 
@@ -283,8 +318,7 @@ __device__ static inline float load_query_row(uint32_t (&fragments)[D / 16][2], 
         }
     }
     if constexpr (!Kind::IS_FP8) return 1;
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = quad_max(largest);
     int exponent = largest > 0 && largest < INFINITY ? ilogbf(largest) + 1 : 0;
     exponent = max(exponent, -100); /* keeps both powers of two normal numbers */
 #pragma unroll

@@ -170,8 +170,9 @@ struct decode_cta {
             int64_t v_from = __shfl_sync(~0u, v_row, row + lane / PIECES) * BYTES;
             bool is_valid = mask >> (row + lane / PIECES) & 1;
             if (in_row == CHUNK) continue;
-            copy_async_16(to + tile::offset(row + in_row, piece), k_cache + k_from, is_valid);
-            copy_async_16(to + config::TILE_BYTES + tile::offset(row + in_row, piece), v_cache + v_from, is_valid);
+            copy_async_16(to + tile::offset(row + in_row, piece), k_cache + k_from, is_valid ? 16 : 0);
+            copy_async_16(to + config::TILE_BYTES + tile::offset(row + in_row, piece), v_cache + v_from,
+                          is_valid ? 16 : 0);
         }
     }
 

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(THREADS)
             }
         }
     }
-    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) units[i].signature = 0;
+    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) units[i] = {};
 }
 
 // --- launchers

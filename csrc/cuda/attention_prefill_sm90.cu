@@ -1,8 +1,6 @@
 /* attention_prefill_sm90.cu - paged attention with many query tokens a sequence, on Hopper's matrix and copy units.
  *
- * An item is 128 rows: `positions` consecutive query tokens of one sequence times the query heads of one KV head, so K
- * and V are read once for the whole group, and short sequences waste few rows. One CTA an SM takes items from a list
- * that every CTA works out for itself, longest first; a counter says who takes what. Nothing is planned on the host.
+ * One CTA an SM takes items of 128 rows (attention_prefill.h).
  *
  *     warp 0        the list of items                         (128 threads that give their registers away)
  *     warps 1, 2    Q and K tiles, V tiles by TMA
@@ -30,23 +28,16 @@
 // --- kernels
 
 #ifdef PK_SM90A
-__device__ static float quad_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ static float quad_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 template <int head_dim, typename T>
 struct consumer {
     using shape = tiling<head_dim>;
+    using kind = attention_kind<T, false>;
     static constexpr int tile = shape::tile;
     static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
 
     const prefill_params &params;
+    const prefill_batch &batch;
+    const pk_attention_args &args;
     prefill_shared<head_dim> *shared;
     uint32_t q_smem, k_smem, v_smem;
     int warpgroup, lane;
@@ -61,11 +52,14 @@ struct consumer {
     int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
     int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
     float offset[2], sum[2]; /* of the softmax, in base 2 (-inf: no key yet); the sum is of this thread's columns */
+    unsigned bad_boxes;      /* of the tile: see prefill_shared */
     float s[tile / 2], o[head_dim / 2];
     uint32_t p[tile / 4];
 
     __device__ __forceinline__ consumer(const prefill_params &params_, prefill_shared<head_dim> *shared_, uint32_t smem)
         : params(params_),
+          batch(params_.batch),
+          args(params_.batch.args),
           shared(shared_),
           q_smem(smem),
           k_smem(smem + shape::q_stages * shape::q_bytes),
@@ -74,18 +68,19 @@ struct consumer {
         warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
         lane = threadIdx.x & 31;
         for (int r = 0; r < 2; r++) {
-            position[r] = (first_row() + 8 * r) / params.group;
-            head[r] = (first_row() + 8 * r) % params.group;
+            position[r] = (first_row() + 8 * r) / batch.group;
+            head[r] = (first_row() + 8 * r) % batch.group;
         }
-        scale = (params.args.softcap > 0 ? params.args.softcap : params.args.softmax_scale) * PK_LOG2E;
+        scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E;
     }
 
     /* Of this thread's two rows of the item; the other is 8 below. */
     __device__ __forceinline__ int first_row() { return warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4; }
 
-    /* One lane a warp tells the producers; every barrier of theirs counts the consumer warps. */
+    /* One lane a warp tells the producers that it needs a tile no longer. */
     __device__ __forceinline__ void release(uint64_t &barrier)
     {
+        __syncwarp();
         if (lane == 0) barrier_arrive(smem_address(&barrier));
     }
 
@@ -96,14 +91,13 @@ struct consumer {
         barrier_wait(smem_address(&shared->q_full[q.at]), q.parity);
         const prefill_item &item = shared->item[slot.at];
         if (!item.num_positions) return false;
-        int first =
-            item.first_key + warpgroup * 64 / params.group; /* diagonals of the warpgroup's first and last row */
-        int last = item.first_key + (warpgroup * 64 + 63) / params.group;
-        n = item.tile_end - 1;
-        tile_begin = item.tile_begin;
-        unmasked_begin = (visible_begin(params, last) + tile - 1) / tile;
-        unmasked_end = max(visible_end(params, first, item.context_len), 0) / tile;
-        tail_tile = item.page_end > item.context_len ? item.context_len / tile : -1;
+        int first = item.first_key + warpgroup * 64 / batch.group; /* diagonals of the warpgroup's first and last row */
+        int last = item.first_key + (warpgroup * 64 + 63) / batch.group;
+        n = last_tile<tile>(item);
+        tile_begin = first_tile<tile>(item);
+        unmasked_begin = (visible_begin(batch, last) + tile - 1) / tile;
+        unmasked_end = visible_end(batch, first, item.context_len) / tile;
+        tail_tile = item.context_len % tile ? item.context_len / tile : -1;
         return true;
     }
 
@@ -112,8 +106,8 @@ struct consumer {
     {
         const prefill_item &item = shared->item[slot.at];
         for (int r = 0; r < 2; r++) {
-            bool has_sink = params.args.sinks && position[r] < item.num_positions;
-            offset[r] = has_sink ? params.args.sinks[item.kv_head * params.group + head[r]] * PK_LOG2E : -INFINITY;
+            bool has_sink = args.sinks && position[r] < item.num_positions;
+            offset[r] = has_sink ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E : -INFINITY;
             sum[r] = has_sink && lane % 4 == 0 ? 1.0f : 0.0f;
         }
     }
@@ -123,6 +117,8 @@ struct consumer {
 
     __device__ __forceinline__ void issue_scores()
     {
+        /* Read by the lane that gives it back: racecheck does not see that a warp which never parts is synchronised. */
+        bad_boxes = __shfl_sync(~0u, lane == 0 ? shared->k_bad_boxes[k.at] : 0, 0);
         uint32_t rows = q_smem + q.at * shape::q_bytes + warpgroup * 64 * shape::row_bytes;
         uint64_t a = descriptor<shape::row_bytes>(rows, 16, shape::group_bytes);
         uint64_t b =
@@ -156,10 +152,8 @@ struct consumer {
     __device__ __forceinline__ void zero_tail(const prefill_item &item)
     {
         constexpr int row_vectors = head_dim / 8, column_vectors = shape::column / 8;
-        int first = item.context_len / tile * tile;
-        int begin = item.context_len - first, end = min(item.page_end - first, tile);
         uint32_t tile_smem = v_smem + v.at * shape::kv_bytes;
-        for (int i = begin * row_vectors + threadIdx.x % 128; i < end * row_vectors; i += 128) {
+        for (int i = item.context_len % tile * row_vectors + threadIdx.x % 128; i < tile * row_vectors; i += 128) {
             int row = i / row_vectors, vector = i % row_vectors;
             uint32_t at = tile_smem + (row / 8 * shape::columns + vector / column_vectors) * shape::group_bytes +
                           row % 8 * shape::row_bytes + vector % column_vectors * 16;
@@ -187,17 +181,17 @@ struct consumer {
     {
         const prefill_item &item = shared->item[slot.at];
         int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
-        return {visible_begin(params, diagonal) - column, visible_end(params, diagonal, item.context_len) - column,
-                shared->k_bad_boxes[k.at], (unsigned)params.box_shift};
+        return {visible_begin(batch, diagonal) - column, visible_end(batch, diagonal, item.context_len) - column,
+                bad_boxes, (unsigned)params.box_shift};
     }
 
     __device__ __forceinline__ void cap_and_mask()
     {
-        if (params.args.softcap > 0) {
+        if (args.softcap > 0) {
 #pragma unroll
             for (int i = 0; i < tile / 2; i++) s[i] = cap(s[i]);
         }
-        if (n >= unmasked_begin && n < unmasked_end && !shared->k_bad_boxes[k.at]) return;
+        if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             visible_columns visible = columns_of(r);
@@ -209,37 +203,31 @@ struct consumer {
         }
     }
 
-    /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. Operands
-     * are read element by element, through the swizzle. */
+    /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */
     __device__ __forceinline__ void score_again(const bool (&wanted)[2])
     {
-        constexpr uint32_t swizzle = shape::row_bytes == 128 ? 0x70 : 0x30;
-        uint32_t q_row = q_smem + q.at * shape::q_bytes + first_row() * shape::row_bytes;
-        uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane / 4 * shape::row_bytes;
+        auto swizzled = [](uint32_t at) { return at ^ (at >> 3 & (shape::row_bytes == 128 ? 0x70 : 0x30)); };
+        uint32_t q_row = q_smem + q.at * shape::q_bytes + (first_row() - lane / 4 + lane % 16) * shape::row_bytes;
+        uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane % 8 * shape::row_bytes +
+                         lane / 16 * shape::columns * shape::group_bytes;
         visible_columns visible[2] = {columns_of(0), columns_of(1)};
         float scores[tile / 2]; /* in local memory, so that the loop need not be unrolled */
 #pragma unroll 1
-        for (int j = 0; j < tile / 8; j++, k_row += shape::columns * shape::group_bytes) {
-            float d[4] = {0, 0, 0, 0};
+        for (int j = 0; j < tile / 8; j += 2, k_row += 2 * shape::columns * shape::group_bytes) {
+            float d[2][4] = {};
 #pragma unroll 1
             for (int i = 0; i < head_dim; i += 16) {
-                uint32_t x[6]; /* a: (row, low), (row + 8, low), (row, high), (row + 8, high); b: low, high */
-#pragma unroll
-                for (int part = 0; part < 6; part++) {
-                    bool is_high = part == 2 || part == 3 || part == 5;
-                    int element = i + (is_high ? 8 : 0) + 2 * (lane % 4), column = element / shape::column;
-                    uint32_t at = element % shape::column * 2;
-                    at += part < 4 ? q_row + part % 2 * shape::group_bytes + column * ROWS * shape::row_bytes
-                                   : k_row + column * shape::group_bytes;
-                    at ^= at >> 3 & swizzle;
-                    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[part]) : "r"(at));
-                }
-                mma_16816(d, x, x + 4, T());
+                uint32_t a[4], b[4];
+                int column = i / shape::column, at = i % shape::column * 2;
+                ldmatrix_x4(a, swizzled(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
+                ldmatrix_x4(b, swizzled(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
+                kind::mma(d[0], a, {b[0], b[1]});
+                kind::mma(d[1], a, {b[2], b[3]});
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float score = params.args.softcap > 0 ? cap(d[i]) : d[i];
-                scores[4 * j + i] = visible[i / 2].has(j, i % 2) ? score : -INFINITY;
+            for (int i = 0; i < 8; i++) {
+                float score = args.softcap > 0 ? cap(d[i / 4][i % 4]) : d[i / 4][i % 4];
+                scores[4 * j + i] = visible[i / 2 % 2].has(j + i / 4, i % 2) ? score : -INFINITY;
             }
         }
 #pragma unroll
@@ -282,7 +270,7 @@ struct consumer {
     {
         bool is_lost[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++) is_lost[r] = __ballot_sync(~0u, !(tile_sum[r] < all_that_fits)) >> (lane & 28) & 15;
+        for (int r = 0; r < 2; r++) is_lost[r] = quad_any(!(tile_sum[r] < all_that_fits));
         if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
             score_again(is_lost);
             raise_offsets(is_lost, shrink);
@@ -336,7 +324,7 @@ struct consumer {
     __device__ __forceinline__ void pack_p()
     {
 #pragma unroll
-        for (int i = 0; i < tile / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1], T());
+        for (int i = 0; i < tile / 4; i++) p[i] = kind::pack(s[2 * i], s[2 * i + 1]);
     }
 
     __device__ __forceinline__ void scale_o(const float (&factor)[2])
@@ -347,28 +335,21 @@ struct consumer {
 
     __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
     {
-        float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float sum = quad_sum(sums[r]);
-            inverse[r] = sum > 0 ? 1.0f / sum : 0.0f;
-            int token = item.first_token + position[r], q_head = item.kv_head * params.group + head[r];
-            if (params.args.lse && lane % 4 == 0 && position[r] < item.num_positions)
-                params.args.lse[q_head * params.args.lse_head_stride + token] =
-                    sum > 0 ? (offset[r] + log2f(sum)) * PK_LN2 : -INFINITY;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            int64_t token = item.first_token + position[r], q_head = item.kv_head * params.group + head[r];
-            T *out = (T *)params.args.out + token * params.args.out_token_stride + q_head * params.args.out_head_stride;
+            float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : 1 / sum; /* NaN shows */
+            int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
+            T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
             bool is_row = position[r] < item.num_positions;
+            if (args.lse && lane % 4 == 0 && is_row)
+                args.lse[q_head * args.lse_head_stride + token] =
+                    sum == 0 ? -INFINITY : (offset[r] + log2f(sum)) * PK_LN2;
 #pragma unroll
             for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
                 uint32_t x[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    x[i] =
-                        pack(o[16 * c + 4 * i + 2 * r] * inverse[r], o[16 * c + 4 * i + 2 * r + 1] * inverse[r], T());
+                    x[i] = kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
 #pragma unroll
                 for (int i = 0; i < 4; i += 2) {
                     uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
@@ -443,7 +424,7 @@ struct consumer {
             if (is_last) { /* two waits: one before the branch would be moved up over the softmax by ptxas */
                 finish_values();
                 store(shared->item[done_slot], done_offset, done_sum);
-                release(shared->item_empty[done_slot]);
+                barrier_arrive(smem_address(&shared->item_empty[done_slot]));
             } else {
                 finish_values();
                 if (is_shrunk) scale_o(shrink);
@@ -477,22 +458,17 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     if (threadIdx.x == 0) {
         constexpr int consumers = 4 * WARPGROUPS; /* warps */
-        for (int i = 0; i < ITEM_SLOTS; i++) {
-            barrier_init(smem_address(&shared.item_full[i]), 1);
-            barrier_init(smem_address(&shared.item_empty[i]), consumers + 2); /* and the two copying warps */
-        }
-        for (int i = 0; i < shape::q_stages; i++) {
-            barrier_init(smem_address(&shared.q_full[i]), 1);
-            barrier_init(smem_address(&shared.q_empty[i]), consumers);
-        }
-        for (int i = 0; i < shape::k_stages; i++) {
-            barrier_init(smem_address(&shared.k_full[i]), 1);
-            barrier_init(smem_address(&shared.k_empty[i]), consumers);
-        }
-        for (int i = 0; i < shape::v_stages; i++) {
-            barrier_init(smem_address(&shared.v_full[i]), 1);
-            barrier_init(smem_address(&shared.v_empty[i]), consumers);
-        }
+        auto init = [](auto &barriers, int arrivals) {
+            for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
+        };
+        init(shared.item_full, 1);
+        init(shared.item_empty, 32 * (consumers + 2)); /* and the two copying warps; all lanes of each read */
+        init(shared.q_full, 1);
+        init(shared.q_empty, consumers);
+        init(shared.k_full, 1);
+        init(shared.k_empty, consumers);
+        init(shared.v_full, 1);
+        init(shared.v_empty, consumers);
         barrier_init_fence();
         prefetch_tensor_map(&params.q_map);
         prefetch_tensor_map(&params.k_map);
@@ -502,7 +478,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (threadIdx.x < 128) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32)
-            produce_items<head_dim>(params, &shared);
+            produce_items<head_dim>(params.batch, &shared);
         else if (threadIdx.x < 64)
             produce_q_and_k<head_dim>(params, &shared, smem, k_smem);
         else if (threadIdx.x < 96)
@@ -553,38 +529,26 @@ static pk_status encode_cache(CUtensorMap *map, const char *name, const pk_atten
     return encode_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
 }
 
-static int window_of(int64_t window) { return window < 0 ? -1 : (int)(window < (1 << 30) ? window : 1 << 30); }
-
 template <int head_dim, typename T>
-static pk_status attention_prefill_launch(const pk_attention_args *args, row_filter filter,
-                                          const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                pk_stream stream, pk_error *err)
 {
     using shape = tiling<head_dim>;
     static uint64_t smem_allowed;
-    pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
     prefill_params params = {};
-    params.args = *args;
-    params.filter = filter;
-    params.counters = scratch.counters;
-    params.bad_id = device->bad_id;
-    params.group = (int)(args->num_q_heads / args->num_kv_heads);
-    params.positions = ROWS / params.group;
+    int64_t num_ctas = device->num_sms;
+    PK_TRY(make_prefill_batch(args, filter, device, stream, ROWS, &params.batch, &num_ctas, err));
     params.box_shift = 3;
     while (args->block_size % (2 << params.box_shift) == 0 && shape::tile % (2 << params.box_shift) == 0)
         params.box_shift++;
     params.box_rows = 1 << params.box_shift;
     params.k_head_columns = (int)(args->k_head_stride / shape::column);
     params.v_head_columns = (int)(args->v_head_stride / shape::column);
-    params.window_left = window_of(args->window_left);
-    params.window_right = window_of(args->window_right);
     if (args->softcap > 0) params.cap_scale = args->softmax_scale / args->softcap * 2 * PK_LOG2E;
-    params.bytes_per_key = (float)(args->num_kv_heads * args->head_dim * 4);
-    params.chunk_bytes = (float)device->l2_bytes * 0.5f;
 
     int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
-    int box[4] = {shape::column, params.group, params.positions, 1};
+    int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
     PK_TRY(encode_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
     PK_TRY(encode_cache(&params.k_map, "k_cache", args, args->k_cache, args->k_block_stride, args->k_slot_stride,
                         args->k_head_stride, shape::column, shape::columns, params.box_rows, err));
@@ -592,51 +556,41 @@ static pk_status attention_prefill_launch(const pk_attention_args *args, row_fil
                         args->v_head_stride, shape::column, shape::columns, params.box_rows, err));
     auto kernel = attention_prefill_kernel<head_dim, T>;
     PK_TRY(pk_cuda_allow_smem(err, kernel, shape::smem_bytes, device->index, &smem_allowed));
-    int64_t most_items = (args->num_tokens / params.positions + args->num_seqs) * args->num_kv_heads;
-    int grid = (int)(most_items < device->num_sms ? most_items : device->num_sms);
-    return PK_CUDA_LAUNCH(err, kernel, dim3(grid), dim3(NUM_THREADS), shape::smem_bytes, stream, params);
+    return pk_cuda_launch(err, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas), dim3(NUM_THREADS),
+                          shape::smem_bytes, stream, params);
 }
 
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)
 {
     int64_t head_dim = args->head_dim, column = head_dim % 64 ? 32 : 64;
-    bool is_wanted_dim = head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
-    bool are_rows_wide =
-        pk_is_aligned(args->q, 16) && pk_is_aligned(args->out, 16) && /* 16-byte accesses and copies */
-        pk_is_aligned(args->k_cache, 16) && pk_is_aligned(args->v_cache, 16) && args->q_token_stride % 8 == 0 &&
-        args->q_head_stride % 8 == 0 && args->out_token_stride % 8 == 0 && args->out_head_stride % 8 == 0 &&
-        args->k_block_stride % 8 == 0 && args->k_slot_stride % 8 == 0 && args->k_head_stride % column == 0 &&
-        args->v_block_stride % 8 == 0 && args->v_slot_stride % 8 == 0 && args->v_head_stride % column == 0;
-    bool are_strides_positive = args->q_token_stride > 0 && args->q_head_stride > 0 && args->k_block_stride > 0 &&
-                                args->k_slot_stride > 0 && args->k_head_stride > 0 && args->v_block_stride > 0 &&
-                                args->v_slot_stride > 0 && args->v_head_stride > 0;
-    return device->compute_capability == 90 && is_wanted_dim && are_rows_wide && are_strides_positive &&
-           (args->dtype == PK_BF16 || args->dtype == PK_F16) && args->cache_dtype == args->dtype &&
-           args->block_size % 8 == 0 && args->num_q_heads / args->num_kv_heads <= ROWS && args->num_blocks > 0 &&
+    if (device->compute_capability != 90 || (args->dtype != PK_BF16 && args->dtype != PK_F16)) return false;
+    if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) return false;
+    for (const void *data : {args->q, (const void *)args->out, args->k_cache, args->v_cache})
+        if (!pk_is_aligned(data, 16)) return false;
+    for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->out_token_stride, args->out_head_stride,
+                           args->k_block_stride, args->k_slot_stride, args->v_block_stride, args->v_slot_stride})
+        if (stride <= 0 || stride % 8) return false; /* of 16 bytes, in the tensor maps and in stores */
+    for (int64_t stride : {args->k_head_stride, args->v_head_stride})
+        if (stride <= 0 || stride % column) return false;
+    return args->cache_dtype == args->dtype && args->block_size % 8 == 0 && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
-           args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) && args->softmax_scale > 0 &&
-           !args->alibi_slopes;
+           args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&
+           args->num_q_heads / args->num_kv_heads <= ROWS && args->softmax_scale > 0 && !args->alibi_slopes;
 }
 
-template <int head_dim>
-static pk_status attention_prefill_of_dim(const pk_attention_args *args, row_filter filter,
-                                          const pk_cuda_device *device, pk_stream stream, pk_error *err)
+template <typename T>
+static pk_status launch_prefill_of_dtype(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                         pk_stream stream, pk_error *err)
 {
-    return args->dtype == PK_BF16 ? attention_prefill_launch<head_dim, __nv_bfloat16>(args, filter, device, stream, err)
-                                  : attention_prefill_launch<head_dim, __half>(args, filter, device, stream, err);
+    if (args->head_dim == 64) return launch_prefill<64, T>(args, filter, device, stream, err);
+    if (args->head_dim == 96) return launch_prefill<96, T>(args, filter, device, stream, err);
+    if (args->head_dim == 128) return launch_prefill<128, T>(args, filter, device, stream, err);
+    return launch_prefill<256, T>(args, filter, device, stream, err);
 }
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                          pk_stream stream, pk_error *err)
 {
-    switch (args->head_dim) {
-        case 64:
-            return attention_prefill_of_dim<64>(args, filter, device, stream, err);
-        case 96:
-            return attention_prefill_of_dim<96>(args, filter, device, stream, err);
-        case 128:
-            return attention_prefill_of_dim<128>(args, filter, device, stream, err);
-        default:
-            return attention_prefill_of_dim<256>(args, filter, device, stream, err);
-    }
+    if (args->dtype == PK_F16) return launch_prefill_of_dtype<__half>(args, filter, device, stream, err);
+    return launch_prefill_of_dtype<__nv_bfloat16>(args, filter, device, stream, err);
 }

@@ -11,15 +11,13 @@ enum { WARPS = 4, DIMS_PER_LANE = 8 }; /* 32 * 8 = the largest head_dim */
 
 template <typename T, typename Cache>
 __global__ void __launch_bounds__(WARPS * 32)
-    attention_simple_kernel(const __grid_constant__ pk_attention_args args, row_filter filter, pk_cuda_bad_id *bad_id)
+    attention_simple_kernel(const __grid_constant__ pk_attention_args args, pk_cuda_bad_id *bad_id)
 {
     int lane = threadIdx.x % 32, query = blockIdx.x * WARPS + threadIdx.x / 32, q_head = blockIdx.y, seq = blockIdx.z;
     int64_t group = args.num_q_heads / args.num_kv_heads, head = q_head / group;
     bool is_recorder = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
     sequence_view view = view_sequence(args, seq, bad_id, is_recorder);
-    if (query >= view.num_queries || view.num_queries * group <= filter.min_rows ||
-        view.num_queries * group > filter.max_rows)
-        return;
+    if (query >= view.num_queries) return;
 
     int64_t token = view.first_query + query, position = (int64_t)view.context - view.num_queries + query;
     int64_t first = args.window_left < 0 ? 0 : max((int64_t)0, position - args.window_left);
@@ -74,8 +72,8 @@ __global__ void __launch_bounds__(WARPS * 32)
 
 // --- launchers
 
-pk_status pk_cuda_attention_simple(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err)
+pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
+                                   pk_error *err)
 {
     if (args->num_seqs > 65535 || args->num_q_heads > 65535)
         return pk_fail(err, PK_EUNSUPPORTED,
@@ -87,7 +85,7 @@ pk_status pk_cuda_attention_simple(const pk_attention_args *args, row_filter fil
         using T = std::remove_pointer_t<decltype(type)>;
         auto kernel =
             args->cache_dtype == PK_F8E4M3 ? attention_simple_kernel<T, __nv_fp8_e4m3> : attention_simple_kernel<T, T>;
-        return pk_cuda_launch(err, "attention_simple_kernel", kernel, grid, dim3(WARPS * 32), 0, stream, *args, filter,
+        return pk_cuda_launch(err, "attention_simple_kernel", kernel, grid, dim3(WARPS * 32), 0, stream, *args,
                               device->bad_id);
     });
 }

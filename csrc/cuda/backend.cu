@@ -6,6 +6,7 @@
 #include "cuda/cuda.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 
 // --- errors
@@ -58,6 +59,17 @@ pk_status pk_cuda_probe(int *device_count, pk_error *err)
 /* Tells which architecture the device runs our kernels as: with no Hopper code in the file, that of older PTX. */
 static __global__ void marker_kernel() {}
 
+/* PAGEDKV_CUDA_MAX_CC=80 makes newer devices take the kernels of compute capability 8.0, so that they can be tested. */
+static pk_status cap_capability(int *capability, pk_error *err)
+{
+    const char *cap = getenv("PAGEDKV_CUDA_MAX_CC");
+    if (!cap || !*cap) return PK_OK;
+    int most = atoi(cap);
+    if (most < 80) return pk_fail(err, PK_EVALUE, "PAGEDKV_CUDA_MAX_CC is '%s' but must be 80 or more", cap);
+    if (most < *capability) *capability = most;
+    return PK_OK;
+}
+
 /* With the device current. */
 static pk_status make_ready(device_state *state, int index, pk_error *err)
 {
@@ -74,11 +86,12 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
                        minor);
     device->index = index;
     device->compute_capability = major * 10 + minor;
+    PK_TRY(cap_capability(&device->compute_capability, err));
     device->smem_per_cta = (size_t)smem;
     device->l2_bytes = (size_t)l2;
     cudaFuncAttributes marker;
     PK_CUDA(err, cudaFuncGetAttributes(&marker, marker_kernel));
-    device->can_launch_early = major >= 9 && marker.ptxVersion >= 90;
+    device->can_launch_early = device->compute_capability >= 90 && marker.ptxVersion >= 90;
     if (!state->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&state->own_stream, cudaStreamNonBlocking));
     if (!state->bad_id_host) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_host, sizeof(pk_cuda_bad_id)));
     if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));

@@ -127,17 +127,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t smem, int leading, int s
            (uint64_t)(row_bytes == 128 ? 1 : 2) << 62;
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16)
-{
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t *>(&pair);
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, __half)
-{
-    __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<uint32_t *>(&pair);
-}
-
 /* d[64, N] (+)= a[64, 16] b[16, N] of one warpgroup. smem_smem: a and b K-major in shared memory (Q K^T);
  * regs_smem: a in registers, b with its rows along K (P V). Accumulator layout: thread (warp w, lane l) holds
  * d[4j + 2r + e] = D[16w + l/4 + 8r][8j + 2(l%4) + e]. */
@@ -192,24 +181,6 @@ struct wgmma;
     PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")  \
     PK_WGMMA(T, PTX, 256, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_127, PK_ACC_128, "128", "129", "130", \
              "131", "132", "133")
-
-/* One warp's d[16, 8] += a[16, 16] b[16, 8], operands in registers. */
-__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t *a, const uint32_t *b, __nv_bfloat16)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t *a, const uint32_t *b, __half)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 PK_WGMMA_ALL(__nv_bfloat16, "bf16")
 PK_WGMMA_ALL(__half, "f16")

@@ -112,8 +112,9 @@ PyDoc_STRVAR(
     build_info_doc,
     "build_info($module, /)\n--\n\n"
     "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
-    "cuda_devices; cuda_problem (why CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by\n"
-    "PAGEDKV_CPU_ISA); blas (what `linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
+    "cuda_devices (PAGEDKV_CUDA_MAX_CC=80 makes them take the kernels of compute capability 8.0); cuda_problem (why\n"
+    "CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by PAGEDKV_CPU_ISA); blas (what\n"
+    "`linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
 static PyObject *py_build_info(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;

@@ -1,7 +1,7 @@
-/* lab.cu - checks and times csrc/cuda/attention_prefill_sm90.cu without Python.
+/* lab.cu - checks and times csrc/cuda/attention_prefill_sm90.cu, or (sm80) attention_prefill_sm80.cu, without Python.
  *
- *     lab check [seed]     every case against a naive kernel, with poison; exit code 1 on a mismatch
- *     lab bench [table|part of a name [long]]   the prefill table: one JSON object a row, burst and (long) sustained
+ *     lab [sm80] check [seed [part of a name]]   the cases against a naive kernel, with poison; exit code 1 on a
+ * mismatch lab [sm80] bench [table|part of a name [long]]   one JSON object a row, burst and (long) sustained
  *
  * Build: benchmarks/lab/prefill/build.sh
  */
@@ -169,7 +169,8 @@ static instance make(const test_case &c, uint32_t seed)
     a.k_block_stride = a.v_block_stride = c.page * row, a.k_slot_stride = a.v_slot_stride = row;
     a.k_head_stride = a.v_head_stride = c.head_dim, a.block_table_stride = width, a.lse_head_stride = tokens;
     a.window_left = c.window_left, a.window_right = c.causal ? 0 : -1, a.softmax_scale = 1 / sqrtf(c.head_dim);
-    a.softcap = c.softcap, a.is_causal = c.causal, a.dtype = a.cache_dtype = c.dtype;
+    a.softcap = c.softcap, a.k_scale.value = a.v_scale.value = 1, a.is_causal = c.causal,
+    a.dtype = a.cache_dtype = c.dtype;
     a.block_tables = to_device(table), a.context_lens = to_device(lens);
     int32_t *cu_device = to_device(cu);
     a.cu_seqlens_q = c.uniform ? nullptr : cu_device;
@@ -211,13 +212,16 @@ static pk_cuda_device *device()
     return (pk_cuda_device *)scope.device;
 }
 
+static bool is_sm80;
+
 static void launch(const test_case &c, const pk_attention_args &a, cudaStream_t stream)
 {
     pk_error err;
     if (a.num_tokens == 0) return;
-    if (!pk_cuda_attention_prefill_sm90_applies(&a, device())) printf("%s: does not apply\n", c.name.c_str()), exit(2);
-    if (pk_cuda_attention_prefill_sm90(&a, {(c.min_query - 1) * a.num_q_heads / a.num_kv_heads, INT64_MAX}, device(),
-                                       stream, &err) != PK_OK)
+    if (!is_sm80 && !pk_cuda_attention_prefill_sm90_applies(&a, device()))
+        printf("%s: does not apply\n", c.name.c_str()), exit(2);
+    auto prefill = is_sm80 ? pk_cuda_attention_prefill_sm80 : pk_cuda_attention_prefill_sm90;
+    if (prefill(&a, {(c.min_query - 1) * a.num_q_heads / a.num_kv_heads, INT64_MAX}, device(), stream, &err) != PK_OK)
         printf("%s: %s\n", c.name.c_str(), err.message), exit(2);
 }
 
@@ -298,7 +302,7 @@ static std::vector<seq_case> ragged(std::mt19937 &random, int count, int most_qu
     return seqs;
 }
 
-static int run_checks(uint32_t seed)
+static int run_checks(uint32_t seed, const char *filter)
 {
     std::mt19937 random(seed);
     printf("seed %u\n", seed);
@@ -376,8 +380,10 @@ static int run_checks(uint32_t seed)
     cases.push_back({"many items page 64", ragged(random, 70, 1500, 900), 16, 4, 128, 64});
     cases.push_back({"chunk on long context", {{500, 9000}, {700, 3000}}, 16, 8, 128, 16});
     int bad = 0;
-    for (const test_case &each : cases)
+    for (const test_case &each : cases) {
+        if (each.name.find(filter) == std::string::npos) continue;
         bad += !(each.dtype == PK_F16 ? run_check<__half>(each, random()) : run_check<__nv_bfloat16>(each, random()));
+    }
     printf("%d of %zu cases bad\n", bad, cases.size());
     return bad != 0;
 }
@@ -450,8 +456,9 @@ static void bench(const test_case &c, bool long_run)
 int main(int argc, char **argv)
 {
     device();
+    if (argc > 1 && !strcmp(argv[1], "sm80")) is_sm80 = true, argc--, argv++;
     if (argc > 1 && !strcmp(argv[1], "check"))
-        return run_checks(argc > 2 ? (uint32_t)atoi(argv[2]) : (uint32_t)getpid());
+        return run_checks(argc > 2 ? (uint32_t)atoi(argv[2]) : (uint32_t)getpid(), argc > 3 ? argv[3] : "");
     const char *filter = argc > 2 ? argv[2] : "";
     bool long_run = argc > 3;
     std::mt19937 random(0);

@@ -1,0 +1,29 @@
+"""Every operation on no rows at all: nothing is computed, nothing is refused. (Attention: tests/cases.py.)"""
+
+import numpy as np
+import pagedkv
+import pytest
+from pools import put
+
+CALLS = {
+    "store_kvcache": lambda t: pagedkv.store_kvcache(t(0, 2, 8), t(0, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
+    "copy_blocks": lambda t: pagedkv.copy_blocks([t(3, 4, 2, 8)], np.zeros((0, 2), np.int32)),
+    "swap_blocks": lambda t: pagedkv.swap_blocks([t(3, 4, 2, 8)], [np.zeros((3, 4, 2, 8), np.float32)], np.zeros((0, 2), np.int32)),
+    "merge_attention_states": lambda t: pagedkv.merge_attention_states(t(3, 0, 2, 8), t(3, 2, 0)),
+    "embedding": lambda t: pagedkv.embedding(t(0, dtype=np.int32), t(5, 8)),
+    "gather_rows": lambda t: pagedkv.gather_rows(t(5, 8), t(0, dtype=np.int64)),
+    "rms_norm": lambda t: pagedkv.rms_norm(t(0, 8), t(8)),
+    "silu_and_mul": lambda t: pagedkv.silu_and_mul(t(0, 16)),
+    "linear": lambda t: pagedkv.linear(t(0, 8), t(16, 8)),
+    "qk_norm_rope_store": lambda t: pagedkv.qk_norm_rope_store(
+        t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
+    "sample": lambda t: pagedkv.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_rows(name, device):
+    result = CALLS[name](lambda *shape, dtype=np.float32: put(np.zeros(shape, dtype), device))
+    for out in result if isinstance(result, tuple) else [result]:
+        assert out is None or 0 in out.shape
+    pagedkv.synchronize(device)

@@ -133,15 +133,17 @@ class BuildExt(build_ext):
 
     def compile_one(self, job):
         command, made_by = job
-        self.run_one(command)
+        made_by.with_suffix(".log").write_text(self.run_one(command))
         made_by.write_text(shlex.join(command))
 
     def run_one(self, command):
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        if result.stdout or result.stderr:
-            print(result.stdout + result.stderr, file=sys.stderr, flush=True)
+        said = result.stdout + result.stderr
+        if said:
+            print(said, file=sys.stderr, flush=True)
         if result.returncode:
             raise SystemExit(f"failed: {shlex.join(map(str, command))}")
+        return said
 
 
 def sources():

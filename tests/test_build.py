@@ -1,6 +1,8 @@
-"""setup.py finds CUDA, or says why not: the three modes of PAGEDKV_CUDA, and nvcc's architecture flags."""
+"""setup.py finds CUDA, or says why not: the three modes of PAGEDKV_CUDA, and nvcc's architecture flags. What nvcc says of
+the kernels: memory beside their registers."""
 
 import importlib.util
+import re
 import types
 from pathlib import Path
 
@@ -58,3 +60,49 @@ def test_architectures(build, monkeypatch):
     ]
     monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "9.0a")
     assert build.cuda_arch_flags() == ["-gencode=arch=compute_90a,code=sm_90a"]
+
+
+# --- local memory: of a build with NVCC_FLAGS=--resource-usage, whose log lies beside each object
+
+# Kernels (a pattern of the mangled name) that may spill registers or keep arrays in memory on sm_90a, up to so many
+# bytes a thread, and why.
+ALLOWED_LOCAL_MEMORY = [
+    (r"attention_prefill_kernelI", 256, "the rare path that scores a tile again: the scores, so that its loop stays a loop"),
+    (r"qk_norm_rope_store_kernel", 64, "a few of its 80 registers: 768 threads an SM are worth more"),
+    (r"sample_filtered_kernel", 16, "once a row, outside of its loops"),
+]
+
+
+def local_memory(log: str) -> dict[tuple[str, str], int]:
+    """(architecture, function) -> bytes of its stack frame."""
+    found, arch, function = {}, "", ""
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '.*' for '(\w+)'", line):
+            arch = match[1]
+        elif match := re.search(r"Function properties for (\S+)", line):
+            function = match[1]
+        elif match := re.search(r"(\d+) bytes stack frame", line):
+            found[arch, function] = int(match[1])
+    return found
+
+
+def test_local_memory_is_read():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1fv' for 'sm_90a'
+ptxas info    : Function properties for _Z1fv
+    208 bytes stack frame, 84 bytes spill stores, 120 bytes spill loads
+ptxas info    : Used 168 registers, used 9 barriers, 208 bytes cumulative stack size
+"""
+    assert local_memory(log) == {("sm_90a", "_Z1fv"): 208}
+
+
+def test_no_kernel_uses_local_memory_beyond_the_allowance():
+    folders = sorted(SETUP.parent.glob("build/temp*/csrc/cuda"), key=lambda folder: folder.stat().st_mtime)
+    logs = [local_memory(path.read_text()) for path in folders[-1].glob("*.log")] if folders else []
+    if not any(logs):
+        pytest.skip("no kernels were built here with NVCC_FLAGS=--resource-usage")
+    kernels = {function: size for log in logs for (arch, function), size in log.items() if arch == "sm_90a"}
+    allowed = {name: max((most for pattern, most, _ in ALLOWED_LOCAL_MEMORY if re.search(pattern, name)), default=0)
+               for name in kernels}  # fmt: skip
+    assert {name: size for name, size in kernels.items() if size > allowed[name]} == {}
+    assert not kernels or len(kernels) > 100  # none was left out

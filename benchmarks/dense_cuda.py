@@ -127,16 +127,33 @@ def embedding_row(model: str, tokens: int) -> dict:
     return {"case": f"embedding {model} {tokens}", **measure(make, tokens * hidden * 4)}
 
 
-def sample_row(rows: int, dtype: torch.dtype, temperature: float) -> dict:
+def sample_row(rows: int, dtype: torch.dtype, temperature: float, **options: float) -> dict:
+    """With options the logits are as far apart as a model's are; a penalty finds 152 tokens of a row in its counts."""
+    has_penalties = any("penalties" in name for name in options)
+
     def make():
-        logits = normal(rows, VOCAB, dtype=dtype)
+        logits = normal(rows, VOCAB, dtype=dtype).mul_(4 if options else 1)
         arguments = (torch.full((rows,), temperature, device="cuda"), torch.randint(0, 1 << 62, (rows,), device="cuda"),
                      torch.randint(0, 4096, (rows,), device="cuda").int())
+        arrays = {k: torch.full((rows,), v, device="cuda", dtype=torch.int32 if k == "top_k" else torch.float32) for k, v in options.items()}
+        if has_penalties:
+            arrays["counts"] = torch.zeros(rows, VOCAB, device="cuda", dtype=torch.int32)
+            arrays["counts"][:, ::1000] = 2
         out = torch.empty(rows, device="cuda", dtype=torch.int32)
-        return lambda: pagedkv.sample(logits, *arguments, out=out)
+        return lambda: pagedkv.sample(logits, *arguments, out=out, **arrays)
 
-    name = str(dtype).removeprefix("torch.")
-    return {"case": f"sample {rows} x {VOCAB} {name}, temperature {temperature}", **measure(make, rows * VOCAB * dtype.itemsize)}
+    name = f"sample {rows} x {VOCAB} {str(dtype).removeprefix('torch.')}, temperature {temperature}"
+    name += "".join(f", {key} {value}" for key, value in options.items())
+    return {"case": name, **measure(make, rows * VOCAB * (dtype.itemsize + 4 * has_penalties))}
+
+
+def logprobs_row(rows: int, num_best: int) -> dict:
+    def make():
+        logits, tokens = normal(rows, VOCAB, dtype=torch.float32), torch.zeros(rows, device="cuda", dtype=torch.int32)
+        ids, out = (torch.empty(rows, num_best + 1, device="cuda", dtype=dtype) for dtype in (torch.int32, torch.float32))
+        return lambda: pagedkv.token_logprobs(logits, tokens, num_best, out_ids=ids, out=out)
+
+    return {"case": f"token_logprobs {rows} x {VOCAB} float32, {num_best} best", **measure(make, rows * VOCAB * 4)}
 
 
 def linear_row(name: str, rows: int, size: int, outputs: int, with_torch: bool = True) -> dict:
@@ -156,6 +173,9 @@ LINEAR = [("0.6B qkv", 1024, 4096), ("0.6B o", 2048, 1024), ("0.6B gate-up", 102
           ("0.6B LM head", 1024, VOCAB), ("8B qkv", 4096, 6144), ("8B o", 4096, 4096), ("8B gate-up", 4096, 24576), ("8B down", 12288, 4096)]
 
 
+SAMPLE_OPTIONS = [{"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalties": 1.1}]
+
+
 def cases() -> list[Callable[[], dict]]:
     rows = [lambda: copy_row(256 << 20), lambda: copy_row(1 << 30)]
     for tokens in (1, 64, 256, 2048, 16384):
@@ -166,6 +186,9 @@ def cases() -> list[Callable[[], dict]]:
     for dtype in (torch.float32, torch.bfloat16):
         for batch in (1, 64, 256):
             rows += [lambda d=dtype, b=batch, t=t: sample_row(b, d, t) for t in (0.0, 0.6, 1.0)]
+    for batch in (1, 256):
+        rows += [lambda b=batch, o=o: sample_row(b, torch.float32, 0.8, **o) for o in SAMPLE_OPTIONS]
+        rows += [lambda b=batch, n=n: logprobs_row(b, n) for n in (0, 5, 20)]
     for name, size, outputs in LINEAR:
         rows += [lambda n=name, r=r, s=size, o=outputs: linear_row(n, r, s, o) for r in (1, 4, 8, 64, 256)]
     return rows

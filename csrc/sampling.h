@@ -13,21 +13,22 @@
  * Tokens of equal x are kept or dropped together, so the order of a sort does not matter, and of equal tokens the
  * lowest wins a draw. An infinite x leaves nothing to chance: the first of them is taken.
  *
- * The g(v) are independent Gumbel variates, -log of exponential ones. An exponential variate for every token would cost
- * more than reading the logits, so they come in blocks of 32: the least of a block is an exponential variate divided by
- * 32, falls on any of the 32 tokens alike, and what the others have more than it are independent exponential variates
- * again (they have no memory). So one random number bounds the 32 keys of a block, and the others are drawn only where
- * that bound reaches the best key so far. With the words of Philox4x32-10 (Salmon et al. 2011),
+ * The g(v) are independent Gumbel variates, -log of exponential ones. A random number for every token would cost more
+ * than reading the logits, so they come in blocks of 8: the least of a block is an exponential variate divided by 8,
+ * falls on any of the 8 tokens alike, and what the others have more than it are independent exponential variates again
+ * (they have no memory). So 16 random bits bound the 8 keys of a block, and the others are drawn only where that bound
+ * reaches the best key so far. With the words of Philox4x32-10 (Salmon et al. 2011),
  *
- *     y = word b % 4 at counter (b / 4, position, 0, 0)     b = v / 32       key = (low, high) 32 bits of the seed
- *     z = word v % 4 at counter (v / 4, position, 1, 0)
- *     g = -log(E(((y >> 5) + 0.5) * 2^-27) / 32 + (v % 32 == y % 32 ? 0 : E(((z >> 1) + 0.5) * 2^-31)))
+ *     y = 16 bits b % 8 of the words at counter (b / 8, position, 0, 0), low bits first      b = v / 8
+ *     z(v) = word v % 4 at counter (v / 4, position, 1, 0)              key = (low, high) 32 bits of the seed
+ *     u = ((y >> 3) + ((z(8 b + y % 8) >> 9) + 0.5) * 2^-23) * 2^-13
+ *     g = -log(E(u) / 8 + (v % 8 == y % 8 ? 0 : E(((z(v) >> 1) + 0.5) * 2^-31)))
  *     E(w) = -log(1 - min(w, 1 - 2^-24))
  *
  * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
  * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
- * after another, with no fused multiply-add (C: -ffp-contract=off, which ISO C mode implies; CUDA: the _rn intrinsics),
- * keys are compared exactly, and the weights of top-p are integers, whose sum does not depend on its order.
+ * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which ISO C mode implies; CUDA: the _rn
+ * intrinsics), and the weights of top-p are integers, whose sum does not depend on its order.
  */
 #ifndef PK_SAMPLING_H
 #define PK_SAMPLING_H
@@ -45,6 +46,7 @@
 #define PK_DIV(a, b) __fdiv_rn((a), (b))
 #define PK_MUL_DOUBLE(a, b) __dmul_rn((a), (b))
 #define PK_ADD_DOUBLE(a, b) __dadd_rn((a), (b))
+#define PK_LOG_ROUGHLY(x) __logf(x)
 #define PK_FLOAT_OF(bits) __uint_as_float(bits)
 #define PK_BITS_OF(value) __float_as_uint(value)
 /* By name: of the multiplication of two widened numbers nvcc makes this and an addition of zero. */
@@ -56,6 +58,7 @@ static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
 }
 #else
 #define PK_SAMPLING_FN static inline
+#define PK_LOG_ROUGHLY(x) pk_log(x)
 #define PK_MUL_WIDE(a, b) ((uint64_t)(a) * (b))
 #define PK_MUL(a, b) ((a) * (b))
 #define PK_ADD(a, b) ((a) + (b))
@@ -78,6 +81,8 @@ static inline uint32_t PK_BITS_OF(float value)
 
 /* ------------------------------------------------------ what a row asks for */
 
+#define PK_HOTTEST 1e28f /* leaves nothing of finite logits; greater temperatures might overflow */
+
 typedef struct {
     float temperature;
     uint32_t position, seed_low, seed_high;
@@ -93,7 +98,8 @@ PK_SAMPLING_FN pk_sample_row pk_sample_row_of(const pk_sample_args *args, int64_
     uint64_t seed = (uint64_t)args->seeds[i];
     int64_t slot = args->slots ? args->slots[i] : i, top_k = args->top_k ? args->top_k[i] : 0;
     pk_sample_row row;
-    row.temperature = args->temperatures[i];
+    float temperature = args->temperatures[i];
+    row.temperature = temperature < PK_HOTTEST ? temperature : PK_HOTTEST;
     row.position = (uint32_t)args->positions[i];
     row.seed_low = (uint32_t)seed, row.seed_high = (uint32_t)(seed >> 32);
     row.top_k = top_k > 0 && top_k < args->vocab_size ? (uint32_t)top_k : 0;
@@ -102,9 +108,9 @@ PK_SAMPLING_FN pk_sample_row pk_sample_row_of(const pk_sample_args *args, int64_
     row.repetition = args->repetition_penalties ? args->repetition_penalties[i] : 1;
     row.presence = args->presence_penalties ? args->presence_penalties[i] : 0;
     row.frequency = args->frequency_penalties ? args->frequency_penalties[i] : 0;
-    row.is_valid = row.temperature >= 0 && row.temperature <= FLT_MAX && args->positions[i] >= 0 &&
-                   row.top_p == row.top_p && row.min_p == row.min_p && row.repetition > 0 &&
-                   row.repetition <= FLT_MAX && fabsf(row.presence) <= FLT_MAX && fabsf(row.frequency) <= FLT_MAX &&
+    row.is_valid = temperature >= 0 && temperature <= FLT_MAX && args->positions[i] >= 0 && row.top_p == row.top_p &&
+                   row.min_p == row.min_p && row.repetition > 0 && row.repetition <= FLT_MAX &&
+                   fabsf(row.presence) <= FLT_MAX && fabsf(row.frequency) <= FLT_MAX &&
                    (!args->counts || slot < args->num_slots);
     row.counts = args->counts && slot >= 0 && row.is_valid ? args->counts + slot * args->counts_stride : NULL;
     return row;
@@ -132,8 +138,8 @@ PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *r
 
 /* -------------------------------------------------------------------- draws */
 
-#define PK_GUMBEL_BLOCK 32
-#define PK_GUMBEL_MAX 22.9f /* no variate is greater */
+#define PK_GUMBEL_BLOCK 8
+#define PK_GUMBEL_MAX 27.9f /* no variate is greater */
 
 #define PK_PHILOX_ROUNDS 10
 typedef struct {
@@ -155,8 +161,14 @@ PK_SAMPLING_FN pk_words pk_philox(const pk_sample_row *row, uint32_t counter, ui
     pk_words words = {{c0, c1, c2, c3}};
     return words;
 }
-#define PK_BLOCK_STREAM 0
-#define PK_TOKEN_STREAM 1
+
+/* Word i of a stream of random numbers. */
+PK_SAMPLING_FN uint32_t pk_random_word(const pk_sample_row *row, uint32_t i, uint32_t stream)
+{
+    pk_words words = pk_philox(row, i / 4, stream); /* no array of registers is to be indexed */
+    uint32_t low = i & 1 ? words.word[1] : words.word[0], high = i & 1 ? words.word[3] : words.word[2];
+    return i & 2 ? high : low;
+}
 
 /* Natural logarithm of a normal positive float to about 1 ulp. x = 2^e * m with m in [sqrt(1/2), sqrt(2)); the
  * polynomial and the split of log(2) are those of Cephes' logf (Moshier). */
@@ -189,48 +201,46 @@ PK_SAMPLING_FN float pk_exponential(float w)
     return t < 1.0f ? PK_DIV(PK_MUL(pk_log(t), w), PK_ADD(t, -1.0f)) : w;
 }
 
-PK_SAMPLING_FN float pk_block_uniform(uint32_t block_word)
+/* The greatest variate of a block is at most so much. 1e-4: more than the logarithms here and in pk_gumbel lose. */
+PK_SAMPLING_FN float pk_gumbel_bound(uint32_t block_bits)
 {
-    return PK_MUL(PK_ADD((float)(int32_t)(block_word >> 5), 0.5f), 0x1p-27f);
+    float least = (float)(int32_t)(block_bits >> 3);
+    return PK_ADD(11.0903549f + 1e-4f, -PK_LOG_ROUGHLY(least > 0 ? least : 5e-8f)); /* log(8 * 2^13) */
 }
 
-PK_SAMPLING_FN float pk_gumbel(uint32_t token, uint32_t block_word, uint32_t token_word)
+/* Of the 16 bits of the token's block, the token's own word, and that of the block's luckiest token. */
+PK_SAMPLING_FN float pk_gumbel(uint32_t block_bits, uint32_t token, uint32_t word, uint32_t luckiest_word)
 {
-    float least = PK_MUL(pk_exponential(pk_block_uniform(block_word)), 1.0f / PK_GUMBEL_BLOCK);
-    float more = pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(token_word >> 1), 0.5f), 0x1p-31f));
-    return -pk_log(token % PK_GUMBEL_BLOCK == block_word % PK_GUMBEL_BLOCK ? least : PK_ADD(least, more));
+    float more = PK_MUL(PK_ADD((float)(int32_t)(luckiest_word >> 9), 0.5f), 0x1p-23f);
+    float e = PK_MUL(pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(block_bits >> 3), more), 0x1p-13f)), 0.125f);
+    float ahead = pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(word >> 1), 0.5f), 0x1p-31f));
+    return -pk_log(token % PK_GUMBEL_BLOCK == block_bits % PK_GUMBEL_BLOCK ? e : PK_ADD(e, ahead));
 }
 
-/* What may win a draw. Without g, which is 0 for greedy rows and for infinite x, it is a logit and its token. */
-typedef struct {
-    float x, g;
-    int32_t token; /* -1: none yet */
-} pk_candidate;
-
-PK_SAMPLING_FN pk_candidate pk_no_candidate(void)
-{
-    pk_candidate none = {-INFINITY, 0, -1};
-    return none;
-}
-
-/* Whether x + T * g of `a` is the greater, or equal and a's token the lower. Exact but for one rounding of the product
- * of T (24 bits) and the difference of two floats. A NaN beats everything. */
-PK_SAMPLING_FN bool pk_beats(const pk_candidate *a, const pk_candidate *b, float temperature)
-{
-    if (a->x != a->x || b->x != b->x) return b->x == b->x;
-    double ahead = a->x == b->x ? 0 : PK_ADD_DOUBLE((double)a->x, -(double)b->x);
-    ahead = PK_ADD_DOUBLE(ahead, PK_MUL_DOUBLE((double)temperature, PK_ADD_DOUBLE((double)a->g, -(double)b->g)));
-    return ahead > 0 || (ahead == 0 && a->token < b->token);
-}
-
-/* ------------------------------------------------------------------ filters */
-
-/* Floats as integers of the same order: a threshold is searched among these. -0 is 0. */
+/* Floats as integers of the same order, in which thresholds are searched. -0 is 0, and NaN is greater than all. */
 PK_SAMPLING_FN uint32_t pk_ordered(float x)
 {
     uint32_t bits = PK_BITS_OF(PK_ADD(x, 0.0f));
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+#define PK_ORDERED_INFINITY 0xff800000u
+#define PK_ORDERED_LOWEST 0x00800000u /* the lowest finite number */
+
+/* A token that may be taken: the greatest is. Its key in the high half, and a low token before a high one. */
+typedef uint64_t pk_candidate;
+
+PK_SAMPLING_FN pk_candidate pk_candidate_of(float key, uint32_t token)
+{
+    return (uint64_t)pk_ordered(key) << 32 | (uint32_t)~token;
+}
+PK_SAMPLING_FN int32_t pk_token_of(pk_candidate best) { return (int32_t) ~(uint32_t)best; }
+/* Whether the row had a number above -inf, and no NaN. */
+PK_SAMPLING_FN bool pk_is_drawn(pk_candidate best)
+{
+    return best >> 32 >= PK_ORDERED_LOWEST && best >> 32 <= PK_ORDERED_INFINITY;
+}
+
+/* ------------------------------------------------------------------ filters */
 
 PK_SAMPLING_FN float pk_min_p_threshold(const pk_sample_row *row, float greatest)
 {

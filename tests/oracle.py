@@ -171,8 +171,8 @@ def philox4x32(counter, key, rounds: int = 10) -> list[int]:
 
 
 def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
-    """The variate of every token, -log of an exponential one. In every block of 32 tokens the least of these is an
-    exponential variate / 32 on one of them, and each of the others has an exponential variate more than it."""
+    """The variate of every token, -log of an exponential one. In every block of 8 tokens the least of these is an
+    exponential variate / 8 on one of them, and each of the others has an exponential variate more than it."""
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
 
     def words(count, stream):
@@ -181,11 +181,15 @@ def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
     def exponential(w):
         return -np.log1p(-np.minimum(w, 1 - 2.0**-24))
 
-    tokens = np.arange(vocab_size)
-    block_words, token_words = words(-(-vocab_size // 32), 0)[tokens // 32], words(vocab_size, 1)
-    least = exponential(((block_words >> 5) + 0.5) * 2.0**-27) / 32
-    more = exponential(((token_words >> 1) + 0.5) * 2.0**-31)
-    return -np.log(least + np.where(tokens % 32 == block_words % 32, 0, more))
+    num_blocks = -(-vocab_size // 8)
+    bits = words(-(-num_blocks // 2), 0)
+    bits = np.stack([bits & 0xFFFF, bits >> 16], axis=1).ravel()[:num_blocks]
+    z = words(8 * num_blocks, 1)
+    luckiest = np.arange(num_blocks) * 8 + bits % 8
+    u = ((bits >> 3) + ((z[luckiest] >> 9) + 0.5) * 2.0**-23) * 2.0**-13
+    more = exponential(((z >> 1) + 0.5) * 2.0**-31)
+    more[luckiest] = 0
+    return -np.log(np.repeat(exponential(u) / 8, 8) + more)[:vocab_size]
 
 
 def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndarray:

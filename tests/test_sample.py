@@ -68,7 +68,7 @@ def test_fixed_tokens(device):
     assert draw(logits, [0, 0.5, 1, 2, 1, 1, 1, 1], seeds, positions, device).tolist() == FIXED
 
 
-FIXED = [4407, 1502, 1564, 131, 1698, 648, 2321, 1589]
+FIXED = [4407, 4201, 1670, 1104, 3165, 625, 2325, 4409]
 
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
@@ -183,7 +183,7 @@ def test_filters_of_odd_rows(device):
     equal = np.zeros(9000)
     assert len(supports(equal, device, 300, **everything)) > 200
     far = np.full(9000, -1e30)
-    far[[5, 8000]] = 1e30
+    far[[5, 8000]] = 1e4
     assert supports(far, device, 300, **everything) == {5, 8000}
     assert len(supports(far, device, 300, top_k=3, min_p=1e-30)) == 2
 

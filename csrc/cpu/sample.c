@@ -11,7 +11,7 @@
 
 #include <stdlib.h>
 
-enum { CHUNK = 4 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
+enum { CHUNK = 8 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
 
 /* logits[at .. at + CHUNK) in fp32; behind the end of the row -inf, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
@@ -34,51 +34,55 @@ static bool has_nan(const float *chunk)
 
 // --- draws
 
-/* No key falls short of this by rounding: the product is exact, and rounding a sum keeps the order. */
-static double key_of(float x, float g, float temperature) { return (double)x + (double)temperature * (double)g; }
-
-/* The winner among the four blocks of a chunk and what was best before. */
-static void draw_from_chunk(const float *chunk, float greatest, int64_t at, const pk_sample_row *row,
-                            pk_candidate *best)
+static float key_of(pk_candidate best)
 {
-    float temperature = row->temperature, bounds[4] = {0}, highest = 0;
-    pk_words words = {{0}};
-    if (temperature > 0) {
-        words = pk_philox(row, (uint32_t)(at / CHUNK), PK_BLOCK_STREAM);
-        for (int b = 0; b < 4; b++) { /* 1e-4: more than the logarithms here and in pk_gumbel lose */
-            bounds[b] = -pk_log(PK_MUL(pk_block_uniform(words.word[b]), 1.0f / PK_GUMBEL_BLOCK)) + 1e-4f;
+    uint32_t key = (uint32_t)(best >> 32);
+    return best ? PK_FLOAT_OF(key >> 31 ? key & 0x7fffffffu : ~key) : -INFINITY;
+}
+
+/* The winner of a chunk and what was best before. */
+static pk_candidate draw_from_chunk(const float *chunk, float greatest, int64_t at, const pk_sample_row *row,
+                                    pk_candidate best)
+{
+    uint32_t bits[8] = {0};
+    float bounds[8] = {0}, highest = 0, bar = key_of(best);
+    if (row->temperature > 0) {
+        pk_words words = pk_philox(row, (uint32_t)(at / CHUNK), 0);
+        for (int b = 0; b < 8; b++) {
+            bits[b] = words.word[b / 2] >> (b % 2 * 16) & 0xffff;
+            bounds[b] = row->temperature * pk_gumbel_bound(bits[b]);
             highest = bounds[b] > highest ? bounds[b] : highest;
         }
     }
-    double bar = key_of(best->x, best->g, temperature);
-    if (key_of(greatest, highest, temperature) < bar) return;
+    if (greatest + highest < bar) return best;
     for (int i = 0; i < CHUNK; i++) {
         int b = i / PK_GUMBEL_BLOCK;
-        if (chunk[i] == -INFINITY || key_of(chunk[i], bounds[b], temperature) < bar) continue;
-        pk_candidate candidate = {chunk[i], 0, (int32_t)(at + i)};
-        uint32_t token = (uint32_t)candidate.token;
-        if (temperature > 0 && chunk[i] < INFINITY)
-            candidate.g = pk_gumbel(token, words.word[b], pk_philox(row, token / 4, PK_TOKEN_STREAM).word[token % 4]);
-        if (pk_beats(&candidate, best, temperature)) *best = candidate;
-        bar = key_of(best->x, best->g, temperature);
+        if (chunk[i] == -INFINITY || chunk[i] + bounds[b] < bar) continue;
+        uint32_t token = (uint32_t)(at + i), luckiest = token - token % PK_GUMBEL_BLOCK + bits[b] % PK_GUMBEL_BLOCK;
+        float key = chunk[i];
+        if (row->temperature > 0)
+            key += row->temperature *
+                   pk_gumbel(bits[b], token, pk_random_word(row, token, 1), pk_random_word(row, luckiest, 1));
+        pk_candidate candidate = pk_candidate_of(key, token);
+        if (candidate > best) best = candidate, bar = key_of(best);
     }
+    return best;
 }
 
-/* The winner of a row; one with a NaN where the row has one. */
-static pk_candidate draw(const void *logits, pk_dtype dtype, int64_t vocab_size, const pk_sample_row *row)
+/* The winner of a row, which is none where the row has a NaN: *nan is the first then, else -1. */
+static pk_candidate draw(const void *logits, pk_dtype dtype, int64_t vocab_size, const pk_sample_row *row, int64_t *nan)
 {
-    float chunk[CHUNK], most = row->temperature > 0 ? PK_GUMBEL_MAX : 0;
-    pk_candidate best = pk_no_candidate();
+    float chunk[CHUNK], most = row->temperature * PK_GUMBEL_MAX;
+    pk_candidate best = 0;
+    *nan = -1;
     for (int64_t at = 0; at < vocab_size; at += CHUNK) {
         float greatest = load_chunk(chunk, logits, dtype, at, vocab_size);
         if (has_nan(chunk)) {
-            int i = 0;
-            while (!isnan(chunk[i])) i++;
-            return (pk_candidate){NAN, 0, (int32_t)(at + i)};
+            for (*nan = at; !isnan(chunk[*nan - at]);) ++*nan;
+            return 0;
         }
-        if (greatest > -INFINITY &&
-            key_of(greatest, most, row->temperature) >= key_of(best.x, best.g, row->temperature))
-            draw_from_chunk(chunk, greatest, at, row, &best);
+        if (greatest > -INFINITY && greatest + most >= key_of(best))
+            best = draw_from_chunk(chunk, greatest, at, row, best);
     }
     return best;
 }
@@ -148,19 +152,20 @@ static pk_status sample_row(const pk_sample_args *args, int64_t i, int32_t *toke
     const char *logits = (const char *)args->logits + i * args->logits_stride * (int64_t)pk_dtype_bytes(args->dtype);
     pk_sample_row row = pk_sample_row_of(args, i);
     pk_candidate best;
+    int64_t nan;
     if (pk_has_penalties(&row) || pk_has_filters(&row)) {
         float *x = malloc((size_t)args->vocab_size * sizeof *x);
         if (!x) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate a row of %lld", (long long)args->vocab_size);
         process_row(x, logits, args, &row);
-        best = draw(x, PK_F32, args->vocab_size, &row);
+        best = draw(x, PK_F32, args->vocab_size, &row, &nan);
         free(x);
     } else {
-        best = draw(logits, args->dtype, args->vocab_size, &row);
+        best = draw(logits, args->dtype, args->vocab_size, &row, &nan);
     }
-    if (isnan(best.x)) return pk_fail(err, PK_EVALUE, "logits[%lld, %d] is NaN", (long long)i, best.token);
-    if (best.token < 0)
+    if (nan >= 0) return pk_fail(err, PK_EVALUE, "logits[%lld, %lld] is NaN", (long long)i, (long long)nan);
+    if (!pk_is_drawn(best))
         return pk_fail(err, PK_EVALUE, "logits[%lld] is -inf everywhere: no token can be sampled", (long long)i);
-    *token = best.token;
+    *token = pk_token_of(best);
     return PK_OK;
 }
 
@@ -287,12 +292,13 @@ pk_status pk_cpu_token_logprobs(const pk_logprobs_args *args, pk_stream stream, 
         const char *logits = (const char *)args->logits + row * args->logits_stride * bytes;
         int32_t token = args->token_ids[row], *ids = args->ids + row * width;
         float *logprobs = args->logprobs + row * width;
-        pk_candidate top = draw(logits, args->dtype, args->vocab_size, &(pk_sample_row){.temperature = 0});
-        if (token < 0 || !(fabsf(top.x) <= FLT_MAX)) {
+        int64_t nan;
+        float greatest = key_of(draw(logits, args->dtype, args->vocab_size, &(pk_sample_row){.temperature = 0}, &nan));
+        if (token < 0 || nan >= 0 || !(fabsf(greatest) <= FLT_MAX)) {
             for (int64_t i = 0; i < width; i++) ids[i] = -1, logprobs[i] = NAN;
             continue;
         }
-        double sum = find_best(logits, args, top.x, ids + 1, logprobs + 1), log_sum = top.x + log(sum);
+        double sum = find_best(logits, args, greatest, ids + 1, logprobs + 1), log_sum = greatest + log(sum);
         pk_cpu_row_to_f32(logprobs, logits + token * bytes, args->dtype, 1);
         ids[0] = token;
         for (int64_t i = 0; i < width; i++) logprobs[i] = (float)(logprobs[i] - log_sum);

@@ -1,22 +1,52 @@
-/* sample_filters.cu - sampling from rows with penalties or filters, and log probabilities.
+/* sample_filters.cu - what the filters of sampling keep, and log probabilities.
  *
- * Several passes over a row, by a cluster of eight CTAs (one before Hopper): a CTA's part of 152k tokens is 76 KB, so
- * the first pass reads memory and the others the L1. Nothing is sorted. All three filters keep what is at least some
- * threshold, which is found by radix among the logits taken as integers of the same order: a histogram of 2,048 bins
- * over the range that is left (of tokens for top-k, of integer weights for top-p: exact in any order), summed over the
- * cluster, gives the bin that holds the threshold. The second one is mostly narrow enough, a third always is.
+ * Nothing is sorted: all three filters keep what is at least some threshold, the greatest such that enough tokens, or
+ * enough of the weight, reach it. It is searched by four bits in a pass, among the logits taken as integers of the same
+ * order; weights are integers, too, so that sums do not depend on an order.
+ *
+ * A row is read by a cluster of eight CTAs (one before Hopper), of which a part of 152k tokens is 76 KB: for its
+ * greatest, and again for a list. From the greatest of every four threads follows a guess that as many tokens reach as
+ * are wanted, and only what reaches the guess is searched, unless that is too much, or weighs too little (a flat
+ * softmax): then the row is.
  */
 #include "cuda/sample.h"
 
 // --- kernels
 
-enum { THREADS = 512, WARPS = THREADS / 32, CLUSTER = 8, BIN_BITS = 11, NUM_BINS = 1 << BIN_BITS };
+enum {
+    THREADS = 512,
+    WARPS = THREADS / 32,
+    CLUSTER = 8,
+    GROUP = 4, /* threads whose greatest is one of those that a guess is made from */
+    NUM_GROUPS = THREADS / GROUP,
+    LIKELY_TOP_P = 512, /* tokens: top-p mostly keeps fewer */
+    MAX_LISTED = 1024,  /* of a CTA's part of a row */
+    SEARCH_BITS = 4,
+    WAYS = 1 << SEARCH_BITS
+};
+
+#if __CUDA_ARCH__ >= 900
+#define ROW_CTAS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define ROW_CTAS
+#endif
+
+__device__ static inline uint64_t greater(uint64_t a, uint64_t b) { return max(a, b); }
+__device__ static inline uint64_t sum(uint64_t a, uint64_t b) { return a + b; }
+
+struct shared_memory {
+    uint64_t warps[WARPS][WAYS], ctas[2][WAYS], row[WAYS];
+    uint32_t groups[NUM_GROUPS], num_listed, listed[MAX_LISTED]; /* in pk_ordered's form */
+    pk_sample_row asked;
+};
 
 /* The CTAs of one row. */
 struct row_ctas {
+    shared_memory &shared;
     unsigned rank = 0, count = 1;
+    int turn = 0;
 
-    __device__ row_ctas()
+    __device__ row_ctas(shared_memory &shared) : shared(shared)
     {
 #if __CUDA_ARCH__ >= 900
         asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -32,345 +62,266 @@ struct row_ctas {
 #endif
     }
     /* Where another CTA has what this one has at `shared`. */
-    template <typename T>
-    __device__ T *of(T *shared, unsigned other) const
+    template <typename U>
+    __device__ U *of(U *shared, unsigned other) const
     {
 #if __CUDA_ARCH__ >= 900
         asm("mapa.u64 %0, %0, %1;" : "+l"(shared) : "r"(other));
 #endif
         return shared;
     }
+    /* Each of the values becomes `op` over those of all threads of all CTAs. 0 changes nothing. */
+    template <int N, typename Op>
+    __device__ void reduce(uint64_t (&values)[N], Op op)
+    {
+        turn = 1 - turn; /* another CTA may still read what this one left there the last time */
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (__any_sync(~0u, values[i] != 0))
+                for (int offset = 16; offset > 0; offset /= 2)
+                    values[i] = op(values[i], __shfl_xor_sync(~0u, values[i], offset));
+            if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32][i] = values[i];
+        }
+        __syncthreads();
+        uint64_t value = 0;
+        if (threadIdx.x < N) {
+            for (int warp = 0; warp < WARPS; warp++) value = op(value, shared.warps[warp][threadIdx.x]);
+            shared.ctas[turn][threadIdx.x] = value;
+        }
+        sync();
+        if (threadIdx.x < N) {
+            value = 0;
+#pragma unroll 8
+            for (unsigned other = 0; other < count; other++)
+                value = op(value, of(shared.ctas[turn], other)[threadIdx.x]);
+            shared.row[threadIdx.x] = value;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = shared.row[i];
+    }
+    template <typename Op>
+    __device__ uint64_t reduce(uint64_t value, Op op)
+    {
+        uint64_t values[1] = {value};
+        reduce(values, op);
+        return values[0];
+    }
 };
 
-struct shared_memory {
-    uint64_t bins[NUM_BINS], sums[NUM_BINS], warp_sums[WARPS];
-    uint64_t above, weight; /* of the bin that was found: of what is greater, and of itself */
-    int bin;
-    float warp_values[WARPS], greatest, sum;
-    pk_candidate candidates[WARPS], best;
-    int bar; /* in pk_to_order's form */
-    unsigned num_listed;
-};
+__device__ static inline float from_ordered(uint32_t key)
+{
+    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+}
 
-/* A CTA's part of a row, in blocks of 32 tokens. Behind the end of the row is -inf. */
+/* A CTA's part of a row. */
 template <typename T>
-struct row_part {
-    const T *logits;
-    const pk_sample_row *penalties; /* or NULL */
-    uint32_t vocab_size, first, end;
+struct row_part : pk_row_of_logits<T> {
+    uint32_t first, end;
 
-    __device__ row_part(const void *all_logits, int64_t offset, int64_t size, const row_ctas &ctas,
-                        const pk_sample_row *row)
-        : logits((const T *)all_logits + offset), penalties(row), vocab_size((uint32_t)size)
+    __device__ row_part(const void *logits, int64_t offset, int64_t size, const row_ctas &ctas)
+        : pk_row_of_logits<T>{(const T *)logits + offset, (uint32_t)size}
     {
-        uint32_t num_blocks = (vocab_size + PK_GUMBEL_BLOCK - 1) / PK_GUMBEL_BLOCK;
-        first = (uint32_t)((uint64_t)num_blocks * ctas.rank / ctas.count);
-        end = (uint32_t)((uint64_t)num_blocks * (ctas.rank + 1) / ctas.count);
+        first = (uint32_t)((uint64_t)size * ctas.rank / ctas.count) / 32 * 32;
+        end = ctas.rank + 1 < ctas.count ? (uint32_t)((uint64_t)size * (ctas.rank + 1) / ctas.count) / 32 * 32 : size;
     }
-    __device__ float at(uint32_t token) const
-    {
-        if (token >= vocab_size) return -INFINITY;
-        float x = pk_to_float(logits[token]);
-        return penalties ? pk_penalized(x, penalties->counts[token], penalties) : x;
-    }
-    /* body(token, x) by whole warps. */
+    /* body(token, x) */
     template <typename Body>
     __device__ void for_each(Body body) const
     {
-        constexpr int AT_ONCE = 4;
-        for (uint32_t block = first + threadIdx.x / 32; block < end; block += AT_ONCE * WARPS) {
+        constexpr int AT_ONCE = 8;
+        for (uint32_t token = first + threadIdx.x; token < end; token += AT_ONCE * THREADS) {
             float x[AT_ONCE];
-            uint32_t token = block * PK_GUMBEL_BLOCK + threadIdx.x % 32;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) x[i] = block + i * WARPS < end ? at(token + i * THREADS) : -INFINITY;
+            for (int i = 0; i < AT_ONCE; i++) x[i] = token + i * THREADS < end ? this->at(token + i * THREADS) : 0;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                if (block + i * WARPS < end) body(token + i * THREADS, x[i]);
+                if (token + i * THREADS < end) body(token + i * THREADS, x[i]);
         }
     }
 };
 
-/* NaN where there is one. */
-template <typename Row>
-__device__ static float find_greatest(const Row &row, const row_ctas &ctas, shared_memory &shared)
-{
-    float greatest = -INFINITY;
-    row.for_each([&](uint32_t, float x) { greatest = pk_max_or_nan(greatest, x); });
-    greatest = pk_warp_max(greatest);
-    if (threadIdx.x % 32 == 0) shared.warp_values[threadIdx.x / 32] = greatest;
-    __syncthreads();
-    if (threadIdx.x < 32) shared.greatest = pk_warp_max(shared.warp_values[threadIdx.x % WARPS]);
-    ctas.sync();
-    for (unsigned other = 0; other < ctas.count; other++)
-        greatest = pk_max_or_nan(greatest, *ctas.of(&shared.greatest, other));
-    return greatest;
-}
+/* What was listed of it, with no token ids. */
+struct list_of_logits {
+    const shared_memory &shared;
 
-/* bins[bin] += weight, where it is not 0. Neighbours in one bin (a row of equal logits) are summed first. */
-template <typename Weight>
-__device__ static inline void add_to_bin(Weight *bins, uint32_t bin, Weight weight)
-{
-    unsigned adding = __ballot_sync(~0u, weight > 0);
-    int leader = __ffs((int)adding) - 1;
-    uint32_t its_bin = __shfl_sync(~0u, bin, leader & 31);
-    if (__popc(adding) > 16 && __all_sync(~0u, weight == 0 || bin == its_bin)) {
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) weight += __shfl_xor_sync(~0u, weight, offset);
-        if (threadIdx.x % 32 != leader) weight = 0;
+    template <typename Body>
+    __device__ void for_each(Body body) const
+    {
+        for (uint32_t i = threadIdx.x; i < shared.num_listed; i += THREADS) body(0, from_ordered(shared.listed[i]));
     }
-    if (weight > 0) atomicAdd(&bins[bin], weight);
-}
+};
 
-/* The greatest threshold in [low, high] such that the tokens with a key in [threshold, high] have at least the weight
- * `target`, or, where that is 0, `top_p` of the weight of [low, high]; low where all have less. A token's weight and
- * key are weigh(token, x, &key). Leaves what is above the threshold's bin, and in it, in `shared`. */
-template <typename Weight, typename Row, typename Weigh>
-__device__ static uint32_t find_threshold(const Row &row, const row_ctas &ctas, shared_memory &shared, uint32_t low,
-                                          uint32_t high, uint64_t target, float top_p, Weigh weigh)
+/* The greatest threshold from `low` on that tokens of the weight `target` reach; `low` where all have less. */
+template <typename Part, typename Weigh>
+__device__ static uint32_t search(const Part &part, row_ctas &ctas, uint32_t low, uint32_t highest, uint64_t target,
+                                  Weigh weigh)
 {
-    constexpr int MINE = NUM_BINS / THREADS;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Weight *bins = (Weight *)shared.bins;
-    uint64_t above = 0;
-    for (bool is_first = true;; is_first = false) {
-        int shift = max(32 - BIN_BITS - __clz((int)(high - low)), 0);
-        for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
-        __syncthreads();
-        row.for_each([&](uint32_t token, float x) {
-            uint32_t key;
-            Weight weight = weigh(token, x, &key);
-            add_to_bin(bins, (key - low) >> shift, key >= low && key <= high ? weight : Weight(0));
+    int shift = low < highest ? (31 - __clz((int)(highest - low))) / SEARCH_BITS * SEARCH_BITS : -1;
+    for (; shift >= 0; shift -= SEARCH_BITS) {
+        uint64_t reaching[WAYS - 1] = {}; /* the weight of what reaches low + (1, 2, ... << shift) */
+        part.for_each([&](uint32_t, float x) {
+            uint32_t key = pk_ordered(x), steps = key >= low ? (key - low) >> shift : 0;
+            if (steps == 0) return;
+            uint64_t weight = weigh(x);
+#pragma unroll
+            for (uint32_t i = 1; i < WAYS; i++) reaching[i - 1] += steps >= i ? weight : 0;
         });
-        ctas.sync();
-        uint64_t mine = 0; /* in this thread's bins, counted from the top */
-        const int top = NUM_BINS - 1 - MINE * threadIdx.x;
-        for (int bin = top; bin > top - MINE; bin--) {
-            uint64_t sum = 0;
-#pragma unroll 1
-            for (unsigned other = 0; other < ctas.count; other++) sum += ctas.of(bins, other)[bin];
-            shared.sums[bin] = sum;
-            mine += sum;
-        }
-        uint64_t before = mine;
+        ctas.reduce(reaching, sum);
 #pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            uint64_t lower = __shfl_up_sync(~0u, before, offset);
-            if (lane >= offset) before += lower;
-        }
-        if (lane == 31) shared.warp_sums[warp] = before;
-        __syncthreads();
-        uint64_t total = 0;
-#pragma unroll 1
-        for (int i = 0; i < WARPS; i++) {
-            if (i == warp) before += total;
-            total += shared.warp_sums[i];
-        }
-        if (is_first && target == 0) target = pk_top_p_target(top_p, total);
-        before += above - mine;
-        if (before < target && before + mine >= target) { /* one thread */
-            int bin = top;
-            while (before + shared.sums[bin] < target) before += shared.sums[bin--];
-            shared.bin = bin, shared.above = before, shared.weight = shared.sums[bin];
-        }
-        ctas.sync(); /* nobody reads these bins any more */
-        if (is_first && total < target) return low;
-        above = shared.above;
-        low += (uint32_t)shared.bin << shift;
-        if (shift == 0 || above + shared.weight == target) return low;
-        high = min(high, low + (1u << shift) - 1);
+        for (int i = 1; i < WAYS; i++) low += reaching[i - 1] >= target ? 1u << shift : 0;
     }
+    return low;
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    sample_filtered_kernel(const pk_sample_args args, int weight_bits, pk_cuda_bad_id *bad_id)
+__global__ void ROW_CTAS __launch_bounds__(THREADS)
+    thresholds_kernel(const pk_sample_args args, int64_t first_row, int weight_bits, uint32_t *thresholds)
 {
     __shared__ shared_memory shared;
-    __shared__ pk_sample_row asked;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const row_ctas ctas;
-    const int64_t row_index = blockIdx.x / ctas.count;
+    row_ctas ctas(shared);
+    const int64_t i = blockIdx.x / ctas.count, row_index = first_row + i;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    if (threadIdx.x == 0) asked = pk_sample_row_of(&args, row_index), shared.bar = pk_to_order(-FLT_MAX);
+    const pk_sample_row &asked = shared.asked;
+    if (threadIdx.x == 0) shared.asked = pk_sample_row_of(&args, row_index), shared.num_listed = 0;
     __syncthreads();
-    bool has_penalties = pk_has_penalties(&asked), has_filters = pk_has_filters(&asked);
-    if (!asked.is_valid || !(has_penalties || has_filters)) return; /* sample_kernel's */
-    row_part<T> row(args.logits, row_index * args.logits_stride, args.vocab_size, ctas,
-                    has_penalties ? &asked : nullptr);
-    pk_draw draw = {asked};
-    float greatest = find_greatest(row, ctas, shared), temperature = asked.temperature;
-    uint32_t low = pk_ordered(-FLT_MAX), high = pk_ordered(greatest);
-    if (has_filters && fabsf(greatest) <= FLT_MAX) {
-        low = pk_ordered(pk_min_p_threshold(&asked, greatest));
-        if (asked.top_k)
-            low = find_threshold<uint32_t>(row, ctas, shared, low, high, asked.top_k, 1,
-                                           [](uint32_t, float x, uint32_t *key) { return *key = pk_ordered(x), 1u; });
-        if (asked.top_p < 1)
-            low = find_threshold<unsigned long long>(
-                row, ctas, shared, low, high, 0, asked.top_p, [&](uint32_t, float x, uint32_t *key) {
-                    *key = pk_ordered(x);
-                    return *key < low ? 0ull : pk_weight(x, greatest, temperature, weight_bits);
-                });
-    }
+    if (!asked.is_valid || !pk_has_filters(&asked)) return;
+    row_part<T> row(args.logits, row_index * args.logits_stride, args.vocab_size, ctas);
+    if (pk_has_penalties(&asked)) row.penalties = &asked;
 
-    if (greatest != greatest)
-        draw.best = {greatest, 0, 0};
-    else
-        for (uint32_t base = row.first + warp; base < row.end; base += 32 * WARPS) {
-            uint32_t block = base + lane * WARPS; /* a lane draws the word of one of the next blocks */
-            uint32_t word = pk_word_of(asked, block, PK_BLOCK_STREAM);
-            float bound = temperature > 0 ? pk_gumbel_bound(word) : 0;
-            for (int i = 0; i < 32 && base + i * WARPS < row.end; i++) {
-                uint32_t token = (base + i * WARPS) * PK_GUMBEL_BLOCK + lane, block_word = __shfl_sync(~0u, word, i);
-                float x = row.at(token), key = draw.key(x, __shfl_sync(~0u, bound, i));
-                if (pk_ordered(x) < low) x = key = -INFINITY;
-                draw.bar = fmaxf(draw.bar, pk_of_order(*(volatile int *)&shared.bar));
-                if (!__any_sync(~0u, key >= draw.bar)) continue;
-                draw.consider(token, x, block_word);
-                if (lane == 0) atomicMax(&shared.bar, pk_to_order(draw.bar));
+    uint32_t mine = 0;
+    row.for_each([&](uint32_t, float x) { mine = max(mine, pk_ordered(x)); });
+    const uint32_t highest = (uint32_t)ctas.reduce(mine, greater);
+    const float greatest = from_ordered(highest), temperature = asked.temperature;
+    const bool is_finite = highest >= PK_ORDERED_LOWEST && highest < PK_ORDERED_INFINITY;
+    uint32_t low = is_finite ? pk_ordered(pk_min_p_threshold(&asked, greatest)) : 0;
+    if (is_finite && (asked.top_k || asked.top_p < 1)) {
+        auto weigh = [&](float x) { return pk_weight(x, greatest, temperature, weight_bits); };
+        auto weight_of = [&](const auto &part, uint32_t low) {
+            uint64_t weight = 0;
+            part.for_each([&](uint32_t, float x) { weight += pk_ordered(x) >= low ? weigh(x) : 0; });
+            return ctas.reduce(weight, sum);
+        };
+        uint64_t target = asked.top_k ? 0 : pk_top_p_target(asked.top_p, weight_of(row, low));
+        auto find = [&](const auto &part, uint32_t low) {
+            if (asked.top_k) low = search(part, ctas, low, highest, asked.top_k, [](float) { return 1; });
+            if (asked.top_p >= 1) return low;
+            if (asked.top_k) target = pk_top_p_target(asked.top_p, weight_of(part, low));
+            return search(part, ctas, low, highest, target, weigh);
+        };
+        /* So many groups of each CTA reach the guess: as many tokens as are wanted, or more. */
+        uint32_t wanted = ((asked.top_k ? asked.top_k : LIKELY_TOP_P) + ctas.count - 1) / ctas.count, guess = low;
+        if (wanted <= NUM_GROUPS) {
+            for (int offset = 1; offset < GROUP; offset *= 2) mine = max(mine, __shfl_xor_sync(~0u, mine, offset));
+            if (threadIdx.x % GROUP == 0) shared.groups[threadIdx.x / GROUP] = mine;
+            __syncthreads();
+            uint32_t rank = NUM_GROUPS;
+            if (threadIdx.x < NUM_GROUPS) {
+                mine = shared.groups[threadIdx.x], rank = 0;
+                for (uint32_t j = 0; j < NUM_GROUPS; j++)
+                    rank += shared.groups[j] > mine || (shared.groups[j] == mine && j < threadIdx.x);
             }
+            guess = max(low, ~(uint32_t)ctas.reduce(rank == wanted - 1 ? ~mine : 0, greater));
         }
-    draw.merge_cta(shared.candidates);
-    if (threadIdx.x == 0) shared.best = draw.best;
-    ctas.sync();
-    if (ctas.rank == 0 && warp == 0) {
-        if (lane < ctas.count) draw.take(*ctas.of(&shared.best, lane));
-        draw.merge_warp();
-        if (lane == 0) pk_finish_row(args, row_index, asked, draw.best, bad_id);
+        row.for_each([&](uint32_t, float x) {
+            if (pk_ordered(x) < guess) return;
+            uint32_t at = atomicAdd(&shared.num_listed, 1u);
+            if (at < MAX_LISTED) shared.listed[at] = pk_ordered(x);
+        });
+        __syncthreads();
+        const list_of_logits list = {shared};
+        bool is_enough = ctas.reduce(shared.num_listed, greater) <= MAX_LISTED;
+        if (is_enough && !asked.top_k && guess > low) is_enough = weight_of(list, guess) >= target;
+        low = is_enough ? find(list, guess) : find(row, low);
     }
+    if (ctas.rank == 0 && threadIdx.x == 0) thresholds[i] = low;
     ctas.sync(); /* no CTA ends while another reads what it shares */
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) token_logprobs_kernel(const pk_logprobs_args args, pk_cuda_bad_id *bad_id)
+__global__ void ROW_CTAS __launch_bounds__(THREADS)
+    token_logprobs_kernel(const pk_logprobs_args args, int weight_bits, pk_cuda_bad_id *bad_id)
 {
     __shared__ shared_memory shared;
-    __shared__ pk_candidate best[PK_MAX_BEST]; /* of the first CTA: of all, in any order */
-    const row_ctas ctas;
+    __shared__ pk_candidate best[CLUSTER * PK_MAX_BEST]; /* of the first CTA: of all */
+    __shared__ pk_candidate best_of_warps[WARPS], winner;
+    row_ctas ctas(shared);
     const int64_t row_index = blockIdx.x / ctas.count;
     const uint32_t num_best = (uint32_t)args.num_best;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    row_part<T> row(args.logits, row_index * args.logits_stride, args.vocab_size, ctas, nullptr);
-    int32_t token = args.token_ids[row_index], *ids = args.ids + row_index * (num_best + 1);
+    row_part<T> row(args.logits, row_index * args.logits_stride, args.vocab_size, ctas);
+    const int32_t token = args.token_ids[row_index];
+    int32_t *ids = args.ids + row_index * (num_best + 1);
     float *logprobs = args.logprobs + row_index * (num_best + 1);
-    if (threadIdx.x == 0) shared.num_listed = 0;
 
-    float greatest = find_greatest(row, ctas, shared), sum = 0;
-    if (token < 0 || token >= args.vocab_size || !(fabsf(greatest) <= FLT_MAX)) {
+    pk_candidate mine = 0, below = ~0ull; /* the thread's best that was not the CTA's yet */
+    auto find_mine = [&] {
+        row.for_each([&](uint32_t at, float x) {
+            pk_candidate candidate = pk_candidate_of(x, at);
+            if (candidate < below) mine = max(mine, candidate);
+        });
+    };
+    find_mine();
+    const pk_candidate first = ctas.reduce(mine, greater);
+    const float greatest = from_ordered((uint32_t)(first >> 32));
+    if (token < 0 || token >= args.vocab_size || !pk_is_drawn(first) || greatest > FLT_MAX) {
         if (ctas.rank == 0 && threadIdx.x <= num_best) ids[threadIdx.x] = -1, logprobs[threadIdx.x] = NAN;
         if (ctas.rank == 0 && threadIdx.x == 0 && token >= args.vocab_size)
             pk_record_bad_id(bad_id, PK_BAD_ID, row_index, token, args.vocab_size);
-        ctas.sync();
-        return;
+        return ctas.sync();
     }
-    row.for_each([&](uint32_t, float x) { sum += expf(x - greatest); });
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (threadIdx.x % 32 == 0) shared.warp_values[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int i = 0; i < WARPS; i++) sum += shared.warp_values[i];
-    if (threadIdx.x == 0) shared.sum = sum;
-    ctas.sync();
-    sum = 0;
-    for (unsigned other = 0; other < ctas.count; other++) sum += *ctas.of(&shared.sum, other);
-
-    if (num_best > 0) {
-        uint32_t low = pk_ordered(-INFINITY), lowest_tie = 0, vocab_size = row.vocab_size;
-        low = find_threshold<uint32_t>(
-            row, ctas, shared, low, pk_ordered(greatest), num_best, 1,
-            [&](uint32_t at, float x, uint32_t *key) { return *key = pk_ordered(x), at < vocab_size ? 1u : 0u; });
-        if (shared.above + shared.weight > num_best) { /* too many equals: the lowest of them, by the same search */
-            uint32_t missing = num_best - (uint32_t)shared.above;
-            lowest_tie = find_threshold<uint32_t>(
-                row, ctas, shared, ~(vocab_size - 1), ~0u, missing, 1,
-                [&](uint32_t at, float x, uint32_t *key) { return *key = ~at, pk_ordered(x) == low ? 1u : 0u; });
-        }
-        row.for_each([&](uint32_t at, float x) {
-            uint32_t key = pk_ordered(x);
-            if (at < vocab_size && (key > low || (key == low && ~at >= lowest_tie)))
-                *ctas.of(&best[atomicAdd(ctas.of(&shared.num_listed, 0), 1u)], 0) = {x, 0, (int32_t)at};
-        });
+    uint64_t total = 0;
+    row.for_each([&](uint32_t, float x) { total += pk_weight(x, greatest, 1, weight_bits); });
+    total = ctas.reduce(total, sum);
+    for (uint32_t i = 0; i < num_best; i++) {
+        pk_candidate next = pk_cta_best(mine, best_of_warps);
+        if (threadIdx.x == 0) winner = next, *ctas.of(&best[ctas.rank * num_best + i], 0) = next;
+        __syncthreads();
+        below = winner;
+        if (mine == below) mine = 0, find_mine();
     }
     ctas.sync();
-    if (ctas.rank != 0 || threadIdx.x > num_best) return;
-    pk_candidate mine = {pk_to_float(row.logits[token]), 0, token};
-    int place = 0;
-    if (threadIdx.x > 0) {
-        mine = best[threadIdx.x - 1], place = 1;
-        for (uint32_t i = 0; i < num_best; i++) place += pk_beats(&best[i], &mine, 0);
-    }
-    ids[place] = mine.token, logprobs[place] = mine.x - greatest - logf(sum);
-}
-
-__global__ void count_tokens_kernel(const pk_count_args args, pk_cuda_bad_id *bad_id)
-{
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, end = args.num_prompt + args.num_output;
-    if (i >= end) return;
-    bool is_output = i >= args.num_prompt, is_int64 = is_output ? args.output_is_int64 : args.prompt_is_int64;
-    const void *ids = is_output ? args.output_ids : args.prompt_ids;
-    if (is_output) i -= args.num_prompt;
-    int64_t id = is_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
-    if (id < 0 || id >= args.vocab_size)
-        pk_record_bad_id(bad_id, PK_BAD_ID, i, id, args.vocab_size);
-    else if (is_output)
-        atomicAdd(&args.counts[id], 2);
-    else
-        atomicOr(&args.counts[id], 1);
+    if (ctas.rank != 0) return;
+    const float log_sum = logf(ldexpf((float)total, -weight_bits));
+    if (threadIdx.x == 0) ids[0] = token, logprobs[0] = row.at(token) - greatest - log_sum;
+    if (threadIdx.x >= ctas.count * num_best || best[threadIdx.x] == 0) return;
+    uint32_t place = 1;
+    for (uint32_t i = 0; i < ctas.count * num_best; i++) place += best[i] > best[threadIdx.x];
+    if (place > num_best) return;
+    ids[place] = pk_token_of(best[threadIdx.x]);
+    logprobs[place] = from_ordered((uint32_t)(best[threadIdx.x] >> 32)) - greatest - log_sum;
 }
 
 // --- launchers
 
 /* A cluster of CTAs a row on Hopper, elsewhere one CTA. */
-template <typename... Params, typename... Args>
-static pk_status launch_rows(pk_error *err, const char *name, void (*kernel)(Params...), const pk_cuda_device *device,
-                             int64_t num_rows, pk_stream stream, Args... args)
+static dim3 grid_of(int64_t num_rows, const pk_cuda_device *device)
 {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {CLUSTER, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = pk_cuda_grid(num_rows * (device->can_launch_early ? CLUSTER : 1));
-    config.blockDim = dim3(THREADS);
-    config.stream = (cudaStream_t)stream;
-    config.attrs = attributes;
-    config.numAttrs = device->can_launch_early ? 2 : 0;
-    cudaError_t error = num_rows ? cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...) : cudaSuccess;
-    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+    return pk_cuda_grid(num_rows * (device->can_launch_early ? CLUSTER : 1));
 }
 
-pk_status pk_cuda_sample_filtered(const pk_sample_args *args, const pk_cuda_device *device, pk_stream stream,
-                                  pk_error *err)
+pk_status pk_cuda_find_thresholds(const pk_sample_args *args, int64_t first_row, int64_t num_rows, uint32_t *thresholds,
+                                  const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        return launch_rows(err, "sample_filtered_kernel", sample_filtered_kernel<T>, device, args->num_rows, stream,
-                           *args, pk_weight_bits(args->vocab_size), device->bad_id);
+        return pk_cuda_launch_early(err, "thresholds_kernel", thresholds_kernel<T>, device, grid_of(num_rows, device),
+                                    dim3(THREADS), 0, stream, *args, first_row, pk_weight_bits(args->vocab_size),
+                                    thresholds);
     });
 }
 
 pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err)
 {
+    if (args->num_rows == 0) return PK_OK;
     pk_cuda_scope scope(args->logits, err);
     if (scope.status != PK_OK) return scope.status;
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        return launch_rows(err, "token_logprobs_kernel", token_logprobs_kernel<T>, scope.device, args->num_rows, stream,
-                           *args, scope.device->bad_id);
+        return pk_cuda_launch_early(err, "token_logprobs_kernel", token_logprobs_kernel<T>, scope.device,
+                                    grid_of(args->num_rows, scope.device), dim3(THREADS), 0, stream, *args,
+                                    pk_weight_bits(args->vocab_size), scope.device->bad_id);
     });
-}
-
-pk_status pk_cuda_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err)
-{
-    pk_cuda_scope scope(args->counts, err);
-    if (scope.status != PK_OK) return scope.status;
-    PK_CUDA(err, cudaMemsetAsync(args->counts, 0, args->vocab_size * sizeof *args->counts, (cudaStream_t)stream));
-    int64_t ctas = pk_ceil_div(args->num_prompt + args->num_output, 256);
-    if (ctas == 0) return PK_OK;
-    return PK_CUDA_LAUNCH(err, count_tokens_kernel, pk_cuda_grid(ctas), dim3(256), 0, stream, *args,
-                          scope.device->bad_id);
 }

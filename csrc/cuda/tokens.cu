@@ -1,7 +1,8 @@
-/* tokens.cu - token_ids[t] = sampled[-1 - token_ids[t]] where token_ids[t] is negative: what the step before has
- * sampled goes into this one without a way over the host. */
+/* tokens.cu - token ids: what the step before has sampled goes into this one without a way over the host, and what a
+ * sequence has seen is counted for its penalties. */
 #include "cuda/cuda.h"
 
+/* token_ids[t] = sampled[-1 - token_ids[t]] where token_ids[t] is negative. */
 static __global__ void take_sampled_kernel(const pk_take_sampled_args args, pk_cuda_bad_id *bad_id)
 {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,6 +17,22 @@ static __global__ void take_sampled_kernel(const pk_take_sampled_args args, pk_c
     args.token_ids[t] = is_valid ? max(args.sampled[row], 0) : 0;
 }
 
+static __global__ void count_tokens_kernel(const pk_count_args args, pk_cuda_bad_id *bad_id)
+{
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, end = args.num_prompt + args.num_output;
+    if (i >= end) return;
+    bool is_output = i >= args.num_prompt, is_int64 = is_output ? args.output_is_int64 : args.prompt_is_int64;
+    const void *ids = is_output ? args.output_ids : args.prompt_ids;
+    if (is_output) i -= args.num_prompt;
+    int64_t id = is_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+    if (id < 0 || id >= args.vocab_size)
+        pk_record_bad_id(bad_id, PK_BAD_ID, i, id, args.vocab_size);
+    else if (is_output)
+        atomicAdd(&args.counts[id], 2);
+    else
+        atomicOr(&args.counts[id], 1);
+}
+
 pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err)
 {
     if (args->num_tokens == 0) return PK_OK;
@@ -24,4 +41,15 @@ pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream strea
     return pk_cuda_launch_early(err, "take_sampled_kernel", take_sampled_kernel, scope.device,
                                 pk_cuda_grid(pk_ceil_div(args->num_tokens, 256)), dim3(256), 0, stream, *args,
                                 scope.device->bad_id);
+}
+
+pk_status pk_cuda_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err)
+{
+    pk_cuda_scope scope(args->counts, err);
+    if (scope.status != PK_OK) return scope.status;
+    PK_CUDA(err, cudaMemsetAsync(args->counts, 0, args->vocab_size * sizeof *args->counts, (cudaStream_t)stream));
+    int64_t ctas = pk_ceil_div(args->num_prompt + args->num_output, 256);
+    if (ctas == 0) return PK_OK;
+    return PK_CUDA_LAUNCH(err, count_tokens_kernel, pk_cuda_grid(ctas), dim3(256), 0, stream, *args,
+                          scope.device->bad_id);
 }

@@ -31,13 +31,14 @@ PyDoc_STRVAR(
         PY_DOC_STREAM PY_DOC_ERRORS
     "A NaN logit, a row of nothing but -inf, and a number out of its range are a ValueError that names it; on CUDA the\n"
     "row's token is -1 and check_errors() raises.\n\n"
-    "The draw takes the largest x + temperature * g, compared exactly, the lowest token of equals; the first where x is\n"
-    "inf. The g are independent Gumbel variates of Philox4x32-10 (Salmon et al. 2011) with the low and the high half of\n"
-    "the seed as key: g = -log(E(((y >> 5) + 0.5) * 2**-27) / 32 + (v % 32 != y % 32) * E(((z >> 1) + 0.5) * 2**-31))\n"
-    "of token v with E(w) = -log(1 - min(w, 1 - 2**-24)), y word b % 4 at counter (b // 4, position, 0, 0) for\n"
-    "b = v // 32, z word v % 4 at counter (v // 4, position, 1, 0): the least of 32 exponential variates, and what the\n"
-    "others have more. So a row's token depends on its logits, parameters, seed and position only: not on the batch,\n"
-    "on chunking, on threads or on the device.");
+    "The draw takes the largest x + temperature * g, computed in float32, the lowest token of equals; the first where x\n"
+    "is inf. The g are independent Gumbel variates of Philox4x32-10 (Salmon et al. 2011) with the low and the high half\n"
+    "of the seed as key: g = -log(E(u) / 8 + (v % 8 != y % 8) * E(((z(v) >> 1) + 0.5) * 2**-31)) of token v with\n"
+    "E(w) = -log(1 - min(w, 1 - 2**-24)); y 16 bits b % 8 (low ones first) of the words at counter (b // 8, position,\n"
+    "0, 0) for b = v // 8; z(v) word v % 4 at counter (v // 4, position, 1, 0); and u = ((y >> 3) +\n"
+    "((z(8 * b + y % 8) >> 9) + 0.5) * 2**-23) * 2**-13: the least of 8 exponential variates, and what the others have\n"
+    "more. So a row's token depends on its logits, parameters, seed and position only: not on the batch, on chunking,\n"
+    "on threads or on the device. A temperature above 1e28 is taken as 1e28.");
 static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum {

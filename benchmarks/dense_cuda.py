@@ -1,4 +1,4 @@
-"""Dense operations, sampling and linear on one GPU: bytes over time, beside a copy measured in the same run.
+"""Dense operations and sampling on one GPU: bytes over time, beside a copy measured in the same run.
 
     python benchmarks/dense_cuda.py [--only rms_norm] [--no-record]
 
@@ -156,23 +156,6 @@ def logprobs_row(rows: int, num_best: int) -> dict:
     return {"case": f"token_logprobs {rows} x {VOCAB} float32, {num_best} best", **measure(make, rows * VOCAB * 4)}
 
 
-def linear_row(name: str, rows: int, size: int, outputs: int, with_torch: bool = True) -> dict:
-    num_bytes = 2 * (size * outputs + rows * (size + outputs))
-
-    def make(by_torch: bool = False):
-        x, weight, out = normal(rows, size), normal(outputs, size), torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
-        return (lambda: torch.mm(x, weight.T, out=out)) if by_torch else (lambda: pagedkv.linear(x, weight, out=out))
-
-    row = {"case": f"linear {name} {outputs}x{size}, {rows} rows", **measure(make, num_bytes, min_calls=28, sustained=False)}
-    if with_torch:
-        row["us_torch"] = measure(lambda: make(True), num_bytes, min_calls=28, sustained=False)["us"]
-    return row
-
-
-LINEAR = [("0.6B qkv", 1024, 4096), ("0.6B o", 2048, 1024), ("0.6B gate-up", 1024, 6144), ("0.6B down", 3072, 1024),
-          ("0.6B LM head", 1024, VOCAB), ("8B qkv", 4096, 6144), ("8B o", 4096, 4096), ("8B gate-up", 4096, 24576), ("8B down", 12288, 4096)]
-
-
 SAMPLE_OPTIONS = [{"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalties": 1.1}]
 
 
@@ -189,8 +172,6 @@ def cases() -> list[Callable[[], dict]]:
     for batch in (1, 256):
         rows += [lambda b=batch, o=o: sample_row(b, torch.float32, 0.8, **o) for o in SAMPLE_OPTIONS]
         rows += [lambda b=batch, n=n: logprobs_row(b, n) for n in (0, 5, 20)]
-    for name, size, outputs in LINEAR:
-        rows += [lambda n=name, r=r, s=size, o=outputs: linear_row(n, r, s, o) for r in (1, 4, 8, 64, 256)]
     return rows
 
 
@@ -213,11 +194,10 @@ def main() -> None:
         row["share"] = round(row["gb_s"] / ceiling, 3)
         results.append(row)
         print(f"{row['case']:58} {row['us']:9.2f} us ({row['us_min']:.2f}-{row['us_max']:.2f}) sustained {row.get('us_sustained', 0):9.2f}"
-              f" {row['gb_s']:5} GB/s {row['share']:6.3f}" + (f"  torch {row['us_torch']:.2f}" if "us_torch" in row else ""), flush=True)
+              f" {row['gb_s']:5} GB/s {row['share']:6.3f}", flush=True)
     if not options.no_record:
         gpu = torch.cuda.get_device_properties(0)
-        record(options.name, results, machine={"gpu": gpu.name, "sms": gpu.multi_processor_count}, versions={"torch": version("torch")},
-               peers={"us_torch": "torch.mm, cuBLAS by its default choice"})
+        record(options.name, results, machine={"gpu": gpu.name, "sms": gpu.multi_processor_count}, versions={"torch": version("torch")})
 
 
 if __name__ == "__main__":

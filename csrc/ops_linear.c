@@ -1,10 +1,13 @@
 /* ops_linear.c - validation of linear: out = x @ weight.T + bias. */
 #include "pk.h"
 
-/* Whether two matrices of one element size have an element in common. Column ranges of one buffer do not. */
-static bool overlap(const pk_view *a, const pk_view *b, int64_t bytes)
+#include <math.h>
+
+/* Whether two matrices of one dtype have an element in common. Column ranges of one buffer do not. */
+static bool overlap(const pk_view *a, const pk_view *b)
 {
-    if (pk_view_numel(a) == 0 || pk_view_numel(b) == 0) return false;
+    if (a->dtype != b->dtype || pk_view_numel(a) == 0 || pk_view_numel(b) == 0) return false;
+    int64_t bytes = (int64_t)pk_dtype_bytes(a->dtype);
     intptr_t a_first = (intptr_t)a->data, b_first = (intptr_t)b->data;
     int64_t a_row = a->stride[0] * bytes, b_row = b->stride[0] * bytes;
     intptr_t a_last = a_first + (a->shape[0] - 1) * a_row, b_last = b_first + (b->shape[0] - 1) * b_row;
@@ -18,33 +21,121 @@ static bool overlap(const pk_view *a, const pk_view *b, int64_t bytes)
     return distance < a_width || distance + b_width > a_row;
 }
 
-pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_view *bias, pk_output *out, pk_stream stream,
-                    pk_error *err)
+static pk_linear_args args_of(const pk_env *env, const pk_view *x, const pk_view *weight, const pk_view *out)
 {
+    return (pk_linear_args){
+        .x = x->data,
+        .weight = weight->data,
+        .out = out->data,
+        .num_rows = pk_dim(env, 'T'),
+        .in_features = pk_dim(env, 'K'),
+        .out_features = pk_dim(env, 'N'),
+        .x_stride = x->stride[0],
+        .weight_stride = weight->stride[0],
+        .out_stride = out->stride[0],
+        .dtype = x->dtype,
+        .out_dtype = out->dtype,
+    };
+}
+
+static pk_status normalise(const pk_backend *backend, pk_linear_args *args, const pk_view *normed, pk_stream stream,
+                           pk_error *err)
+{
+    const pk_rms_norm_args norm = {
+        .x = args->x,
+        .weight = args->norm_weight,
+        .out = normed->data,
+        .num_rows = args->num_rows,
+        .row_size = args->in_features,
+        .x_stride = args->x_stride,
+        .out_stride = normed->stride[0],
+        .eps = args->norm_eps,
+        .dtype = args->dtype,
+    };
+    args->x = normed->data;
+    args->x_stride = normed->stride[0];
+    args->norm_weight = NULL;
+    return backend->rms_norm(&norm, stream, err);
+}
+
+static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *args, const pk_view *gate_up,
+                                   pk_stream stream, pk_error *err)
+{
+    const pk_silu_args silu = {
+        .x = gate_up->data,
+        .out = args->out,
+        .num_rows = args->num_rows,
+        .row_size = args->out_features / 2,
+        .x_stride = gate_up->stride[0],
+        .out_stride = args->out_stride,
+        .dtype = args->dtype,
+    };
+    args->out = gate_up->data;
+    args->out_stride = gate_up->stride[0];
+    args->is_gated = false;
+    PK_TRY(backend->linear(args, stream, err));
+    return backend->silu_and_mul(&silu, stream, err);
+}
+
+pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
+                    pk_stream stream, pk_error *err)
+{
+    const pk_view *bias = options->bias, *norm_weight = options->norm_weight, *normed = options->normed;
+    const pk_view *gate_up = options->gate_up;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
     PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
+    if (!norm_weight != !normed)
+        return pk_fail(err, PK_EVALUE, "norm_weight and normed: one is useless without the other");
+    if (norm_weight) {
+        PK_EXPECT(&env, "norm_weight", norm_weight, "K", PK_SAME);
+        PK_EXPECT(&env, "normed", normed, "T K", PK_SAME | PK_WRITABLE);
+        if (!(options->eps >= 0) || isinf((float)options->eps))
+            return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", options->eps);
+    }
+    if (gate_up) {
+        PK_EXPECT(&env, "gate_up", gate_up, "T N", PK_SAME | PK_WRITABLE);
+        if (pk_dim(&env, 'N') % 2)
+            return pk_fail(err, PK_ESHAPE, "weight: dim 0 is %lld but must be even: gate above up",
+                           (long long)pk_dim(&env, 'N'));
+        if (options->adds_to_out) return pk_fail(err, PK_EVALUE, "add_to_out: not with gate_up");
+        env.size['O' - 'A'] = pk_dim(&env, 'N') / 2;
+        env.bound_by['O' - 'A'] = "half of weight";
+    }
+    if (options->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", out, "T N", x->dtype, PK_SAME | PK_ACCEPT_F32);
-    int64_t bytes = (int64_t)pk_dtype_bytes(x->dtype);
-    if (out->is_given && out->view.dtype == x->dtype && overlap(x, &out->view, bytes))
-        return pk_fail(err, PK_ELAYOUT, "out: overlaps x, which is read while out is written");
-    pk_linear_args args = {
-        .x = x->data,
-        .weight = weight->data,
-        .bias = bias ? bias->data : NULL,
-        .out = out->view.data,
-        .num_rows = pk_dim(&env, 'T'),
-        .in_features = pk_dim(&env, 'K'),
-        .out_features = pk_dim(&env, 'N'),
-        .x_stride = x->stride[0],
-        .weight_stride = weight->stride[0],
-        .out_stride = out->view.stride[0],
-        .dtype = x->dtype,
-        .out_dtype = out->view.dtype,
-    };
+    PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
+    const pk_view *source = norm_weight ? normed : x, *product = gate_up ? gate_up : &out->view;
+    if (overlap(source, product))
+        return pk_fail(err, PK_ELAYOUT, "%s: overlaps %s, which is read while it is written",
+                       gate_up ? "gate_up" : "out", norm_weight ? "normed" : "x");
+    pk_linear_args args = args_of(&env, x, weight, &out->view);
+    args.bias = bias ? bias->data : NULL;
+    args.weight_is_constant = options->weight_is_constant;
+    args.adds_to_out = options->adds_to_out;
+    args.norm_weight = norm_weight ? norm_weight->data : NULL;
+    args.norm_eps = (float)options->eps;
+    args.is_gated = gate_up != NULL;
+    if ((norm_weight || gate_up) && !(backend->linear_fuses && backend->linear_fuses(&args))) {
+        if (norm_weight) PK_TRY(normalise(backend, &args, normed, stream, err));
+        if (gate_up) return multiply_and_gate(backend, &args, gate_up, stream, err);
+    }
     return backend->linear(&args, stream, err);
+}
+
+pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
+                               const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
+    PK_EXPECT(&env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
+    pk_linear_args args = args_of(&env, x, weight, out);
+    return backend->linear_algorithms(&args, choices, algorithm, err);
 }

@@ -260,7 +260,24 @@ typedef struct {
     void *out;          /* [num_rows, out_features] of out_dtype */
     int64_t num_rows, in_features, out_features, x_stride, weight_stride, out_stride;
     pk_dtype dtype, out_dtype; /* out_dtype is dtype or PK_F32 */
+    bool weight_is_constant;   /* nothing that is queued on the stream writes the weights: they may be read early */
+    bool adds_to_out;          /* out += */
+    bool is_gated;             /* out = silu(first half of the outputs) * second half, [num_rows, out_features / 2] */
+    const void *norm_weight;   /* [in_features]: x is normalised first, as by rms_norm. NULL: it is not */
+    float norm_eps;
 } pk_linear_args;
+
+/* An algorithm of the GPU's BLAS for one `linear`: opaque, good for one kind of GPU and one version of the library. */
+typedef struct {
+    unsigned char bytes[64];
+} pk_linear_algorithm;
+
+/* Those that could compute one `linear`, the library's own favourite first. */
+typedef struct {
+    char library[128]; /* what they are good for: "NVIDIA H200, cuBLASLt 13.1.0" */
+    int count;         /* 0: own kernels answer, or there is no choice */
+    pk_linear_algorithm algorithms[32];
+} pk_linear_choices;
 
 /* qk_norm_rope_store: from one fused projection, q and k are normalised a head (where the weights are given) and rotated
  * (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
@@ -359,6 +376,10 @@ typedef struct pk_backend {
     pk_status (*gather)(const pk_gather_args *args, pk_stream stream, pk_error *err);
     pk_status (*rms_norm)(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
     pk_status (*linear)(const pk_linear_args *args, pk_stream stream, pk_error *err);
+    bool (*linear_fuses)(const pk_linear_args *args); /* whether linear does what is_gated and norm_weight ask for */
+    /* The algorithms for such a linear, or, with NULL for `choices`, the one that later calls like it use. */
+    pk_status (*linear_algorithms)(const pk_linear_args *args, pk_linear_choices *choices,
+                                   const pk_linear_algorithm *algorithm, pk_error *err);
     pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
     pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
@@ -453,8 +474,18 @@ pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_outpu
 pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err);
 pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
                       pk_stream stream, pk_error *err);
-pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_view *bias, pk_output *out, pk_stream stream,
-                    pk_error *err);
+typedef struct {
+    const pk_view *bias;                 /* or NULL, and so the others */
+    const pk_view *norm_weight, *normed; /* x is normalised first; memory for it where no kernel does both */
+    const pk_view *gate_up;              /* silu_and_mul at the end; memory for what it takes, likewise */
+    double eps;
+    bool adds_to_out, weight_is_constant;
+} pk_linear_options;
+pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
+                    pk_stream stream, pk_error *err);
+/* As the backend's linear_algorithms. */
+pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
+                               const pk_linear_algorithm *algorithm, pk_error *err);
 pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, const pk_view *k_weight,
                                 const pk_view *cos_sin, const pk_view *positions, const pk_view *k_cache,
                                 const pk_view *v_cache, const pk_view *slot_mapping, double eps, pk_scale k_scale,

@@ -218,8 +218,21 @@ def rms_norm(
     stream: _Stream = None,
 ) -> _T: ...
 def linear(
-    x: _T, weight: _Tensor, bias: _Tensor | None = None, *, out: _T | None = None, stream: _Stream = None
+    x: _T,
+    weight: _Tensor,
+    bias: _Tensor | None = None,
+    *,
+    norm_weight: _Tensor | None = None,
+    eps: float = 1e-6,
+    normed: _Tensor | None = None,
+    gate_up: _Tensor | None = None,
+    add_to_out: bool = False,
+    weight_is_constant: bool = False,
+    out: _T | None = None,
+    stream: _Stream = None,
 ) -> _T: ...
+def linear_algorithms(x: _Tensor, weight: _Tensor, *, out: _Tensor) -> tuple[str, list[bytes]]: ...
+def use_linear_algorithm(x: _Tensor, weight: _Tensor, algorithm: bytes, *, out: _Tensor) -> None: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
     logits: _T,

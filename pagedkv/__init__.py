@@ -37,6 +37,7 @@ from pagedkv._C import (  # noqa: E402
     gather_rows,
     get_num_threads,
     linear,
+    linear_algorithms,
     memory_info,
     merge_attention_states,
     paged_attention_fwd,
@@ -51,12 +52,14 @@ from pagedkv._C import (  # noqa: E402
     synchronize,
     take_sampled,
     token_logprobs,
+    use_linear_algorithm,
 )
 
-# LLM and SamplingParams come with the engine, which needs NumPy and tokenizers; nothing above does.
+# What needs NumPy (and the engine tokenizers) comes at first use; nothing above does.
 TYPE_CHECKING = False  # as type checkers know it from typing, which takes a millisecond to import
 if TYPE_CHECKING:
     from pagedkv.engine import LLM, SamplingParams
+    from pagedkv.tuning import tune_linear
 
 __all__ = [
     "LLM",
@@ -81,6 +84,7 @@ __all__ = [
     "gather_rows",
     "get_num_threads",
     "linear",
+    "linear_algorithms",
     "memory_info",
     "merge_attention_states",
     "paged_attention_fwd",
@@ -95,15 +99,19 @@ __all__ = [
     "synchronize",
     "take_sampled",
     "token_logprobs",
+    "tune_linear",
+    "use_linear_algorithm",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in ("LLM", "SamplingParams"):
+    if name in ("LLM", "SamplingParams"):
+        import pagedkv.engine as module
+    elif name == "tune_linear":
+        import pagedkv.tuning as module
+    else:
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
-    import pagedkv.engine
-
-    value = globals()[name] = getattr(pagedkv.engine, name)
+    value = globals()[name] = getattr(module, name)
     return value
 
 

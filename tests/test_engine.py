@@ -124,10 +124,10 @@ def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):
         calls += 1
         if calls > 5:
             raise KeyboardInterrupt
-        return silu(*args, **kwargs)
+        return linear(*args, **kwargs)
 
-    silu = pagedkv.silu_and_mul
-    monkeypatch.setattr(pagedkv, "silu_and_mul", failing)
+    linear = pagedkv.linear
+    monkeypatch.setattr(pagedkv, "linear", failing)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, ["abc", "xyz"], GREEDY)
     monkeypatch.undo()

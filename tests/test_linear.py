@@ -53,6 +53,46 @@ def test_strides_with_poison_between(rng, device, dtype, shape):
     assert (get(out)[:, [0, outputs + 1, outputs + 2]] == -5).all()
 
 
+FUSED = [(0, 8, 6), (1, 8, 2), (3, 1024, 96), (8, 520, 130), (9, 2056, 66), (17, 264, 70), (33, 1032, 34), (40, 33, 6)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", FUSED, ids=str)
+def test_norm_before_and_gate_behind(rng, device, dtype, is_gated, with_bias, shape):
+    x, weight, bias = make_case(rng, shape, dtype)
+    x, norm = oracle.rounded(9 * x, dtype), oracle.rounded(rng.uniform(-2, 2, shape[1]), dtype)
+    bias = bias if with_bias else None
+    product = oracle.linear(oracle.rms_norm(x, norm, 1e-5, dtype)[0], weight, bias)
+    expected = oracle.silu_and_mul(oracle.rounded(product, dtype), dtype) if is_gated else product
+    scratch = [put(np.full((shape[0], n), np.nan), device, dtype) for n in shape[1:]]
+    out = pagedkv.linear(
+        *(None if a is None else put(a, device, dtype) for a in (x, weight, bias)),
+        norm_weight=put(norm, device, dtype),
+        eps=1e-5,
+        normed=scratch[0],
+        gate_up=scratch[1] if is_gated else None,
+        weight_is_constant=True,
+    )
+    tolerance = 3 * oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_added_to_out(rng, device, dtype, with_bias, shape):
+    x, weight, bias = make_case(rng, shape, dtype)
+    arguments = [put(a, device, dtype) for a in ([x, weight, bias] if with_bias else [x, weight])]
+    for out_dtype in {dtype, "float32"}:
+        before = oracle.rounded(rng.standard_normal((shape[0], shape[2])), out_dtype)
+        out = put(before, device, out_dtype)
+        pagedkv.linear(*arguments, add_to_out=True, out=out)
+        expected, tolerance = before + oracle.linear(x, weight, bias if with_bias else None), 2 * oracle.tolerance(out_dtype)
+        np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
+
+
 def test_rows_in_reverse_and_repeated(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (9, 40, 24), "float32"))
     np.testing.assert_array_equal(pagedkv.linear(x[::-1], weight[::-1]), pagedkv.linear(x, weight)[::-1, ::-1])
@@ -112,6 +152,19 @@ BUFFER = floats(6, 20)
      TypeError, "out: dtype is float16"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4)), ValueError, "norm_weight and normed:"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), normed=floats(2, 4)), ValueError, "norm_weight and normed:"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4), normed=floats(2, 4), eps=-1.0),
+     ValueError, "eps is -1 but must be"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4), normed=BUFFER[:2, :4], out=BUFFER[:2, 3:7]),
+     BufferError, "out: overlaps normed"),
+    (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), gate_up=BUFFER[:2, :4]), BufferError, "gate_up: overlaps x"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), gate_up=floats(2, 3)), ValueError, "weight: dim 0 is 3 but must be even"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(6, 4), gate_up=floats(2, 6), out=floats(2, 6)),
+     ValueError, "out: dim 1 is 6 but half of weight has O=3"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True), ValueError, "add_to_out: needs out"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True, gate_up=floats(2, 4), out=floats(2, 2)),
+     ValueError, "add_to_out: not with gate_up"),
     (lambda: pagedkv.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
 ])  # fmt: skip
 def test_refusals(call, error, message):

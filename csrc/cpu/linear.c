@@ -101,7 +101,7 @@ static linear_plan make_plan(const pk_linear_args *args)
     return plan;
 }
 
-/* Adds the bias to a block of sums and writes it, rounded to out_dtype. */
+/* Adds the bias, or what out holds, to a block of sums and writes it, rounded to out_dtype. */
 static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
 {
     float bias[BLAS_BLOCK];
@@ -112,8 +112,13 @@ static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int6
         float *row = dot->sums + r * dot->sums_stride;
         if (args->bias)
             for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += bias[i];
-        pk_cpu_row_from_f32((char *)args->out + ((first_row + r) * args->out_stride + first_output) * out_bytes,
-                            args->out_dtype, row, dot->num_outputs);
+        char *out = (char *)args->out + ((first_row + r) * args->out_stride + first_output) * out_bytes;
+        if (args->adds_to_out) {
+            float before[BLAS_BLOCK];
+            pk_cpu_row_to_f32(before, out, args->out_dtype, dot->num_outputs);
+            for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += before[i];
+        }
+        pk_cpu_row_from_f32(out, args->out_dtype, row, dot->num_outputs);
     }
 }
 

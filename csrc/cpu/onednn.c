@@ -33,6 +33,12 @@ static struct {
     int (*memory_destroy)(handle memory);
     int (*matmul_primitive_desc_create)(handle *desc, handle engine, handle src, handle weights, handle bias,
                                         handle dst, handle attr);
+    int (*attr_create)(handle *attr);
+    int (*attr_destroy)(handle attr);
+    int (*attr_set_post_ops)(handle attr, handle post_ops);
+    int (*post_ops_create)(handle *post_ops);
+    int (*post_ops_destroy)(handle post_ops);
+    int (*post_ops_append_sum)(handle post_ops, float scale, int32_t zero_point, int dtype);
     int (*primitive_desc_destroy)(handle desc);
     int (*primitive_create)(handle *primitive, handle desc);
     int (*primitive_execute)(handle primitive, handle stream, int num_args, const exec_arg *args);
@@ -53,6 +59,12 @@ static const char *const symbols[] = {
     "dnnl_memory_create",
     "dnnl_memory_destroy",
     "dnnl_matmul_primitive_desc_create",
+    "dnnl_primitive_attr_create",
+    "dnnl_primitive_attr_destroy",
+    "dnnl_primitive_attr_set_post_ops",
+    "dnnl_post_ops_create",
+    "dnnl_post_ops_destroy",
+    "dnnl_post_ops_append_sum",
     "dnnl_primitive_desc_destroy",
     "dnnl_primitive_create",
     "dnnl_primitive_execute",
@@ -105,6 +117,16 @@ static bool wrap(handle *desc, int64_t rows, int64_t columns, int64_t row_stride
     return dnnl.memory_desc_create_with_strides(desc, 2, shape, dnnl_dtype(dtype), strides) == 0;
 }
 
+/* The attribute of a product that is added to what its destination holds. */
+static bool make_sum(handle *attr, int dtype)
+{
+    handle post_ops = NULL;
+    bool ok = !dnnl.attr_create(attr) && !dnnl.post_ops_create(&post_ops) &&
+              !dnnl.post_ops_append_sum(post_ops, 1, 0, dtype) && !dnnl.attr_set_post_ops(*attr, post_ops);
+    if (post_ops) dnnl.post_ops_destroy(post_ops);
+    return ok;
+}
+
 bool pk_cpu_onednn_linear(const pk_linear_args *args)
 {
     if (!pk_cpu_onednn_name()) return false;
@@ -112,15 +134,16 @@ bool pk_cpu_onednn_linear(const pk_linear_args *args)
     static const int arg_of[COUNT] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS};
     void *const data[COUNT] = {(void *)args->x, (void *)args->weight, args->out, (void *)args->bias};
     int64_t t = args->num_rows, n = args->out_features, k = args->in_features;
-    handle desc[COUNT] = {0}, memory[COUNT] = {0}, matmul_desc = NULL, matmul = NULL, stream = NULL;
+    handle desc[COUNT] = {0}, memory[COUNT] = {0}, attr = NULL, matmul_desc = NULL, matmul = NULL, stream = NULL;
     exec_arg exec[COUNT];
     int count = args->bias ? COUNT : BIAS;
     bool ok = wrap(&desc[SRC], t, k, args->x_stride, 1, args->dtype) &&
               wrap(&desc[WEIGHTS], k, n, 1, args->weight_stride, args->dtype) &&
               wrap(&desc[DST], t, n, args->out_stride, 1, args->out_dtype) &&
               (!args->bias || wrap(&desc[BIAS], 1, n, n, 1, args->dtype)) &&
+              (!args->adds_to_out || make_sum(&attr, dnnl_dtype(args->out_dtype))) &&
               !dnnl.matmul_primitive_desc_create(&matmul_desc, engine, desc[SRC], desc[WEIGHTS], desc[BIAS], desc[DST],
-                                                 NULL) &&
+                                                 attr) &&
               !dnnl.primitive_create(&matmul, matmul_desc) && !dnnl.stream_create(&stream, engine, DNNL_IN_ORDER);
     for (int i = 0; ok && i < count; i++) {
         ok = !dnnl.memory_create(&memory[i], desc[i], engine, data[i]);
@@ -134,5 +157,6 @@ bool pk_cpu_onednn_linear(const pk_linear_args *args)
     if (stream) dnnl.stream_destroy(stream);
     if (matmul) dnnl.primitive_destroy(matmul);
     if (matmul_desc) dnnl.primitive_desc_destroy(matmul_desc);
+    if (attr) dnnl.attr_destroy(attr);
     return ok;
 }

@@ -106,6 +106,7 @@ static bool resolve(pk_cublaslt *table, void *library, const char **missing)
         const char *name;
         void **function;
     } symbols[] = {
+        {"cublasLtGetVersion", (void **)&table->version},
         {"cublasLtCreate", (void **)&table->create},
         {"cublasLtMatmulDescCreate", (void **)&table->desc_create},
         {"cublasLtMatmulDescDestroy", (void **)&table->desc_destroy},
@@ -116,6 +117,7 @@ static bool resolve(pk_cublaslt *table, void *library, const char **missing)
         {"cublasLtMatmulPreferenceDestroy", (void **)&table->preference_destroy},
         {"cublasLtMatmulPreferenceSetAttribute", (void **)&table->preference_set},
         {"cublasLtMatmulAlgoGetHeuristic", (void **)&table->heuristic},
+        {"cublasLtMatmulAlgoCheck", (void **)&table->check},
         {"cublasLtMatmul", (void **)&table->matmul},
     };
     for (const auto &symbol : symbols) {

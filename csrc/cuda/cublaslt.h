@@ -23,11 +23,7 @@ enum {
 };
 
 typedef struct {
-    uint64_t data[8];
-} pk_lt_algo;
-
-typedef struct {
-    pk_lt_algo algo;
+    pk_linear_algorithm algo; /* the library's documentation lets it be kept on disk */
     size_t workspace_bytes;
     int status;
     float waves;
@@ -35,7 +31,8 @@ typedef struct {
 } pk_lt_heuristic;
 
 struct pk_cublaslt {
-    const char *path; /* what was loaded */
+    const char *path;        /* what was loaded */
+    size_t (*version)(void); /* 130100 */
     int (*create)(pk_lt_handle *);
     int (*desc_create)(pk_lt_desc *, int compute_type, cudaDataType_t scale_type);
     int (*desc_destroy)(pk_lt_desc);
@@ -47,8 +44,10 @@ struct pk_cublaslt {
     int (*preference_set)(pk_lt_preference, int attribute, const void *, size_t);
     int (*heuristic)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
                      pk_lt_preference, int wanted, pk_lt_heuristic *, int *found);
+    int (*check)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
+                 const pk_linear_algorithm *, pk_lt_heuristic *);
     int (*matmul)(pk_lt_handle, pk_lt_desc, const void *alpha, const void *a, pk_lt_layout, const void *b, pk_lt_layout,
-                  const void *beta, const void *c, pk_lt_layout, void *d, pk_lt_layout, const pk_lt_algo *,
+                  const void *beta, const void *c, pk_lt_layout, void *d, pk_lt_layout, const pk_linear_algorithm *,
                   void *workspace, size_t workspace_bytes, cudaStream_t);
 };
 

@@ -2,7 +2,8 @@
  *
  * cuBLASLt gets an explicit workspace (no hidden allocation, no extra graph nodes for it) and accumulates in float32;
  * float32 inputs are never rounded to tf32. Its choice of algorithm for a shape costs tens of microseconds, so plans
- * are kept by shape, strides and alignment. A bias is written to `out` first and added by the product (beta = 1): one
+ * are kept by shape, strides and alignment; what it chooses is its first guess, or what use_linear_algorithm() has put
+ * there (pagedkv/tuning.py measures). A bias is written to `out` first and added by the product (beta = 1): one
  * way for every dtype, one rounding. Rows that overlap or run backwards, which BLAS cannot express, take a plain
  * kernel.
  */
@@ -10,6 +11,7 @@
 #include "cuda/cublaslt.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 // --- kernels
@@ -20,8 +22,10 @@ __global__ void __launch_bounds__(256) fill_bias_kernel(const pk_linear_args arg
     int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= args.out_features) return;
     float bias = args.bias ? pk_to_float(((const T *)args.bias)[column]) : 0;
-    for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y)
-        ((Out *)args.out)[row * args.out_stride + column] = pk_from_float<Out>(bias);
+    for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y) {
+        Out *out = (Out *)args.out + row * args.out_stride + column;
+        *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + bias : bias);
+    }
 }
 
 /* Any strides: a warp an output. */
@@ -39,7 +43,8 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     if (lane != 0) return;
     if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);
-    ((Out *)args.out)[row * args.out_stride + column] = pk_from_float<Out>(sum);
+    Out *out = (Out *)args.out + row * args.out_stride + column;
+    *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + sum : sum);
 }
 
 // --- plans of cuBLASLt
@@ -56,12 +61,12 @@ struct plan {
     plan_key key;
     pk_lt_desc desc; /* NULL: the slot is empty */
     pk_lt_layout weight, x, out;
-    pk_lt_algo algo;
+    pk_linear_algorithm algo;
 };
 
-enum { MAX_PLANS = 2048, MAX_DEVICES = 64 };
+enum { MAX_PLANS = 4096, MAX_PROBES = 16, MAX_DEVICES = 64 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the plans and the handles */
-static plan plans[MAX_PLANS];                            /* a new plan takes the place of the one in its slot */
+static plan plans[MAX_PLANS];                            /* open addressing */
 static pk_lt_handle handles[MAX_DEVICES];
 
 static uint32_t alignment_of(const void *pointer)
@@ -89,11 +94,17 @@ static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
     return key;
 }
 
+/* The key's plan, else an empty slot, else the plan whose place a new one takes. */
 static plan *slot_of(const plan_key *key)
 {
     uint64_t hash = 0xcbf29ce484222325ull; /* FNV-1a */
     for (size_t i = 0; i < sizeof *key; i++) hash = (hash ^ ((const unsigned char *)key)[i]) * 0x100000001b3ull;
-    return &plans[(hash ^ hash >> 32) % MAX_PLANS];
+    plan *slot = nullptr;
+    for (int probe = 0; probe < MAX_PROBES; probe++) {
+        slot = &plans[((hash ^ hash >> 32) + probe) % MAX_PLANS];
+        if (!slot->desc || memcmp(&slot->key, key, sizeof *key) == 0) break;
+    }
+    return slot;
 }
 
 static void destroy(const pk_cublaslt *lt, plan *plan)
@@ -116,21 +127,24 @@ static cudaDataType_t data_type_of(pk_dtype dtype)
         if (lt_status_ != 0) return pk_cublaslt_fail(err, #call, lt_status_); \
     } while (0)
 
-static pk_status choose_algorithm(const pk_cublaslt *lt, plan *plan, pk_lt_preference preference, pk_error *err)
+/* The library's guesses, the best one first. */
+static pk_status guess(const pk_cublaslt *lt, const plan *plan, int wanted, pk_lt_heuristic *guesses, int *found,
+                       pk_error *err)
 {
     const plan_key *key = &plan->key;
-    uint64_t workspace_bytes = PK_SCRATCH_BYTES;
+    const uint64_t workspace_bytes = PK_SCRATCH_BYTES;
     const uint32_t alignments[] = {key->weight_alignment, key->x_alignment, key->out_alignment, key->out_alignment};
-    LT(err, lt->preference_set(preference, PK_LT_PREFERENCE_WORKSPACE, &workspace_bytes, sizeof workspace_bytes));
-    for (int i = 0; i < 4; i++)
-        LT(err, lt->preference_set(preference, PK_LT_PREFERENCE_ALIGNMENT_A + i, &alignments[i], sizeof alignments[i]));
-    pk_lt_heuristic best;
-    int found = 0;
-    LT(err, lt->heuristic(handles[key->device], plan->desc, plan->weight, plan->x, plan->out, plan->out, preference, 1,
-                          &best, &found));
-    if (found == 0) return pk_cublaslt_fail(err, "cublasLtMatmulAlgoGetHeuristic", 15);
-    plan->algo = best.algo;
-    return PK_OK;
+    pk_lt_preference preference;
+    LT(err, lt->preference_create(&preference));
+    int result = lt->preference_set(preference, PK_LT_PREFERENCE_WORKSPACE, &workspace_bytes, sizeof workspace_bytes);
+    for (int i = 0; i < 4 && result == 0; i++)
+        result = lt->preference_set(preference, PK_LT_PREFERENCE_ALIGNMENT_A + i, &alignments[i], sizeof *alignments);
+    if (result == 0)
+        result = lt->heuristic(handles[key->device], plan->desc, plan->weight, plan->x, plan->out, plan->out,
+                               preference, wanted, guesses, found);
+    lt->preference_destroy(preference);
+    if (result == 0 && *found == 0) result = 15; /* NOT_SUPPORTED */
+    return result == 0 ? PK_OK : pk_cublaslt_fail(err, "cublasLtMatmulAlgoGetHeuristic", result);
 }
 
 /* Row-major out = x W^T is column-major out^T = (W^T)^T x^T: A is the weight, transposed; B is x. */
@@ -146,11 +160,11 @@ static pk_status make_plan(const pk_cublaslt *lt, plan *plan, const plan_key *ke
     LT(err, lt->layout_create(&plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride));
     LT(err, lt->layout_create(&plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
                               (uint64_t)key->num_rows, key->out_stride));
-    pk_lt_preference preference;
-    LT(err, lt->preference_create(&preference));
-    pk_status status = choose_algorithm(lt, plan, preference, err);
-    lt->preference_destroy(preference);
-    return status;
+    pk_lt_heuristic best;
+    int found;
+    PK_TRY(guess(lt, plan, 1, &best, &found, err));
+    plan->algo = best.algo;
+    return PK_OK;
 }
 
 /* With `lock` held. */
@@ -173,7 +187,7 @@ static pk_status multiply(const pk_linear_args *args, const pk_cuda_device *devi
     PK_TRY(pk_cublaslt_load(&lt, err));
     PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
     plan_key key = key_of(args, device);
-    float alpha = 1, beta = args->bias ? 1 : 0;
+    float alpha = 1, beta = args->bias || args->adds_to_out ? 1 : 0;
     pthread_mutex_lock(&lock);
     pk_status status = find_plan(lt, &key, &plan, err);
     if (status == PK_OK) {
@@ -186,21 +200,27 @@ static pk_status multiply(const pk_linear_args *args, const pk_cuda_device *devi
     return status;
 }
 
+static bool is_blas(const pk_linear_args *args)
+{
+    bool are_rows_apart =
+        args->num_rows <= 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features);
+    return are_rows_apart && args->in_features > 0 &&
+           (args->out_features == 1 || args->weight_stride >= args->in_features);
+}
+
 // --- launchers
 
 template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    if (args->bias || args->in_features == 0) { /* no inputs: the bias is all there is */
+    bool by_blas = is_blas(args);
+    if (args->in_features == 0 || (by_blas && args->bias)) { /* no inputs: the bias is all there is */
         dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
                   (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
         PK_TRY(pk_cuda_launch(err, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, stream, *args));
     }
     if (args->in_features == 0) return PK_OK;
-    bool is_blas =
-        (args->num_rows == 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features)) &&
-        (args->out_features == 1 || args->weight_stride >= args->in_features);
-    if (is_blas) return multiply(args, device, stream, err);
+    if (by_blas) return multiply(args, device, stream, err);
     dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
     return pk_cuda_launch(err, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, stream, *args);
 }
@@ -216,4 +236,60 @@ pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error 
         if (args->out_dtype == PK_F32) return launch<T, float>(args, scope.device, stream, err);
         return launch<T, T>(args, scope.device, stream, err);
     });
+}
+
+bool pk_cuda_linear_fuses(const pk_linear_args *args)
+{
+    pk_error ignored;
+    pk_cuda_scope scope(args->out, &ignored);
+    return scope.status == PK_OK && pk_cuda_linear_few_applies(args, scope.device);
+}
+
+// --- the choice of an algorithm
+
+static pk_status list_algorithms(const pk_cublaslt *lt, const plan *plan, pk_linear_choices *choices, pk_error *err)
+{
+    const int most = sizeof choices->algorithms / sizeof *choices->algorithms;
+    pk_lt_heuristic guesses[most];
+    PK_TRY(guess(lt, plan, most, guesses, &choices->count, err));
+    for (int i = 0; i < choices->count; i++) choices->algorithms[i] = guesses[i].algo;
+    return PK_OK;
+}
+
+static pk_status use_algorithm(const pk_cublaslt *lt, plan *plan, const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_lt_heuristic checked = {};
+    int result = lt->check(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out, plan->out,
+                           algorithm, &checked);
+    if (result != 0 || checked.status != 0 || checked.workspace_bytes > PK_SCRATCH_BYTES)
+        return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
+    plan->algo = *algorithm;
+    return PK_OK;
+}
+
+pk_status pk_cuda_linear_algorithms(const pk_linear_args *args, pk_linear_choices *choices,
+                                    const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    const pk_cublaslt *lt;
+    cudaDeviceProp properties;
+    plan *plan;
+    pk_cuda_scope scope(args->out, err);
+    if (scope.status != PK_OK) return scope.status;
+    bool has_choice = args->num_rows > 0 && args->out_features > 0 && is_blas(args) &&
+                      !pk_cuda_linear_few_applies(args, scope.device);
+    PK_TRY(pk_cublaslt_load(&lt, err));
+    if (choices) {
+        PK_CUDA(err, cudaGetDeviceProperties(&properties, scope.device->index));
+        snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, lt->version());
+        choices->count = 0;
+        if (!has_choice) return PK_OK;
+    }
+    if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    plan_key key = key_of(args, scope.device);
+    pthread_mutex_lock(&lock);
+    pk_status status = find_plan(lt, &key, &plan, err);
+    if (status == PK_OK)
+        status = choices ? list_algorithms(lt, plan, choices, err) : use_algorithm(lt, plan, algorithm, err);
+    pthread_mutex_unlock(&lock);
+    return status;
 }

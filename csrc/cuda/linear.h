@@ -4,7 +4,7 @@
 
 #include "cuda/cuda.h"
 
-/* linear_few.cu: up to 8 rows, where the time is that of reading the weight. */
+/* linear_few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err);
 

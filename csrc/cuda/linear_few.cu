@@ -1,195 +1,310 @@
-/* linear_few.cu - linear for up to 8 rows of bf16 or f16: the time of reading the weight once.
+/* linear_few.cu - linear for few rows of bf16 or f16: the time of reading the weight once, and little around it.
  *
- * One CTA an SM walks over tiles of 8 outputs; its 16 warps share the inputs of a tile, each a slice of them. So even
- * 1,024 outputs keep 128 SMs reading, and no sum crosses CTAs. A thread has 8 asynchronous copies of 16 bytes in flight
- * (64 KB an SM, across the borders of tiles) while it works on the oldest; it reads only what it copied itself, so they
- * need no barrier. (Loads into registers were three times slower: a warp cannot wait for the oldest of many.) x waits
- * in shared memory too.
+ * A CTA computes tiles of up to 64 outputs for all rows. Its 16 warps share the inputs: a warp takes lines of 64 of
+ * them in turn, and their sums meet in shared memory, where they are added in a fixed order. A tile has the size that
+ * deals the weight evenly to the SMs, so no sum crosses CTAs, and a row's bits do not depend on the other rows. A
+ * thread copies what it reads itself, so that the ring of copies in flight (96 KB an SM) needs no barrier.
  *
- * The products are m16n8k16 matrix instructions: x is the 16 x 16 operand (rows 8 to 15 are zero), 8 rows of the weight
- * the other one. They ask that both agree on which column is which, not that columns are in order: so a thread's
- * 16 bytes are 8 consecutive columns, used for two instructions as they come, and the weight needs no shuffling.
+ * The products are m16n8k16 matrix instructions: 16 rows of the weight are one operand, 8 rows of x the other. They ask
+ * that both agree on which column is which, not that columns are in order: so a thread's 16 bytes are 8 consecutive
+ * columns, used for two instructions as they come. x goes from the L2 cache into registers.
  *
- * After a tile the warps leave their sums in shared memory and one of them, in turn, adds them in a fixed order:
- * results are reproducible. While the kernel before still runs, the first 64 KB of an SM's share are fetched into L2,
- * which is right even where that kernel writes the weight (programmatic dependent launch).
- *
- * On an H200, one row, outputs x inputs: 1024 x 2048 3.4 us (floor 0.9, cuBLAS 12.7), 1024 x 3072 4.2 (cuBLAS 6.7),
- * 24576 x 4096 49.4 (4,075 GB/s; cuBLAS 50.3).
+ * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
+ * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once, and what
+ * stands between two products is done here: x is normalised as it comes (times the norm's weight before the product, by
+ * the row's root mean square behind it), gate and up meet in one tile, and out may be added to.
  */
 #include "cuda/linear.h"
 
-// --- kernels
-
 enum {
-    WARPS = 16,
-    TILE = 8 /* outputs */,
-    MAX_ROWS = 8,
-    DEPTH = 8 /* copies in flight a thread */,
-    STEP = 32 /* inputs */
+    LINE = 64 /* inputs */,
+    BLOCK = 16 /* outputs of an instruction */,
+    MAX_TILE = 48 /* outputs */,
+    MAX_ROWS = 16, /* of a weight that is not small: half as many */
+    SMALL = 100 << 10 /* bytes of a weight an SM */,
 };
 
+struct linear_few_params {
+    pk_linear_args args;
+    int tile, num_tiles;    /* outputs (of a gated product: gates and ups) */
+    int num_slots, sums_at; /* of the ring; where the sums lie in shared memory, in 16 bytes */
+};
+
+// --- kernels
+
 template <typename T>
-__device__ static inline void multiply_add(float sum[4], uint32_t x0, uint32_t x1, uint32_t w0, uint32_t w1)
+__device__ static inline void multiply_add(float (&sum)[4], uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                                           uint32_t x0, uint32_t x1)
 {
     if constexpr (std::is_same_v<T, __half>)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, "
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(x0), "r"(x1), "r"(0), "r"(w0), "r"(w1));
+            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));
     else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, "
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(x0), "r"(x1), "r"(0), "r"(w0), "r"(w1));
+            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));
 }
 
-/* Asks for the first lines of this CTA's weight rows, one a thread, to be in L2. */
-__device__ static inline void prefetch_weight(const pk_linear_args &args)
-{
-    unsigned lines_per_row = ((unsigned)args.in_features * 2 + 127) / 128, row = threadIdx.x / lines_per_row;
-    int64_t output = ((int64_t)blockIdx.x + row / TILE * gridDim.x) * TILE + row % TILE;
-    const char *line = (const char *)args.weight + output * args.weight_stride * 2 + threadIdx.x % lines_per_row * 128;
-    if (output < args.out_features) asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-
-/* x in shared memory, each row `row_elements` long and zero behind the inputs. */
-template <typename T>
-__device__ static void load_x(const pk_linear_args &args, T *x_smem, int row_elements)
-{
-    int pieces = row_elements / 8;
-    for (int at = threadIdx.x; at < (int)args.num_rows * pieces; at += WARPS * 32) {
-        int row = at / pieces, column = (at - row * pieces) * 8;
-        uint4 bits = {};
-        if (column < args.in_features) bits = *(const uint4 *)((const T *)args.x + row * args.x_stride + column);
-        *(uint4 *)(x_smem + row * row_elements + column) = bits;
-    }
-}
-
-/* Adds the warps' sums in their order and writes the outputs. Lane: row lane / 4, outputs 2 * (lane % 4) and the next.
- */
-template <typename T, typename Out>
-__device__ static void write_tile(const pk_linear_args &args, const float2 *sums, int64_t tile)
-{
-    int lane = threadIdx.x % 32, row = lane / 4;
-    int64_t column = tile * TILE + lane % 4 * 2;
-    float2 total = {0, 0};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) {
-        float2 sum = sums[warp * 32 + lane];
-        total.x += sum.x;
-        total.y += sum.y;
-    }
-    if (row >= args.num_rows) return;
-    Out *out = (Out *)args.out + row * args.out_stride;
-    const T *bias = (const T *)args.bias;
-    if (column < args.out_features) out[column] = pk_from_float<Out>(total.x + (bias ? pk_to_float(bias[column]) : 0));
-    if (column + 1 < args.out_features)
-        out[column + 1] = pk_from_float<Out>(total.y + (bias ? pk_to_float(bias[column + 1]) : 0));
-}
-
-/* 16 bytes to shared memory, zeros where `is_inside` is false. Each is a group of its own. */
+/* 16 bytes to shared memory, zeros where `is_inside` is false. */
 __device__ static inline void copy_async(uint4 *to, const void *from, bool is_inside)
 {
     unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n\tcp.async.commit_group;" ::"r"(address),
-                 "l"(from), "r"(is_inside ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                 "r"(is_inside ? 16 : 0)
                  : "memory");
 }
 
-template <typename T, typename Out>
-__global__ void __launch_bounds__(WARPS * 32, 1) linear_few_kernel(const pk_linear_args args, int steps_per_tile)
+/* x times the norm's weight, rounded to T; returns the sum of the squares of x. */
+template <typename T>
+__device__ static inline float weigh(uint4 &x_bits, const uint4 &norm_bits)
 {
-    extern __shared__ uint4 smem[];
-    __shared__ float2 sums[2][WARPS * 32];
-    uint4 *ring = smem + threadIdx.x; /* of this thread: DEPTH places, WARPS * 32 apart */
-    T *x_smem = (T *)(smem + DEPTH * WARPS * 32);
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int row_elements = steps_per_tile * WARPS * STEP + STEP; /* half a turn of the banks between rows */
-    int slice = warp * steps_per_tile * STEP + lane % 4 * 8; /* this thread's first input of a tile */
-    int64_t num_tiles = (args.out_features + TILE - 1) / TILE;
+    T *x = (T *)&x_bits;
+    const T *norm = (const T *)&norm_bits;
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float value = pk_to_float(x[i]);
+        squares += value * value;
+        x[i] = pk_from_float<T>(value * pk_to_float(norm[i]));
+    }
+    return squares;
+}
 
-    prefetch_weight(args);
-    pk_wait_for_previous_kernel();
+/* EIGHTS: rows in eights, 1 or 2. DEPTH: how many lines of 16 outputs each warp has in flight. Two CTAs of 8 warps, of
+ * this product and the next, find room on an SM. */
+template <typename T, int EIGHTS, int WARPS, int DEPTH>
+__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
+    linear_few_kernel(const __grid_constant__ linear_few_params params)
+{
+    constexpr int THREADS = WARPS * 32, BLOCKS = MAX_TILE / BLOCK, AHEAD = 32 / WARPS / EIGHTS; /* AHEAD: lines of x */
+    constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS;                    /* of a thread */
+    extern __shared__ uint4 smem[];
+    __shared__ float squares_of[WARPS][EIGHTS * 8];
+    const pk_linear_args &args = params.args;
+    const T *x = (const T *)args.x, *weight = (const T *)args.weight, *bias = (const T *)args.bias;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+    const int num_rows = (int)args.num_rows, num_blocks = (params.tile + BLOCK - 1) / BLOCK,
+              size = (int)args.in_features;
+    const int num_lines = ((size + LINE - 1) / LINE + WARPS - 1 - warp) / WARPS; /* of this warp, in a tile */
+    const int most_lines = (size + LINE * WARPS - 1) / (LINE * WARPS);
+    const int width = args.is_gated ? params.tile / 2 : params.tile; /* outputs that are written */
+    const int num_outputs = (int)(args.is_gated ? args.out_features / 2 : args.out_features);
+    const int sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
+    uint4 *ring = smem + threadIdx.x;               /* [DEPTH][2 halves of a block][2 halves of a line][THREADS] */
+    uint4 *norm = smem + params.num_slots * 4 * THREADS;
+    float *sums = (float *)(smem + params.sums_at); /* [WARPS][num_rows][sums_stride] */
+
     pk_let_next_kernel_start();
 
-    /* Copies run ahead of the work by DEPTH steps, so they have their own place. */
-    int64_t copy_output = (int64_t)blockIdx.x * TILE + lane / 4;
-    const T *copy_row = (const T *)args.weight + copy_output * args.weight_stride + slice;
-    int copy_step = 0;
-    auto copy_next = [&](int place) {
-        bool is_inside = copy_output < args.out_features && slice + copy_step * STEP < args.in_features;
-        copy_async(ring + place * WARPS * 32, is_inside ? copy_row + copy_step * STEP : (const T *)args.weight,
-                   is_inside);
-        if (++copy_step < steps_per_tile) return;
-        copy_step = 0;
-        copy_output += (int64_t)gridDim.x * TILE;
-        copy_row += (int64_t)gridDim.x * TILE * args.weight_stride;
-    };
-    for (int i = 0; i < DEPTH; i++) copy_next(i);
-    load_x(args, x_smem, row_elements);
-    __syncthreads();
-
-    const T *x = x_smem + lane / 4 * row_elements + slice;
-    bool has_row = lane / 4 < args.num_rows;
-    int place = 0, parity = 0, writer = 0;
-    for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        float sum[4] = {};
-        for (int step = 0; step < steps_per_tile; step++) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
-            uint4 w_bits = ring[place * WARPS * 32], x_bits = {};
-            if (has_row) x_bits = *(const uint4 *)(x + step * STEP);
-            multiply_add<T>(sum, x_bits.x, x_bits.y, w_bits.x, w_bits.y);
-            multiply_add<T>(sum, x_bits.z, x_bits.w, w_bits.z, w_bits.w);
-            copy_next(place);
-            place = (place + 1) % DEPTH;
+    /* Copies run ahead of the work, so they have their own place. */
+    int copy_tile = num_lines > 0 ? blockIdx.x : params.num_tiles, copy_line = 0, copy_block = 0, copy_slot = 0;
+    auto copy_next = [&]() {
+        if (copy_tile < params.num_tiles) {
+            int column = (copy_line * WARPS + warp) * LINE + quad * 8;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int output = copy_block * BLOCK + half * 8 + group, row = copy_tile * params.tile + output;
+                if (args.is_gated) /* the first half of a tile are gates */
+                    row = copy_tile * width + output + (output < width ? 0 : num_outputs - width);
+                bool is_row = output < params.tile && row < args.out_features;
+                const T *from = weight + (is_row ? row * args.weight_stride : 0) + column;
+#pragma unroll
+                for (int p = 0; p < 2; p++) {
+                    bool is_inside = is_row && column + p * 32 < size;
+                    copy_async(ring + ((copy_slot * 2 + half) * 2 + p) * THREADS, is_inside ? from + p * 32 : weight,
+                               is_inside);
+                }
+            }
+            if (++copy_block == num_blocks) {
+                copy_block = 0;
+                if (++copy_line == num_lines) copy_line = 0, copy_tile += gridDim.x;
+            }
+            if (++copy_slot == params.num_slots) copy_slot = 0;
         }
-        sums[parity][threadIdx.x] = {sum[0], sum[1]};
-        __syncthreads(); /* two buffers: the one of the tile before is free when all have come here */
-        if (warp == writer) write_tile<T, Out>(args, sums[parity], tile);
-        parity ^= 1, writer = (writer + 1) % WARPS;
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    auto fetch = [&]() {
+        if (args.norm_weight)
+            for (int i = threadIdx.x; i < size / 8; i += THREADS)
+                copy_async(norm + i, (const uint4 *)args.norm_weight + i, true);
+        for (int i = 0; i < DEPTH; i++) copy_next();
+    };
+
+    int rows_of[OUTPUTS], columns_of[OUTPUTS]; /* what this thread writes of a tile */
+#pragma unroll
+    for (int p = 0; p < OUTPUTS; p++) {
+        int i = threadIdx.x + p * THREADS;
+        rows_of[p] = i / width, columns_of[p] = i - rows_of[p] * width;
+    }
+    if (args.weight_is_constant) fetch();
+    pk_wait_for_previous_kernel();
+    if (!args.weight_is_constant) fetch();
+
+    int slot = 0;
+    for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
+        float addends[OUTPUTS]; /* what out is made of beside the product, asked for early */
+#pragma unroll
+        for (int p = 0; p < OUTPUTS; p++) {
+            int64_t output = (int64_t)tile * width + columns_of[p], at = rows_of[p] * args.out_stride + output;
+            addends[p] = 0;
+            if (rows_of[p] >= num_rows || output >= num_outputs) continue;
+            if (bias) addends[p] = pk_to_float(bias[output]);
+            if (args.adds_to_out)
+                addends[p] +=
+                    args.out_dtype == PK_F32 ? ((const float *)args.out)[at] : pk_to_float(((const T *)args.out)[at]);
+        }
+        float acc[BLOCKS][EIGHTS][4] = {}, squares[EIGHTS] = {};
+        for (int first = 0; first < most_lines; first += AHEAD) {
+            uint4 x_bits[AHEAD][2][EIGHTS];
+#pragma unroll
+            for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
+                int a = i / (2 * EIGHTS), p = i / EIGHTS % 2, row = i % EIGHTS * 8 + group;
+                int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
+                bool is_inside = row < num_rows && column < size;
+                x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x_stride + column) : uint4{};
+            }
+            if (args.norm_weight && tile == blockIdx.x && first == 0) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1)
+                             : "memory"); /* the oldest has the norm's weight */
+                __syncthreads();
+            }
+            if (args.norm_weight)
+#pragma unroll
+                for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
+                    int a = i / (2 * EIGHTS), p = i / EIGHTS % 2;
+                    int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
+                    if (column < size) squares[i % EIGHTS] += weigh<T>(x_bits[a][p][i % EIGHTS], norm[column / 8]);
+                }
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++) {
+                if (first + a >= num_lines) break;
+#pragma unroll
+                for (int n = 0; n < BLOCKS; n++) {
+                    if (n >= num_blocks) break;
+                    asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+#pragma unroll
+                    for (int p = 0; p < 2; p++) {
+                        const uint4 low = ring[(slot * 4 + p) * THREADS], high = ring[(slot * 4 + 2 + p) * THREADS];
+#pragma unroll
+                        for (int e = 0; e < EIGHTS; e++) {
+                            const uint4 &bits = x_bits[a][p][e];
+                            multiply_add<T>(acc[n][e], low.x, high.x, low.y, high.y, bits.x, bits.y);
+                            multiply_add<T>(acc[n][e], low.z, high.z, low.w, high.w, bits.z, bits.w);
+                        }
+                    }
+                    copy_next();
+                    if (++slot == params.num_slots) slot = 0;
+                }
+            }
+        }
+
+        __syncthreads(); /* the ring, or the sums of the tile before, have been read */
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { /* row 2 * quad (+ 1), output group (+ 8) */
+                int row = e * 8 + quad * 2 + i % 2;
+                float *to = sums + (warp * num_rows + row) * sums_stride + i / 2 * 8 + group;
+#pragma unroll
+                for (int n = 0; n < BLOCKS; n++)
+                    if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
+            }
+            squares[e] += __shfl_xor_sync(~0u, squares[e], 1);
+            squares[e] += __shfl_xor_sync(~0u, squares[e], 2);
+            if (quad == 0) squares_of[warp][e * 8 + group] = squares[e];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int p = 0; p < OUTPUTS; p++) {
+            int row = rows_of[p];
+            int64_t output = (int64_t)tile * width + columns_of[p], at = row * args.out_stride + output;
+            if (row >= num_rows || output >= num_outputs) continue;
+            const float *from = sums + row * sums_stride + columns_of[p];
+            const int warp_stride = num_rows * sums_stride;
+            float sum = 0, scale = 1;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
+            if (args.norm_weight) {
+                float square = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
+                scale = rsqrtf(square / size + args.norm_eps);
+            }
+            sum = sum * scale + addends[p];
+            if (args.is_gated) { /* rounded where silu_and_mul would read it */
+                float gate = pk_round<T>(sum), up = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
+                sum = pk_round<T>(gate / (1 + __expf(-gate))) * pk_round<T>(up * scale);
+            }
+            if (args.out_dtype == PK_F32)
+                ((float *)args.out)[at] = sum;
+            else
+                ((T *)args.out)[at] = pk_from_float<T>(sum);
+        }
     }
 }
 
 // --- launchers
 
-static int steps_per_tile_of(const pk_linear_args *args) { return (int)pk_ceil_div(args->in_features, WARPS * STEP); }
-
-static size_t smem_bytes_of(const pk_linear_args *args)
+static bool is_small(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    size_t x_bytes = (size_t)args->num_rows * (size_t)(steps_per_tile_of(args) * WARPS * STEP + STEP) * 2;
-    return DEPTH * WARPS * 32 * sizeof(uint4) + x_bytes;
+    return args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
 }
 
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    /* Short inputs in many tiles: a barrier every 16 KB, where cuBLAS's few rows are a tenth faster. */
-    bool is_shorter = args->in_features < 2048 && pk_ceil_div(args->out_features, TILE) > device->num_sms;
+    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16, small = is_small(args, device);
     int64_t strides = args->in_features | args->x_stride | args->weight_stride;
-    return args->num_rows <= MAX_ROWS && !is_shorter && (args->dtype == PK_BF16 || args->dtype == PK_F16) &&
-           args->in_features > 0 && args->in_features <= 1 << 20 && strides % 8 == 0 && pk_is_aligned(args->x, 16) &&
-           pk_is_aligned(args->weight, 16) &&
-           smem_bytes_of(args) + sizeof(float2[2][WARPS * 32]) <= device->smem_per_cta;
+    if (args->is_gated && args->bias) return false;
+    /* In f16, x times the norm's weight may be too large. */
+    if (args->norm_weight && (args->dtype == PK_F16 || args->in_features > 8192)) return false;
+    return is_16_bit && args->num_rows <= (small ? MAX_ROWS : MAX_ROWS / 2) &&
+           device->smem_per_cta >= (small ? 140 : 210) << 10 && args->in_features > 0 && args->in_features <= 1 << 15 &&
+           args->out_features <= 1 << 30 && strides % 8 == 0 && pk_is_aligned(args->x, 16) &&
+           pk_is_aligned(args->weight, 16) && pk_is_aligned(args->norm_weight, 16);
 }
 
-template <typename T, typename Out>
+template <typename T, int EIGHTS, int WARPS, int DEPTH>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
     static uint64_t allowed;
-    int64_t num_tiles = pk_ceil_div(args->out_features, TILE);
-    dim3 grid((unsigned)(num_tiles < device->num_sms ? num_tiles : device->num_sms));
-    PK_TRY(pk_cuda_allow_smem(err, linear_few_kernel<T, Out>, device->smem_per_cta - sizeof(float2[2][WARPS * 32]),
-                              device->index, &allowed));
-    return pk_cuda_launch_early(err, "linear_few_kernel", linear_few_kernel<T, Out>, device, grid, dim3(WARPS * 32),
-                                smem_bytes_of(args), stream, *args, steps_per_tile_of(args));
+    linear_few_params params = {*args, 0, 0, DEPTH, 0};
+    int64_t best = INT64_MAX, grid = 0;
+    int step = args->is_gated ? 16 : 8;
+    for (int tile = step; tile <= MAX_TILE; tile += step) {
+        int64_t tiles = pk_ceil_div(args->out_features, tile), rounds = pk_ceil_div(tiles, device->num_sms);
+        if (rounds * tile > best) continue;
+        best = rounds * tile;
+        params.tile = tile, params.num_tiles = (int)tiles, grid = pk_ceil_div(tiles, rounds);
+    }
+    int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * WARPS);
+    bool is_one_round = params.num_tiles <= grid;
+    if (is_one_round && slots < DEPTH) params.num_slots = (int)slots;
+    /* in 16 bytes; the sums of a last tile lie where its copies were */
+    int64_t copies = params.num_slots * 4 * WARPS * 32 + (args->norm_weight ? args->in_features / 8 : 0);
+    int64_t sums = WARPS * args->num_rows * (blocks * BLOCK + 4) / 4;
+    params.sums_at = is_one_round ? 0 : (int)copies;
+    int64_t all = params.sums_at + sums > copies ? params.sums_at + sums : copies;
+    auto kernel = linear_few_kernel<T, EIGHTS, WARPS, DEPTH>;
+    PK_TRY(pk_cuda_allow_smem(err, kernel, device->smem_per_cta - 4096, device->index, &allowed));
+    return pk_cuda_launch_early(err, "linear_few_kernel", kernel, device, dim3((unsigned)grid), dim3(WARPS * 32),
+                                (size_t)all * 16, stream, params);
+}
+
+template <typename T>
+static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    return !is_small(args, device) ? launch<T, 1, 16, 5>(args, device, stream, err)
+           : args->num_rows <= 8   ? launch<T, 1, 8, 6>(args, device, stream, err)
+                                   : launch<T, 2, 8, 6>(args, device, stream, err);
 }
 
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    bool is_f32 = args->out_dtype == PK_F32;
-    if (args->dtype == PK_BF16)
-        return is_f32 ? launch<__nv_bfloat16, float>(args, device, stream, err)
-                      : launch<__nv_bfloat16, __nv_bfloat16>(args, device, stream, err);
-    return is_f32 ? launch<__half, float>(args, device, stream, err)
-                  : launch<__half, __half>(args, device, stream, err);
+    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, device, stream, err)
+                                  : choose<__half>(args, device, stream, err);
 }

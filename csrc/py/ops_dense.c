@@ -3,6 +3,8 @@
 #include "py/call.h"
 #include "py/docs.h"
 
+#include <string.h>
+
 PyDoc_STRVAR(
     embedding_doc,
     "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
@@ -67,24 +69,92 @@ static PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t
 
 PyDoc_STRVAR(
     linear_doc,
-    "linear($module, x, weight, bias=None, *, out=None, stream=None)\n--\n\n"
+    "linear($module, x, weight, bias=None, *, norm_weight=None, eps=1e-6, normed=None, gate_up=None, add_to_out=False, "
+    "weight_is_constant=False, out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n\n"
     "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
-    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n" PY_DOC_OUT
-        PY_DOC_STREAM PY_DOC_ERRORS);
+    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n"
+    "With norm_weight, [in_features], the product is that of rms_norm(x, norm_weight, eps); normed, like x, is memory\n"
+    "for it. With gate_up, [num_rows, out_features] of x's dtype, which is memory for the product, the result is\n"
+    "silu_and_mul(product), [num_rows, out_features / 2]. What these two hold afterwards is undefined: few rows on a\n"
+    "GPU need neither, because one kernel does all of it.\n"
+    "add_to_out=True adds to a given out, before it is rounded.\n"
+    "weight_is_constant=True promises that nothing which is queued on the stream and not done yet writes the weights.\n"
+    "Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the same; a broken\n"
+    "promise may read old weights.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { X, WEIGHT, BIAS, OUT, STREAM };
+    enum { X, WEIGHT, BIAS, NORM_WEIGHT, EPS, NORMED, GATE_UP, ADD_TO_OUT, WEIGHT_IS_CONSTANT, OUT, STREAM };
     py_call call;
     py_output out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_linear, STREAM, args, nargs, kwnames) < 0) return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
-    const pk_view *bias = py_call_optional(&call, BIAS);
+    const pk_linear_options options = {
+        .bias = py_call_optional(&call, BIAS),
+        .norm_weight = py_call_optional(&call, NORM_WEIGHT),
+        .normed = py_call_optional_writable(&call, NORMED),
+        .gate_up = py_call_optional_writable(&call, GATE_UP),
+        .eps = py_call_double(&call, EPS, 1e-6),
+        .adds_to_out = py_call_bool(&call, ADD_TO_OUT, false),
+        .weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false),
+    };
     if (!call.has_failed && x->device.type == PK_CPU && x->ndim == 2)
         call.has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
     py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_linear(x, weight, bias, &out.base, call.stream, &call.err));
+    PY_CALL_RUN(&call, pk_linear(x, weight, &options, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));
+}
+
+PyDoc_STRVAR(
+    linear_algorithms_doc,
+    "linear_algorithms($module, x, weight, *, out)\n--\n\n"
+    "(library, algorithms): what could compute linear(x, weight, out=out) on a GPU. `library` names the GPU and the\n"
+    "version of cuBLASLt, and the algorithms, bytes for use_linear_algorithm, are good for these alone; its own\n"
+    "favourite comes first. No algorithms where own kernels answer. Nothing is computed. See tune_linear." PY_DOC_ERRORS);
+static PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { X, WEIGHT, OUT };
+    py_call call;
+    pk_linear_choices choices;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_linear_algorithms, -1, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
+    const pk_view *out = py_call_tensor(&call, OUT);
+    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, &choices, NULL, &call.err));
+    if (call.has_failed || call.status != PK_OK) return py_call_end(&call, NULL);
+    PyObject *list = PyList_New(choices.count);
+    for (int i = 0; list && i < choices.count; i++) {
+        const char *bytes = (const char *)choices.algorithms[i].bytes;
+        PyObject *item = PyBytes_FromStringAndSize(bytes, sizeof(pk_linear_algorithm));
+        if (!item || PyList_SetItem(list, i, item) < 0) Py_CLEAR(list);
+    }
+    return py_call_end(&call, list ? Py_BuildValue("(sN)", choices.library, list) : NULL);
+}
+
+PyDoc_STRVAR(
+    use_linear_algorithm_doc,
+    "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
+    "Lets later calls like linear(x, weight, out=out) (same shapes, strides, dtypes and alignment; any bias) use one of\n"
+    "linear_algorithms(x, weight, out=out). ValueError if cuBLASLt does not accept it for them." PY_DOC_ERRORS);
+static PyObject *py_use_linear_algorithm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { X, WEIGHT, ALGORITHM, OUT };
+    py_call call;
+    pk_linear_algorithm algorithm;
+    char *bytes;
+    Py_ssize_t size;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_use_linear_algorithm, -1, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
+    const pk_view *out = py_call_tensor(&call, OUT);
+    if (!call.has_failed && PyBytes_AsStringAndSize(call.given[ALGORITHM], &bytes, &size) < 0) call.has_failed = true;
+    if (!call.has_failed && size != sizeof algorithm) {
+        PyErr_Format(PyExc_ValueError, "algorithm: has %zd bytes but must have %zu", size, sizeof algorithm);
+        call.has_failed = true;
+    }
+    if (!call.has_failed) memcpy(&algorithm, bytes, sizeof algorithm);
+    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, NULL, &algorithm, &call.err));
+    return py_call_end(&call, call.has_failed ? NULL : Py_NewRef(Py_None));
 }
 
 PyDoc_STRVAR(
@@ -132,6 +202,8 @@ PyMethodDef py_dense_functions[] = {
     PY_METHOD("gather_rows", py_gather_rows, gather_rows_doc),
     PY_METHOD("rms_norm", py_rms_norm, rms_norm_doc),
     PY_METHOD("linear", py_linear, linear_doc),
+    PY_METHOD("linear_algorithms", py_linear_algorithms, linear_algorithms_doc),
+    PY_METHOD("use_linear_algorithm", py_use_linear_algorithm, use_linear_algorithm_doc),
     PY_METHOD("silu_and_mul", py_silu_and_mul, silu_and_mul_doc),
     PY_METHOD("take_sampled", py_take_sampled, take_sampled_doc),
     {NULL, NULL, 0, NULL},

@@ -168,7 +168,7 @@ class ModelRunner:
         with self.stream:
             self.run(self._idle_decodes(self.max_num_seqs)[1])
             pagedkv.synchronize(self.device)
-            num_tokens = len(self.buffers.hidden)
+            num_tokens = len(self.buffers.residual)
             host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
             host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
             host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0

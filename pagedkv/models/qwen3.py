@@ -7,7 +7,8 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual; the next norm does the addition (rms_norm(..., residual=x)), since it reads x anyway.
+x is called residual. linear normalises what it reads and adds to what it writes, so a layer is six calls, and with few
+tokens on a GPU six kernels. Weights are promised to be constant: a kernel may fetch them ahead of its turn.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Buffers:
     """A step's memory: [num_tokens, size] each."""
 
     residual: Tensor  # hidden_size
-    hidden: Tensor  # hidden_size
     normed: Tensor  # hidden_size
     qkv: Tensor  # (num_q_heads + 2 * num_kv_heads) * head_dim
     q: Tensor  # num_q_heads * head_dim
@@ -57,7 +57,7 @@ class Buffers:
     @staticmethod
     def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sizes = [config.hidden_size] * 3 + [q_size + 2 * kv_size, q_size, q_size]
+        sizes = [config.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
         sizes += [2 * config.intermediate_size, config.intermediate_size]
         return Buffers(*(pagedkv.empty((num_tokens, size), dtype, device) for size in sizes))
 
@@ -81,15 +81,25 @@ class Attention:
         if config.attention_bias:
             self.qkv_bias = checkpoint.load_stacked({f"{prefix}.{name}.bias": count for name, count in rows.items()})
             self.o_bias = checkpoint.load(f"{prefix}.o_proj.bias", config.hidden_size)
+        self.norm = checkpoint.load(f"model.layers.{layer}.input_layernorm.weight", config.hidden_size)
         self.q_norm = checkpoint.load(f"{prefix}.q_norm.weight", config.head_dim)
         self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
         self.cos_sin = cos_sin
 
     def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
-        """buffers.normed -> buffers.hidden"""
+        """buffers.residual += attention(norm(buffers.residual))"""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         q, out = buffers.q.view(heads), buffers.attention.view(heads)
-        pagedkv.linear(buffers.normed, self.qkv_weight, self.qkv_bias, out=buffers.qkv)
+        pagedkv.linear(
+            buffers.residual,
+            self.qkv_weight,
+            self.qkv_bias,
+            norm_weight=self.norm,
+            eps=self.eps,
+            normed=buffers.normed,
+            weight_is_constant=True,
+            out=buffers.qkv,
+        )
         pagedkv.qk_norm_rope_store(
             buffers.qkv,
             self.q_norm,
@@ -114,41 +124,49 @@ class Attention:
             plan=batch.plans.get(self.window),
             out=out,
         )
-        pagedkv.linear(buffers.attention, self.o_weight, self.o_bias, out=buffers.hidden)
+        pagedkv.linear(
+            buffers.attention,
+            self.o_weight,
+            self.o_bias,
+            add_to_out=True,
+            weight_is_constant=True,
+            out=buffers.residual,
+        )
 
 
 class MLP:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint) -> None:
         prefix = f"model.layers.{layer}.mlp"
+        self.norm = checkpoint.load(f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size)
+        self.eps = config.rms_norm_eps
         rows = {f"{prefix}.{name}.weight": config.intermediate_size for name in ("gate_proj", "up_proj")}
         self.gate_up_weight = checkpoint.load_stacked(rows, config.hidden_size)
         self.down_weight = checkpoint.load(f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size)
 
     def forward(self, buffers: Buffers) -> None:
-        """buffers.normed -> buffers.hidden"""
-        pagedkv.linear(buffers.normed, self.gate_up_weight, out=buffers.gate_up)
-        pagedkv.silu_and_mul(buffers.gate_up, out=buffers.activation)
-        pagedkv.linear(buffers.activation, self.down_weight, out=buffers.hidden)
+        """buffers.residual += mlp(norm(buffers.residual))"""
+        pagedkv.linear(
+            buffers.residual,
+            self.gate_up_weight,
+            norm_weight=self.norm,
+            eps=self.eps,
+            normed=buffers.normed,
+            gate_up=buffers.gate_up,
+            weight_is_constant=True,
+            out=buffers.activation,
+        )
+        pagedkv.linear(
+            buffers.activation, self.down_weight, add_to_out=True, weight_is_constant=True, out=buffers.residual
+        )
 
 
 class Layer:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
-        prefix = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.input_norm = checkpoint.load(f"{prefix}.input_layernorm.weight", config.hidden_size)
         self.attention = Attention(config, layer, checkpoint, cos_sin)
-        self.post_attention_norm = checkpoint.load(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self.mlp = MLP(config, layer, checkpoint)
 
-    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, *, is_first: bool) -> None:
-        """Adds buffers.hidden, the block before, to buffers.residual, and leaves its own result in buffers.hidden."""
-        residual, normed = buffers.residual, buffers.normed
-        if is_first:  # the residual is the embedding and nothing is to be added yet
-            pagedkv.rms_norm(residual, self.input_norm, self.eps, out=normed)
-        else:
-            pagedkv.rms_norm(buffers.hidden, self.input_norm, self.eps, residual=residual, out=normed)
+    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
         self.attention.forward(batch, k_cache, v_cache, buffers)
-        pagedkv.rms_norm(buffers.hidden, self.post_attention_norm, self.eps, residual=residual, out=normed)
         self.mlp.forward(buffers)
 
 
@@ -175,9 +193,9 @@ class Qwen3:
         pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
         for window in batch.plans:
             self._plan(window, batch, caches, buffers)
-        for i, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, caches, strict=True)):
-            layer.forward(batch, k_cache, v_cache, buffers, is_first=i == 0)
-        return pagedkv.rms_norm(buffers.hidden, self.norm, self.eps, residual=buffers.residual, out=buffers.normed)
+        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
+            layer.forward(batch, k_cache, v_cache, buffers)
+        return pagedkv.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
     def plans(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> dict:
         """How attention divides such a batch among a GPU's processors, for every window that a layer has.
@@ -204,4 +222,4 @@ class Qwen3:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size]"""
-        return pagedkv.linear(hidden, self.head, out=out)
+        return pagedkv.linear(hidden, self.head, weight_is_constant=True, out=out)

@@ -1,0 +1,205 @@
+"""linear on a GPU: the kernels for few rows, weights that are fetched early, and the choice of cuBLASLt's algorithm."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import oracle
+import pytest
+from pools import get, put, put_sliceable
+
+import pagedkv
+from pagedkv import Graph, Stream
+
+HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
+GPU = "cuda:0"
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason=str(pagedkv.build_info()["cuda_problem"]))
+
+
+def numbers(rng, shape, dtype="bfloat16"):
+    return oracle.rounded(rng.standard_normal(shape), dtype)
+
+
+def has_own_kernel(rows: int) -> bool:
+    x, weight = pagedkv.empty((rows, 256), "bfloat16", GPU), pagedkv.empty((512, 256), "bfloat16", GPU)
+    return not pagedkv.linear_algorithms(x, weight, out=pagedkv.empty((rows, 512), "bfloat16", GPU))[1]
+
+
+# in_features, out_features: one step and less, several clusters' sizes, rests of a tile and of a step, many CTAs
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [(8, 1), (64, 65), (520, 77), (1032, 333), (3072, 1024), (4104, 130), (12288, 72), (256, 17000)],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_few_rows_with_poison_around(rng, shape, rows, dtype):
+    size, outputs = shape
+    x, weight, bias = numbers(rng, (rows, size), dtype), numbers(rng, (outputs, size), dtype) / size**0.5, numbers(rng, outputs, dtype)
+    weight = oracle.rounded(weight, dtype)
+    wide_x, wide_weight = np.full((rows + 1, size + 8), np.nan), np.full((outputs + 1, size + 16), np.nan)
+    wide_x[:rows, :size], wide_weight[:outputs, :size] = x, weight
+    wide_x, wide_weight = (put_sliceable(a, GPU, dtype) for a in (wide_x, wide_weight))
+    arguments = wide_x[:rows, :size], wide_weight[:outputs, :size], put(bias, GPU, dtype)
+    expected = oracle.linear(x, weight, bias)
+    wide_out = put_sliceable(np.full((rows + 1, outputs + 5), -7.0), GPU, "float32")
+    pagedkv.linear(*arguments, out=wide_out[:rows, 2 : outputs + 2])
+    out = get(wide_out)
+    np.testing.assert_allclose(out[:rows, 2 : outputs + 2], expected, atol=3e-5, rtol=3e-5)
+    assert (out[rows:] == -7).all() and (out[:, :2] == -7).all() and (out[:, outputs + 2 :] == -7).all()
+    same = put_sliceable(np.full((rows + 1, outputs + 5), -7.0), GPU, "float32")
+    pagedkv.linear(*arguments, out=same[:rows, 2 : outputs + 2], weight_is_constant=True)
+    np.testing.assert_array_equal(get(same), out)
+    tolerance = oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(pagedkv.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+@pytest.mark.parametrize("shape", [(2056, 6720), (8192, 1056)], ids=str)
+def test_weights_larger_than_the_rings(rng, shape, rows):
+    size, outputs = shape
+    x, norm = numbers(rng, (rows, size)), oracle.rounded(rng.uniform(-2, 2, size), "bfloat16")
+    weight = oracle.rounded(rng.standard_normal((outputs, size), np.float32) / size**0.5, "bfloat16")
+    before, there = numbers(rng, (rows, outputs)), put(weight, GPU, "bfloat16")
+    out = put(before, GPU, "bfloat16")
+    pagedkv.linear(put(x, GPU, "bfloat16"), there, add_to_out=True, weight_is_constant=True, out=out)
+    np.testing.assert_allclose(get(out), before + oracle.linear(x, weight), atol=0.03, rtol=0.01)
+    normed, gate_up = (put(np.full((rows, n), np.nan), GPU, "bfloat16") for n in (size, outputs))
+    options = {"norm_weight": put(norm, GPU, "bfloat16"), "eps": 1e-5, "normed": normed, "gate_up": gate_up}
+    out = pagedkv.linear(put(x, GPU, "bfloat16"), there, **options)
+    product = oracle.linear(oracle.rms_norm(x, norm, 1e-5, "bfloat16")[0], weight)
+    expected = oracle.silu_and_mul(oracle.rounded(product, "bfloat16"), "bfloat16")
+    np.testing.assert_allclose(get(out), expected, atol=0.05, rtol=0.03)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [(1024, 2048), (2048, 1024), (3072, 1000), (776, 40)], ids=str)
+def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape):
+    size, outputs = shape
+    counts = [n for n in (1, 2, 8, 9, 16, 23, 32, 50, 64) if has_own_kernel(n)]
+    if not counts:
+        pytest.skip("this GPU has no kernel of its own for few rows")
+    x, weight = put(numbers(rng, (64, size)), GPU, "bfloat16"), put(numbers(rng, (outputs, size)), GPU, "bfloat16")
+    most = get(pagedkv.linear(x[: counts[-1]], weight))
+    for count in counts:
+        np.testing.assert_array_equal(get(pagedkv.linear(x[:count], weight)), most[:count])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 8, 24, 64, 200])
+@pytest.mark.parametrize("weight_is_constant", [False, True])
+def test_a_chain_in_a_graph_is_the_chain_step_by_step(rng, rows, weight_is_constant):
+    """Kernels that start before the one ahead has ended read what it wrote."""
+    sizes, layers = [1024, 3072, 1024, 4096, 512, 1024], 4
+    weights = [put(numbers(rng, (b, a)) / a**0.5, GPU, "bfloat16") for _ in range(layers) for a, b in zip(sizes, sizes[1:], strict=False)]
+    outs = [pagedkv.empty((rows, len(weight)), "bfloat16", GPU) for weight in weights]
+    x, norm = put(numbers(rng, (rows, 1024)), GPU, "bfloat16"), put(numbers(rng, 3072), GPU, "bfloat16")
+    stream, graph = Stream(GPU), Graph()
+
+    def chain(after_each):
+        last = x
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            pagedkv.linear(last, weight, out=out, weight_is_constant=weight_is_constant, stream=stream)
+            after_each()
+            if i % 5 == 1:
+                pagedkv.rms_norm(out, norm[: out.shape[1]], out=out, stream=stream)
+                after_each()
+            last = out
+
+    chain(stream.synchronize)
+    expected = [get(out) for out in outs]
+    with graph.capture(stream):
+        chain(lambda: None)
+    for _ in range(20):
+        graph.replay()
+        stream.synchronize()
+        for out, value in zip(outs, expected, strict=True):
+            np.testing.assert_array_equal(get(out), value)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 40, 100])
+def test_a_weight_that_the_kernel_before_writes(rng, rows):
+    x = put(numbers(rng, (rows, 1024)), GPU, "bfloat16")
+    sources = [put(numbers(rng, (1024, 1024)), GPU, "bfloat16") for _ in range(2)]
+    ones, weight = put(np.ones(1024), GPU, "bfloat16"), pagedkv.empty((1024, 1024), "bfloat16", GPU)
+    stream, out = Stream(GPU), [pagedkv.empty((rows, 1024), "bfloat16", GPU) for _ in range(40)]
+    expected = [get(pagedkv.linear(x, pagedkv.rms_norm(source, ones))) for source in sources]
+    with stream:
+        for i in range(40):
+            pagedkv.rms_norm(sources[i % 2], ones, out=weight)
+            pagedkv.linear(x, weight, out=out[i])
+    stream.synchronize()
+    for i in range(40):
+        np.testing.assert_array_equal(get(out[i]), expected[i % 2])
+
+
+# --- the choice of an algorithm
+
+
+def product(rng, rows=200, size=256, outputs=512):
+    x, weight = put(numbers(rng, (rows, size)), GPU, "bfloat16"), put(numbers(rng, (outputs, size)), GPU, "bfloat16")
+    return x, weight, pagedkv.empty((rows, outputs), "float32", GPU)
+
+
+@gpu
+@needs_gpu
+def test_every_algorithm_is_right(rng):
+    x, weight, out = product(rng)
+    expected = oracle.linear(get(x), get(weight))
+    library, algorithms = pagedkv.linear_algorithms(x, weight, out=out)
+    assert "cuBLASLt" in library and algorithms
+    for algorithm in algorithms:
+        pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
+        pagedkv.linear(x, weight, out=out)
+        np.testing.assert_allclose(get(out), expected, atol=1e-3, rtol=1e-4)
+
+
+@gpu
+@needs_gpu
+def test_what_is_no_algorithm_is_refused(rng):
+    x, weight, out = product(rng)
+    expected = get(pagedkv.linear(x, weight, out=out))
+    with pytest.raises(ValueError, match="algorithm: has 3 bytes but must have 64"):
+        pagedkv.use_linear_algorithm(x, weight, b"abc", out=out)
+    with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
+        pagedkv.use_linear_algorithm(x, weight, b"\xff" * 64, out=out)
+    np.testing.assert_array_equal(get(pagedkv.linear(x, weight, out=out)), expected)
+    with pytest.raises(ValueError, match="algorithm: none is used for such a call"):
+        pagedkv.use_linear_algorithm(x[:0], weight, b"\xff" * 64, out=out[:0])
+
+
+@gpu
+@needs_gpu
+def test_tuning_is_kept_in_a_file(rng, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "deep" / "er"))
+    x, weight, _ = product(rng)
+    layers, expected = [weight, weight], oracle.linear(get(x), get(weight))
+    assert pagedkv.tune_linear(layers, [200, 300, 200]) == 2
+    (path,) = (tmp_path / "deep" / "er").iterdir()
+    assert "cuBLASLt" in path.name and len(json.loads(path.read_text())) == 2
+    assert pagedkv.tune_linear(layers, [200, 300]) == 0
+    assert pagedkv.tune_linear(layers, [200], out_dtype="float32") == 1
+    np.testing.assert_allclose(get(pagedkv.linear(x, weight)), expected, atol=0.1, rtol=1e-2)
+    known = json.loads(path.read_text())
+    for damage in ("", "[]", "{", json.dumps(dict.fromkeys(known, 7)), json.dumps(dict.fromkeys(known, "zz")),
+                   json.dumps(dict.fromkeys(known, "ff" * 64))):  # fmt: skip
+        path.write_text(damage)
+        assert pagedkv.tune_linear(layers, [200]) == 1
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("a file where the folder should be")
+    assert pagedkv.tune_linear(layers, [200]) == 1
+
+
+def test_the_cpu_has_no_choice(rng):
+    x = np.zeros((2, 3), np.float32)
+    assert pagedkv.tune_linear([x], [1, 2]) == 0
+    with pytest.raises(NotImplementedError, match="linear_algorithms"):
+        pagedkv.linear_algorithms(x, x, out=np.zeros((2, 2), np.float32))

@@ -101,7 +101,6 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     add_record_option(parser)
-    parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     ceiling = bench.measure_ceiling(args.device, "bfloat16")
     print(f"{ceiling.bytes_per_second / 1e9:,.0f} GB/s, {ceiling.flops / 1e12:,.0f} TFLOP/s measured", flush=True)
@@ -113,14 +112,14 @@ def main() -> None:
             llm = bench.make_llm(folder, bench.nano_bench(), device=args.device, load_format="dummy", **sizes)
         with llm:
             row["memory"] = llm.memory
-            if "nano" in args.parts:
-                row["nano_bench"] = measure_nano(llm, model, ceiling, args.runs)
-            if "steps" in args.parts:
-                row["decode_step"] = measure_steps(llm, model, args.device)
-        if not args.no_record:
-            extra = {"commit": args.commit} if args.commit else {}
-            name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
-            record(name, [row], machine=device_name(args.device), ceiling=vars(ceiling), **extra)
+            for part in args.parts:
+                if part == "nano":
+                    row["nano_bench"] = measure_nano(llm, model, ceiling, args.runs)
+                else:
+                    row["decode_step"] = measure_steps(llm, model, args.device)
+                if not args.no_record:  # at once: what comes next may not end
+                    name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
+                    record(name, [row], machine=device_name(args.device), ceiling=vars(ceiling))
 
 
 def device_name(device: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Latency of LLM where few requests run: random weights, medians of several requests with fresh prompts.
 
-    python benchmarks/latency.py [--models 0.6B 8B] [--device cuda]
+    python benchmarks/latency.py [--models 0.6B 8B] [--device cuda] [--parts one batch first prefix load]
 
-one      a request alone, 128 tokens in, 512 out: tokens/s from its submission to its last token
-batch    a decode step of 32 sequences of 1,000 tokens
+one      a request alone, 128 tokens in, 512 out: tokens/s from its submission to its last token; a step of it by kernels
+batch    a decode step of 32 sequences of 1,000 tokens, by kernels
 first    the first token of a prompt of 128 tokens, on an idle engine
 prefix   the first token of a prompt of 8,192 tokens and 32 of its own: cold, and with the 8,192 in the prefix cache
 load     the first token of a prompt of 128 and of 8,192 tokens that arrives while 63 sequences of 1,000 tokens decode
@@ -29,7 +29,8 @@ from pagedkv.engine.pipeline import Pipeline
 
 # PEERS.md: nano-vllm with FlashAttention-3 on one H200
 PEER = {"0.6B": {"one": 494, "first_ms": 29}, "8B": {"one": 180, "first_ms": 38}}
-REPEATS = 5
+REPEATS = 4  # the first of them warms up
+PARTS = ("one", "batch", "first", "prefix", "load")
 
 
 class Latency:
@@ -90,39 +91,43 @@ def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens)
 
 
-def measure(llm: LLM, model: str, device: str) -> dict:
-    latency, peer = Latency(llm), PEER.get(model, {})
-    runs = latency.one()
-    one = statistics.median(runs)
-    print(f"{model}: batch 1, 128 in, 512 out: {one:,.0f} tokens/s (nano-vllm {peer.get('one', '-')})", flush=True)
-    first = latency.first()
-    print(f"{model}: first token of 128: {first:.2f} ms (nano-vllm {peer.get('first_ms', '-')})", flush=True)
-    cold, warm = latency.prefix()
-    print(f"{model}: first token of 8,192 + 32: {cold:.2f} ms cold, {warm:.2f} ms warm ({warm / cold:.0%})", flush=True)
-    load = {length: latency.load(length) for length in (128, 8192)}
-    times = ", ".join(f"{ms:.2f} ms of {length:,} tokens" for length, ms in load.items())
-    print(f"{model}: first token beside 63 decodes, {llm.scheduler.max_num_batched_tokens} tokens a step: {times}")
-    columns = {f"batch {n}": probe(llm, [latency.prompt(context) for _ in range(n)], profile=device != "cpu")
-               for n, context in ((32, 1000), (1, 128))}  # fmt: skip
-    print_table(columns)
-    return {
-        "model": model,
-        "one_tokens_per_second": one,
-        "one_runs": runs,
-        "first_token_ms": first,
-        "first_token_under_load_ms": load,
-        "prefix_cold_ms": cold,
-        "prefix_warm_ms": warm,
-        "decode_step": {name: column.row() for name, column in columns.items()},
+def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:
+    latency, peer, row = Latency(llm), PEER.get(model, {}), {"model": model}
+    if "one" in parts:
+        runs = latency.one()
+        row |= {"one_tokens_per_second": statistics.median(runs), "one_runs": runs}
+        one, theirs = row["one_tokens_per_second"], peer.get("one", "-")
+        print(f"{model}: batch 1, 128 in, 512 out: {one:,.0f} tokens/s (nano-vllm {theirs})", flush=True)
+    if "first" in parts:
+        row["first_token_ms"] = latency.first()
+        print(f"{model}: first token of 128: {row['first_token_ms']:.2f} ms (nano-vllm {peer.get('first_ms', '-')})")
+    if "prefix" in parts:
+        row["prefix_cold_ms"], row["prefix_warm_ms"] = cold, warm = latency.prefix()
+        share = f"({warm / cold:.0%})"
+        print(f"{model}: first token of 8,192 + 32: {cold:.2f} ms cold, {warm:.2f} ms warm {share}", flush=True)
+    if "load" in parts:
+        row["first_token_under_load_ms"] = load = {length: latency.load(length) for length in (128, 8192)}
+        times = ", ".join(f"{ms:.2f} ms of {length:,} tokens" for length, ms in load.items())
+        budget = llm.scheduler.max_num_batched_tokens
+        print(f"{model}: first token beside 63 decodes, {budget} tokens a step: {times}", flush=True)
+    batches = {"batch": (32, 1000), "one": (1, 128)}
+    columns = {
+        f"batch {n}": probe(llm, [latency.prompt(context) for _ in range(n)], profile=device != "cpu")
+        for part, (n, context) in batches.items()
+        if part in parts
     }
+    if columns:
+        print_table(columns)
+        row["decode_step"] = {name: column.row() for name, column in columns.items()}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=bench.SHAPES)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     add_record_option(parser)
-    parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
@@ -130,10 +135,9 @@ def main() -> None:
             llm = LLM(folder, device=args.device, load_format="dummy", max_num_seqs=64, max_num_batched_tokens=2048,
                       max_model_len=16384)  # fmt: skip
         with llm:
-            row = measure(llm, model, args.device)
+            row = measure(llm, model, args.device, args.parts)
         if not args.no_record:
-            extra = {"commit": args.commit} if args.commit else {}
-            record(f"latency-{args.device}-{model}", [row], machine=device_name(args.device), **extra)
+            record(f"latency-{args.device}-{model}", [row], machine=device_name(args.device))
 
 
 if __name__ == "__main__":

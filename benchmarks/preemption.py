@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["time", "tokens"], choices=["time", "tokens"])
     parser.add_argument("--num-requests", type=int, default=256)
     add_record_option(parser)
-    parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     workload = bench.nano_bench(args.num_requests)
     greedy = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=one.max_tokens) for one in workload.params]
@@ -84,9 +83,8 @@ def main() -> None:
         shape, options = parts[part]
         print(f"{part}: {shape}, {options.get('dtype', 'bfloat16')}")
         rows.append({"part": part, "shape": shape, **measure(shape, workload, device=args.device, **options)})
-    if not args.no_record:
-        extra = {"commit": args.commit} if args.commit else {}
-        record(f"preemption-{args.device}", rows, machine=device_name(args.device), **extra)
+        if not args.no_record:  # at once: what comes next may not end
+            record(f"preemption-{args.device}", rows, machine=device_name(args.device))
 
 
 if __name__ == "__main__":

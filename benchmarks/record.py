@@ -13,7 +13,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def commit() -> str:
-    """The checkout's commit, with "+changes" where tracked files outside of results/ differ from it."""
+    """PAGEDKV_COMMIT, for a copy without git; else the checkout's commit, with "+changes" where tracked files outside of
+    results/ differ from it."""
+    given = os.environ.get("PAGEDKV_COMMIT")
+    if given:
+        return given
     git = ["git", "-C", str(Path(__file__).parent)]
     changes = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"]
     try:

@@ -36,6 +36,16 @@ def _one(row: dict) -> float:
     return row["one_tokens_per_second"]
 
 
+def _idle(batch: str) -> Callable[[dict], float]:
+    """The share of a step's time in which the device computes nothing of it."""
+
+    def share(row: dict) -> float:
+        step = row["decode_step"][batch]
+        return max(1 - step["graph_us"] / step["wall_us"], 0.0)
+
+    return share
+
+
 ROWS = [
     Row("256 requests at once (nano-bench), 0.6B", "engine-cuda-0.6B", _speed, "{:,.0f} tok/s", 18_897, 38_060),
     Row("the same with fp8 KV", "engine-cuda-0.6B-fp8", _speed, "{:,.0f} tok/s", None, 67_300),
@@ -50,6 +60,11 @@ ROWS = [
         lambda row: row["prefix_cold_ms"], "{:.1f} ms", None, None, False),
     Row("the same, 8,192 of them in the prefix cache", "latency-cuda-0.6B",
         lambda row: row["prefix_warm_ms"], "{:.1f} ms", None, None, False),
+    Row("idle GPU in a decode step of 256 sequences, 0.6B", "engine-cuda-0.6B",
+        _idle("batch 256"), "{:.1%}", 0.12, None, False),
+    Row("idle GPU in a decode step of one, 0.6B", "engine-cuda-0.6B", _idle("batch 1"), "{:.1%}", 0.273, None, False),
+    Row("the host's time for a step of 256 (not waited for), 0.6B", "engine-cuda-0.6B",
+        lambda row: sum(row["decode_step"]["batch 256"]["host_us"].values()), "{:,.0f} us", 1_890, None, False),
     Row("first token of 128 beside 63 decodes, 0.6B", "latency-cuda-0.6B",
         lambda row: row["first_token_under_load_ms"]["128"], "{:.1f} ms", None, None, False),
 ]  # fmt: skip

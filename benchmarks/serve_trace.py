@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1, help="how much faster than it was recorded (default: 1)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="tokens of a step (default: 4096)")
     add_record_option(parser)
-    parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     if args.trace:
         requests = traces.load_requests(args.trace)
@@ -102,8 +101,7 @@ def main() -> None:
     for name, key in (("first token", "first_token_ms"), ("a token", "token_ms")):
         print(f"{name:<12}" + ", ".join(f"{p} {ms:.1f} ms" for p, ms in row[key].items()))
     if args.trace and not args.no_record:
-        extra = {"commit": args.commit} if args.commit else {}
-        record(f"serve_trace-{args.device}", [row], machine=device_name(args.device), trace=args.trace.name, **extra)
+        record(f"serve_trace-{args.device}", [row], machine=device_name(args.device), trace=args.trace.name)
 
 
 if __name__ == "__main__":

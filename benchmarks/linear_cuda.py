@@ -1,6 +1,6 @@
-"""`linear` on one GPU: every product of a decode step, alone and as the chain that a step is, beside torch.mm and the floor.
+"""`linear` on one GPU: the products of a decode step as the chain that a step is, beside torch.mm and the floor.
 
-    python benchmarks/linear_cuda.py [--models 0.6B,8B] [--rows 1,8,32,64,256] [--no-record]
+    python benchmarks/linear_cuda.py [--models 0.6B,8B] [--rows 1,8,16,64] [--alone] [--no-record]
 
 CUDA graphs over the weights of all layers (of 8B: of six, scaled to 36), measured as in dense_cuda.py. A step's products feed
 each other, with the norms, the gate and the residual that they do on the way and without attention; the LM head writes float32.
@@ -82,14 +82,14 @@ def step_us(model: str, rows: int, is_fused: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="0.6B,8B")
-    parser.add_argument("--rows", default="1,8,16,32,64,256")
-    parser.add_argument("--only-steps", action="store_true", help="leave out the products alone")
+    parser.add_argument("--rows", default="1,8,16,64")
+    parser.add_argument("--alone", action="store_true", help="each product alone, too")
     add_record_option(parser)
     options = parser.parse_args()
     results = []
     for model in options.models.split(","):
         for rows in map(int, options.rows.split(",")):
-            cases = {} if options.only_steps else SHAPES[model]
+            cases = SHAPES[model] if options.alone else {}
             bytes_of = {name: 2 * outputs * size for name, (outputs, size) in SHAPES[model].items()}
             head = bytes_of.pop("LM head")
             row = {"case": f"{model} step, {rows} rows", "rows": rows, "bytes": LAYERS[model] * sum(bytes_of.values()) + head,

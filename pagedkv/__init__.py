@@ -105,13 +105,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "SamplingParams"):
-        import pagedkv.engine as module
-    elif name == "tune_linear":
-        import pagedkv.tuning as module
-    else:
+    modules = {"LLM": "engine", "SamplingParams": "engine", "tune_linear": "tuning"}
+    if name not in modules:
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
-    value = globals()[name] = getattr(module, name)
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"pagedkv.{modules[name]}"), name)
     return value
 
 

@@ -1,7 +1,7 @@
 """Which algorithm of cuBLASLt computes a `linear` fastest: measured once on a GPU, then known from a file.
 
 The library's own guess is made without looking at a clock. Here its best guesses are timed as a model runs them: in a
-CUDA graph that walks over the weights of all layers, so that none comes from the cache, and that counts every node a
+CUDA graph that walks over the weights of many layers, so that none comes from the cache, and that counts every node a
 plan adds. The file lies in the user's cache folder, or where PAGEDKV_CACHE_DIR says; there is one for each kind of GPU
 and version of the library. One that cannot be read is as good as none, and is written anew.
 """
@@ -23,7 +23,9 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, Graph, Stream, Tensor
 
-MIN_CALLS, NUM_WINDOWS = 8, 3  # calls in a graph; replays of it, of which the median counts
+MAX_ALGORITHMS = 8  # of a product: the library's favourites
+COLD_BYTES, MIN_CALLS = 192 << 20, 4  # of weights, and calls, in a graph: more than a cache holds
+NUM_WINDOWS = 3  # replays of a graph, of which the median counts
 
 
 def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: str | None = None) -> int:
@@ -32,7 +34,7 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
     weights: [out_features, in_features] each, on one GPU, unchanged; those alike in shape and strides are timed in
     turn, so give all layers. out_dtype: "float32", or None for that of the weights. It holds for this process and for
     x and out that are contiguous and aligned to 256 bytes. Products that own kernels compute have no choice, nor has
-    the CPU. What the file does not know takes some milliseconds each; the GPU should have nothing else to do.
+    the CPU. What the file does not know takes some 10 ms each; the GPU should have nothing else to do meanwhile.
 
     Returns how many products were measured. An unwritable folder is no error.
     """
@@ -43,15 +45,20 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
     rows, num_measured, known = sorted(set(num_rows)), 0, _Known()
     for (shape, strides, dtype), layers in alike.items():
         outputs, size = shape
+        layers = layers[: max(MIN_CALLS, COLD_BYTES // max(layers[0].nbytes, 1))]
+        stream = Stream(layers[0].device)
         for count in rows:
-            x = pagedkv.asarray(np.random.default_rng(0).standard_normal((count, size), np.float32), dtype, layers[0].device)
+            x = pagedkv.empty((count, size), dtype, layers[0].device)
             out = pagedkv.empty((count, outputs), out_dtype or dtype, layers[0].device)
             library, algorithms = pagedkv.linear_algorithms(x, layers[0], out=out)
             if not algorithms:
                 continue
             product = f"{count} rows, weight {outputs}x{size} stride {strides[0]}, {dtype} to {out.dtype}"
             if not _use(x, layers[0], known.get(library, product), out):
-                best = min(algorithms, key=lambda algorithm: _microseconds(x, layers, algorithm, out))
+                numbers = np.random.default_rng(0).standard_normal((count, size), np.float32)
+                x.copy_(pagedkv.asarray(numbers, dtype))
+                times = {each: _microseconds(stream, x, layers, each, out) for each in algorithms[:MAX_ALGORITHMS]}
+                best = min(times, key=times.__getitem__)
                 _use(x, layers[0], best, out)
                 known.put(library, product, best)
                 num_measured += 1
@@ -68,11 +75,11 @@ def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> boo
     return algorithm is not None
 
 
-def _microseconds(x: Tensor, layers: Sequence[Tensor], algorithm: bytes, out: Tensor) -> float:
+def _microseconds(stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithm: bytes, out: Tensor) -> float:
     """Of one call, cold; infinity if the algorithm does not run."""
     if not _use(x, layers[0], algorithm, out):
         return float("inf")
-    stream, graph, num_calls = Stream(x.device), Graph(), max(MIN_CALLS, len(layers))
+    graph, num_calls = Graph(), max(MIN_CALLS, len(layers))
     start, end = Event(timing=True, device=x.device), Event(timing=True, device=x.device)
     try:
         pagedkv.linear(x, layers[0], out=out, stream=stream)  # loads what a capture cannot

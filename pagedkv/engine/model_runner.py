@@ -163,7 +163,9 @@ class ModelRunner:
         return [(cache(), cache()) for _ in range(self.config.num_layers)]
 
     def warm_up(self) -> None:
-        """Runs the largest steps on a pool of one page, so that what the operations need beside it is allocated."""
+        """Chooses algorithms, and runs the largest steps on a pool of one page, so that what the operations need beside it
+        is allocated."""
+        self.model.tune(self.batch_sizes)
         self.caches = self._empty_caches(1, self.device)
         with self.stream:
             self.run(self._idle_decodes(self.max_num_seqs)[1])

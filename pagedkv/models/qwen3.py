@@ -188,6 +188,13 @@ class Qwen3:
         ignored = {"lm_head.weight"} | {name for name in checkpoint.files if name.endswith("rotary_emb.inv_freq")}
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
+    def tune(self, num_tokens: Sequence[int]) -> None:
+        """Chooses how a GPU multiplies so many tokens with the weights (see pagedkv.tune_linear)."""
+        layers = [(layer.attention, layer.mlp) for layer in self.layers]
+        weights = [weight for a, m in layers for weight in (a.qkv_weight, a.o_weight, m.gate_up_weight, m.down_weight)]
+        pagedkv.tune_linear(weights, num_tokens)
+        pagedkv.tune_linear([self.head], num_tokens, out_dtype="float32")
+
     def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""
         pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)

@@ -47,16 +47,20 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
         outputs, size = shape
         layers = layers[: max(MIN_CALLS, COLD_BYTES // max(layers[0].nbytes, 1))]
         stream = Stream(layers[0].device)
+        most, has_numbers = max(rows, default=0), False
+        all_x = pagedkv.empty((most, size), dtype, layers[0].device)
+        all_out = pagedkv.empty((most, outputs), out_dtype or dtype, layers[0].device)
         for count in rows:
-            x = pagedkv.empty((count, size), dtype, layers[0].device)
-            out = pagedkv.empty((count, outputs), out_dtype or dtype, layers[0].device)
+            x, out = all_x[:count], all_out[:count]
             library, algorithms = pagedkv.linear_algorithms(x, layers[0], out=out)
             if not algorithms:
                 continue
             product = f"{count} rows, weight {outputs}x{size} stride {strides[0]}, {dtype} to {out.dtype}"
             if not _use(x, layers[0], known.get(library, product), out):
-                numbers = np.random.default_rng(0).standard_normal((count, size), np.float32)
-                x.copy_(pagedkv.asarray(numbers, dtype))
+                if not has_numbers:
+                    numbers = np.random.default_rng(0).standard_normal((most, size), np.float32)
+                    all_x.copy_(pagedkv.asarray(numbers, dtype))
+                    has_numbers = True
                 times = {each: _microseconds(stream, x, layers, each, out) for each in algorithms[:MAX_ALGORITHMS]}
                 best = min(times, key=times.__getitem__)
                 _use(x, layers[0], best, out)

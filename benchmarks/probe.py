@@ -19,7 +19,7 @@ HOST_PARTS = ("schedule", "launch", "commit", "update")
 # The first that is found in a kernel's name.
 KERNEL_CLASSES = {
     "attention": "attention|decode|prefill|merge|combine",
-    "sampling": "sample|argmax|gumbel",
+    "sampling": "sample|threshold|count_tokens|logprobs|argmax|gumbel",
     "linear": "gemm|gemv|linear|nvjet|cutlass|xmma|splitk|cublas",
     "rope + store": "rope|store",
     "norms": "norm",

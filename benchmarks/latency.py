@@ -2,7 +2,7 @@
 
     python benchmarks/latency.py [--models 0.6B 8B] [--device cuda] [--parts one batch first prefix load]
 
-one      a request alone, 128 tokens in, 512 out: tokens/s from its submission to its last token; a step of it by kernels
+one      a request alone, 128 tokens in, 512 out: tokens/s from submission to last token; a step of it by kernels
 batch    a decode step of 32 sequences of 1,000 tokens, by kernels
 first    the first token of a prompt of 128 tokens, on an idle engine
 prefix   the first token of a prompt of 8,192 tokens and 32 of its own: cold, and with the 8,192 in the prefix cache

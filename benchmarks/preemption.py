@@ -5,9 +5,9 @@
 time    the model's shape in its own dtype: seconds beside a pool that holds everything
 tokens  the same requests with two narrow layers in float32: how many have the same tokens as without preemption
 
-Tokens are compared in float32 only. In bfloat16 the sums of a row are rounded in an order that depends on how many rows a
-step has, and random weights have near-ties everywhere: there, half the seats, without any preemption, already
-give most requests other tokens ("half the seats" prints how many).
+Tokens are compared in float32 only. In bfloat16 the sums of a row are rounded in an order that depends on how many rows
+a step has, and random weights have near-ties everywhere: there, half the seats, without any preemption, already give
+most requests other tokens ("half the seats" prints how many).
 """
 
 from __future__ import annotations

@@ -220,7 +220,8 @@ def print_table(columns: dict[str, Probe]) -> None:
     row("wall", [us(probe.wall) for probe in probes])
     if any(probe.graph is not None for probe in probes):
         row("graph alone", [us(probe.graph) for probe in probes])
-        row("idle: wall less graph", ["-" if p.idle is None else f"{p.wall - p.graph:.0f} ({p.idle:.1%})" for p in probes])
+        idle = ["-" if p.idle is None else f"{p.wall - p.graph:.0f} ({p.idle:.1%})" for p in probes]
+        row("idle: wall less graph", idle)
         row("gap between two steps", ["-" if p.gap is None else f"{p.gap:.1f}" for p in probes])
     row("host", [us(sum(probe.host.values())) for probe in probes])
     for part in HOST_PARTS:

@@ -2,9 +2,9 @@
 
     python benchmarks/serve_trace.py TRACE [--model 0.6B] [--device cuda] [--seconds 60] [--speed 4]
 
-The trace is JSON lines as in traces.py, with real arrivals: mooncake_synthetic.jsonl of the Mooncake project, say. Random
-weights; prompts share what the trace says they share. --speed 4 lets a minute of the trace pass in 15 seconds. Requests
-longer than the model's length are refused, and counted. Without a trace a small generated one is replayed.
+The trace is JSON lines as in traces.py, with real arrivals: mooncake_synthetic.jsonl of the Mooncake project, say.
+Random weights; prompts share what the trace says they share. --speed 4 lets a minute of the trace pass in 15 seconds.
+Requests longer than the model's length are refused, and counted. Without a trace a small generated one is replayed.
 """
 
 from __future__ import annotations

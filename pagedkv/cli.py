@@ -63,7 +63,8 @@ def _parser() -> Parser:
     bench.add_argument("--device", default="auto", help=DEVICE_HELP)
     bench.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8 (default: auto)")
     bench.add_argument("--num-requests", type=_at_least(1), default=256, help="how many (default: 256)")
-    bench.add_argument("--runs", type=_at_least(1), default=3, help="of the workload, after a few tokens of it to warm up (default: 3)")
+    runs = "of the workload, after a few tokens of it to warm up (default: 3)"
+    bench.add_argument("--runs", type=_at_least(1), default=3, help=runs)
     bench.set_defaults(run=run_bench)
 
     info = commands.add_parser("info", help="versions, backends found and why not, threads, BLAS")

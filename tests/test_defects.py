@@ -43,7 +43,9 @@ DEFECTS = {
     "greedy is refused": ["test_qwen3.py::test_greedy_tokens"],
     "generate('text') iterates over characters": ["test_engine_arguments.py::test_a_string_is_one_prompt"],
     "unknown options are ignored": ["test_engine_arguments.py::test_unknown_options"],
-    "a shorter list of sampling parameters drops prompts": ["test_engine_arguments.py::test_parameters_for_each_prompt"],
+    "a shorter list of sampling parameters drops prompts": [
+        "test_engine_arguments.py::test_parameters_for_each_prompt",
+    ],
     "a folder without weights gives uninitialised weights": [
         "test_weights.py::test_a_folder_without_weights",
         "test_weights.py::test_missing_tensor",

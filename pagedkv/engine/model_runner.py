@@ -73,8 +73,8 @@ class Arrays:
         self.positions = self._array(num_tokens, "int32")
         self.slot_mapping = self._array(num_tokens, "int32")
         self.context_lens = self._array(num_seqs, "int32")
-        self.cu_seqlens_q = None if is_decode else self._array(num_seqs + 1, "int32")
-        self.last_tokens = None if is_decode else self._array(num_rows, "int32")
+        self.cu_seqlens_q: Any = None if is_decode else self._array(num_seqs + 1, "int32")
+        self.last_tokens: Any = None if is_decode else self._array(num_rows, "int32")
         # A sequence's next token lies behind its context.
         self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
 
@@ -125,7 +125,7 @@ class ModelRunner:
         self.kv_cache_dtype, self.block_size, self.max_num_seqs = kv_cache_dtype, block_size, max_num_seqs
         self.is_gpu = device != "cpu"
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
-        self.stream = Stream(device) if self.is_gpu else nullcontext()
+        self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self.events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
         self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)

@@ -1,4 +1,5 @@
-"""The turns of the engine. While a device computes a step, the host takes the tokens of the one before and plans the next.
+"""The turns of the engine: while a device computes a step, the host takes the tokens of the one before and plans the
+next.
 
     while pipeline.has_work:
         pipeline.launch()               # plans a step and starts it

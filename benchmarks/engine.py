@@ -25,7 +25,7 @@ from pagedkv import LLM, SamplingParams, bench
 
 BATCHES = (256, 630), (1, 128)  # sequences and tokens of each, as nano-bench has them and as one user has
 
-# The peer on one H200 (PEERS.md: nano-vllm bb823b3 with FlashAttention-3): tokens/s, and a decode step in us (launches).
+# The peer on one H200 (PEERS.md: nano-vllm bb823b3 with FlashAttention-3): tokens/s; a decode step in us (launches).
 PEER = {"0.6B": 18_897, "8B": 8_060}
 PEER_STEPS = {
     "0.6B": {

@@ -36,7 +36,7 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
     x and out that are contiguous and aligned to 256 bytes. Products that own kernels compute have no choice, nor has
     the CPU. What the file does not know takes some 10 ms each; the GPU should have nothing else to do meanwhile.
 
-    Returns how many products were measured. An unwritable folder is no error.
+    Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
     """
     alike = defaultdict(list)
     for weight in map(pagedkv.from_dlpack, weights):
@@ -102,6 +102,9 @@ def _microseconds(stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithm
     return statistics.median(times[1:])
 
 
+_unsaved: dict[tuple[str, str], str] = {}  # what no file could keep, for the next call of this process
+
+
 class _Known:
     """The files, one for each library: {product: algorithm in hexadecimal}."""
 
@@ -123,7 +126,7 @@ class _Known:
                 found = None
             self.files[library] = found if isinstance(found, dict) else {}
         try:
-            return bytes.fromhex(self.files[library][product])
+            return bytes.fromhex(self.files[library].get(product) or _unsaved[library, product])
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -140,4 +143,4 @@ class _Known:
                     json.dump(self.files[library], file, indent=1)
                 os.replace(file.name, self.path(library))
             except OSError:
-                return
+                _unsaved.update(((library, product), each) for product, each in self.files[library].items())

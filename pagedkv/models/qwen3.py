@@ -190,10 +190,14 @@ class Qwen3:
 
     def tune(self, num_tokens: Sequence[int]) -> None:
         """Chooses how a GPU multiplies so many tokens with the weights (see pagedkv.tune_linear)."""
+
+        def large(*weights: Tensor) -> list[Tensor]:
+            return [weight for weight in weights if weight.nbytes >= 1 << 20]  # else the time is that of a launch
+
         layers = [(layer.attention, layer.mlp) for layer in self.layers]
-        weights = [weight for a, m in layers for weight in (a.qkv_weight, a.o_weight, m.gate_up_weight, m.down_weight)]
+        weights = [each for a, m in layers for each in large(a.qkv_weight, a.o_weight, m.gate_up_weight, m.down_weight)]
         pagedkv.tune_linear(weights, num_tokens)
-        pagedkv.tune_linear([self.head], num_tokens, out_dtype="float32")
+        pagedkv.tune_linear(large(self.head), num_tokens, out_dtype="float32")
 
     def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""

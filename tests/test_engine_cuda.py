@@ -113,6 +113,35 @@ def test_forms_of_the_model(tmp_path, form):
     assert tokens_of(folder, prompts, GREEDY, device="cuda") == tokens_of(folder, prompts, GREEDY)
 
 
+def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
+    """And once for each window, not once a layer."""
+    from test_qwen3 import FORMS
+
+    planned, given = [], []  # windows; windows and plans
+    plan_attention, attention = pagedkv.plan_attention, pagedkv.paged_attention_fwd
+
+    def note_plan(*args, window_size, **options):
+        planned.append(window_size)
+        return plan_attention(*args, window_size=window_size, **options)
+
+    def note_attention(*args, window_size, plan, **options):
+        given.append((window_size, plan))
+        return attention(*args, window_size=window_size, plan=plan, **options)
+
+    monkeypatch.setattr(pagedkv, "plan_attention", note_plan)
+    monkeypatch.setattr(pagedkv, "paged_attention_fwd", note_attention)
+    folder = write_model(tmp_path, num_hidden_layers=4, **FORMS["window"])
+    with LLM(folder, **POOL, device="cuda", dtype="bfloat16", max_num_seqs=1, enforce_eager=True) as llm:
+        planned.clear()
+        given.clear()
+        llm.generate("abc", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+        windows = [layer.attention.window for layer in llm._runner.model.layers]
+        assert len(set(windows)) == 2 and sorted(planned) == sorted(2 * list(set(windows)))
+        assert [window for window, _ in given] == 3 * windows
+        expected = llm._runner._decodes[1].plans
+        assert [p for _, p in given] == 4 * [None] + 2 * [expected[window] for window in windows]
+
+
 def test_fp8_cache(folder):
     """The same as the CPU's, which rounds the same keys and values to float8_e4m3fn."""
     prompts = [[i, i + 3, 5] * (1 + i) for i in range(12)]

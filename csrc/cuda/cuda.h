@@ -137,16 +137,22 @@ pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *er
 // --- launches
 
 template <typename... Params, typename... Args>
-static inline pk_status pk_cuda_launch(pk_error *err, const char *name, void (*kernel)(Params...), dim3 grid, dim3 cta,
-                                       size_t smem_bytes, pk_stream stream, Args... args)
+static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool may_start_early,
+                                          void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
+                                          pk_stream stream, Args... args)
 {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = cta;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = (cudaStream_t)stream;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {grid, cta, smem_bytes, (cudaStream_t)stream, &early, may_start_early};
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+}
+
+template <typename Kernel, typename... Rest>
+static inline pk_status pk_cuda_launch(pk_error *err, const char *name, Kernel *kernel, Rest... rest)
+{
+    return pk_cuda_launch_if(err, name, false, kernel, rest...);
 }
 #define PK_CUDA_LAUNCH(err, kernel, ...) pk_cuda_launch((err), #kernel, kernel, __VA_ARGS__)
 
@@ -154,23 +160,11 @@ static inline pk_status pk_cuda_launch(pk_error *err, const char *name, void (*k
  * Hopper and newer). In such a kernel every thread calls pk_wait_for_previous_kernel() before it reads or writes global
  * memory: any of it, weights too, may come from a predecessor that let it start early. Before the wait there is only
  * arithmetic and prefetching into L2. pk_let_next_kernel_start() allows the next one to do the same. */
-template <typename... Params, typename... Args>
-static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, void (*kernel)(Params...),
-                                             const pk_cuda_device *device, dim3 grid, dim3 cta, size_t smem_bytes,
-                                             pk_stream stream, Args... args)
+template <typename Kernel, typename... Rest>
+static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, Kernel *kernel,
+                                             const pk_cuda_device *device, Rest... rest)
 {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = cta;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = (cudaStream_t)stream;
-    config.attrs = &attribute;
-    config.numAttrs = device->can_launch_early;
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+    return pk_cuda_launch_if(err, name, device->can_launch_early, kernel, rest...);
 }
 
 __device__ static inline void pk_wait_for_previous_kernel()

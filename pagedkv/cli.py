@@ -49,6 +49,10 @@ def _parser() -> Parser:
     generate.add_argument("prompt", nargs="+", help="one or several texts, served as one batch")
     generate.add_argument("--max-tokens", type=_at_least(0), default=64, help="new tokens at most (default: 64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    generate.add_argument("--top-k", type=int, default=0, help="only the so many most likely tokens (default: all)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="only the most likely ones, of this probability together")
+    generate.add_argument("--min-p", type=float, default=0.0, help="only those so likely, times the most likely one")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: tokens seen become less likely")
     generate.add_argument("--seed", type=int, help="the same tokens again at temperature > 0")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     generate.add_argument("--device", default="auto", help=DEVICE_HELP)
@@ -93,9 +97,8 @@ def _device(given: str) -> str:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    params = pagedkv.SamplingParams(
-        temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed, ignore_eos=args.ignore_eos
-    )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed", "ignore_eos")
+    params = pagedkv.SamplingParams(**{name: getattr(args, name) for name in names})
     options = {name: getattr(args, name) for name in ("dtype", "block_size", "max_model_len")}
     with pagedkv.LLM(args.model, device=_device(args.device), **options) as llm:
         outputs = llm.generate(args.prompt, params, use_tqdm=sys.stderr.isatty())

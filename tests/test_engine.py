@@ -349,6 +349,8 @@ def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):
     launch = runner.launch
 
     class Recorded:
+        best = None
+
         def __init__(self, number, launched):
             self.number, self.launched = number, launched
 

@@ -272,6 +272,7 @@ class LLM:
             prompt_token_ids=token_ids,
             text=seq.text,
             token_ids=seq.tokens[seq.num_prompt_tokens :].tolist(),
+            logprobs=seq.logprobs,
             finish_reason=seq.finish_reason,
             error=seq.error,
             num_cached_tokens=max(seq.num_cached, 0),

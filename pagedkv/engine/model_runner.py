@@ -27,6 +27,8 @@ from pagedkv import BlockManager, Event, Graph, Stream, Tensor
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3
 
+from .sampling_options import SamplingOptions
+from .sampling_params import MAX_LOGPROBS
 from .scheduler import Step
 
 ALIGN = 64  # bytes: where each array of a step begins
@@ -47,8 +49,11 @@ class StepInputs:
 class Launched:
     """A step on its way."""
 
-    def __init__(self, sampled: np.ndarray, event: Event | None) -> None:
+    def __init__(self, sampled: np.ndarray, event: Event | None, best: tuple[np.ndarray, np.ndarray] | None) -> None:
         self._sampled, self._event = sampled, event
+        # Where a row asks for it, once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the sampled
+        # token and of the n best ones; n is the most that a row asks for.
+        self.best = best
 
     def tokens(self) -> list[int]:
         """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
@@ -132,6 +137,8 @@ class ModelRunner:
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
         self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
         self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]  # the same for the host, in turn
+        self.options = SamplingOptions(max_num_seqs, max_model_len, config.vocab_size, device)
+        self._best: list[list[Tensor]] = []  # ids and log probabilities, on the device and for the host, in turn
 
         num_bytes = 4 * (3 * max_num_batched_tokens + 8 * max_num_seqs) + 10 * ALIGN
         self.host = [self._host_memory(num_bytes, "uint8") for _ in range(2)]
@@ -240,11 +247,14 @@ class ModelRunner:
                 self.run(inputs)
             else:
                 graph.replay()
+                if self.options.arguments:  # the graph knows none of them: once more, in place of its tokens
+                    self._sample(self.logits, inputs)
+            best = self._find_best(num_rows, turn)
             if num_rows:
                 self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
             if event is not None:
                 event.record()
-        return Launched(self.known[turn].numpy()[:num_rows], event)
+        return Launched(self.known[turn].numpy()[:num_rows], event, best)
 
     def move_pages(self, step: Step) -> None:
         """Swaps and copies, before anything is computed."""
@@ -296,6 +306,7 @@ class ModelRunner:
             sampled = [step.sequences[i] for i in step.sampled]
             self._temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
             self._seeds[:num_rows] = [seq.seed for seq in sampled]
+            self.options.set_rows(sampled)
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, self._turn)
@@ -331,15 +342,41 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, inputs: StepInputs) -> None:
         """Into `sampled`; -1 for a row without a token (its logits hold NaN or nothing finite), which ends no other."""
-        given = logits, inputs.temperatures, inputs.seeds, inputs.positions
+
+        def sample(start: int, end: int) -> None:
+            given = logits, inputs.temperatures, inputs.seeds, inputs.positions
+            options = {
+                name: value if name == "counts" else value[start:end] for name, value in self.options.arguments.items()
+            }
+            pagedkv.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
+
+        num_rows = len(inputs.temperatures) if self.options.num_rows is None else self.options.num_rows
         try:
-            pagedkv.sample(*given, out=self.sampled[: len(logits)])
+            sample(0, num_rows)
         except ValueError:  # only the CPU raises. It names the first such row; there may be more
-            for i in range(len(logits)):
+            for i in range(num_rows):
                 try:
-                    pagedkv.sample(*(each[i : i + 1] for each in given), out=self.sampled[i : i + 1])
+                    sample(i, i + 1)
                 except ValueError:
                     self.sampled.numpy()[i] = -1
+
+    def _find_best(self, num_rows: int, turn: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Log probabilities of the logits as they are, on their way to the host; None where no row asks for them."""
+        if self.options.num_logprobs is None or not num_rows:
+            return None
+        if not self._best:
+            size = self.max_num_seqs * (1 + MAX_LOGPROBS)
+            self._best = [[pagedkv.empty(size, dtype, self.device) for dtype in ("int32", "float32")]]
+            self._best += [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
+        shape = num_rows, 1 + self.options.num_logprobs
+        there, here = (
+            [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
+        )
+        logits, sampled = self.logits[:num_rows], self.sampled[:num_rows]
+        pagedkv.token_logprobs(logits, sampled, self.options.num_logprobs, out_ids=there[0], out=there[1])
+        for to, of in zip(here, there, strict=True):
+            to.copy_(of)
+        return here[0].numpy(), here[1].numpy()
 
     def forward(self, batch: Batch) -> Tensor:
         """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""

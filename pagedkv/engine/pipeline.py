@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import numpy as np
+
 from .model_runner import Launched, ModelRunner
 from .outputs import EngineStats
 from .scheduler import Scheduler, Step
@@ -53,11 +55,20 @@ class Pipeline:
         step, launched = self.in_flight.popleft()
         tokens = launched.tokens()
         now = time.perf_counter()
+        if launched.best is not None:
+            self._take_logprobs(step, *launched.best)
         finished = self.scheduler.update(step, tokens, now)
         self._count(step, now - self._last_take)
         self._last_take = now
         self.stats.host_seconds += time.perf_counter() - now
         return finished
+
+    def _take_logprobs(self, step: Step, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        for index, row_ids, row in zip(step.sampled, ids.tolist(), logprobs.tolist(), strict=True):
+            seq = step.sequences[index]
+            if seq.logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
+                end = 1 + (seq.params.logprobs or 0)
+                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
 
     def _count_pages(self) -> None:
         stats, manager = self.stats, self.scheduler.manager

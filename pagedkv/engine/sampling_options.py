@@ -1,0 +1,90 @@
+"""What the rows of a step ask for beside a temperature and a seed, as arguments of pagedkv.sample.
+
+A step without any of it needs none of what is here. The arrays are uploaded where the batch changes. The counts of
+tokens that penalties need stay on the device: a sequence has a row of them from the first step that samples it, made of
+the tokens that the host knows then, and sample() adds each new token, also where the host learns it a step late. A
+sequence that leaves the batch loses its row; where it was preempted, it comes back when the host knows all its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing import Any
+
+import numpy as np
+
+import pagedkv
+from pagedkv import Tensor
+
+from .sampling_params import MAX_LOGPROBS
+from .sequence import Sequence
+
+FILTERS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # the argument, and the name in SamplingParams
+PENALTIES = {
+    "repetition_penalties": "repetition_penalty",
+    "presence_penalties": "presence_penalty",
+    "frequency_penalties": "frequency_penalty",
+}
+NUM_ARRAYS = len(FILTERS) + len(PENALTIES) + 1
+
+
+class SamplingOptions:
+    """Those of the step that is launched."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, device: str) -> None:
+        self.arguments: dict[str, Any] = {}  # of pagedkv.sample, one number a row but for the counts
+        self.num_rows: int | None = None  # those behind are padding; None: before the first step
+        self.num_logprobs: int | None = None  # the most that a row asks for
+        self._counts_shape, self._max_model_len, self._device = (max_num_seqs, vocab_size), max_model_len, device
+        self._counts: Tensor | None = None  # made when the first request asks for it: it is large
+        self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
+        self._arrays = pagedkv.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
+
+    def set_rows(self, sequences: list[Sequence]) -> None:
+        """The batch is another one: these sequences are sampled, in this order."""
+        params = [seq.params for seq in sequences]
+        self.num_rows = len(params)
+        asked = [one.logprobs for one in params if one.logprobs is not None]
+        self.num_logprobs = min(max(asked), self._counts_shape[1]) if asked else None
+        has_penalties = any(one.has_penalties for one in params)
+        names = FILTERS | PENALTIES if has_penalties else FILTERS if any(one.has_filters for one in params) else {}
+        self._assign_slots(sequences if has_penalties else [])
+        arrays = [
+            np.array([getattr(one, name) for one in params], np.int32 if name == "top_k" else np.float32)
+            for name in names.values()
+        ]
+        if has_penalties:
+            arrays.append(np.array([self._slots.get(seq.id, -1) for seq in sequences], np.int32))
+        self.arguments = self._upload([*names, "slots"][: len(arrays)], arrays)
+        if has_penalties:
+            self.arguments["counts"] = self._counts
+
+    def _upload(self, names: list[str], arrays: list[np.ndarray]) -> dict[str, Tensor]:
+        """In one copy. What is not pinned may be forgotten after it."""
+        if not arrays:
+            return {}
+        size, dtypes = len(arrays[0]), [str(array.dtype) for array in arrays]
+        there = self._arrays[: len(arrays) * size].copy_(np.concatenate([array.view(np.int32) for array in arrays]))
+        return {
+            name: there[i * size : (i + 1) * size].view(-1, dtype)
+            for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True))
+        }
+
+    def _assign_slots(self, sequences: list[Sequence]) -> None:
+        """A row of the counts for each sequence with penalties; what has one and is not here has none any more."""
+        sequences = [seq for seq in sequences if seq.params.has_penalties]
+        self._slots = {seq.id: self._slots[seq.id] for seq in sequences if seq.id in self._slots}
+        free = set(range(self._counts_shape[0])).difference(self._slots.values())
+        for seq in sequences:
+            if seq.id not in self._slots:
+                self._slots[seq.id] = free.pop()
+                self._count(seq)
+
+    def _count(self, seq: Sequence) -> None:
+        if self._counts is None:
+            self._counts = pagedkv.empty(self._counts_shape, "int32", self._device)
+            self._token_ids = pagedkv.empty(self._max_model_len, "int32", self._device)
+        ids = self._token_ids[: len(seq.tokens)].copy_(np.asarray(seq.tokens))
+        end = seq.num_prompt_tokens
+        pagedkv.count_tokens(ids[:end], ids[end:], self._counts[self._slots[seq.id]])

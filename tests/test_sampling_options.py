@@ -1,5 +1,5 @@
-"""What a request asks of the sampler, through the engine: every token of every request is held against the logits of its
-step, recorded, and the definition in float64 (oracle.py), with the tokens that the request had by then."""
+"""What a request asks of the sampler, through the engine: every token is held against the recorded logits of its step
+and the definition in float64 (oracle.py), with the tokens that the request had by then."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def check(llm, prompts, outputs, params):
             if one.logprobs is not None:
                 ids, expected = oracle.token_logprobs(logits, token, one.logprobs)
                 assert list(output.logprobs[n]) == list(dict.fromkeys(ids))
-                np.testing.assert_allclose(list(output.logprobs[n].values()), list(dict(zip(ids, expected)).values()), atol=1e-4)
+                expected = dict(zip(ids, expected, strict=True))
+                np.testing.assert_allclose(list(output.logprobs[n].values()), list(expected.values()), atol=1e-4)
         assert (output.logprobs is None) == (one.logprobs is None)
 
 
@@ -73,9 +74,10 @@ def draw_params(rng, max_tokens):
         return values[rng.integers(len(values))]
 
     return SamplingParams(
-        temperature=one_of(0, 0.5, 1.0), top_k=one_of(0, -1, 1, 5, 1000), top_p=one_of(1.0, 0.9, 0.3), min_p=one_of(0, 0, 0.1),
-        repetition_penalty=one_of(1.0, 1.0, 1.3, 0.8), presence_penalty=one_of(0, 0, 1.5), frequency_penalty=one_of(0, 0, 0.7, -0.2),
-        logprobs=one_of(None, 0, 1, 5, 20), max_tokens=max_tokens, seed=int(rng.integers(2**62)), ignore_eos=True,
+        temperature=one_of(0, 0.5, 1.0), top_k=one_of(0, -1, 1, 5, 1000), top_p=one_of(1.0, 0.9, 0.3),
+        min_p=one_of(0, 0, 0.1), repetition_penalty=one_of(1.0, 1.0, 1.3, 0.8), presence_penalty=one_of(0, 0, 1.5),
+        frequency_penalty=one_of(0, 0, 0.7, -0.2), logprobs=one_of(None, 0, 1, 5, 20), max_tokens=max_tokens,
+        seed=int(rng.integers(2**62)), ignore_eos=True,
     )  # fmt: skip
 
 
@@ -117,7 +119,8 @@ def test_graphs_and_eager_steps_take_the_same_tokens(folder, rng, device):
 def test_first_tokens_follow_the_filtered_softmax(folder, device):
     """Chi-square over 4,000 requests for one token; 99.99 % of right samplers stay below the bound."""
     count, prompt, temperature = 4000, [3, 1, 4, 1, 5], 2.0
-    params = [SamplingParams(temperature=temperature, top_k=6, repetition_penalty=1.5, max_tokens=1, seed=i) for i in range(count)]
+    options = {"temperature": temperature, "top_k": 6, "repetition_penalty": 1.5, "max_tokens": 1}
+    params = [SamplingParams(**options, seed=seed) for seed in range(count)]
     with engine(folder, device, max_num_seqs=64) as llm:
         outputs = llm.generate([prompt] * count, params, use_tqdm=False)
         logits = llm.logits[0, len(prompt)].astype(np.float64)

@@ -51,8 +51,8 @@ class Launched:
 
     def __init__(self, sampled: np.ndarray, event: Event | None, best: tuple[np.ndarray, np.ndarray] | None) -> None:
         self._sampled, self._event = sampled, event
-        # Where a row asks for it, once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the sampled
-        # token and of the n best ones; n is the most that a row asks for.
+        # Where a row asks for them, and once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the
+        # sampled token and of the n best ones; n is the most that a row asks for.
         self.best = best
 
     def tokens(self) -> list[int]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing import Any
-
 import numpy as np
 
 import pagedkv
 from pagedkv import Tensor
 
-from .sampling_params import MAX_LOGPROBS
 from .sequence import Sequence
 
 FILTERS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # the argument, and the name in SamplingParams
@@ -48,32 +45,28 @@ class SamplingOptions:
         asked = [one.logprobs for one in params if one.logprobs is not None]
         self.num_logprobs = min(max(asked), self._counts_shape[1]) if asked else None
         has_penalties = any(one.has_penalties for one in params)
-        names = FILTERS | PENALTIES if has_penalties else FILTERS if any(one.has_filters for one in params) else {}
-        self._assign_slots(sequences if has_penalties else [])
-        arrays = [
-            np.array([getattr(one, name) for one in params], np.int32 if name == "top_k" else np.float32)
-            for name in names.values()
-        ]
-        if has_penalties:
-            arrays.append(np.array([self._slots.get(seq.id, -1) for seq in sequences], np.int32))
-        self.arguments = self._upload([*names, "slots"][: len(arrays)], arrays)
-        if has_penalties:
-            self.arguments["counts"] = self._counts
-
-    def _upload(self, names: list[str], arrays: list[np.ndarray]) -> dict[str, Tensor]:
-        """In one copy. What is not pinned may be forgotten after it."""
-        if not arrays:
-            return {}
-        size, dtypes = len(arrays[0]), [str(array.dtype) for array in arrays]
-        there = self._arrays[: len(arrays) * size].copy_(np.concatenate([array.view(np.int32) for array in arrays]))
-        return {
-            name: there[i * size : (i + 1) * size].view(-1, dtype)
-            for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True))
+        self._assign_slots([seq for seq in sequences if seq.params.has_penalties])
+        self.arguments = {}
+        if not has_penalties and not any(one.has_filters for one in params):
+            return
+        arrays = {
+            key: np.array([getattr(one, name) for one in params], np.int32 if name == "top_k" else np.float32)
+            for key, name in (FILTERS | PENALTIES if has_penalties else FILTERS).items()
         }
+        if has_penalties:
+            arrays["slots"] = np.array([self._slots.get(seq.id, -1) for seq in sequences], np.int32)
+            self.arguments["counts"] = self._counts
+        self._upload(arrays, len(params))
+
+    def _upload(self, arrays: dict[str, np.ndarray], size: int) -> None:
+        """In one copy. What is not pinned may be forgotten after it."""
+        here = np.concatenate([array.view(np.int32) for array in arrays.values()])
+        there = self._arrays[: len(here)].copy_(here)
+        for i, (name, array) in enumerate(arrays.items()):
+            self.arguments[name] = there[i * size : (i + 1) * size].view(-1, str(array.dtype))
 
     def _assign_slots(self, sequences: list[Sequence]) -> None:
-        """A row of the counts for each sequence with penalties; what has one and is not here has none any more."""
-        sequences = [seq for seq in sequences if seq.params.has_penalties]
+        """A row of the counts for each; what has one and is not among them has none any more."""
         self._slots = {seq.id: self._slots[seq.id] for seq in sequences if seq.id in self._slots}
         free = set(range(self._counts_shape[0])).difference(self._slots.values())
         for seq in sequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 MAX_FLOAT = 3.4e38  # of the float32 that it becomes
 MAX_LOGPROBS = 20
@@ -11,7 +12,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's; pagedkv.sample says what is computed.
+    """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.sample's.
 
     temperature         0 is greedy: the most likely token, the lowest id of equals
     top_k               only the so many most likely tokens; 0 or -1: all
@@ -22,10 +23,10 @@ class SamplingParams:
     frequency_penalty   the same, once for every time that the token is there
     max_tokens          how many tokens at most; 0 returns at once
     ignore_eos          go on after an end-of-sequence token, until max_tokens
-    seed                int64. Given: the same random numbers again, whatever else is in the batch and however the prompt
-                        is chunked, and so the same tokens but for the rounding of the logits. None: the engine draws
-                        one for every request
-    logprobs            0 to 20: RequestOutput.logprobs holds each new token and the so many most likely ones. None: none
+    seed                int64. Given: the same random numbers again, whatever else is in the batch and however the
+                        prompt is chunked, and so the same tokens but for the rounding of the logits. None: the engine
+                        draws one for every request
+    logprobs            0 to 20: RequestOutput.logprobs holds each new token and the so many most likely ones
     """
 
     temperature: float = 1.0
@@ -71,10 +72,11 @@ def check_float(name: str, value: object, lowest: float, highest: float, *, is_o
     """The value as a float, where it is a number within the bounds (NaN is not); is_open: and above the lowest."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be a number")
-    if not lowest <= value <= highest or (is_open and value == lowest):
+    number: Any = value  # an int may be too large for a float
+    if not lowest <= number <= highest or (is_open and number == lowest):
         above = "above" if is_open else "at least"
         raise ValueError(f"{name} is {value} but must be {above} {lowest:g} and at most {highest:g}")
-    return float(value)
+    return float(number)
 
 
 def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> int:

@@ -9,7 +9,7 @@
 // --- kernels
 
 template <typename T, typename Cache, bool IS_ALIGNED>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, IS_ALIGNED && sizeof(Cache) == sizeof(T) ? 6 : 5)  // more would spill
     store_kvcache_kernel(const __grid_constant__ pk_store_args args, pk_cuda_bad_id *bad_id)
 {
     using packed = pk_packed<T>;

@@ -136,9 +136,10 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
 /* Binds P to the rows of the plan: what follows from shapes alone. */
 static pk_status bind_plan_rows(pk_env *env, const pk_backend *backend, const pk_attention_args *args)
 {
-    env->size['P' - 'A'] = 0;
+    int64_t *num_rows = &env->size['P' - 'A'];
+    *num_rows = 0;
     env->bound_by['P' - 'A'] = "a batch of these shapes";
-    return backend->count_plan_rows ? backend->count_plan_rows(args, &env->size['P' - 'A'], env->err) : PK_OK;
+    return backend->plan_attention ? backend->plan_attention(args, num_rows, NULL, env->err) : PK_OK;
 }
 
 static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, pk_attention_args *args)
@@ -185,5 +186,6 @@ pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_
     PK_TRY(bind_plan_rows(&env, backend, &args));
     PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32);
     PK_TRY(take_plan(&env, "out", &call->out->view, &args));
-    return pk_dim(&env, 'P') == 0 ? PK_OK : backend->plan_attention(&args, stream, err);
+    int64_t num_rows = pk_dim(&env, 'P');
+    return num_rows == 0 ? PK_OK : backend->plan_attention(&args, &num_rows, stream, err);
 }

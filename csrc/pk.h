@@ -192,7 +192,7 @@ typedef struct {
     const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
     void *out;                     /* [num_tokens, num_q_heads, head_dim] */
     float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
-    int32_t *plan;                 /* [count_plan_rows(), PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
+    int32_t *plan;                 /* [num_rows, PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
     int64_t max_seqlen_q;          /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
@@ -367,9 +367,8 @@ typedef struct pk_backend {
     pk_status (*copy)(const pk_copy_args *args, pk_stream stream, pk_error *err);
     pk_status (*store_kvcache)(const pk_store_args *args, pk_stream stream, pk_error *err);
     pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
-    /* What attention may be given ready-made, by shapes alone; both NULL where there is nothing to prepare. */
-    pk_status (*count_plan_rows)(const pk_attention_args *args, int64_t *num_rows, pk_error *err);
-    pk_status (*plan_attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
+    /* The rows of a plan, by shapes alone; fills args->plan, where that is given. NULL: there is nothing to prepare. */
+    pk_status (*plan_attention)(const pk_attention_args *args, int64_t *num_rows, pk_stream stream, pk_error *err);
     pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);

@@ -20,7 +20,7 @@ static bool fits_tensor_cores(const pk_attention_args *args)
 
 /* Which sequences the kernels take; a filter of max_rows 0 is none. */
 struct attention_route {
-    bool is_simple;
+    bool is_simple; /* all of them by attention_simple.cu */
     row_filter decode, prefill;
 };
 
@@ -68,9 +68,8 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     return pk_cuda_attention_prefill_sm80(args, route.prefill, scope.device, stream, err);
 }
 
-// --- the plan: what the decode kernels need once a step
-
-pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_rows, pk_error *err)
+/* The plan: what the decode kernels need once a step. */
+pk_status pk_cuda_plan_attention(const pk_attention_args *args, int64_t *num_rows, pk_stream stream, pk_error *err)
 {
     *num_rows = 0;
     if (!has_work(args)) return PK_OK;
@@ -78,15 +77,5 @@ pk_status pk_cuda_count_plan_rows(const pk_attention_args *args, int64_t *num_ro
     if (scope.status != PK_OK) return scope.status;
     attention_route route = choose_route(args, scope.device);
     if (!route.decode.max_rows) return PK_OK;
-    return pk_cuda_count_decode_units(args, route.decode, scope.device, num_rows, err);
-}
-
-pk_status pk_cuda_plan_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
-{
-    if (!has_work(args)) return PK_OK;
-    pk_cuda_scope scope(args->q, err);
-    if (scope.status != PK_OK) return scope.status;
-    attention_route route = choose_route(args, scope.device);
-    if (!route.decode.max_rows) return PK_OK;
-    return pk_cuda_plan_decode(args, route.decode, scope.device, stream, err);
+    return pk_cuda_plan_decode(args, route.decode, scope.device, num_rows, stream, err);
 }

@@ -3,7 +3,7 @@
  *
  * Semantics of every argument: csrc/ops_attention.c. Four kernels answer a call (attention.cu chooses):
  *
- *     attention_decode.h         few query rows a sequence: the keys are split over the machine (attention_plan.h,
+ *     attention_decode.cu        few query rows a sequence: the keys are split over the machine (attention_plan.h,
  *                                attention_merge.h)
  *     attention_prefill_sm80.cu  many query rows, on any device
  *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit, where shapes and dtypes allow
@@ -23,11 +23,9 @@ struct row_filter {
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                    pk_stream stream, pk_error *err);
-/* The rows of its plan, and what fills args->plan. */
-pk_status pk_cuda_count_decode_units(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                     int64_t *num_units, pk_error *err);
+/* The rows of its plan; fills args->plan, where that is given. */
 pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                              pk_stream stream, pk_error *err);
+                              int64_t *num_rows, pk_stream stream, pk_error *err);
 /* Hopper's prefill (wgmma and the copy engine), where it applies. */
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
@@ -136,6 +134,11 @@ __device__ static inline void copy_async_16(uint32_t to, const void *from)
 __device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+/* Into L2, a multiple of 16 bytes (Hopper). */
+__device__ static inline void prefetch_bulk(const void *from, int bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

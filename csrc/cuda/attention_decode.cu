@@ -1,27 +1,471 @@
-/* attention_decode.cu - a call of decode attention: the plan, where the caller gave none, and the kernel of the cache.
+/* attention_decode.cu - attention of a few query rows over a long, paged KV cache. Bound by reading the cache.
+ *
+ * Rows. The queries of one sequence that share a KV head (group * queries) are the columns of the tensor core's tile
+ * and the keys its rows: S^T = K Q^T, then O^T = V^T P^T with m16n8k16. A tile of 8 rows is enough for most models,
+ * against 16 or 64 for the other way round: half the multiplications, exponentials and registers, and registers and
+ * power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register. More
+ * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
+ *
+ * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four an SM: where
+ * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge.
+ *
+ * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
+ * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps an SM with two or
+ * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. The warps' results meet in
+ * attention_merge.h.
  */
-#include "cuda/attention_plan.h"
+#include "cuda/attention_merge.h"
+
+// --- kernels
+
+template <typename Kind, int D, int NT>
+struct decode_cta {
+    using tile = cache_tile<Kind, D>;
+    static constexpr int CHUNK = decode_chunk(D, Kind::CACHE_BYTES), KEY_TILES = CHUNK / 16, ROWS = 8 * NT, STAGES = 3;
+    static constexpr int K_STEPS = D / 16, M_TILES = D / 16;
+    static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
+    static constexpr int TILE_BYTES = CHUNK * tile::ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
+    /* Shared memory of a warp: its stages, in whose place its results come at the end; behind all of them, the masks of
+     * the stages' keys. */
+    static constexpr int RING_BYTES = STAGES * STAGE_BYTES, WARP_BYTES = RING_BYTES + STAGES * 4, OUTPUT_STRIDE = D + 4;
+    static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
+    static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
+    static_assert(WARPS_PER_SM * WARP_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * 1024 <= 228 * 1024,
+                  "fewer CTAs than the plan counts on");
+    static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
+
+    const pk_attention_args &args;
+    const decode_params &params;
+    decode_tile rows;
+    char *smem;
+    uint32_t ring;                      /* this warp's stages, as a shared address */
+    unsigned int *key_masks;            /* of their keys */
+    int step;                           /* keys of all warps' chunks */
+    int warp, lane, quad_row, quad_col; /* quad_row = lane / 4, quad_col = lane % 4 * 2 */
+    int first_position, last_position;  /* of the unit's queries */
+    int first_seen, end_seen;           /* keys that some of them sees */
+
+    int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
+    int table, next_table, num_loaded; /* pages of the chunks to load, and how many of those are loaded */
+
+    uint32_t q[NT][K_STEPS][2];
+    float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
+    float row_max[NT][2], row_sum[NT][2] = {};
+    float output[M_TILES][NT][4] = {};
+
+    __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
+        : args(args), params(params), rows{args, params, {}, 0, ROWS}, smem(smem)
+    {
+        warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        quad_row = lane / 4;
+        quad_col = lane % 4 * 2;
+        step = blockDim.x / 32 * CHUNK;
+        char *mine = smem + warp * RING_BYTES;
+        ring = smem_address(mine);
+        key_masks = (unsigned int *)(smem + blockDim.x / 32 * RING_BYTES) + warp * STAGES;
+        if (args.head_dim < D) { /* the columns behind head_dim are never loaded and must not be NaN */
+            for (int i = lane; i < RING_BYTES / 16; i += 32) ((uint4 *)mine)[i] = uint4{};
+            __syncwarp();
+        }
+    }
+
+    /* The unit of this CTA, and whether it is sound: a plan is only memory, and checked before anything hangs on it. */
+    __device__ bool read_unit(int unit_index)
+    {
+        attention_unit &unit = rows.unit;
+        const int4 *from = (const int4 *)(params.workspace.units + unit_index);
+        *(int4 *)&unit.signature = __ldcg(from);
+        *(int4 *)&unit.num_queries = __ldcg(from + 1);
+        *(int4 *)&unit.part = __ldcg(from + 2);
+        int slot = unit_index - unit.part;
+        bool is_sound =
+            unit.signature == params.shape.signature && (unsigned)unit.seq < args.num_seqs && unit.context >= 0 &&
+            unit.context <= args.max_blocks_per_seq * args.block_size && unit.first_query >= 0 &&
+            unit.num_queries > 0 && unit.tile >= 0 && unit.first_step >= 0 &&
+            (int64_t)unit.first_query + unit.num_queries <= args.num_tokens &&
+            (int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor &&
+            (unsigned)unit.part < (unsigned)unit.num_parts &&
+            (unit.num_parts == 1 || (slot >= 0 && (int64_t)slot + unit.num_parts <= params.shape.max_slots));
+        if (!is_sound) return false;
+        first_position = rows.position_of(0);
+        last_position = min(unit.context - 1, rows.position_of(ROWS - 1));
+        first_seen = args.window_left < 0 ? 0 : (int)max((int64_t)0, first_position - args.window_left);
+        end_seen = args.window_right < 0 ? unit.context
+                                         : (int)min((int64_t)unit.context, last_position + args.window_right + 1);
+        int first_key = decode_first_key(args, unit.context, unit.num_queries, CHUNK);
+        lookup_key = first_key + unit.first_step * step + warp * CHUNK;
+        load_key = lookup_key;
+        end_key = first_key + unit.end_step * step;
+        num_loaded = 0;
+        return unit.first_step < unit.end_step && unit.end_step <= decode_num_steps(unit.context, first_key, step);
+    }
+
+    // --- loading
+
+    __device__ int read_page(int key) const
+    {
+        return __ldcg(args.block_tables + rows.unit.seq * args.block_table_stride + params.block_size.divide(key));
+    }
+
+    /* The pages of the next chunks, where those consist of 16 keys in one page: lane i looks after the i-th 16. Only
+     * entries of keys that some query sees are read. */
+    __device__ int look_up()
+    {
+        int key = lookup_key + lane / KEY_TILES * step + lane % KEY_TILES * 16;
+        lookup_key += CHUNKS_AT_ONCE * step;
+        bool is_needed = params.are_pages_of_16 && key < min(end_key, end_seen) && key + 16 > first_seen;
+        return is_needed ? read_page(key) : -1;
+    }
+
+    __device__ int slot_of(int key) const { return key - params.block_size.divide(key) * params.block_size.divisor; }
+    __device__ const char *k_row(int64_t page, int64_t slot) const
+    {
+        int64_t row = page * args.k_block_stride + slot * args.k_slot_stride + rows.head * args.k_head_stride;
+        return (const char *)args.k_cache + row * Kind::CACHE_BYTES;
+    }
+    __device__ const char *v_row(int64_t page, int64_t slot) const
+    {
+        int64_t row = page * args.v_block_stride + slot * args.v_slot_stride + rows.head * args.v_head_stride;
+        return (const char *)args.v_cache + row * Kind::CACHE_BYTES;
+    }
+
+    /* Before the wait nothing that is read may be believed, but as a rule the plan, the table and all keys but the
+     * newest have been there for long: what they say is fetched into L2 while the kernel before comes to its end. */
+    __device__ void prefetch()
+    {
+#if __CUDA_ARCH__ >= 900
+        int pages = look_up();
+#pragma unroll 1
+        for (int i = 0; i < STAGES * KEY_TILES; i++) {
+            int page = __shfl_sync(~0u, pages, i), slot = slot_of(load_key + i / KEY_TILES * step + i % KEY_TILES * 16);
+            if (page < 0 || page >= args.num_blocks) continue;
+            const char *row = lane < 16 ? k_row(page, slot + lane) : v_row(page, slot + lane - 16);
+            prefetch_bulk(row, (int)args.head_dim * Kind::CACHE_BYTES);
+        }
+#endif
+    }
+
+    __device__ void load_chunk(int stage)
+    {
+        int key = load_key + lane % CHUNK, slot = slot_of(key);
+        bool is_seen = key >= first_seen && key < end_seen;
+        int page = __shfl_sync(~0u, table, num_loaded % CHUNKS_AT_ONCE * KEY_TILES + lane % CHUNK / 16);
+        if (!params.are_pages_of_16 && is_seen) page = read_page(key);
+        if (page >= 0) page = checked_page(args, page, rows.unit.seq, params.bad_id);
+        unsigned int mask = __ballot_sync(~0u, is_seen && page >= 0) & ALL_KEYS;
+        if (lane == 0) key_masks[stage] = mask;
+        if (mask == 0) return; /* what the stage holds from before is finite, or gets masked: see compute_chunk */
+        page = max(page, 0);
+
+        constexpr int PIECES = tile::PIECES, ROWS_AT_ONCE = 32 / PIECES;
+        int in_row = lane / PIECES, piece = lane % PIECES;
+        bool is_there = piece * 16 < (int)args.head_dim * Kind::CACHE_BYTES;
+        uint32_t to = ring + stage * STAGE_BYTES;
+        auto copy = [&](int row, const char *k, const char *v) {
+            int bytes = mask >> row & 1 ? 16 : 0;
+            if (!is_there) return;
+            copy_async_16(to + tile::offset(row, piece), k + piece * 16, bytes);
+            copy_async_16(to + TILE_BYTES + tile::offset(row, piece), v + piece * 16, bytes);
+        };
+        if (params.are_pages_of_16) {
+            int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
+            int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; t++) {
+                int its_page = __shfl_sync(~0u, page, t * 16), its_slot = __shfl_sync(~0u, slot, t * 16) + in_row;
+                const char *k = k_row(its_page, its_slot), *v = v_row(its_page, its_slot);
+#pragma unroll
+                for (int row = 0; row < 16; row += ROWS_AT_ONCE, k += k_step, v += v_step)
+                    copy(t * 16 + row + in_row, k, v);
+            }
+        } else {
+#pragma unroll 1
+            for (int row = in_row; row < CHUNK; row += ROWS_AT_ONCE) {
+                int its_page = __shfl_sync(~0u, page, row), its_slot = __shfl_sync(~0u, slot, row);
+                copy(row, k_row(its_page, its_slot), v_row(its_page, its_slot));
+            }
+        }
+    }
+
+    __device__ void load_next(int stage)
+    {
+        if (num_loaded % CHUNKS_AT_ONCE == 0) { /* a table entry may have to come from afar: looked up long before */
+            table = next_table;
+            next_table = look_up();
+        }
+        if (load_key < end_key) load_chunk(stage);
+        copy_async_commit();
+        load_key += step;
+        num_loaded++;
+    }
+
+    // --- computing
+
+    __device__ void load_queries()
+    {
+        int num_rows = rows.num_rows();
+        float scale = args.softmax_scale * pk_scale_of(args.k_scale, rows.unit.seq, rows.head);
+        bool is_modified = args.softcap > 0 || args.alibi_slopes;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            float(&scales)[2] = row_scale[Kind::IS_FP8 ? nt : 0];
+            int row = nt * 8 + quad_row;
+            int64_t token = rows.unit.first_query + rows.query_of(row), q_head = rows.q_head_of(row);
+            const uint16_t *from = (const uint16_t *)args.q + token * args.q_token_stride + q_head * args.q_head_stride;
+            float factor = load_query_row<Kind, D>(q[nt], row < num_rows ? from : nullptr, (int)args.head_dim,
+                                                   args.dtype == PK_BF16, lane);
+            scales[0] = scales[1] = is_modified ? scale : scale * PK_LOG2E;
+            if constexpr (Kind::IS_FP8) { /* a lane's rows as query and as score are not the same */
+                scales[0] *= __shfl_sync(~0u, factor, quad_col * 4);
+                scales[1] *= __shfl_sync(~0u, factor, quad_col * 4 + 4);
+            }
+        }
+    }
+
+    __device__ float scale_of(int nt, int i) const { return Kind::IS_FP8 ? row_scale[nt][i] : row_scale[0][0]; }
+
+    using chunk_scores = float[KEY_TILES][NT][4]; /* lane: keys quad_row and + 8 of a tile, rows quad_col and + 1 */
+
+    /* The scores of keys that a row may not see become -inf. */
+    __device__ void mask_scores(chunk_scores &scores, int first_key, unsigned int mask)
+    {
+        bool is_modified = args.softcap > 0 || args.alibi_slopes;
+        int num_rows = rows.num_rows();
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int i = 0; i < 4 * KEY_TILES; i++) {
+                float &score = scores[i / 4][nt][i % 4];
+                int row = nt * 8 + quad_col + i % 2, position = rows.position_of(row);
+                int in_chunk = quad_row + i / 2 * 8, key = first_key + in_chunk;
+                bool is_seen = mask >> in_chunk & 1;
+                if (args.window_right >= 0) is_seen = is_seen && key <= position + args.window_right;
+                if (args.window_left >= 0) is_seen = is_seen && key >= position - args.window_left;
+                if (is_modified) {
+                    float slope = 0;
+                    if (args.alibi_slopes && row < num_rows)
+                        slope = args.alibi_slopes[rows.unit.seq * args.alibi_seq_stride + rows.q_head_of(row)];
+                    score = modified_score(args, score, scale_of(nt, i % 2), slope, position - key);
+                }
+                if (!is_seen) score = -INFINITY;
+            }
+    }
+
+    __device__ void multiply_keys(chunk_scores &scores, uint32_t k_tile)
+    {
+        constexpr bool IS_SPLIT = KEY_TILES == 1; /* two chains of multiplications instead of one */
+        float odd[NT][4] = {};
+#pragma unroll
+        for (int k = 0; k < K_STEPS; k += 2)
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; t++) {
+                uint32_t a[2][4];
+                tile::load_keys(a, k_tile, t * 16, k, lane);
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) {
+                    Kind::mma(scores[t][nt], a[0], {q[nt][k][0], q[nt][k][1]});
+                    Kind::mma(IS_SPLIT ? odd[nt] : scores[t][nt], a[1], {q[nt][k + 1][0], q[nt][k + 1][1]});
+                }
+            }
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int i = 0; i < 4 && IS_SPLIT; i++) scores[0][nt][i] += odd[nt][i];
+    }
+
+    __device__ void multiply_values(const uint2 (&p)[KEY_TILES][NT], uint32_t v_tile)
+    {
+#pragma unroll
+        for (int m = 0; m < M_TILES; m += 2)
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; t++) {
+                uint32_t a[2][4];
+                tile::load_values(a, v_tile, t * 16, m, lane);
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) {
+                    Kind::mma(output[m][nt], a[0], p[t][nt]);
+                    Kind::mma(output[m + 1][nt], a[1], p[t][nt]);
+                }
+            }
+    }
+
+    /* Follows the largest score of every row, but only when it has grown by more than 2^8: until then the smaller base
+     * does no harm in fp32, and most chunks pay one vote instead of reductions and a rescaled output. */
+    __device__ void follow_max(const chunk_scores &scores)
+    {
+        bool has_grown = false;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int i = 0; i < 4 * KEY_TILES; i++) has_grown |= scores[i / 4][nt][i % 4] > row_max[nt][i % 2] + 8;
+        if (!__any_sync(~0u, has_grown)) return;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float largest = row_max[nt][i];
+#pragma unroll
+                for (int t = 0; t < KEY_TILES; t++)
+                    largest = fmaxf(largest, fmaxf(scores[t][nt][i], scores[t][nt][i + 2]));
+#pragma unroll
+                for (int distance = 4; distance < 32; distance *= 2)
+                    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+                float shrink = exp2_fast(row_max[nt][i] - largest);
+                row_max[nt][i] = largest;
+                row_sum[nt][i] *= shrink;
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++) {
+                    output[m][nt][i] *= shrink;
+                    output[m][nt][i + 2] *= shrink;
+                }
+            }
+    }
+
+    __device__ void compute_chunk(int stage, int first_key)
+    {
+        unsigned int mask = key_masks[stage];
+        if (mask == 0) return;
+        uint32_t k_tile = ring + stage * STAGE_BYTES;
+        chunk_scores scores = {};
+        multiply_keys(scores, k_tile);
+
+        bool is_modified = args.softcap > 0 || args.alibi_slopes;
+        bool is_cut = mask != ALL_KEYS ||
+                      (args.window_right >= 0 && first_key + CHUNK - 1 > first_position + args.window_right) ||
+                      (args.window_left >= 0 && first_key < last_position - args.window_left);
+        if (!is_modified)
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int i = 0; i < 4 * KEY_TILES; i++) scores[i / 4][nt][i % 4] *= scale_of(nt, i % 2);
+        if (is_cut || is_modified) mask_scores(scores, first_key, mask);
+        follow_max(scores);
+
+        uint2 p[KEY_TILES][NT];
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; t++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    scores[t][nt][i] = exp2_fast(scores[t][nt][i] - row_max[nt][i % 2]);
+                    row_sum[nt][i % 2] += scores[t][nt][i];
+                }
+                p[t][nt].x = transpose_8x8(Kind::pack(scores[t][nt][0], scores[t][nt][1]));
+                p[t][nt].y = transpose_8x8(Kind::pack(scores[t][nt][2], scores[t][nt][3]));
+            }
+        multiply_values(p, k_tile + TILE_BYTES);
+    }
+
+    // --- the unit
+
+    /* This warp's results, where its keys were. */
+    __device__ void leave_results()
+    {
+        partial_rows<ROWS> to = {(float *)(smem + warp * RING_BYTES), OUTPUT_STRIDE};
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int row = nt * 8 + quad_col + i;
+                float sum = row_sum[nt][i];
+#pragma unroll
+                for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+                if (quad_row == 0) to.max()[row] = row_max[nt][i], to.sum()[row] = sum;
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        to.output(row)[m * 16 + tile::value_dim(quad_row, half)] = output[m][nt][half * 2 + i];
+            }
+    }
+
+    __device__ void run()
+    {
+        int unit_index = blockIdx.x / (int)args.num_kv_heads;
+        rows.head = blockIdx.x - unit_index * (int)args.num_kv_heads;
+        if (blockIdx.x < params.num_early && read_unit(unit_index)) prefetch();
+        pk_wait_for_previous_kernel();
+        pk_let_next_kernel_start();
+        if (!read_unit(unit_index)) {
+            if (threadIdx.x == 0 && rows.unit.signature != 0)
+                pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature, params.shape.signature);
+            return;
+        }
+        int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq], first_key = load_key;
+        next_table = look_up();
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; stage++) load_next(stage);
+        load_queries();
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
+        for (int stage = 0; first_key < end_key; first_key += step) {
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            compute_chunk(stage, first_key);
+            __syncwarp(); /* every lane has read what comes to be overwritten */
+            load_next(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        copy_async_wait<0>();
+        __syncwarp();
+        leave_results();
+        __syncthreads();
+        merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
+        if (threadIdx.x == 0 && context != planned_context)
+            pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
+    }
+};
+
+template <typename Kind, int D, int NT>
+__global__ void __launch_bounds__(decode_warps_per_sm(D, Kind::CACHE_BYTES) * 32, 1)
+    attention_decode_kernel(const __grid_constant__ pk_attention_args args,
+                            const __grid_constant__ decode_params params)
+{
+    extern __shared__ __align__(1024) char smem[];
+    decode_cta<Kind, D, NT>(args, params, smem).run();
+}
+
+// --- launchers
+
+template <typename Kind>
+static pk_status launch_decode(const pk_attention_args *args, const decode_params &params, const pk_cuda_device *device,
+                               pk_stream stream, pk_error *err)
+{
+    const decode_shape &shape = params.shape;
+    auto launch = [&](auto d, auto nt) {
+        using cta = decode_cta<Kind, decltype(d)::value, decltype(nt)::value>;
+        auto kernel = attention_decode_kernel<Kind, decltype(d)::value, decltype(nt)::value>;
+        static uint64_t done;
+        PK_TRY(pk_cuda_allow_smem(err, kernel, cta::WARPS_PER_SM * cta::WARP_BYTES, device->index, &done));
+        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
+        return pk_cuda_launch_early(err, "attention_decode_kernel", kernel, device,
+                                    pk_cuda_grid(shape.num_units * args->num_kv_heads), dim3(warps * 32),
+                                    warps * cta::WARP_BYTES, stream, *args, params);
+    };
+    std::integral_constant<int, 1> one;
+    std::integral_constant<int, 2> two;
+    auto launch_dim = [&](auto d) { return shape.rows == 8 ? launch(d, one) : launch(d, two); };
+    if (shape.head_dim == 64) return launch_dim(std::integral_constant<int, 64>());
+    if (shape.head_dim == 128) return launch_dim(std::integral_constant<int, 128>());
+    return launch(std::integral_constant<int, 256>(), one);
+}
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                    pk_stream stream, pk_error *err)
 {
-    decode_shape shape = {};
     decode_params params = {};
-    PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &shape, &params.workspace, err));
-    if (!args->plan)
-        PK_TRY(
-            pk_cuda_launch_plan(args, shape, params.workspace.units, params.workspace.arrivals, device, stream, err));
-    params.units = args->plan ? (const attention_unit *)args->plan : params.workspace.units;
+    const decode_shape &shape = params.shape;
+    PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &params.shape, &params.workspace, err));
     params.bad_id = device->bad_id;
-    params.group = shape.group;
-    params.signature = shape.signature;
-    params.max_slots = shape.max_slots;
-    params.are_chunks_in_a_page = args->block_size % shape.chunk == 0;
-    params.block_shift = -1;
-    for (int shift = 0; shift < 31; shift++)
-        if (args->block_size == 1ll << shift) params.block_shift = shift;
-    auto launch = args->cache_dtype == PK_F8E4M3 ? pk_cuda_launch_decode<kind_fp8>
-                  : args->cache_dtype == PK_F16  ? pk_cuda_launch_decode<kind_f16>
-                                                 : pk_cuda_launch_decode<kind_bf16>;
-    return launch(args, shape, params, device, stream, err);
+    params.group = make_divider(shape.group);
+    params.block_size = make_divider(args->block_size);
+    params.are_pages_of_16 = args->block_size % 16 == 0;
+    bool has_idle_sms = shape.num_units * args->num_kv_heads < device->num_sms || shape.rows == 16; /* while merging */
+    params.num_early = has_idle_sms ? device->num_sms * shape.ctas_per_sm : 0;
+    auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
+                  : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>
+                                                 : launch_decode<kind_bf16>;
+    return launch(args, params, device, stream, err);
 }

@@ -18,12 +18,13 @@ struct decode_tile {
 
     __device__ int num_rows() const
     {
-        return min(rows_per_tile, unit.num_queries * params.group - unit.tile * rows_per_tile);
+        return min(rows_per_tile, unit.num_queries * params.group.divisor - unit.tile * rows_per_tile);
     }
-    __device__ int query_of(int row) const { return (unit.tile * rows_per_tile + row) / params.group; }
+    __device__ int query_of(int row) const { return params.group.divide(unit.tile * rows_per_tile + row); }
     __device__ int q_head_of(int row) const
     {
-        return head * params.group + (unit.tile * rows_per_tile + row) % params.group;
+        int group = params.group.divisor;
+        return head * group + unit.tile * rows_per_tile + row - query_of(row) * group;
     }
     __device__ int position_of(int row) const { return unit.context - unit.num_queries + query_of(row); }
 };
@@ -52,19 +53,18 @@ __device__ static inline void add(row_state &state, const row_state &other)
     state.output.w += weight * other.output.w;
 }
 
-/* load(first) + load(first + stride) + ... below count. */
+/* load(0) + load(1) + ... */
 template <int BATCH, typename Load>
-__device__ static inline row_state add_up(int first, int count, int stride, Load load)
+__device__ static inline row_state add_up(int count, Load load)
 {
     row_state result = {PK_NO_SCORE, 0, {}};
-    for (int begin = first; begin < count; begin += BATCH * stride) {
+    for (int begin = 0; begin < count; begin += BATCH) {
         row_state batch[BATCH];
         float largest = result.max;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) batch[i] = load(min(begin + i * stride, count - 1));
-#pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            if (begin + i * stride >= count) batch[i].max = PK_NO_SCORE, batch[i].sum = 0, batch[i].output = {};
+            batch[i] = load(min(begin + i, count - 1));
+            if (begin + i >= count) batch[i].max = -INFINITY; /* weighs nothing */
             largest = fmaxf(largest, batch[i].max);
         }
         rebase(result, largest);
@@ -108,74 +108,52 @@ struct partial_rows {
     __device__ float *output(int row) const { return data + 2 * ROWS + row * stride; }
 };
 
-/* Adds up the warps' `mine` in shared memory (partial_floats apart), and the parts, when this CTA is the last. */
-template <typename Kind, int D, int ROWS, int WARPS>
+/* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA is the last. */
+template <typename Kind, int D, int ROWS>
 __device__ static void merge_unit(const decode_tile &tile, int unit_index, float *shared, int warp_stride,
                                   int row_stride)
 {
-    constexpr int QUADS = D / 4, PARTIAL_FLOATS = ROWS * (D + 2);
+    constexpr int QUADS = D / 4;
     int num_items = tile.num_rows() * QUADS, num_heads = (int)tile.args.num_kv_heads;
-    const attention_unit &unit = tile.unit;
+    int num_parts = tile.unit.num_parts, first_unit = unit_index - tile.unit.part;
     auto part_at = [&](int part) {
-        int64_t slot = (int64_t)(unit_index - unit.part + part) * num_heads + tile.head;
-        return partial_rows<ROWS>{tile.params.workspace.partials + slot * PARTIAL_FLOATS, D};
+        int64_t slot = (int64_t)(first_unit + part) * num_heads + tile.head;
+        return partial_rows<ROWS>{tile.params.workspace.partials + slot * ROWS * (D + 2), D};
     };
 
-    for (int item = threadIdx.x; item < num_items; item += WARPS * 32) {
+    for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
         int row = item / QUADS, dim = item % QUADS * 4;
-        row_state state = add_up<WARPS>(0, WARPS, 1, [&](int i) {
+        row_state state = add_up<2>(blockDim.x / 32, [&](int i) {
             partial_rows<ROWS> from = {shared + i * warp_stride, row_stride};
             return row_state{from.max()[row], from.sum()[row], *(float4 *)(from.output(row) + dim)};
         });
-        if (unit.num_parts == 1) {
+        if (num_parts == 1) {
             write_row<Kind>(tile, row, dim, state);
             continue;
         }
-        partial_rows<ROWS> to = part_at(unit.part);
+        partial_rows<ROWS> to = part_at(tile.unit.part);
         *(float4 *)(to.output(row) + dim) = state.output;
         if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
     }
-    if (unit.num_parts == 1) return;
+    if (num_parts == 1) return;
 
-    __shared__ bool is_last;
+    bool &is_last = *(bool *)shared; /* nobody needs what was there */
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned int *arrivals =
-            tile.params.workspace.arrivals + (int64_t)(unit_index - unit.part) * num_heads + tile.head;
-        unsigned int before;
+        unsigned int *arrivals = tile.params.workspace.arrivals + (int64_t)first_unit * num_heads + tile.head, before;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-        is_last = before + 1 == (unsigned int)unit.num_parts;
+        is_last = before + 1 == (unsigned int)num_parts;
         if (is_last) *arrivals = 0;
     }
     __syncthreads();
     if (!is_last) return;
-
-    int turns = max(1, WARPS * 32 / num_items); /* threads that share the parts of an item */
-    row_state *states = (row_state *)shared;
-    for (int at = threadIdx.x; at < num_items * turns; at += WARPS * 32) {
-        int turn = at / num_items, item = at - turn * num_items, row = item / QUADS, dim = item % QUADS * 4;
-        auto load = [&](int i) {
-            partial_rows<ROWS> from = part_at(i);
-            return row_state{__ldcg(from.max() + row), __ldcg(from.sum() + row),
-                             __ldcg((const float4 *)(from.output(row) + dim))};
-        };
-        row_state state = unit.num_parts <= 4 * turns ? add_up<4>(turn, unit.num_parts, turns, load)
-                                                      : add_up<16>(turn, unit.num_parts, turns, load);
-        if (turns == 1)
-            write_row<Kind>(tile, row, dim, state);
-        else
-            states[at] = state;
-    }
-    if (turns == 1) return;
-    __syncthreads();
-    for (int item = threadIdx.x; item < num_items; item += WARPS * 32) {
-        row_state state = states[item];
-        for (int turn = 1; turn < turns; turn++) {
-            row_state other = states[turn * num_items + item];
-            rebase(state, fmaxf(state.max, other.max));
-            add(state, other);
-        }
-        write_row<Kind>(tile, item / QUADS, item % QUADS * 4, state);
+    for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
+        int row = item / QUADS, dim = item % QUADS * 4;
+        write_row<Kind>(tile, row, dim, add_up<16>(num_parts, [&](int i) {
+                            partial_rows<ROWS> from = part_at(i);
+                            return row_state{__ldcg(from.max() + row), __ldcg(from.sum() + row),
+                                             __ldcg((const float4 *)(from.output(row) + dim))};
+                        }));
     }
 }
 

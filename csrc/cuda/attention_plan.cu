@@ -13,7 +13,7 @@
 
 // --- kernels
 
-enum { THREADS = 512, BUCKETS = 32, MAX_ONE_WAVE = 512 };
+enum { THREADS = 512, BUCKETS = 32 };
 
 struct planned_sequence {
     sequence_view view;
@@ -47,14 +47,13 @@ __device__ static int bucket_of(int num_parts, int num_steps, int longest)
 
 __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
-                       attention_unit *units, unsigned int *arrivals, pk_cuda_bad_id *bad_id)
+                       const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
-    __shared__ int2 tiles_and_steps[MAX_ONE_WAVE];
     __shared__ int total, longest, length, num_units, next_unit[BUCKETS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
-    for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) arrivals[i] = 0;
+    for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0) total = 0, longest = 1, length = INT_MAX;
     if (threadIdx.x < BUCKETS) next_unit[threadIdx.x] = 0;
     __syncthreads();
@@ -62,7 +61,6 @@ __global__ void __launch_bounds__(THREADS)
     int steps = 0, most = 1;
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = measure(args, shape, seq, bad_id, true);
-        if (shape.is_one_wave) tiles_and_steps[seq] = {it.num_tiles, it.num_steps};
         if (it.num_tiles == 0) continue;
         steps += it.num_tiles * it.num_steps;
         most = max(most, it.num_steps);
@@ -76,8 +74,10 @@ __global__ void __launch_bounds__(THREADS)
         int spare = shape.slots - shape.num_segments;
         int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
         int mine = max(1, shortest + (surest - shortest) * warp / (THREADS / 32 - 1)), parts = 0;
-        for (int seq = lane; seq < args.num_seqs; seq += 32)
-            parts += tiles_and_steps[seq].x * count_parts(shape, tiles_and_steps[seq].y, mine);
+        for (int seq = lane; seq < args.num_seqs; seq += 32) {
+            planned_sequence it = measure(args, shape, seq, bad_id, false);
+            parts += it.num_tiles * count_parts(shape, it.num_steps, mine);
+        }
         if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
     } else if (threadIdx.x == 0) {
         length = 2 * (total / shape.slots + 1);
@@ -115,11 +115,11 @@ __global__ void __launch_bounds__(THREADS)
             for (unit.part = 0; unit.part < num_parts; unit.part++) {
                 unit.first_step = unit.end_step;
                 unit.end_step += steps + (unit.part < num_longer);
-                if (at < shape.num_units) units[at++] = unit;
+                if (at < shape.num_units) workspace.units[at++] = unit;
             }
         }
     }
-    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) units[i] = {};
+    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) workspace.units[i] = {};
 }
 
 // --- launchers
@@ -135,20 +135,21 @@ static int sign(std::initializer_list<int64_t> numbers)
 static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                             decode_shape *shape, pk_error *err)
 {
-    int64_t bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2, heads = args->num_kv_heads;
+    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int64_t heads = args->num_kv_heads;
     shape->filter = filter;
     shape->num_splits = args->num_splits;
     shape->group = (int)(args->num_q_heads / heads);
     shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
     int64_t most_rows = args->max_seqlen_q * shape->group;
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
-    shape->rows = most_rows <= 8 ? 8 : 16;
+    shape->rows = most_rows <= 8 || shape->head_dim == 256 ? 8 : 16;
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
 
     /* The largest CTAs that fill the machine with equal parts. With num_splits the bits may not depend on the batch, so
      * the shape of a CTA may not, either. */
-    int warps = decode_warps_per_sm(shape->head_dim, (int)bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
-    shape->chunk = decode_chunk(shape->head_dim, (int)bytes);
+    int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
+    shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)3 * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t slots = 1;
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
@@ -159,62 +160,62 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
-    shape->is_one_wave = shape->num_splits == 0 && 2 * segments <= slots && args->num_seqs <= MAX_ONE_WAVE;
+    shape->is_one_wave = shape->num_splits == 0 && 2 * segments <= slots;
     int64_t units = shape->num_splits    ? segments * shape->num_splits
                     : shape->is_one_wave ? slots
                                          : segments + slots / 2;
-    if (units * heads > INT32_MAX)
+    int64_t parts = shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots;
+    if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
         return pk_fail(err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
     shape->slots = (int)slots;
     shape->num_segments = (int)segments;
     shape->num_units = (int)units;
-    shape->max_slots = (int)(shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots);
+    shape->max_slots = (int)parts;
     shape->signature = sign({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows,
                              shape->step, slots, units, filter.min_rows, filter.max_rows, args->window_left,
                              args->num_splits, args->max_blocks_per_seq * args->block_size});
     return PK_OK;
 }
 
-pk_status pk_cuda_count_decode_units(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                     int64_t *num_units, pk_error *err)
+static pk_status find_workspace(const pk_attention_args *args, const decode_shape &shape, const pk_cuda_device *device,
+                                pk_stream stream, decode_workspace *workspace, pk_error *err)
+{
+    size_t unit_bytes = shape.num_units * sizeof(attention_unit);
+    size_t slots = (size_t)shape.max_slots * args->num_kv_heads;
+    size_t partial_bytes = slots * (2 + shape.head_dim) * shape.rows * sizeof(float);
+    pk_cuda_scratch scratch;
+    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err, unit_bytes + partial_bytes));
+    workspace->arrivals = scratch.counters;
+    workspace->units = (attention_unit *)(args->plan ? args->plan : scratch.data);
+    workspace->partials = (float *)((char *)scratch.data + unit_bytes);
+    return PK_OK;
+}
+
+static pk_status launch_plan(const pk_attention_args *args, const decode_shape &shape,
+                             const decode_workspace &workspace, const pk_cuda_device *device, pk_stream stream,
+                             pk_error *err)
+{
+    return pk_cuda_launch_early(err, "decode_plan_kernel", decode_plan_kernel, device, dim3(1), dim3(THREADS), 0,
+                                stream, *args, shape, workspace, device->bad_id);
+}
+
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                              int64_t *num_rows, pk_stream stream, pk_error *err)
 {
     decode_shape shape = {};
+    decode_workspace workspace = {};
     PK_TRY(fill_shape(args, filter, device, &shape, err));
-    *num_units = shape.num_units;
-    return PK_OK;
+    *num_rows = shape.num_units;
+    if (!args->plan) return PK_OK;
+    PK_TRY(find_workspace(args, shape, device, stream, &workspace, err));
+    return launch_plan(args, shape, workspace, device, stream, err);
 }
 
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                  pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err)
 {
     PK_TRY(fill_shape(args, filter, device, shape, err));
-    size_t slots = (size_t)shape->max_slots * args->num_kv_heads;
-    if (slots > PK_SCRATCH_COUNTERS)
-        return pk_fail(err, PK_EUNSUPPORTED, "attention: num_splits is %d but %lld sequences x %lld heads are too many",
-                       args->num_splits, (long long)args->num_seqs, (long long)args->num_kv_heads);
-    size_t unit_bytes = shape->num_units * sizeof(attention_unit);
-    size_t partial_bytes = slots * (2 + shape->head_dim) * shape->rows * sizeof(float);
-    pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err, unit_bytes + partial_bytes));
-    workspace->arrivals = scratch.counters;
-    workspace->units = (attention_unit *)scratch.data;
-    workspace->partials = (float *)((char *)scratch.data + unit_bytes);
-    return PK_OK;
-}
-
-pk_status pk_cuda_launch_plan(const pk_attention_args *args, const decode_shape &shape, attention_unit *units,
-                              unsigned int *arrivals, const pk_cuda_device *device, pk_stream stream, pk_error *err)
-{
-    return pk_cuda_launch_early(err, "decode_plan_kernel", decode_plan_kernel, device, dim3(1), dim3(THREADS), 0,
-                                stream, *args, shape, units, arrivals, device->bad_id);
-}
-
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                              pk_stream stream, pk_error *err)
-{
-    decode_shape shape = {};
-    decode_workspace workspace = {};
-    PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &shape, &workspace, err));
-    return pk_cuda_launch_plan(args, shape, (attention_unit *)args->plan, workspace.arrivals, device, stream, err);
+    PK_TRY(find_workspace(args, *shape, device, stream, workspace, err));
+    return args->plan ? PK_OK : launch_plan(args, *shape, *workspace, device, stream, err);
 }

@@ -46,27 +46,38 @@ constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
 struct decode_workspace {
     unsigned int *arrivals; /* [max_slots, num_kv_heads] */
     float *partials;        /* [max_slots, num_kv_heads, (2 + head_dim) * rows] */
-    attention_unit *units;  /* [num_units]: where the caller gave none */
+    attention_unit *units;  /* [num_units], the caller's where there is a plan */
 };
-/* Both of a call. */
+
+/* Both of a call; makes the plan, where the caller gave none. */
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                  pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err);
-pk_status pk_cuda_launch_plan(const pk_attention_args *args, const decode_shape &shape, attention_unit *units,
-                              unsigned int *arrivals, const pk_cuda_device *device, pk_stream stream, pk_error *err);
+
+/* Divides numbers below 2^31 by one that the host knows, rounding down. */
+struct divider {
+    int divisor;
+    unsigned int factor, shift; /* 2^(31 + shift) / divisor, rounded up; 2^shift >= divisor */
+
+    __device__ int divide(int n) const { return (int)(__umulhi(2u * (unsigned)n, factor) >> shift); }
+};
+
+static inline divider make_divider(int64_t divisor)
+{
+    divider it = {divisor < INT32_MAX ? (int)divisor : INT32_MAX, 0, 0};
+    while (1ll << it.shift < it.divisor) it.shift++;
+    it.factor = (unsigned)(((1ull << (31 + it.shift)) + it.divisor - 1) / it.divisor);
+    return it;
+}
 
 /* What a decode kernel gets beside the arguments. */
 struct decode_params {
+    decode_shape shape;
     decode_workspace workspace;
-    const attention_unit *units;
     pk_cuda_bad_id *bad_id;
-    int group, signature, max_slots;
-    int block_shift;           /* log2(block_size), or -1 */
-    bool are_chunks_in_a_page; /* block_size is a multiple of a chunk */
+    divider group, block_size;
+    bool are_pages_of_16; /* block_size is a multiple of 16 keys */
+    unsigned num_early;   /* the first CTAs, which fetch into L2 while the kernel before still runs */
 };
-/* Instantiated a kind of cache in attention_decode_<kind>.cu. */
-template <typename Kind>
-pk_status pk_cuda_launch_decode(const pk_attention_args *args, const decode_shape &shape, const decode_params &params,
-                                const pk_cuda_device *device, pk_stream stream, pk_error *err);
 
 /* The first key that a sequence's steps count from. */
 __device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)

@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(WARPS * 32)
     float slope = args.alibi_slopes ? args.alibi_slopes[seq * args.alibi_seq_stride + q_head] : 0;
     float scale = args.softmax_scale * pk_scale_of(args.k_scale, seq, head);
 
-    float q[DIMS_PER_LANE], output[DIMS_PER_LANE], max = PK_NO_SCORE, sum = 0;
+    /* A sink is one more score, without a value. */
+    float q[DIMS_PER_LANE], output[DIMS_PER_LANE], sink = args.sinks ? args.sinks[q_head] * PK_LOG2E : -INFINITY;
+    float max = fmaxf(sink, PK_NO_SCORE), sum = exp2f(sink - max);
 #pragma unroll
     for (int i = 0; i < DIMS_PER_LANE; i++) {
         q[i] = i * 32 + lane < args.head_dim ? pk_to_float(q_row[i * 32 + lane]) : 0;
@@ -54,12 +56,6 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
         for (int i = 0; i < DIMS_PER_LANE; i++)
             if (i * 32 + lane < args.head_dim) output[i] = output[i] * shrink + p * pk_to_float(v[i * 32 + lane]);
-    }
-    if (args.sinks) {
-        float sink = args.sinks[q_head] * PK_LOG2E, largest = fmaxf(max, sink), shrink = exp2f(max - largest);
-        sum = sum * shrink + exp2f(sink - largest);
-        for (int i = 0; i < DIMS_PER_LANE; i++) output[i] *= shrink;
-        max = largest;
     }
     T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
     float out_scale = sum == 0 ? 0 : pk_scale_of(args.v_scale, seq, head) / sum;

@@ -255,10 +255,10 @@ static bool check_one(uint64_t seed, int max_queries)
         MUST(cudaMallocHost((void **)&got, outs * 8 + 8));
     pk_error err = {PK_OK, ""};
     int64_t plan_rows = 0;
-    pk_status status = rng() % 2 ? pk_cuda_backend.count_plan_rows(&a, &plan_rows, &err) : PK_OK;
+    pk_status status = rng() % 2 ? pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err) : PK_OK;
     if (plan_rows > 0) {
         MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
-        status = pk_cuda_backend.plan_attention(&a, nullptr, &err);
+        status = pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err);
     }
     if (status == PK_OK) status = pk_cuda_backend.attention(&a, nullptr, &err);
     cudaError_t error = cudaDeviceSynchronize();
@@ -359,9 +359,10 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     MUST(cudaDeviceSynchronize());
     if (is_planned) {
         int64_t plan_rows = 0;
-        if (pk_cuda_backend.count_plan_rows(&a, &plan_rows, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+        if (pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err) != PK_OK)
+            printf("%s\n", err.message), exit(1);
         MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
-        if (pk_cuda_backend.plan_attention(&a, stream, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+        if (pk_cuda_backend.plan_attention(&a, &plan_rows, stream, &err) != PK_OK) printf("%s\n", err.message), exit(1);
     }
     for (int pass = 0; pass < 2; pass++) { /* the first is the warm-up */
         if (pass) MUST(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

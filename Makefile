@@ -43,17 +43,22 @@ bench: build ## every CPU benchmark; results go to benchmarks/results
 format: ## C and CUDA sources by clang-format 14
 	$(CLANG_FORMAT) -i $(C_SOURCES)
 
-# Small cases, three minutes. initcheck sees nothing of what cuBLAS's kernels write by bulk copies, hence not linear;
-# attention under racecheck is a part of its cases, with Hopper's kernels and with those of older devices.
+# Small cases, each line less than a minute. initcheck sees nothing of what cuBLAS's kernels write by bulk copies, hence
+# not linear; attention under racecheck with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
-SANITIZED := $(patsubst %,tests/test_%.py,store blocks merge dense sample linear zero_rows)
+OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample linear zero_rows)
+SMALL := not large and (bfloat16 or not sample and not linear)
 ATTENTION := tests/test_attention.py tests/test_attention_cuda.py
+CASES := case and (cuda:0 or fp8 or bfloat16)
 sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitialised memory, races
-	$(call SANITIZE,memcheck) $(SANITIZED) $(ATTENTION) tests/test_cuda_limits.py -k "not older and not any_batch and not 2_31 and not out_of_memory"
-	$(call SANITIZE,initcheck) $(SANITIZED) $(ATTENTION) -k "not linear and (case or not attention)"
-	$(call SANITIZE,racecheck) $(SANITIZED)
-	$(call SANITIZE,racecheck) $(ATTENTION) -k "case and (chunks or ragged)"
-	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "case and (chunks or ragged)"
+	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"
+	$(call SANITIZE,memcheck) $(ATTENTION) -k "$(CASES)"
+	$(call SANITIZE,memcheck) tests/test_cuda_limits.py -k "bad or graph"
+	$(call SANITIZE,initcheck) $(OPERATIONS) -k "$(SMALL) and not linear"
+	$(call SANITIZE,initcheck) $(ATTENTION) -k "$(CASES)"
+	$(call SANITIZE,racecheck) $(OPERATIONS) -k "$(SMALL)"
+	$(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged)"
+	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged)"
 
 clean: ## what was built
 	rm -rf build dist .fuzz *.egg-info pagedkv/_C*.so

@@ -10,7 +10,7 @@ each other, with the norms, the gate and the residual that they do on the way an
 import argparse
 
 import torch
-from dense_cuda import VOCAB, measure, normal
+from dense_cuda import ROTATE_BYTES, VOCAB, Call, measure, normal
 from record import add_record_option, record, version
 
 import pagedkv
@@ -38,11 +38,11 @@ def buffer(rows: int, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 def product_us(shape: tuple[int, int], rows: int, linear) -> float:
     outputs, size = shape
 
-    def make():
+    def make() -> Call:
         x, weight, out = normal(rows, size), normal(outputs, size) / size**0.5, buffer(rows, outputs)
-        return lambda: linear(x, weight, out)
+        return lambda _: linear(x, weight, out)
 
-    return measure(make, 2 * outputs * size, min_calls=28, sustained=False)["us"]
+    return measure("product", make, 2 * outputs * size)["us"]
 
 
 def step_us(model: str, rows: int, is_fused: bool) -> float:
@@ -73,7 +73,7 @@ def step_us(model: str, rows: int, is_fused: bool) -> float:
             by_torch(outs["gate-up"][:, :middle], layer["down"], outs["down"])
 
     def alone(run) -> float:
-        return measure(lambda: run, 600 << 20, sustained=False)["us"]
+        return measure("chain", lambda: lambda _: run(), ROTATE_BYTES)["us"]
 
     linear = by_pagedkv if is_fused else by_torch
     return alone(fused if is_fused else products) * LAYERS[model] / count + alone(lambda: linear(x, head, logits))

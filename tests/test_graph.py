@@ -292,7 +292,7 @@ def test_a_stream_gives_its_workspaces_back(gpu):
     for _ in range(600):  # more streams than have room in the table of workspaces
         use()
     gc.collect()
-    assert pagedkv.memory_info()[0] == before
+    assert before - pagedkv.memory_info()[0] < 1 << 30  # 600 workspaces are 20 GiB; other processes may take a little
 
 
 # --- graphs
@@ -388,6 +388,28 @@ def test_a_graph_outlives_its_stream(gpu):
         pagedkv.linear(x, x, out=out)  # has its workspace from the stream
     del stream
     gc.collect()
+    graph.replay()
+    pagedkv.synchronize("cuda")
+    assert out.tolist()[7][7] == 64
+
+
+@pytest.mark.gpu
+def test_what_a_capture_lets_go_of(gpu):
+    x = on_gpu(np.ones((16, 64), np.float32))
+    out = on_gpu(np.zeros((16, 16), np.float32))
+    stream, graph, other = Stream(), Graph(), Graph()
+    with other.capture(stream):
+        pagedkv.linear(x, x, out=out)
+    with pytest.raises(ZeroDivisionError), Graph().capture(stream):
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    with graph.capture(stream):
+        assert not gc.isenabled()
+        del other  # destroying a graph, memory or a stream does not end the capture
+        pagedkv.empty(1 << 20, "uint8", "cuda")
+        Stream()
+        pagedkv.linear(x, x, out=out)
+    assert gc.isenabled() and graph.num_nodes > 0
     graph.replay()
     pagedkv.synchronize("cuda")
     assert out.tolist()[7][7] == 64

@@ -462,7 +462,8 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     params.group = make_divider(shape.group);
     params.block_size = make_divider(args->block_size);
     params.are_pages_of_16 = args->block_size % 16 == 0;
-    bool has_idle_sms = shape.num_units * args->num_kv_heads < device->num_sms || shape.rows == 16; /* while merging */
+    /* Half of the SMs idle, or all of them while 16 rows are merged: elsewhere it only disturbs what others read. */
+    bool has_idle_sms = 2 * shape.num_units * args->num_kv_heads <= device->num_sms || shape.rows == 16;
     params.num_early = has_idle_sms ? device->num_sms * shape.ctas_per_sm : 0;
     auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
                   : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>

@@ -126,6 +126,7 @@ pk_status pk_cuda_graph_launch(pk_device device, pk_graph graph, pk_stream strea
 
 void pk_cuda_graph_destroy(pk_device device, pk_graph graph)
 {
+    pk_cuda_outside_capture relaxed;
     pk_cuda_scope scope(device.index, nullptr);
     if (cudaGraphExecDestroy((cudaGraphExec_t)graph) != cudaSuccess) cudaGetLastError();
 }

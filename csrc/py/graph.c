@@ -6,6 +6,7 @@ typedef struct {
     pk_graph handle;                /* NULL: not captured yet */
     int64_t num_nodes;
     bool is_capturing;
+    bool collects_later; /* the garbage collector was on before the capture */
 } py_graph;
 
 static py_graph *graph_of(PyObject *object) { return (py_graph *)object; }
@@ -17,10 +18,11 @@ PyDoc_STRVAR(
     "    with graph.capture(stream):\n"
     "        ...operations with out=...\n"
     "    graph.replay()\n\n"
-    "What is captured does not run. A replay repeats it on the same addresses: every Tensor in it must stay alive as\n"
-    "long as the graph, and new values are copied into the Tensors. Shapes are fixed; what lies in device arrays\n"
-    "(context_lens, block_tables) may change. Operations need `out=` for what is used later. Two graphs that were\n"
-    "captured on one Stream share scratch memory and must not run at the same time.");
+    "What is captured does not run; until the capture ends, Python collects no garbage. A replay repeats it on the same\n"
+    "addresses: every Tensor in it must stay alive as long as the graph, and new values are copied into the Tensors.\n"
+    "Shapes are fixed; what lies in device arrays (context_lens, block_tables) may change. Operations need `out=` for\n"
+    "what is used later. Two graphs that were captured on one Stream share scratch memory and must not run at the same\n"
+    "time.");
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     py_state *state = PyType_GetModuleState(type);
@@ -67,6 +69,9 @@ static PyObject *graph_enter(PyObject *self, PyObject *unused)
         stream->backend->capture_end(stream->device, stream->handle, NULL, NULL, NULL);
         return NULL;
     }
+    /* A Graph, an Event or a Stream of a cycle that is collected here would be destroyed in the middle of the capture,
+     * which some of the driver's calls end. */
+    graph->collects_later = PyGC_Disable();
     graph->is_capturing = true;
     return Py_NewRef(self);
 }
@@ -79,6 +84,7 @@ static PyObject *graph_exit(PyObject *self, PyObject *args)
     py_stream *stream = py_stream_of(graph->stream);
     bool has_failed = PyTuple_Size(args) > 0 && PyTuple_GetItem(args, 0) != Py_None;
     graph->is_capturing = false;
+    if (graph->collects_later) PyGC_Enable();
     pk_status status = stream->backend->capture_end(stream->device, stream->handle, has_failed ? NULL : &graph->handle,
                                                     &graph->num_nodes, &err);
     if (py_leave_stream(graph->stream) < 0) return NULL;

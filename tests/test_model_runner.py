@@ -34,6 +34,7 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
             manager.reserve(seq.id, start + length)
             step.sampled.append(len(step.sequences))
             step.sequences.append(seq)
+            step.ids.append(seq.id)
             step.starts.append(start)
             step.lengths.append(length)
         if n:

@@ -271,7 +271,7 @@ class ModelRunner:
 
     def fill(self, step: Step) -> StepInputs:
         """The step's arrays, on their way to the device."""
-        arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
+        arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         num_seqs, num_decodes, num_rows = len(step.sequences), step.num_decodes, len(step.sampled)
         num_tokens = len(arrays.positions)
         is_decode = num_decodes == num_seqs
@@ -291,10 +291,11 @@ class ModelRunner:
             host.next_positions[:] = arrays.context_lens[step.sampled]
         end = num_decodes
         host.token_ids[:end] = step.sources
-        host.token_ids[:end] = -1 - host.token_ids[:end]
-        for i, source in enumerate(step.sources):
-            if source < 0:
-                host.token_ids[i] = step.sequences[i].tokens[-1]
+        np.subtract(-1, host.token_ids[:end], out=host.token_ids[:end])
+        if -1 in step.sources:
+            for i, source in enumerate(step.sources):
+                if source < 0:
+                    host.token_ids[i] = step.sequences[i].tokens[-1]
         for i in range(num_decodes, num_seqs):
             start, length = step.starts[i], step.lengths[i]
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]

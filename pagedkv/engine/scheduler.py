@@ -39,7 +39,7 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """A plan: sequences[i] computes the KV of tokens [starts[i], starts[i] + lengths[i]).
+    """A plan: sequences[i] computes the KV of tokens [starts[i], ends[i]), lengths[i] of them.
 
     Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
     """
@@ -47,6 +47,7 @@ class Step:
     sequences: list[Sequence] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # theirs
     starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # indices of the sequences that get a token
     num_decodes: int = 0  # the first so many compute one token that was sampled
@@ -69,6 +70,7 @@ class Step:
         self.starts.append(seq.num_computed)
         self.lengths.append(length)
         seq.num_computed += length
+        self.ends.append(seq.num_computed)
         if seq.num_computed == seq.num_tokens:
             seq.source = len(self.sampled)
             seq.num_tokens += 1
@@ -79,7 +81,7 @@ class Step:
     def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         """The next token of each, as the first of the step; `ends` are their num_tokens."""
         self.num_decodes = len(decodes)
-        self.sequences, self.ids = decodes, ids
+        self.sequences, self.ids, self.ends = decodes, ids, ends
         self.starts = [end - 1 for end in ends]
         self.lengths = [1] * len(decodes)
         self.sampled = list(range(len(decodes)))
@@ -291,8 +293,7 @@ class Scheduler:
 
     def commit(self, step: Step) -> None:
         """The step is launched: steps launched later may read the KV that it writes."""
-        ends = [start + length for start, length in zip(step.starts, step.lengths, strict=True)]
-        self.manager.commit_batch(step.ids, ends)
+        self.manager.commit_batch(step.ids, step.ends)
 
     def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
         """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished.

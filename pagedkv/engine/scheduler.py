@@ -86,7 +86,7 @@ class Step:
         self.lengths = [1] * len(decodes)
         self.sampled = list(range(len(decodes)))
         self.sources = [seq.source if len(seq.tokens) < end else -1 for seq, end in zip(decodes, ends, strict=True)]
-        for row, (seq, end) in enumerate(zip(decodes, ends, strict=True)):
+        for row, seq, end in zip(self.sampled, decodes, ends, strict=True):
             seq.source = row
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1

@@ -15,6 +15,7 @@
 #define PK_CUDA_ATTENTION_H
 
 #include "cuda/cuda.h"
+#include "cuda/mma.h"
 
 /* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
 struct row_filter {
@@ -178,19 +179,7 @@ struct attention_kind {
     static constexpr bool IS_FP8 = IS_FP8_;
     static constexpr int CACHE_BYTES = IS_FP8_ ? 1 : 2;
 
-    __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b)
-    {
-        if constexpr (std::is_same_v<Element, __nv_bfloat16>)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                "{%0,%1,%2,%3};"
-                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-        else
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                "{%0,%1,%2,%3};"
-                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-    }
+    __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b) { mma_16816<Element>(c, a, b); }
 
     __device__ static inline uint32_t pack(float low, float high)
     {

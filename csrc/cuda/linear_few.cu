@@ -15,6 +15,7 @@
  * the row's root mean square behind it), gate and up meet in one tile, and out may be added to.
  */
 #include "cuda/linear.h"
+#include "cuda/mma.h"
 
 enum {
     LINE = 64 /* inputs */,
@@ -31,22 +32,6 @@ struct linear_few_params {
 };
 
 // --- kernels
-
-template <typename T>
-__device__ static inline void multiply_add(float (&sum)[4], uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
-                                           uint32_t x0, uint32_t x1)
-{
-    if constexpr (std::is_same_v<T, __half>)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));
-}
 
 /* 16 bytes to shared memory, zeros where `is_inside` is false. */
 __device__ static inline void copy_async(uint4 *to, const void *from, bool is_inside)
@@ -191,8 +176,8 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 #pragma unroll
                         for (int e = 0; e < EIGHTS; e++) {
                             const uint4 &bits = x_bits[a][p][e];
-                            multiply_add<T>(acc[n][e], low.x, high.x, low.y, high.y, bits.x, bits.y);
-                            multiply_add<T>(acc[n][e], low.z, high.z, low.w, high.w, bits.z, bits.w);
+                            mma_16816<T>(acc[n][e], {low.x, high.x, low.y, high.y}, {bits.x, bits.y});
+                            mma_16816<T>(acc[n][e], {low.z, high.z, low.w, high.w}, {bits.z, bits.w});
                         }
                     }
                     copy_next();

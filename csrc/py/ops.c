@@ -54,6 +54,20 @@ static void read_window(py_call *call, int parameter, pk_attention_call *request
     Py_XDECREF(pair);
 }
 
+/* The batch, which the arguments of both calls begin with. */
+enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, NUM_BATCH };
+
+static void read_batch(py_call *call, pk_attention_call *request)
+{
+    request->q = py_call_tensor(call, Q);
+    request->k_cache = py_call_tensor(call, K_CACHE);
+    request->v_cache = py_call_tensor(call, V_CACHE);
+    request->block_tables = py_call_tensor(call, BLOCK_TABLES);
+    request->context_lens = py_call_tensor(call, CONTEXT_LENS);
+    request->cu_seqlens_q = py_call_optional(call, CU_SEQLENS_Q);
+    request->max_seqlen_q = py_call_int(call, MAX_SEQLEN_Q, INT64_MAX);
+}
+
 PyDoc_STRVAR(
     paged_attention_fwd_doc,
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
@@ -83,22 +97,15 @@ PyDoc_STRVAR(
 static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     /* clang-format off */
-    enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, SOFTMAX_SCALE, CAUSAL,
-           WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS, PLAN, OUT, RETURN_LSE,
-           STREAM };
+    enum { SOFTMAX_SCALE = NUM_BATCH, CAUSAL, WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS,
+           PLAN, OUT, RETURN_LSE, STREAM };
     /* clang-format on */
     py_call call;
     py_output out, lse;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_paged_attention_fwd, STREAM, args, nargs, kwnames) < 0)
         return NULL;
     pk_attention_call request = {.out = &out.base};
-    request.q = py_call_tensor(&call, Q);
-    request.k_cache = py_call_tensor(&call, K_CACHE);
-    request.v_cache = py_call_tensor(&call, V_CACHE);
-    request.block_tables = py_call_tensor(&call, BLOCK_TABLES);
-    request.context_lens = py_call_tensor(&call, CONTEXT_LENS);
-    request.cu_seqlens_q = py_call_optional(&call, CU_SEQLENS_Q);
-    request.max_seqlen_q = py_call_int(&call, MAX_SEQLEN_Q, INT64_MAX);
+    read_batch(&call, &request);
     double scale = py_call_double(&call, SOFTMAX_SCALE, 0);
     request.softmax_scale = call.given[SOFTMAX_SCALE] && call.given[SOFTMAX_SCALE] != Py_None ? &scale : NULL;
     request.is_causal = py_call_bool(&call, CAUSAL, true);
@@ -133,22 +140,13 @@ PyDoc_STRVAR(
     "the CPU.");
 static PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    /* clang-format off */
-    enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, CAUSAL, WINDOW_SIZE, NUM_SPLITS,
-           OUT, STREAM };
-    /* clang-format on */
+    enum { CAUSAL = NUM_BATCH, WINDOW_SIZE, NUM_SPLITS, OUT, STREAM };
     py_call call;
     py_output out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_plan_attention, STREAM, args, nargs, kwnames) < 0)
         return NULL;
     pk_attention_call request = {.out = &out.base};
-    request.q = py_call_tensor(&call, Q);
-    request.k_cache = py_call_tensor(&call, K_CACHE);
-    request.v_cache = py_call_tensor(&call, V_CACHE);
-    request.block_tables = py_call_tensor(&call, BLOCK_TABLES);
-    request.context_lens = py_call_tensor(&call, CONTEXT_LENS);
-    request.cu_seqlens_q = py_call_optional(&call, CU_SEQLENS_Q);
-    request.max_seqlen_q = py_call_int(&call, MAX_SEQLEN_Q, INT64_MAX);
+    read_batch(&call, &request);
     request.is_causal = py_call_bool(&call, CAUSAL, true);
     read_window(&call, WINDOW_SIZE, &request);
     request.num_splits = py_call_int(&call, NUM_SPLITS, 0);

@@ -37,7 +37,6 @@
 
 #include <float.h>
 #include <math.h>
-#include <string.h>
 
 #ifdef __CUDACC__
 #define PK_SAMPLING_FN static __device__ __forceinline__
@@ -57,6 +56,7 @@ static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
     return product;
 }
 #else
+#include "cpu/convert.h"
 #define PK_SAMPLING_FN static inline
 #define PK_LOG_ROUGHLY(x) pk_log(x)
 #define PK_MUL_WIDE(a, b) ((uint64_t)(a) * (b))
@@ -65,18 +65,8 @@ static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
 #define PK_DIV(a, b) ((a) / (b))
 #define PK_MUL_DOUBLE(a, b) ((a) * (b))
 #define PK_ADD_DOUBLE(a, b) ((a) + (b))
-static inline float PK_FLOAT_OF(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static inline uint32_t PK_BITS_OF(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
+#define PK_FLOAT_OF(bits) pk_bits_to_f32(bits)
+#define PK_BITS_OF(value) pk_f32_to_bits(value)
 #endif
 
 /* ------------------------------------------------------ what a row asks for */

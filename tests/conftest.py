@@ -3,6 +3,7 @@
 seed, rng   fresh random input for every test and every run; a failure prints the seed, PAGEDKV_TEST_SEED=n repeats it
 device      "cpu" and "cuda:0" in turn (the second has the mark gpu and skips where there is none)
 cuda        "cuda:0", for tests with the mark gpu; skips where there is none
+torch       PyTorch, for tests with the mark gpu; no bad id may be recorded before or behind them that they do not expect
 """
 
 import os
@@ -38,3 +39,13 @@ def cuda() -> str:
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request) -> str:
     return request.param if request.param == "cpu" else request.getfixturevalue("cuda")
+
+
+@pytest.fixture
+def torch(cuda):
+    import pagedkv
+
+    torch = pytest.importorskip("torch", reason="these tests use torch's tensors, streams and graphs")
+    pagedkv.check_errors()
+    yield torch
+    pagedkv.check_errors()  # nothing that a test did not expect

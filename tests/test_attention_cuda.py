@@ -12,16 +12,6 @@ from test_attention import check, run
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def torch():
-    if pagedkv.build_info()["cuda_devices"] == 0:
-        pytest.skip("no CUDA device")
-    torch = pytest.importorskip("torch", reason="these tests use torch's tensors and graphs")
-    pagedkv.check_errors()
-    yield torch
-    pagedkv.check_errors()  # nothing that a test did not expect
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 def test_case_on_tensor_cores(torch, rng, case, dtype):

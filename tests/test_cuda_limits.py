@@ -19,14 +19,6 @@ KINDS = [MIXED, replace(MIXED, name="mixed, fp8", cache_dtype="float8_e4m3fn"), 
 of_every_kind = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
-@pytest.fixture
-def torch(cuda):
-    torch = pytest.importorskip("torch", reason="these tests use torch's tensors, streams and graphs")
-    pagedkv.check_errors()
-    yield torch
-    pagedkv.check_errors()  # nothing that a test did not expect
-
-
 class Inputs:
     """Tensors of a batch on the GPU that other batches of as many tokens and sequences can be copied into."""
 

@@ -16,16 +16,6 @@ DTYPES = ["float32", "float16", "bfloat16"]
 ERRORS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-@pytest.fixture
-def torch():
-    if pagedkv.build_info()["cuda_devices"] == 0:
-        pytest.skip("no CUDA device")
-    torch = pytest.importorskip("torch", reason="these tests use torch's tensors, streams and graphs")
-    pagedkv.check_errors()
-    yield torch
-    pagedkv.check_errors()  # nothing that a test did not expect
-
-
 def numbers(torch, rng, shape, dtype):
     """Normal numbers of `dtype` on the GPU."""
     return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).cuda().to(getattr(torch, dtype))

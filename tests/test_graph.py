@@ -16,13 +16,6 @@ from pagedkv import Event, Graph, Stream
 HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
 
 
-@pytest.fixture
-def gpu():
-    if not HAS_GPU:
-        pytest.skip(pagedkv.build_info()["cuda_problem"])
-    return "cuda:0"
-
-
 def on_gpu(array: np.ndarray) -> pagedkv.Tensor:
     return pagedkv.asarray(array, device="cuda:0")
 
@@ -87,9 +80,9 @@ def test_only_host_memory_is_pinned():
 
 
 @pytest.mark.gpu
-def test_stream_and_event(gpu):
+def test_stream_and_event(cuda):
     stream, other = Stream(), Stream("cuda:0")
-    assert stream.device == gpu and stream.cuda_stream not in (0, 1, 2, other.cuda_stream)
+    assert stream.device == cuda and stream.cuda_stream not in (0, 1, 2, other.cuda_stream)
     assert repr(stream) == f"Stream(device='cuda:0', cuda_stream={stream.cuda_stream:#x})"
     event = Event()
     assert event.query()
@@ -106,7 +99,7 @@ def test_stream_and_event(gpu):
 
 
 @pytest.mark.gpu
-def test_timing(gpu):
+def test_timing(cuda):
     stream = Stream()
     start, end, plain = Event(timing=True), Event(True), Event()
     start.record(stream)
@@ -122,7 +115,7 @@ def test_timing(gpu):
 
 
 @pytest.mark.gpu
-def test_which_stream_is_used(gpu):
+def test_which_stream_is_used(cuda):
     """An event on a stream is pending only while that stream has work."""
     stream, inner = Stream(), Stream()
     x = on_gpu(np.ones((4, 64), np.float32))
@@ -165,7 +158,7 @@ def test_which_stream_is_used(gpu):
 
 
 @pytest.mark.gpu
-def test_torch_keeps_its_own_stream(gpu):
+def test_torch_keeps_its_own_stream(cuda):
     torch = pytest.importorskip("torch")
     stream = Stream()
     x = torch.ones(4, 64, device="cuda")
@@ -184,7 +177,7 @@ def test_torch_keeps_its_own_stream(gpu):
 
 
 @pytest.mark.gpu
-def test_threads_have_streams_of_their_own(gpu):
+def test_threads_have_streams_of_their_own(cuda):
     """Each thread's entered Stream is its own, and waiting releases the GIL."""
     stream = Stream()
     seen = {}
@@ -204,7 +197,7 @@ def test_threads_have_streams_of_their_own(gpu):
 
 
 @pytest.mark.gpu
-def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(gpu):
+def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(cuda):
     torch = pytest.importorskip("torch")
     stream = Stream()
     x = on_gpu(np.full((4, 64), 2.0, np.float32))
@@ -218,7 +211,7 @@ def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(gpu):
 
 
 @pytest.mark.gpu
-def test_pinned_copies_are_not_waited_for(gpu, rng):
+def test_pinned_copies_are_not_waited_for(cuda, rng):
     stream = Stream()
     values = rng.standard_normal((64, 33)).astype(np.float32)
     pinned = pagedkv.empty((64, 33), pinned=True)
@@ -242,7 +235,7 @@ def test_pinned_copies_are_not_waited_for(gpu, rng):
 
 
 @pytest.mark.gpu
-def test_pageable_memory_may_change_at_once(gpu, rng):
+def test_pageable_memory_may_change_at_once(cuda, rng):
     stream = Stream()
     values = rng.standard_normal((1 << 20,)).astype(np.float32)
     expected, device = values.copy(), pagedkv.empty(1 << 20, device="cuda")
@@ -253,7 +246,7 @@ def test_pageable_memory_may_change_at_once(gpu, rng):
 
 
 @pytest.mark.gpu
-def test_pinned_memory_is_given_back(gpu):
+def test_pinned_memory_is_given_back(cuda):
     def locked() -> int:
         return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1])
 
@@ -265,7 +258,7 @@ def test_pinned_memory_is_given_back(gpu):
 
 
 @pytest.mark.gpu
-def test_memory_info(gpu):
+def test_memory_info(cuda):
     gc.collect()
     free, total = pagedkv.memory_info()
     assert 0 < free <= total
@@ -276,7 +269,7 @@ def test_memory_info(gpu):
 
 
 @pytest.mark.gpu
-def test_a_stream_gives_its_workspaces_back(gpu):
+def test_a_stream_gives_its_workspaces_back(cuda):
     def use() -> None:
         x = on_gpu(np.ones((16, 2048), np.float32))
         with Stream():
@@ -299,7 +292,7 @@ def test_a_stream_gives_its_workspaces_back(gpu):
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_its_work_on_new_values(gpu, rng):
+def test_a_graph_repeats_its_work_on_new_values(cuda, rng):
     stream = Stream()
     x, hidden, out = (pagedkv.empty((5, n), device="cuda") for n in (64, 32, 32))
     weight = rng.standard_normal(32).astype(np.float32)
@@ -328,7 +321,7 @@ def test_a_graph_repeats_its_work_on_new_values(gpu, rng):
 
 
 @pytest.mark.gpu
-def test_an_error_inside_a_capture_comes_out_as_it_is(gpu):
+def test_an_error_inside_a_capture_comes_out_as_it_is(cuda):
     stream = Stream()
     x = on_gpu(np.ones((4, 64), np.float32))
     out = on_gpu(np.ones((4, 32), np.float32))
@@ -356,7 +349,7 @@ def test_an_error_inside_a_capture_comes_out_as_it_is(gpu):
 
 
 @pytest.mark.gpu
-def test_graphs_give_their_memory_back(gpu):
+def test_graphs_give_their_memory_back(cuda):
     stream = Stream()
     x = on_gpu(np.ones((4, 64), np.float32))
     out = on_gpu(np.ones((4, 32), np.float32))
@@ -380,7 +373,7 @@ def test_graphs_give_their_memory_back(gpu):
 
 
 @pytest.mark.gpu
-def test_a_graph_outlives_its_stream(gpu):
+def test_a_graph_outlives_its_stream(cuda):
     graph, stream = Graph(), Stream()
     x = on_gpu(np.ones((16, 64), np.float32))
     out = on_gpu(np.zeros((16, 16), np.float32))
@@ -394,7 +387,7 @@ def test_a_graph_outlives_its_stream(gpu):
 
 
 @pytest.mark.gpu
-def test_what_a_capture_lets_go_of(gpu):
+def test_what_a_capture_lets_go_of(cuda):
     x = on_gpu(np.ones((16, 64), np.float32))
     out = on_gpu(np.zeros((16, 16), np.float32))
     stream, graph, other = Stream(), Graph(), Graph()

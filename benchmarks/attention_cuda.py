@@ -6,7 +6,7 @@ FlashInfer on an H200, `of_plain` compares more queries, fp8 and num_splits (wha
 row without them. Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms
 idle, one replay, median of 5. Sustained (page 16): 150 ms of the same load, then 100 ms. All of it takes a minute.
 
-    python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record] [--commit HASH]
+    python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record]
 """
 
 import argparse
@@ -125,7 +125,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     add_record_option(parser)
-    parser.add_argument("--commit", help="where there is no git checkout")
     args = parser.parse_args()
     results, medians = [], {}
     for case in CASES:
@@ -135,9 +134,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     pagedkv.check_errors()
     if not args.no_record:
-        extra = {"commit": args.commit} if args.commit else {}
         record("attention-cuda-decode", results, machine={"gpu": torch.cuda.get_device_name()},
-               versions={"torch": torch.__version__, "cuda": torch.version.cuda}, **extra)
+               versions={"torch": torch.__version__, "cuda": torch.version.cuda})
 
 
 if __name__ == "__main__":

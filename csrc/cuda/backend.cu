@@ -177,13 +177,11 @@ pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error
                    bytes, free_bytes, total_bytes);
 }
 
+/* Nobody can be told of a failure here; cudaFree fails only after a sticky error, which every later call reports. */
 void pk_cuda_release(pk_device device, void *data)
 {
-    pk_cuda_scope scope(device.index, nullptr);
     pk_cuda_outside_capture relaxed;
-    /* Nobody can be told of a failure here; cudaFree fails only after a sticky error, which every later call reports.
-     */
-    if (data && cudaFree(data) != cudaSuccess) cudaGetLastError();
+    PK_ON_DEVICE(device, nullptr, cudaFree(data));
 }
 
 static pk_status find_scratch(device_state *state, pk_stream stream, size_t bytes, pk_cuda_scratch *scratch,
@@ -218,9 +216,9 @@ pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_
     return status;
 }
 
-void pk_cuda_release_scratch(const pk_cuda_device *device, pk_stream stream)
+void pk_cuda_release_scratch(pk_device device, pk_stream stream)
 {
-    device_state *state = &devices[device->index];
+    device_state *state = &devices[device.index];
     pthread_mutex_lock(&lock);
     for (int i = state->num_pieces - 1; i >= 0; i--) {
         if (state->pieces[i].stream != stream) continue;
@@ -239,21 +237,9 @@ pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
 
 pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
 {
-    /* Each may use, in this order: index, value, limit. */
-    static const char *const formats[PK_NUM_BAD_KINDS] = {
-        "kernels recorded a bad id of an unknown kind",
-        "slot_mapping: token %lld has slot %lld but it must be below %lld",
-        "block_tables: sequence %lld has block %lld but it must be below %lld",
-        "ids: row %lld has id %lld but it must be at least 0 and below %lld",
-        "positions: token %lld has position %lld but it must be at least 0 and below %lld",
-        "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld",
-        "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld",
-        "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled",
-        "temperatures: row %lld has one that is negative or not finite",
-        "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range",
-        "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)",
-        "plan: made when sequence %lld had %lld keys, but context_lens has %lld now",
-    };
+#define PK_BAD_FORMAT(kind, format) format,
+    static const char *const formats[PK_NUM_BAD_KINDS] = {"kernels recorded a bad id of an unknown kind",
+                                                          PK_BAD_KINDS(PK_BAD_FORMAT)};
     PK_TRY(pk_cuda_synchronize(device, err));
     pk_cuda_scope scope(device.index, err);
     if (scope.status != PK_OK) return scope.status;

@@ -40,24 +40,27 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
 // --- what a bad id in a device array leaves behind
 
 /* Kernels cannot raise. An id that is out of range is masked (nothing is read or written for it), and the first one
- * since the last check_errors() is kept here, in device memory, so that it survives a graph's replay. */
-enum pk_cuda_bad_kind {
-    PK_BAD_SLOT = 1,
-    PK_BAD_PAGE,
-    PK_BAD_ID,
-    PK_BAD_POSITION,
-    PK_BAD_QUERY_RANGE,
-    PK_BAD_CONTEXT,
-    PK_BAD_LOGITS,
-    PK_BAD_TEMPERATURE,
-    PK_BAD_SAMPLING_NUMBER,
-    PK_BAD_PLAN,
-    PK_STALE_PLAN,
-    PK_NUM_BAD_KINDS
-};
+ * since the last check_errors() is kept here, in device memory, so that it survives a graph's replay. The texts may
+ * use, in this order: index, value, limit. */
+// clang-format off
+#define PK_BAD_KINDS(X) \
+    X(PK_BAD_SLOT, "slot_mapping: token %lld has slot %lld but it must be below %lld") \
+    X(PK_BAD_PAGE, "block_tables: sequence %lld has block %lld but it must be below %lld") \
+    X(PK_BAD_ID, "ids: row %lld has id %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_POSITION, "positions: token %lld has position %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
+    X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
+    X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
+    X(PK_BAD_TEMPERATURE, "temperatures: row %lld has one that is negative or not finite") \
+    X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
+    X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)") \
+    X(PK_STALE_PLAN, "plan: made when sequence %lld had %lld keys, but context_lens has %lld now")
+// clang-format on
+#define PK_BAD_KIND(kind, format) kind,
+enum pk_cuda_bad_kind { PK_NO_BAD_ID, PK_BAD_KINDS(PK_BAD_KIND) PK_NUM_BAD_KINDS };
 
 struct pk_cuda_bad_id {
-    unsigned int kind; /* 0: none */
+    unsigned int kind; /* or PK_NO_BAD_ID */
     int64_t index;     /* which sequence, token or row held it */
     int64_t value;     /* the id itself */
     int64_t limit;     /* what it had to stay below */
@@ -129,7 +132,7 @@ pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_
                              size_t bytes = PK_SCRATCH_BYTES);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
-void pk_cuda_release_scratch(const pk_cuda_device *device, pk_stream stream);
+void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 
 /* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
 pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
@@ -197,6 +200,12 @@ static inline pk_status pk_cuda_allow_smem(pk_error *err, Kernel *kernel, size_t
 }
 
 static inline bool pk_is_aligned(const void *pointer, size_t bytes) { return (uintptr_t)pointer % bytes == 0; }
+/* Whether all pointers and sizes are multiples of `of`. */
+template <typename... Values>
+static inline bool pk_are_multiples(size_t of, Values... values)
+{
+    return (((size_t)values % of == 0) && ...);
+}
 static inline int64_t pk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // --- device code: conversions and 16-byte vectors
@@ -237,20 +246,14 @@ __device__ static inline float pk_scale_of(const pk_scale_arg &scale, int64_t se
     return scale.data ? scale.data[seq * scale.seq_stride + head * scale.head_stride] : scale.value;
 }
 
-/* Calls body with a null pointer of the C++ type of a float dtype: the one switch over dtypes. */
+/* Calls body with a null pointer of the C++ type of a float dtype: the one choice by dtype. */
 template <typename Body>
 static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body body)
 {
-    switch (dtype) {
-        case PK_F32:
-            return body((float *)nullptr);
-        case PK_F16:
-            return body((__half *)nullptr);
-        case PK_BF16:
-            return body((__nv_bfloat16 *)nullptr);
-        default:
-            return pk_fail(err, PK_EDTYPE, "%s is not a float dtype of the cuda backend", pk_dtype_name(dtype));
-    }
+    if (dtype == PK_F32) return body((float *)nullptr);
+    if (dtype == PK_F16) return body((__half *)nullptr);
+    if (dtype == PK_BF16) return body((__nv_bfloat16 *)nullptr);
+    return pk_fail(err, PK_EDTYPE, "%s is not a float dtype of the cuda backend", pk_dtype_name(dtype));
 }
 
 // --- the backend's table

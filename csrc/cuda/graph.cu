@@ -1,73 +1,62 @@
 /* graph.cu - what the host orders and waits by: streams, events, CUDA graphs, pinned memory. */
 #include "cuda/cuda.h"
 
-// --- memory
+// --- what is one call of the runtime
 
-pk_status pk_cuda_memory_info(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaMemGetInfo(free_bytes, total_bytes));
-}
+#define PK_RUNTIME_CALL(entry, call, ...) \
+    pk_status pk_cuda_##entry(pk_device device, __VA_ARGS__, pk_error *err) { return PK_ON_DEVICE(device, err, call); }
+
+PK_RUNTIME_CALL(memory_info, cudaMemGetInfo(free_bytes, total_bytes), size_t *free_bytes, size_t *total_bytes)
+
+PK_RUNTIME_CALL(stream_create, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking),
+                pk_stream *stream)
+PK_RUNTIME_CALL(stream_synchronize, cudaStreamSynchronize((cudaStream_t)stream), pk_stream stream)
+PK_RUNTIME_CALL(stream_wait, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0), pk_stream stream,
+                pk_event event)
+
+PK_RUNTIME_CALL(event_create, cudaEventCreateWithFlags((cudaEvent_t *)event, has_timing ? 0 : cudaEventDisableTiming),
+                bool has_timing, pk_event *event)
+PK_RUNTIME_CALL(event_record, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream), pk_event event,
+                pk_stream stream)
+PK_RUNTIME_CALL(event_synchronize, cudaEventSynchronize((cudaEvent_t)event), pk_event event)
+PK_RUNTIME_CALL(event_elapsed_ms, cudaEventElapsedTime(ms, (cudaEvent_t)start, (cudaEvent_t)end), pk_event start,
+                pk_event end, float *ms)
+
+/* Only this thread's calls are watched: another thread may allocate or wait while one captures. */
+PK_RUNTIME_CALL(capture_begin, cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal),
+                pk_stream stream)
+PK_RUNTIME_CALL(graph_launch, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream), pk_graph graph,
+                pk_stream stream)
+
+// --- memory
 
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err)
 {
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
     pk_cuda_outside_capture relaxed;
     *data = nullptr;
-    PK_CUDA(err, cudaHostAlloc(data, bytes ? bytes : 1, cudaHostAllocPortable)); /* pinned for every device */
-    return PK_OK;
+    /* pinned for every device */
+    return PK_ON_DEVICE(device, err, cudaHostAlloc(data, bytes ? bytes : 1, cudaHostAllocPortable));
 }
 
 void pk_cuda_release_pinned(pk_device device, void *data)
 {
-    pk_cuda_scope scope(device.index, nullptr);
     pk_cuda_outside_capture relaxed;
-    if (data && cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+    PK_ON_DEVICE(device, nullptr, cudaFreeHost(data));
 }
 
-// --- streams
-
-pk_status pk_cuda_stream_create(pk_device device, pk_stream *stream, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
-}
+// --- streams and events
 
 void pk_cuda_stream_destroy(pk_device device, pk_stream stream)
 {
-    pk_cuda_scope scope(device.index, nullptr);
     pk_cuda_outside_capture relaxed;
-    if (cudaStreamSynchronize((cudaStream_t)stream) != cudaSuccess) cudaGetLastError();
-    pk_cuda_release_scratch(scope.device, stream); /* the next stream may get the same handle */
-    if (cudaStreamDestroy((cudaStream_t)stream) != cudaSuccess) cudaGetLastError();
-}
-
-pk_status pk_cuda_stream_synchronize(pk_device device, pk_stream stream, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaStreamSynchronize((cudaStream_t)stream));
-}
-
-pk_status pk_cuda_stream_wait(pk_device device, pk_stream stream, pk_event event, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0));
-}
-
-// --- events
-
-pk_status pk_cuda_event_create(pk_device device, bool has_timing, pk_event *event, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err,
-                        cudaEventCreateWithFlags((cudaEvent_t *)event, has_timing ? 0 : cudaEventDisableTiming));
+    PK_ON_DEVICE(device, nullptr, cudaStreamSynchronize((cudaStream_t)stream));
+    pk_cuda_release_scratch(device, stream); /* the next stream may get the same handle */
+    PK_ON_DEVICE(device, nullptr, cudaStreamDestroy((cudaStream_t)stream));
 }
 
 void pk_cuda_event_destroy(pk_device device, pk_event event)
 {
-    pk_cuda_scope scope(device.index, nullptr);
-    if (cudaEventDestroy((cudaEvent_t)event) != cudaSuccess) cudaGetLastError();
-}
-
-pk_status pk_cuda_event_record(pk_device device, pk_event event, pk_stream stream, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream));
+    PK_ON_DEVICE(device, nullptr, cudaEventDestroy((cudaEvent_t)event));
 }
 
 pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err)
@@ -80,23 +69,7 @@ pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, p
     return pk_cuda_fail(err, "cudaEventQuery", error);
 }
 
-pk_status pk_cuda_event_synchronize(pk_device device, pk_event event, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaEventSynchronize((cudaEvent_t)event));
-}
-
-pk_status pk_cuda_event_elapsed_ms(pk_device device, pk_event start, pk_event end, float *ms, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaEventElapsedTime(ms, (cudaEvent_t)start, (cudaEvent_t)end));
-}
-
 // --- graphs
-
-/* Only this thread's calls are watched: another thread may allocate or wait while one captures. */
-pk_status pk_cuda_capture_begin(pk_device device, pk_stream stream, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal));
-}
 
 pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err)
 {
@@ -119,14 +92,8 @@ pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *grap
     return PK_OK;
 }
 
-pk_status pk_cuda_graph_launch(pk_device device, pk_graph graph, pk_stream stream, pk_error *err)
-{
-    return PK_ON_DEVICE(device, err, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream));
-}
-
 void pk_cuda_graph_destroy(pk_device device, pk_graph graph)
 {
     pk_cuda_outside_capture relaxed;
-    pk_cuda_scope scope(device.index, nullptr);
-    if (cudaGraphExecDestroy((cudaGraphExec_t)graph) != cudaSuccess) cudaGetLastError();
+    PK_ON_DEVICE(device, nullptr, cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }

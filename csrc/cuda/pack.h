@@ -14,13 +14,6 @@ __device__ static inline void pk_prefetch_to_l2(const void *pointer)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
-/* Whether all pointers and sizes are multiples of `of`. */
-template <typename... Values>
-static inline bool pk_are_multiples(size_t of, Values... values)
-{
-    return (((size_t)values % of == 0) && ...);
-}
-
 __device__ static inline float2 pk_to_floats(__half2 x) { return __half22float2(x); }
 __device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instructions than __bfloat1622float2 */
 {

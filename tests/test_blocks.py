@@ -68,6 +68,41 @@ def test_swap_out_and_in(dtype, pinned, device, rng):
         np.testing.assert_array_equal(get(cache), pool)
 
 
+@pytest.mark.gpu
+def test_swap_with_pinned_memory_waits_for_nothing(rng):
+    """The call is back while the stream is still busy with what came before, and it can be captured."""
+    torch = pytest.importorskip("torch", reason="pinned memory and streams are torch's")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    dtypes = (torch.bfloat16, torch.float32, torch.uint8)  # blocks of three sizes in one launch
+    caches = [torch.from_numpy(draw(rng, 300)).to("cuda", dtype) for dtype in dtypes]
+    hosts = [torch.zeros(280, *cache.shape[1:], dtype=cache.dtype).pin_memory() for cache in caches]
+    pages, places = rng.permutation(300)[:270], rng.permutation(280)[:270]
+    busy = torch.cuda.Event()
+    for cycles in (1, 200_000_000):  # kernels are loaded at their first use, and that waits
+        torch.cuda.synchronize()
+        for host in hosts:
+            host.zero_()
+        torch.cuda._sleep(cycles)
+        for cache in caches:
+            cache += 1
+        pagedkv.swap_blocks(caches, hosts, np.stack([pages, places], 1))
+        busy.record()
+    assert not busy.query() and not any(host.any() for host in hosts)
+    torch.cuda.synchronize()
+    for cache, host in zip(caches, hosts, strict=True):
+        assert torch.equal(host[places], cache.cpu()[pages])
+        cache.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pagedkv.swap_blocks(hosts, caches, np.stack([places, pages], 1))
+    assert not any(cache.any() for cache in caches)
+    graph.replay()
+    torch.cuda.synchronize()
+    for cache, host in zip(caches, hosts, strict=True):
+        assert torch.equal(host[places], cache.cpu()[pages])
+
+
 def test_many_pages_over_threads(rng):
     cache = rng.standard_normal((600, 16, 4, 32)).astype(np.float32)
     before, order = cache.copy(), rng.permutation(600)

@@ -1,13 +1,13 @@
 /* blocks.cu - whole pages: copy_blocks (copy on write, inside one device) and swap_blocks (to and from host memory).
  *
- * The pairs are on the host and few. They travel as a kernel parameter, with the pointers of up to 32 caches (half the
- * layers of a small model), so that a step's copies are two launches with no upload and no allocation. Pinned host
- * memory is read and written by the same kernel: a sequence's pages are thousands of pieces of 32 KB, each of which
- * would cost a copy of its own several microseconds. From pageable memory the driver copies through its own buffers.
+ * The pairs are on the host and few. They travel as a kernel parameter, with the pointers of up to 64 caches (32
+ * layers), so that a step's copies are one launch or two, with no upload and no allocation. Pinned host memory is read
+ * and written by the same kernel: a sequence's pages are thousands of pieces of 32 KB, each of which would cost a copy
+ * of its own several microseconds. From pageable memory the driver copies through its own buffers.
  */
 #include "cuda/pack.h"
 
-enum { PAIRS_PER_LAUNCH = 256, CACHES_PER_LAUNCH = 32, CTA_THREADS = 256 };
+enum { PAIRS_PER_LAUNCH = 128, CACHES_PER_LAUNCH = 64, CTA_THREADS = 256 }; /* parameters end at 4 KB */
 
 /* From a pool to another, or to itself. A block's memory is gapless; the blocks may lie apart. */
 struct pool_pair {
@@ -45,6 +45,8 @@ __global__ void __launch_bounds__(CTA_THREADS) copy_blocks_kernel(const __grid_c
     const Piece *src = (const Piece *)(pools.src + params.blocks[2 * blockIdx.y] * pools.src_stride);
     Piece *dst = (Piece *)(pools.dst + params.blocks[2 * blockIdx.y + 1] * pools.dst_stride);
     int64_t i = (int64_t)blockIdx.x * CTA_THREADS + threadIdx.x, step = (int64_t)gridDim.x * CTA_THREADS;
+    pk_wait_for_previous_kernel();
+    pk_let_next_kernel_start();
     for (; i < pools.block_bytes / (int64_t)sizeof(Piece); i += step) dst[i] = src[i];
 }
 
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(CTA_THREADS) copy_blocks_kernel(const __grid_c
 
 /* Launch after launch on one stream: where one pair's destination is a later pair's source, the order counts only
  * inside a launch, and there it is undefined. */
-static pk_status copy_all(const pk_blocks_args *args, pk_stream stream, pk_error *err)
+static pk_status copy_all(const pk_blocks_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
     for (int64_t pair = 0; pair < args->num_pairs; pair += PAIRS_PER_LAUNCH)
         for (int cache = 0; cache < args->num_caches; cache += CACHES_PER_LAUNCH) {
@@ -73,7 +75,8 @@ static pk_status copy_all(const pk_blocks_args *args, pk_stream stream, pk_error
             int64_t ctas = pk_ceil_div(largest / (is_aligned ? 16 : 1), CTA_THREADS * 4);
             dim3 grid((unsigned)(ctas < 64 ? ctas : 64), (unsigned)num_pairs, (unsigned)num_caches);
             auto kernel = is_aligned ? copy_blocks_kernel<uint4> : copy_blocks_kernel<uint8_t>;
-            PK_TRY(pk_cuda_launch(err, "copy_blocks_kernel", kernel, grid, dim3(CTA_THREADS), 0, stream, params));
+            PK_TRY(pk_cuda_launch_early(err, "copy_blocks_kernel", kernel, device, grid, dim3(CTA_THREADS), 0, stream,
+                                        params));
         }
     return PK_OK;
 }
@@ -82,7 +85,7 @@ pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_e
 {
     if (args->num_caches == 0 || args->num_pairs == 0) return PK_OK;
     pk_cuda_scope scope(args->dst[0].device.index, err);
-    return scope.status != PK_OK ? scope.status : copy_all(args, stream, err);
+    return scope.status != PK_OK ? scope.status : copy_all(args, scope.device, stream, err);
 }
 
 /* Whether the device's kernels can read and write the view's memory at its own address: it is pinned, or theirs. */
@@ -105,7 +108,7 @@ pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_e
     bool is_near = true;
     for (int i = 0; i < args->num_caches && is_near; i++)
         PK_TRY(is_reachable(&other[i], on_device->device.index, &is_near, err));
-    if (is_near) return copy_all(args, stream, err);
+    if (is_near) return copy_all(args, scope.device, stream, err);
     for (int64_t pair = 0; pair < args->num_pairs; pair++)
         for (int i = 0; i < args->num_caches; i++) {
             pool_pair pools = pool_pair_of(args, i);

@@ -9,13 +9,13 @@
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
 {
-    int64_t q_strides = args->q_token_stride | args->q_head_stride | args->out_token_stride | args->out_head_stride;
-    int64_t cache_strides = args->head_dim | args->k_block_stride | args->k_slot_stride | args->k_head_stride |
-                            args->v_block_stride | args->v_slot_stride | args->v_head_stride;
-    int64_t per_vector = args->cache_dtype == PK_F8E4M3 ? 16 : 8;
-    return (args->dtype == PK_BF16 || args->dtype == PK_F16) && q_strides % 8 == 0 && cache_strides % per_vector == 0 &&
-           pk_is_aligned(args->q, 16) && pk_is_aligned(args->out, 16) && pk_is_aligned(args->k_cache, 16) &&
-           pk_is_aligned(args->v_cache, 16);
+    size_t per_vector = args->cache_dtype == PK_F8E4M3 ? 16 : 8;
+    return (args->dtype == PK_BF16 || args->dtype == PK_F16) &&
+           pk_are_multiples(16, args->q, args->out, args->k_cache, args->v_cache) &&
+           pk_are_multiples(8, args->q_token_stride, args->q_head_stride, args->out_token_stride,
+                            args->out_head_stride) &&
+           pk_are_multiples(per_vector, args->head_dim, args->k_block_stride, args->k_slot_stride, args->k_head_stride,
+                            args->v_block_stride, args->v_slot_stride, args->v_head_stride);
 }
 
 /* Which sequences the kernels take; a filter of max_rows 0 is none. */

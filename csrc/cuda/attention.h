@@ -27,7 +27,7 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
 /* The rows of its plan; fills args->plan, where that is given. */
 pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                               int64_t *num_rows, pk_stream stream, pk_error *err);
-/* Hopper's prefill (wgmma and the copy engine), where it applies. */
+/* Hopper's prefill (wgmma and the copy engine), where it applies to arguments that fit the tensor cores. */
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                          pk_stream stream, pk_error *err);
@@ -128,10 +128,6 @@ __device__ static inline uint32_t smem_address(const void *pointer)
 }
 
 /* 16 bytes from global to shared memory, all of them or the first few and zeros. */
-__device__ static inline void copy_async_16(uint32_t to, const void *from)
-{
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
 __device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
@@ -195,6 +191,15 @@ struct attention_kind {
 using kind_bf16 = attention_kind<__nv_bfloat16, false>;
 using kind_f16 = attention_kind<__half, false>;
 using kind_fp8 = attention_kind<__half, true>;
+
+/* Calls body with the smallest head dim of a kernel (given in rising order) that holds the arguments'. */
+template <int D, int... LARGER, typename Body>
+static inline pk_status for_head_dim(int64_t head_dim, Body body)
+{
+    if constexpr (sizeof...(LARGER) > 0)
+        if (head_dim > D) return for_head_dim<LARGER...>(head_dim, body);
+    return body(std::integral_constant<int, D>());
+}
 
 /* Two e4m3 (the low 16 bits of x) as two fp16. */
 __device__ static inline uint32_t fp8_pair_to_f16(uint32_t x)

@@ -379,20 +379,14 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                           smem_bytes, stream, batch);
 }
 
-template <typename Kind>
-static pk_status launch_prefill_of_kind(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                        pk_stream stream, pk_error *err)
-{
-    if (args->head_dim <= 64) return launch_prefill<Kind, 64>(args, filter, device, stream, err);
-    if (args->head_dim <= 96) return launch_prefill<Kind, 96>(args, filter, device, stream, err);
-    if (args->head_dim <= 128) return launch_prefill<Kind, 128>(args, filter, device, stream, err);
-    return launch_prefill<Kind, 256>(args, filter, device, stream, err);
-}
-
 pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                          pk_stream stream, pk_error *err)
 {
-    if (args->cache_dtype == PK_F8E4M3) return launch_prefill_of_kind<kind_fp8>(args, filter, device, stream, err);
-    if (args->cache_dtype == PK_F16) return launch_prefill_of_kind<kind_f16>(args, filter, device, stream, err);
-    return launch_prefill_of_kind<kind_bf16>(args, filter, device, stream, err);
+    auto launch = [&](auto kind) {
+        return for_head_dim<64, 96, 128, 256>(args->head_dim, [&](auto dim) {
+            return launch_prefill<decltype(kind), dim()>(args, filter, device, stream, err);
+        });
+    };
+    if (args->cache_dtype == PK_F8E4M3) return launch(kind_fp8());
+    return args->cache_dtype == PK_F16 ? launch(kind_f16()) : launch(kind_bf16());
 }

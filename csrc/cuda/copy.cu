@@ -27,39 +27,26 @@ __global__ void copy_strided_kernel(const pk_view dst, const pk_view src, int64_
 
 // --- launchers
 
-template <typename Dst, typename Src>
-static pk_status launch(const pk_copy_args *args, int64_t numel, pk_stream stream, pk_error *err)
-{
-    int64_t ctas = pk_ceil_div(numel, 256);
-    return pk_cuda_launch(err, "copy_strided_kernel", copy_strided_kernel<Dst, Src>,
-                          dim3((unsigned)(ctas < 65536 ? ctas : 65536)), dim3(256), 0, stream, args->dst, args->src,
-                          numel);
-}
-
 static pk_status copy_strided(const pk_copy_args *args, int64_t numel, pk_stream stream, pk_error *err)
 {
-    pk_dtype src = args->src.dtype, dst = args->dst.dtype;
-    if (src == dst) {
-        switch (pk_dtype_bytes(src)) {
-            case 1:
-                return launch<uint8_t, uint8_t>(args, numel, stream, err);
-            case 2:
-                return launch<uint16_t, uint16_t>(args, numel, stream, err);
-            case 4:
-                return launch<uint32_t, uint32_t>(args, numel, stream, err);
-            default:
-                return launch<uint64_t, uint64_t>(args, numel, stream, err);
-        }
-    }
-    return pk_for_float_dtype(err, src == PK_F8E4M3 ? PK_F32 : src, [&](auto *src_type) {
-        using Src = std::remove_pointer_t<decltype(src_type)>;
-        if (dst == PK_F8E4M3) return launch<__nv_fp8_e4m3, Src>(args, numel, stream, err);
-        return pk_for_float_dtype(err, dst, [&](auto *dst_type) {
-            using Dst = std::remove_pointer_t<decltype(dst_type)>;
-            if (src == PK_F8E4M3) return launch<Dst, __nv_fp8_e4m3>(args, numel, stream, err);
-            return launch<Dst, Src>(args, numel, stream, err);
-        });
-    });
+    pk_dtype from = args->src.dtype, to = args->dst.dtype;
+    size_t bytes = pk_dtype_bytes(from);
+    int64_t ctas = pk_ceil_div(numel, 256);
+    dim3 grid((unsigned)(ctas < 65536 ? ctas : 65536));
+    auto launch = [&](auto *dst, auto *src) {
+        auto kernel = copy_strided_kernel<std::remove_pointer_t<decltype(dst)>, std::remove_pointer_t<decltype(src)>>;
+        return pk_cuda_launch(err, "copy_strided_kernel", kernel, grid, dim3(256), 0, stream, args->dst, args->src,
+                              numel);
+    };
+    if (from == to && bytes == 1) return launch((uint8_t *)nullptr, (uint8_t *)nullptr);
+    if (from == to && bytes == 2) return launch((uint16_t *)nullptr, (uint16_t *)nullptr);
+    if (from == to && bytes == 4) return launch((uint32_t *)nullptr, (uint32_t *)nullptr);
+    if (from == to && bytes == 8) return launch((uint64_t *)nullptr, (uint64_t *)nullptr);
+    auto convert = [&](auto *src) {
+        if (to == PK_F8E4M3) return launch((__nv_fp8_e4m3 *)nullptr, src);
+        return pk_for_float_dtype(err, to, [&](auto *dst) { return launch(dst, src); });
+    };
+    return from == PK_F8E4M3 ? convert((__nv_fp8_e4m3 *)nullptr) : pk_for_float_dtype(err, from, convert);
 }
 
 pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err)

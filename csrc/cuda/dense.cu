@@ -188,27 +188,23 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_er
     });
 }
 
-template <typename Unit>
-static pk_status launch_gather(pk_gather_args args, int64_t elements_per_unit, const pk_cuda_device *device,
-                               pk_stream stream, pk_error *err)
-{
-    args.row_size /= elements_per_unit;
-    args.table_stride /= elements_per_unit;
-    args.out_stride /= elements_per_unit;
-    dim3 cta, grid = row_grid(args.num_ids, args.row_size, &cta);
-    return pk_cuda_launch_early(err, "gather_kernel", gather_kernel<Unit>, device, grid, cta, 0, stream, args,
-                                device->bad_id);
-}
-
 pk_status pk_cuda_gather(const pk_gather_args *args, pk_stream stream, pk_error *err)
 {
     if (args->num_ids == 0 || args->row_size == 0) return PK_OK;
     pk_cuda_scope scope(args->out, err);
     if (scope.status != PK_OK) return scope.status;
-    int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), per_unit = 16 / bytes;
-    if (pk_are_multiples((size_t)per_unit, args->row_size, args->table_stride, args->out_stride) &&
+    int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), per_piece = 16 / bytes;
+    auto launch = [&](auto unit, int64_t elements) {
+        pk_gather_args units = *args;
+        units.row_size /= elements;
+        units.table_stride /= elements;
+        units.out_stride /= elements;
+        dim3 cta, grid = row_grid(args->num_ids, units.row_size, &cta);
+        return pk_cuda_launch_early(err, "gather_kernel", gather_kernel<decltype(unit)>, scope.device, grid, cta, 0,
+                                    stream, units, scope.device->bad_id);
+    };
+    if (pk_are_multiples((size_t)per_piece, args->row_size, args->table_stride, args->out_stride) &&
         pk_are_multiples(16, args->table, args->out))
-        return launch_gather<uint4>(*args, per_unit, scope.device, stream, err);
-    if (bytes == 4) return launch_gather<uint32_t>(*args, 1, scope.device, stream, err);
-    return launch_gather<uint16_t>(*args, 1, scope.device, stream, err);
+        return launch(uint4(), per_piece);
+    return bytes == 4 ? launch(uint32_t(), 1) : launch(uint16_t(), 1);
 }

@@ -122,11 +122,6 @@ __device__ static inline bool quad_any(bool x) { return __ballot_sync(~0u, x) >>
 
 // --- copies to shared memory
 
-__device__ static inline uint32_t smem_address(const void *pointer)
-{
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
 /* 16 bytes from global to shared memory, all of them or the first few and zeros. */
 __device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {

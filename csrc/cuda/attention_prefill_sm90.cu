@@ -492,32 +492,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
 
 // --- launchers
 
-typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* Sizes and strides from the innermost dimension outwards; strides in elements of 2 bytes, the innermost is 1. */
-static pk_status encode_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
-                            const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err)
-{
-    static void *encode;
-    if (!encode) PK_TRY(pk_cuda_driver_entry("cuTensorMapEncodeTiled", &encode, err));
-    cuuint64_t size[5], stride_bytes[5];
-    cuuint32_t box_size[5], element_strides[5] = {1, 1, 1, 1, 1};
-    for (int i = 0; i < ndim; i++) {
-        size[i] = (cuuint64_t)sizes[i];
-        box_size[i] = (cuuint32_t)box[i];
-        if (i > 0) stride_bytes[i - 1] = (cuuint64_t)strides[i] * 2;
-    }
-    CUresult result = ((encode_function)encode)(
-        map, dtype == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)ndim,
-        (void *)data, size, stride_bytes, box_size, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result == CUDA_SUCCESS) return PK_OK;
-    return pk_fail(err, PK_ECUDA, "cuTensorMapEncodeTiled: CUresult %d for %s", (int)result, name);
-}
-
 static pk_status encode_cache(CUtensorMap *map, const char *name, const pk_attention_args *args, const void *data,
                               int64_t block_stride, int64_t slot_stride, int64_t head_stride, int column, int columns,
                               int box_rows, pk_error *err)
@@ -526,7 +500,7 @@ static pk_status encode_cache(CUtensorMap *map, const char *name, const pk_atten
                         args->num_blocks};
     int64_t strides[5] = {1, slot_stride, column, 8 * slot_stride, block_stride};
     int box[5] = {column, 8, columns, box_rows / 8, 1};
-    return encode_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
+    return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
 }
 
 template <int head_dim, typename T>
@@ -549,7 +523,7 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
     int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
-    PK_TRY(encode_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
+    PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
     PK_TRY(encode_cache(&params.k_map, "k_cache", args, args->k_cache, args->k_block_stride, args->k_slot_stride,
                         args->k_head_stride, shape::column, shape::columns, params.box_rows, err));
     PK_TRY(encode_cache(&params.v_map, "v_cache", args, args->v_cache, args->v_block_stride, args->v_slot_stride,

@@ -3,7 +3,7 @@
  * The runtime is linked statically and the driver is found at run time, so that the same binary imports where there is
  * neither: pk_cuda_probe() is the first call that needs one, and says what is missing.
  */
-#include "cuda/cuda.h"
+#include "cuda/sm90.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -156,6 +156,31 @@ pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *er
     if (found != cudaDriverEntryPointSuccess || !*function)
         return pk_fail(err, PK_EUNSUPPORTED, "the NVIDIA driver has no %s (12.0): update the driver", symbol);
     return PK_OK;
+}
+
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
+                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err)
+{
+    static void *encode;
+    if (!encode) PK_TRY(pk_cuda_driver_entry("cuTensorMapEncodeTiled", &encode, err));
+    cuuint64_t size[5], stride_bytes[5];
+    cuuint32_t box_size[5], element_strides[5] = {1, 1, 1, 1, 1};
+    for (int i = 0; i < ndim; i++) {
+        size[i] = (cuuint64_t)sizes[i];
+        box_size[i] = (cuuint32_t)box[i];
+        if (i > 0) stride_bytes[i - 1] = (cuuint64_t)strides[i] * 2;
+    }
+    CUresult result = ((encode_function)encode)(
+        map, dtype == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)ndim,
+        (void *)data, size, stride_bytes, box_size, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return PK_OK;
+    return pk_fail(err, PK_ECUDA, "cuTensorMapEncodeTiled: CUresult %d for %s", (int)result, name);
 }
 
 // --- memory

@@ -208,7 +208,7 @@ static inline bool pk_are_multiples(size_t of, Values... values)
 }
 static inline int64_t pk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// --- device code: conversions and 16-byte vectors
+// --- device code: conversions, 16-byte vectors, addresses
 
 __device__ static inline float pk_to_float(float x) { return x; }
 __device__ static inline float pk_to_float(__half x) { return __half2float(x); }
@@ -233,6 +233,11 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N) pk_vec {
     T at[N];
 };
+
+__device__ static inline uint32_t smem_address(const void *pointer)
+{
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
 
 /* The value that a tensor of type T would hold: where transformers' modules cast, so do ours. */
 template <typename T>

@@ -1,14 +1,21 @@
-/* sm90.h - the Hopper instructions that have no C++ spelling: mbarriers, bulk tensor copies, warpgroup matrix products.
+/* sm90.h - tensor maps, and the Hopper instructions that have no C++ spelling: mbarriers, bulk tensor copies, warpgroup
+ * matrix products.
  *
- * Only for code inside `#ifdef PK_SM90A`: wgmma and setmaxnreg exist on the architecture-specific target sm_90a alone.
+ * The instructions only for code inside `#ifdef PK_SM90A`: wgmma and setmaxnreg exist on the architecture-specific
+ * target sm_90a alone.
  */
 #ifndef PK_SM90_H
 #define PK_SM90_H
 
+#include "cuda/cuda.h"
+
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+
+/* How bulk tensor copies read a tensor of 2-byte elements. Sizes and strides from the innermost dimension outwards;
+ * strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes, of 64 where it has so few. `name`:
+ * the argument that an error is about. */
+pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
+                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err);
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define PK_SM90A 1
@@ -66,6 +73,14 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void copy_2d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
 }
 __device__ __forceinline__ void copy_4d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2,
                                         int c3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -119,6 +120,7 @@ class LLM:
         page_bytes = self._page_bytes(block_size)
         num_host_blocks = check_int("swap_space", swap_space, 0) // page_bytes
         self.memory: dict[str, int] = {}
+        gc.collect()  # an LLM that is dead but not collected yet has its pool until then
         used = self._used_memory()
         dummy = load_format == "dummy"
         checkpoint = DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)

@@ -20,9 +20,11 @@
  * A sink [num_q_heads] is one more logit without a value. A row that sees no key gets out 0 and lse -inf (lse = sink
  * where there are sinks, which is what merging with other parts needs: give the sinks to one part only).
  * An fp8 cache holds x / scale; k_scale and v_scale are a number, [1], [num_kv_heads] or [num_seqs, num_kv_heads].
- * num_splits: 0 lets the backend choose; n cuts the keys of every sequence into n ranges, whatever the batch.
+ * num_splits: 0 lets the backend choose; n cuts the keys of a sequence into up to n ranges, by its length alone.
  * plan: how a backend divides the work among its processors, from the lengths: made once a step by plan_attention for
  * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
+ * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
+ * values in front of a sequence's queries. With a plan, CUDA reads them while the operations ahead still run.
  *
  * A page, context or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
  * records it in the device status word. out must not overlap any input.
@@ -127,6 +129,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .softcap = (float)call->softcap,
         .num_splits = (int)call->num_splits,
         .is_causal = call->is_causal,
+        .past_is_constant = call->past_is_constant,
         .dtype = q->dtype,
         .cache_dtype = k_cache->dtype,
     };

@@ -204,8 +204,9 @@ typedef struct {
     int64_t window_left, window_right; /* -1: unbounded; right is 0 where is_causal */
     float softmax_scale, softcap;      /* softcap 0: none */
     pk_scale_arg k_scale, v_scale;
-    int num_splits;                /* 0: the backend chooses; n: exactly n ranges of the keys, whatever the batch */
+    int num_splits;                /* 0: the backend chooses; n: up to n ranges of the keys, whatever the batch */
     bool is_causal;
+    bool past_is_constant;         /* nothing that may still run writes the plan, the tables, or keys before the queries' */
     pk_dtype dtype, cache_dtype;
 } pk_attention_args;
 
@@ -455,7 +456,8 @@ typedef struct {
     double softcap;
     pk_scale k_scale, v_scale;
     int64_t num_splits;
-    const pk_view *plan;  /* optional */
+    const pk_view *plan; /* optional */
+    bool past_is_constant;
     pk_output *out, *lse; /* lse NULL: not wanted */
 } pk_attention_call;
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err);

@@ -19,7 +19,9 @@ def test_case_on_tensor_cores(torch, rng, case, dtype):
     batch = make_batch(replace(case, dtype=dtype), rng)
     results = run(batch, "cuda:0")
     check(batch, results)
-    assert all(np.array_equal(*pair) for pair in zip(results, run(batch, "cuda:0", has_plan=True)))
+    for is_constant in (False, True):
+        planned = run(batch, "cuda:0", has_plan=True, past_is_constant=is_constant)
+        assert all(np.array_equal(*pair) for pair in zip(results, planned))
 
 
 def make_pool(torch, num_seqs, longest, heads, kv_heads, head_dim, page):
@@ -40,7 +42,7 @@ def simple_kernel(q, k_cache, v_cache, *rest, **arguments):
 @pytest.mark.parametrize("num_splits", [0, 4])
 @pytest.mark.parametrize(("batch", "context", "heads"), [
     (1, 1, (16, 8)), (1, 40000, (16, 8)), (1, 9000, (64, 4)), (1, 5000, (4, 4)), (2, 7000, (160, 1)), (9, 3000, (8, 2)),
-    (40, 0, (32, 8)), (150, 0, (16, 8)), (700, 0, (4, 2)), (1500, 0, (4, 1))])  # fmt: skip
+    (40, 0, (32, 8)), (150, 0, (16, 8)), (250, 0, (16, 8)), (700, 0, (4, 2)), (1500, 0, (4, 1))])  # fmt: skip
 def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
     tensors = make_pool(torch, batch, context or 2000, *heads, 128, 16)
     lens = rng.integers(0, 2001, batch) * (rng.random(batch) < 0.9) if context == 0 else np.full(batch, context)
@@ -94,6 +96,43 @@ def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
             for out, layer in zip(captured, layers, strict=True):
                 expected = simple_kernel(q, *layer, tables, lens)
                 torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(("batch", "longest"), [(1, 30000), (3, 40), (150, 1500)])
+def test_what_is_read_before_a_layer_has_stored_its_keys(torch, rng, batch, longest, queries):
+    """past_is_constant: layers in a graph store the keys of their queries, NaN until then, and attend at once."""
+    _, *caches, tables = make_pool(torch, batch, longest, 16, 8, 128, 16)
+    q, *new = torch.randn(3, batch * queries, 16, 128, device="cuda", dtype=torch.bfloat16)
+    layers = [[cache.clone() for cache in caches] for _ in range(3)]
+    tokens = [cache.view(-1, 8, 128) for layer in layers for cache in layer]
+    lens = torch.full((batch,), queries, device="cuda", dtype=torch.int32)
+    slots = torch.zeros(batch * queries, device="cuda", dtype=torch.int32)
+
+    def step():
+        plan = pagedkv.plan_attention(q, *layers[0], tables, lens)
+        outs = []
+        for layer in layers:
+            pagedkv.store_kvcache(*(x[:, :8] for x in new), *layer, slots)
+            outs.append(pagedkv.paged_attention_fwd(q, *layer, tables, lens, plan=plan, past_is_constant=True))
+        return outs
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(5):
+        lens.copy_(torch.from_numpy(rng.integers(queries, longest + 1, batch).astype(np.int32)))
+        positions = (lens[:, None] - queries + torch.arange(queries, device="cuda")).long()
+        slots.copy_((tables.gather(1, positions // 16) * 16 + positions % 16).view(-1))
+        for cache in tokens:
+            cache[slots.long()] = float("nan")
+        graph.replay()
+        for out, layer in zip(captured, layers, strict=True):
+            expected = simple_kernel(q, *layer, tables, lens)
+            torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        for cache in tokens:
+            cache[slots.long()] = 1
 
 
 def test_a_plan_for_something_else(torch, rng):

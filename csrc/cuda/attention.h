@@ -127,11 +127,6 @@ __device__ static inline void copy_async_16(uint32_t to, const void *from, int b
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
-/* Into L2, a multiple of 16 bytes (Hopper). */
-__device__ static inline void prefetch_bulk(const void *from, int bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ static inline void copy_async_wait()

@@ -60,7 +60,7 @@ struct decode_cta {
         lane = threadIdx.x % 32;
         quad_row = lane / 4;
         quad_col = lane % 4 * 2;
-        step = blockDim.x / 32 * CHUNK;
+        step = params.shape.step;
         char *mine = smem + warp * RING_BYTES;
         ring = smem_address(mine);
         key_masks = (unsigned int *)(smem + blockDim.x / 32 * RING_BYTES) + warp * STAGES;
@@ -98,7 +98,8 @@ struct decode_cta {
         load_key = lookup_key;
         end_key = first_key + unit.end_step * step;
         num_loaded = 0;
-        return unit.first_step < unit.end_step && unit.end_step <= decode_num_steps(unit.context, first_key, step);
+        return unit.first_step < unit.end_step &&
+               (unit.end_step - 1) * (int64_t)step < max(unit.context - first_key, 1);
     }
 
     // --- loading
@@ -128,22 +129,6 @@ struct decode_cta {
     {
         int64_t row = page * args.v_block_stride + slot * args.v_slot_stride + rows.head * args.v_head_stride;
         return (const char *)args.v_cache + row * Kind::CACHE_BYTES;
-    }
-
-    /* Before the wait nothing that is read may be believed, but as a rule the plan, the table and all keys but the
-     * newest have been there for long: what they say is fetched into L2 while the kernel before comes to its end. */
-    __device__ void prefetch()
-    {
-#if __CUDA_ARCH__ >= 900
-        int pages = look_up();
-#pragma unroll 1
-        for (int i = 0; i < STAGES * KEY_TILES; i++) {
-            int page = __shfl_sync(~0u, pages, i), slot = slot_of(load_key + i / KEY_TILES * step + i % KEY_TILES * 16);
-            if (page < 0 || page >= args.num_blocks) continue;
-            const char *row = lane < 16 ? k_row(page, slot + lane) : v_row(page, slot + lane - 16);
-            prefetch_bulk(row, (int)args.head_dim * Kind::CACHE_BYTES);
-        }
-#endif
     }
 
     __device__ void load_chunk(int stage)
@@ -381,22 +366,34 @@ struct decode_cta {
             }
     }
 
-    __device__ void run()
+    /* From here on what the kernel before wrote may be read. Again is as good as once. */
+    __device__ static void begin()
     {
-        int unit_index = blockIdx.x / (int)args.num_kv_heads;
-        rows.head = blockIdx.x - unit_index * (int)args.num_kv_heads;
-        if (blockIdx.x < params.num_early && read_unit(unit_index)) prefetch();
         pk_wait_for_previous_kernel();
         pk_let_next_kernel_start();
+    }
+
+    __device__ void run()
+    {
+        bool starts_early = args.plan && args.past_is_constant;
+        if (!starts_early) begin();
+        int unit_index = params.num_heads.divide(blockIdx.x);
+        rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!read_unit(unit_index)) {
+            begin();
             if (threadIdx.x == 0 && rows.unit.signature != 0)
                 pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature, params.shape.signature);
             return;
         }
-        int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq], first_key = load_key;
+        int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
         next_table = look_up();
 #pragma unroll 1
-        for (int stage = 0; stage < STAGES; stage++) load_next(stage);
+        for (int stage = 0; stage < STAGES; stage++) {
+            if (load_key + CHUNK > first_new_key) begin();
+            load_next(stage);
+        }
+        begin();
+        int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
         load_queries();
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
@@ -456,15 +453,12 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
                                    pk_stream stream, pk_error *err)
 {
     decode_params params = {};
-    const decode_shape &shape = params.shape;
     PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &params.shape, &params.workspace, err));
     params.bad_id = device->bad_id;
-    params.group = make_divider(shape.group);
+    params.group = make_divider(params.shape.group);
+    params.num_heads = make_divider(args->num_kv_heads);
     params.block_size = make_divider(args->block_size);
     params.are_pages_of_16 = args->block_size % 16 == 0;
-    /* Half of the SMs idle, or all of them while 16 rows are merged: elsewhere it only disturbs what others read. */
-    bool has_idle_sms = 2 * shape.num_units * args->num_kv_heads <= device->num_sms || shape.rows == 16;
-    params.num_early = has_idle_sms ? device->num_sms * shape.ctas_per_sm : 0;
     auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
                   : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>
                                                  : launch_decode<kind_bf16>;

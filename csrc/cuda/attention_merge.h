@@ -63,8 +63,7 @@ __device__ static inline row_state add_up(int count, Load load)
         float largest = result.max;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            batch[i] = load(min(begin + i, count - 1));
-            if (begin + i >= count) batch[i].max = -INFINITY; /* weighs nothing */
+            batch[i] = begin + i < count ? load(begin + i) : row_state{-INFINITY, 0, {}};
             largest = fmaxf(largest, batch[i].max);
         }
         rebase(result, largest);
@@ -117,8 +116,8 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
     int num_items = tile.num_rows() * QUADS, num_heads = (int)tile.args.num_kv_heads;
     int num_parts = tile.unit.num_parts, first_unit = unit_index - tile.unit.part;
     auto part_at = [&](int part) {
-        int64_t slot = (int64_t)(first_unit + part) * num_heads + tile.head;
-        return partial_rows<ROWS>{tile.params.workspace.partials + slot * ROWS * (D + 2), D};
+        unsigned slot = (first_unit + part) * num_heads + tile.head; /* of PK_SCRATCH_COUNTERS at most */
+        return partial_rows<ROWS>{tile.params.workspace.partials + (size_t)slot * (ROWS * (D + 2)), D};
     };
 
     for (int item = threadIdx.x; item < num_items; item += blockDim.x) {

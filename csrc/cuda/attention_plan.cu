@@ -2,8 +2,8 @@
  *
  * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most
  * twice an SM's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and what is under
- * way at the end still draws the whole bandwidth. With num_splits every sequence has that many parts, whose borders
- * depend on its own length alone.
+ * way at the end still draws the whole bandwidth. With num_splits every sequence has up to that many parts, whose
+ * number and borders depend on its own length alone.
  */
 #include "cuda/attention_plan.h"
 
@@ -13,7 +13,7 @@
 
 // --- kernels
 
-enum { THREADS = 512, BUCKETS = 32 };
+enum { THREADS = 512, BUCKETS = 32, FEWEST_KEYS = 1024 /* of a part, with num_splits */ };
 
 struct planned_sequence {
     sequence_view view;
@@ -35,7 +35,8 @@ __device__ static planned_sequence measure(const pk_attention_args &args, const 
 
 __device__ static int count_parts(const decode_shape &shape, int num_steps, int length)
 {
-    return shape.num_splits > 0 ? min(shape.num_splits, num_steps) : (num_steps + length - 1) / length;
+    if (shape.num_splits == 0) return (num_steps + length - 1) / length;
+    return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
 }
 
 /* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(THREADS)
 {
     __shared__ int total, longest, length, num_units, next_unit[BUCKETS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    pk_let_next_kernel_start();
+    if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0) total = 0, longest = 1, length = INT_MAX;
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(THREADS)
         }
     }
     for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) workspace.units[i] = {};
+    __threadfence();
 }
 
 // --- launchers
@@ -155,7 +157,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = device->num_sms * ctas / heads;
-        bool is_filled = slots > 0 && 4 * (slots / segments * segments) >= 3 * slots;
+        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
         if (is_filled && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;

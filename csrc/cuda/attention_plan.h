@@ -74,9 +74,8 @@ struct decode_params {
     decode_shape shape;
     decode_workspace workspace;
     pk_cuda_bad_id *bad_id;
-    divider group, block_size;
+    divider group, block_size, num_heads;
     bool are_pages_of_16; /* block_size is a multiple of 16 keys */
-    unsigned num_early;   /* the first CTAs, which fetch into L2 while the kernel before still runs */
 };
 
 /* The first key that a sequence's steps count from. */

@@ -162,7 +162,8 @@ static inline pk_status pk_cuda_launch(pk_error *err, const char *name, Kernel *
 /* Launches a kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch,
  * Hopper and newer). In such a kernel every thread calls pk_wait_for_previous_kernel() before it reads or writes global
  * memory: any of it, weights too, may come from a predecessor that let it start early. Before the wait there is only
- * arithmetic and prefetching into L2. pk_let_next_kernel_start() allows the next one to do the same. */
+ * arithmetic, prefetching into L2, and reading what the caller promises to be constant. pk_let_next_kernel_start()
+ * allows the next one to do the same. */
 template <typename Kernel, typename... Rest>
 static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, Kernel *kernel,
                                              const pk_cuda_device *device, Rest... rest)

@@ -72,8 +72,8 @@ PyDoc_STRVAR(
     paged_attention_fwd_doc,
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
     "max_seqlen_q=None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, out=None, return_lse=False, "
-    "stream=None)\n--\n\n"
+    "sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
+    "return_lse=False, stream=None)\n--\n\n"
     "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
     "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" CACHES_DOC
     "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
@@ -87,10 +87,12 @@ PyDoc_STRVAR(
     "alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
     "sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n" SCALES_DOC
     "of shape [1], [num_kv_heads] or\n[num_seqs, num_kv_heads].\n"
-    "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number fixes the order of\n"
-    "additions whatever the batch.\n"
-    "plan: what plan_attention returned for the same shapes and lengths, or None: this call makes its own.\n" PY_DOC_OUT
-        PY_DOC_STREAM PY_DOC_ERRORS
+    "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number (the most parts) fixes\n"
+    "the order of additions whatever the batch.\n"
+    "plan: what plan_attention returned for the same shapes and lengths, or None: this call makes its own.\n"
+    "past_is_constant=True promises that since the last copy or graph launch on the stream nothing has written\n"
+    "block_tables, or keys and values in front of the queries' own: with a plan, CUDA reads them while the operations\n"
+    "ahead still run.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
     "A page out of range: the CPU raises ValueError; CUDA masks its keys and records it for check_errors().\n\n"
     "Returns out, or (out, lse) with lse [num_q_heads, num_tokens] float32, the natural log of the sum of the\n"
     "exponentials of the logits. A row that sees no key gives 0 and -inf.");
@@ -98,7 +100,7 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
 {
     /* clang-format off */
     enum { SOFTMAX_SCALE = NUM_BATCH, CAUSAL, WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS,
-           PLAN, OUT, RETURN_LSE, STREAM };
+           PLAN, PAST_IS_CONSTANT, OUT, RETURN_LSE, STREAM };
     /* clang-format on */
     py_call call;
     py_output out, lse;
@@ -117,6 +119,7 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
     request.v_scale = py_call_scale(&call, V_SCALE);
     request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
     request.plan = py_call_optional(&call, PLAN);
+    request.past_is_constant = py_call_bool(&call, PAST_IS_CONSTANT, false);
     py_call_output(&call, OUT, &out);
     bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
     py_call_output(&call, -1, &lse);

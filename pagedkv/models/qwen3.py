@@ -122,6 +122,7 @@ class Attention:
             max_seqlen_q=batch.max_seqlen_q,
             window_size=self.window,
             plan=batch.plans.get(self.window),
+            past_is_constant=True,
             out=out,
         )
         pagedkv.linear(

@@ -1,7 +1,7 @@
 /* bench.cu - checks and times the CUDA backend's attention without Python: the harness of the lab notes beside it.
  *
  *     bench check [cases] [seed]      random cases against a double-precision kernel, with NaN and page poison
- *     bench time [row] [heads] ...    the decode rows of the table: burst and sustained, us and GB/s
+ *     bench time ROWS Q KV ... [+ ROWS ...]    rows ("1x8192", "256x0": ragged, or "all"): burst and sustained
  *
  * Build: see `make` lines in NOTES.md. Timing: page order at random, inputs rotating over at least 512 MB, one CUDA
  * graph of many launches; burst = 50 ms idle and one replay, median of 5; sustained = 150 ms of load, then 100 ms.
@@ -205,7 +205,8 @@ static bool check_one(uint64_t seed, int max_queries)
     if (rng() % 3 == 0) a.window_left = between(0, longest);
     if (rng() % 3 == 0) a.is_causal = false, a.window_right = rng() % 2 ? -1 : between(0, 50);
     if (rng() % 4 == 0) a.softcap = 2.0f;
-    if (rng() % 8 == 0) a.num_splits = between(1, 7);
+    if (rng() % 8 == 0) a.num_splits = pick({1, 2, 7, 30});
+    a.past_is_constant = rng() % 2;
 
     std::vector<int> pages(num_blocks);
     for (int i = 0; i < num_blocks; i++) pages[i] = i;
@@ -307,6 +308,17 @@ static bool check_one(uint64_t seed, int max_queries)
 
 // --- timing
 
+/* In a kernel with marks (marks.py), what they say of the last launch. */
+__attribute__((weak)) void report();
+
+/* PK_LAYER=product,attention: each attention comes after a kernel of 3 us that does not let the next start early (as
+ * cuBLAS's), and qk_norm_rope_store; PK_LAYER=product: those two alone. */
+__global__ void product()
+{
+    for (long long begin = clock64(); clock64() - begin < 5000;) {
+    }
+}
+
 struct row {
     const char *name;
     int batch, context; /* context 0: ragged U(100,2048) */
@@ -328,7 +340,7 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     int copies = std::max(1, (int)std::ceil(600e6 / bytes));
     pk_attention_args a;
     set_dims(a, s, blocks * copies, max_blocks);
-    a.num_splits = num_splits;
+    a.num_splits = num_splits, a.past_is_constant = is_planned && !getenv("PK_PAST_MAY_CHANGE");
     size_t cache_count = (size_t)(a.num_blocks * a.k_block_stride);
     void *q, *k, *v, *out;
     MUST(cudaMalloc(&q, (size_t)(a.num_tokens * a.q_token_stride) * 2)),
@@ -350,6 +362,30 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
             for (int b = 0; b * block_size < s.contexts[i]; b++) table[i * max_blocks + b] = pages[next++];
         tables.push_back(upload(table));
     }
+    std::vector<int *> slots;
+    for (int copy = 0; copy < copies; copy++) {
+        std::vector<int> last(r.batch), table((size_t)(r.batch * max_blocks));
+        MUST(cudaMemcpy(table.data(), tables[copy], table.size() * 4, cudaMemcpyDeviceToHost));
+        for (int i = 0; i < r.batch; i++) {
+            int key = s.contexts[i] - 1;
+            last[i] = table[i * max_blocks + key / block_size] * block_size + key % block_size;
+        }
+        slots.push_back(upload(last));
+    }
+    pk_qk_norm_rope_store_args rope = {};
+    rope.qkv = upload(std::vector<short>((size_t)(r.batch * (q_heads + 2 * kv_heads) * head_dim)));
+    rope.q_weight = rope.k_weight = upload(std::vector<short>(head_dim, 0x3f80));
+    rope.cos_sin = upload(std::vector<float>(head_dim, 0.5f)), rope.positions = upload(std::vector<int>(r.batch));
+    rope.q_out = q, rope.qkv_stride = (q_heads + 2 * kv_heads) * head_dim, rope.max_positions = 1;
+    rope.num_q_heads = q_heads, rope.eps = 1e-6f;
+    pk_store_args &store = rope.store;
+    store.k_cache = k, store.v_cache = v, store.num_tokens = r.batch, store.num_kv_heads = kv_heads;
+    store.head_dim = head_dim, store.num_blocks = a.num_blocks, store.block_size = block_size;
+    store.k_block_stride = store.v_block_stride = a.k_block_stride;
+    store.k_slot_stride = store.v_slot_stride = a.k_slot_stride;
+    store.k_head_stride = store.v_head_stride = a.k_head_stride;
+    store.k_scale.value = store.v_scale.value = 1, store.dtype = PK_BF16, store.cache_dtype = cache_dtype;
+    const char *layer = getenv("PK_LAYER");
     int launches = std::max(copies, (int)std::ceil(3e-3 / (bytes / 4.3e12 + 2e-6)));
     cudaStream_t stream;
     MUST(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -367,8 +403,12 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     for (int pass = 0; pass < 2; pass++) { /* the first is the warm-up */
         if (pass) MUST(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         for (int i = 0; i < (pass ? launches : 1); i++) {
-            a.block_tables = tables[i % copies];
-            if (pk_cuda_backend.attention(&a, stream, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+            a.block_tables = tables[i % copies], store.slot_mapping = slots[i % copies];
+            pk_status status = PK_OK;
+            if (layer) product<<<64, 256, 0, stream>>>();
+            if (layer) status = pk_cuda_backend.qk_norm_rope_store(&rope, stream, &err);
+            if (!layer || strstr(layer, "attention")) status = pk_cuda_backend.attention(&a, stream, &err);
+            if (status != PK_OK) printf("%s\n", err.message), exit(1);
         }
     }
     MUST(cudaStreamEndCapture(stream, &graph));
@@ -398,16 +438,12 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     printf("%-14s %2d/%d d%d p%-3d q%d %s splits %d%s | burst %7.1f us (%.1f..%.1f) %5.0f GB/s | sustained %7.1f us\n",
            r.name, q_heads, kv_heads, head_dim, block_size, queries, pk_dtype_name(cache_dtype), num_splits,
            is_planned ? "" : " unplanned", burst[2], burst[0], burst[4], bytes / burst[2] / 1e3, sustained);
+    if (report) report();
     fflush(stdout);
     MUST(cudaGraphExecDestroy(exec)), MUST(cudaGraphDestroy(graph)), MUST(cudaStreamDestroy(stream));
     for (int *table : tables) cudaFree(table);
     cudaFree(q), cudaFree(k), cudaFree(v), cudaFree(out), cudaFree((void *)a.context_lens), cudaFree(a.plan);
 }
-
-static const row rows[] = {{"1x1024", 1, 1024},     {"1x8192", 1, 8192},     {"1x32768", 1, 32768},
-                           {"8x8192", 8, 8192},     {"32x4096", 32, 4096},   {"64x1024", 64, 1024},
-                           {"128x2048", 128, 2048}, {"256x1024", 256, 1024}, {"256ragged", 256, 0},
-                           {"64x4096", 64, 4096}};
 
 int main(int argc, char **argv)
 {
@@ -419,14 +455,20 @@ int main(int argc, char **argv)
         printf("%d cases from seed %llu: %d failed\n", cases, (unsigned long long)seed, failed);
         return failed > 0;
     }
-    /* time ROW,ROW...|all Q KV DIM PAGE QUERIES bf16|fp8 SPLITS burst|sustained planned|unplanned */
-    auto number = [&](int i, int otherwise) { return argc > i ? atoi(argv[i]) : otherwise; };
-    std::string which = argc > 2 ? argv[2] : "all";
-    pk_dtype cache = argc > 8 && !strcmp(argv[8], "fp8") ? PK_F8E4M3 : PK_BF16;
-    for (const row &r : rows)
-        if (("," + which + ",").find("," + std::string(r.name) + ",") != std::string::npos ||
-            (which == "all" && strcmp(r.name, "64x4096")))
-            time_row(r, number(3, 16), number(4, 8), number(5, 128), number(6, 16), number(7, 1), cache, number(9, 0),
-                     argc > 10 && !strcmp(argv[10], "sustained"), argc <= 11 || strcmp(argv[11], "unplanned"));
+    /* ROW,ROW...|all Q KV DIM PAGE QUERIES bf16|fp8 SPLITS burst|sustained planned|unplanned */
+    for (int first = 2, end; first < argc; first = end + 1) {
+        for (end = first; end < argc && strcmp(argv[end], "+");) end++;
+        auto word = [&](int i, const char *otherwise) { return first + i < end ? argv[first + i] : otherwise; };
+        auto number = [&](int i, const char *otherwise) { return atoi(word(i, otherwise)); };
+        std::string which = word(0, "all");
+        if (which == "all") which = "1x1024,1x8192,1x32768,8x8192,32x4096,64x1024,128x2048,256x1024,256x0";
+        for (char *name = strtok(&which[0], ","); name; name = strtok(nullptr, ",")) {
+            row r = {name, 0, 0};
+            sscanf(name, "%dx%d", &r.batch, &r.context);
+            time_row(r, number(1, "16"), number(2, "8"), number(3, "128"), number(4, "16"), number(5, "1"),
+                     strcmp(word(6, ""), "fp8") ? PK_BF16 : PK_F8E4M3, number(7, "0"),
+                     !strcmp(word(8, ""), "sustained"), strcmp(word(9, ""), "unplanned"));
+        }
+    }
     return 0;
 }

@@ -14,8 +14,8 @@
 #ifndef PK_CUDA_ATTENTION_H
 #define PK_CUDA_ATTENTION_H
 
-#include "cuda/cuda.h"
 #include "cuda/mma.h"
+#include "cuda/pack.h"
 
 /* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
 struct row_filter {
@@ -47,7 +47,6 @@ pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_
 struct sequence_view {
     int first_query, num_queries; /* rows of q */
     int context;                  /* keys */
-    int first_key;                /* the first that any of its queries sees */
 };
 
 /* Takes what the device arrays say with a grain of salt and records what does not fit: a sequence without a sound range
@@ -75,8 +74,6 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         context = context < 0 ? 0 : (int)capacity;
     }
     view.context = context;
-    view.first_key = 0;
-    if (args.window_left >= 0) view.first_key = (int)max((int64_t)0, context - view.num_queries - args.window_left);
     return view;
 }
 
@@ -167,16 +164,7 @@ struct attention_kind {
 
     __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b) { mma_16816<Element>(c, a, b); }
 
-    __device__ static inline uint32_t pack(float low, float high)
-    {
-        if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-            __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-            return *(uint32_t *)&pair;
-        } else {
-            __half2 pair = __floats2half2_rn(low, high);
-            return *(uint32_t *)&pair;
-        }
-    }
+    __device__ static inline uint32_t pack(float low, float high) { return pk_pack_pair<Element>(low, high); }
 };
 using kind_bf16 = attention_kind<__nv_bfloat16, false>;
 using kind_f16 = attention_kind<__half, false>;
@@ -283,8 +271,7 @@ struct cache_tile {
 
 __device__ static inline float2 unpack_pair(uint32_t raw, bool is_bf16)
 {
-    if (is_bf16) return {__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u)};
-    return __half22float2(*(__half2 *)&raw);
+    return is_bf16 ? pk_to_floats(*(__nv_bfloat162 *)&raw) : pk_to_floats(*(__half2 *)&raw);
 }
 
 /* One row's share of a lane (of four that share it): two dims a half of 16. `row` NULL: a row that is not there.

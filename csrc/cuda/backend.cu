@@ -75,20 +75,17 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
 {
     pk_cuda_outside_capture relaxed;
     pk_cuda_device *device = &state->device;
-    int major, minor, smem, l2;
-    PK_CUDA(err, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-    PK_CUDA(err, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
-    PK_CUDA(err, cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index));
-    PK_CUDA(err, cudaDeviceGetAttribute(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-    PK_CUDA(err, cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, index));
-    if (major < 8)
-        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d has compute capability %d.%d but pagedkv needs 8.0", index, major,
-                       minor);
+    cudaDeviceProp properties;
+    PK_CUDA(err, cudaGetDeviceProperties(&properties, index));
+    if (properties.major < 8)
+        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d has compute capability %d.%d but pagedkv needs 8.0", index,
+                       properties.major, properties.minor);
     device->index = index;
-    device->compute_capability = major * 10 + minor;
+    device->num_sms = properties.multiProcessorCount;
+    device->compute_capability = properties.major * 10 + properties.minor;
     PK_TRY(cap_capability(&device->compute_capability, err));
-    device->smem_per_cta = (size_t)smem;
-    device->l2_bytes = (size_t)l2;
+    device->smem_per_cta = properties.sharedMemPerBlockOptin;
+    device->l2_bytes = (size_t)properties.l2CacheSize;
     cudaFuncAttributes marker;
     PK_CUDA(err, cudaFuncGetAttributes(&marker, marker_kernel));
     device->can_launch_early = device->compute_capability >= 90 && marker.ptxVersion >= 90;
@@ -101,47 +98,46 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
     return PK_OK;
 }
 
-void pk_cuda_scope::enter(int index, pk_error *err)
+/* Makes the device current, and ready at its first use. */
+static pk_status enter(int index, int *previous, pk_error *err)
 {
-    device = &devices[index].device;
-    previous = -1;
     int current;
-    cudaError_t error = cudaGetDevice(&current);
-    if (error == cudaSuccess && current != index) {
-        error = cudaSetDevice(index);
-        previous = current;
+    PK_CUDA(err, cudaGetDevice(&current));
+    if (current != index) {
+        PK_CUDA(err, cudaSetDevice(index));
+        *previous = current;
     }
-    if (error != cudaSuccess) {
-        status = pk_cuda_fail(err, "cudaSetDevice", error);
-        return;
-    }
-    status = PK_OK;
-    if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return;
+    if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return PK_OK;
     pthread_mutex_lock(&lock);
-    if (!devices[index].is_ready) status = make_ready(&devices[index], index, err);
+    pk_status status = devices[index].is_ready ? PK_OK : make_ready(&devices[index], index, err);
     pthread_mutex_unlock(&lock);
+    return status;
 }
 
-pk_cuda_scope::pk_cuda_scope(int index, pk_error *err) { enter(index, err); }
+static pk_status find_device(const void *pointer, int *index, pk_error *err)
+{
+    int count;
+    *index = 0;
+    PK_TRY(pk_cuda_probe(&count, err));
+    if (count == 1) return PK_OK; /* asking costs half a microsecond: only where there is a choice */
+    cudaPointerAttributes attributes;
+    PK_CUDA(err, cudaPointerGetAttributes(&attributes, pointer));
+    if (attributes.device > 0) *index = attributes.device;
+    return PK_OK;
+}
+
+pk_cuda_scope::pk_cuda_scope(int index, pk_error *err)
+{
+    status = enter(index, &previous, err);
+    device = &devices[index].device;
+}
 
 pk_cuda_scope::pk_cuda_scope(const void *pointer, pk_error *err)
 {
-    int count;
-    previous = -1;
-    device = nullptr;
-    status = pk_cuda_probe(&count, err);
-    if (status != PK_OK) return;
-    int index = 0;
-    if (count > 1) { /* asking costs half a microsecond: only where there is a choice */
-        cudaPointerAttributes attributes;
-        cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
-        if (error != cudaSuccess) {
-            status = pk_cuda_fail(err, "cudaPointerGetAttributes", error);
-            return;
-        }
-        index = attributes.device >= 0 ? attributes.device : 0;
-    }
-    enter(index, err);
+    int index;
+    status = find_device(pointer, &index, err);
+    if (status == PK_OK) status = enter(index, &previous, err);
+    device = &devices[index].device;
 }
 
 pk_cuda_scope::~pk_cuda_scope()

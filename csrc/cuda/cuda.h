@@ -88,16 +88,13 @@ struct pk_cuda_device {
 struct pk_cuda_scope {
     pk_status status;
     const pk_cuda_device *device;
-    int previous;
+    int previous = -1; /* the caller's device, where it is another */
 
     pk_cuda_scope(const void *pointer, pk_error *err);
     pk_cuda_scope(int index, pk_error *err);
     ~pk_cuda_scope();
     pk_cuda_scope(const pk_cuda_scope &) = delete;
     pk_cuda_scope &operator=(const pk_cuda_scope &) = delete;
-
-   private:
-    void enter(int index, pk_error *err);
 };
 
 /* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */

@@ -21,6 +21,18 @@ __device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instr
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
+/* Two floats as two neighbours of 16 bits, by one instruction. */
+template <typename T>
+__device__ static inline uint32_t pk_pack_pair(float low, float high)
+{
+    std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;
+    if constexpr (std::is_same_v<T, __half>)
+        pair = __floats2half2_rn(low, high);
+    else
+        pair = __floats2bfloat162_rn(low, high);
+    return *(uint32_t *)&pair;
+}
+
 template <typename T>
 struct pk_packed {
     static constexpr int COUNT = 16 / sizeof(T);
@@ -86,10 +98,8 @@ struct pk_packed {
         for (int i = 0; i < 4; i++) {
             if constexpr (std::is_same_v<T, float>)
                 packed[i] = x[i];
-            else if constexpr (std::is_same_v<T, __half>)
-                packed[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
             else
-                packed[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+                ((uint32_t *)&packed)[i] = pk_pack_pair<T>(x[2 * i], x[2 * i + 1]);
         }
         return packed;
     }

@@ -13,7 +13,7 @@ enum {
     NUM_THREADS = 128 + 128 * WARPGROUPS,
     PRODUCER_REGISTERS = 40, /* 128 * 40 + 256 * 232 = 384 * 168: what the launch gives */
     CONSUMER_REGISTERS = 232,
-    ITEM_SLOTS = 2 /* the item in work and the next one: taking more ahead would unbalance the end */
+    ITEM_SLOTS = 4
 };
 
 /* Shapes of one head_dim: what the tensor maps, the matrix descriptors and the registers must agree on. */
@@ -26,6 +26,10 @@ struct tiling {
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
+
+    /* Tiles of keys that an item goes through. Rows that see nothing have one, too, and write zeros. */
+    __device__ static int last_tile(const prefill_item &item) { return (max(item.end, 1) - 1) / tile; }
+    __device__ static int first_tile(const prefill_item &item) { return min(item.begin / tile, last_tile(item)); }
 };
 
 struct prefill_params {
@@ -38,25 +42,19 @@ struct prefill_params {
     float cap_scale;                    /* of a score to twice the argument of tanh, in units of log2 */
 };
 
-/* Tiles of keys that an item goes through: [begin, end). Rows that see nothing have one, too, and write zeros. */
-template <int tile>
-__device__ static int last_tile(const prefill_item &item)
-{
-    return (max(item.end, 1) - 1) / tile;
-}
-template <int tile>
-__device__ static int first_tile(const prefill_item &item)
-{
-    return min(item.begin / tile, last_tile<tile>(item));
-}
+template <int stages>
+struct tile_ring {
+    uint64_t full[stages], empty[stages];
+    uint32_t bad_boxes[stages]; /* boxes of a tile whose page does not exist: masked */
+};
 
 template <int head_dim>
 struct prefill_shared {
     using shape = tiling<head_dim>;
-    uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
-    uint64_t k_full[shape::k_stages], k_empty[shape::k_stages], v_full[shape::v_stages], v_empty[shape::v_stages];
-    uint32_t k_bad_boxes[shape::k_stages]; /* boxes of a K tile whose page does not exist: masked */
     prefill_item item[ITEM_SLOTS];
+    uint64_t item_full[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
+    tile_ring<shape::k_stages> k;
+    tile_ring<shape::v_stages> v;
 };
 
 #ifdef PK_SM90A
@@ -76,6 +74,33 @@ struct ring_position {
         }
     }
 };
+
+/* One warp: decides what this CTA does next, tells the others and brings its queries. When an item is told, the scores
+ * of all but the last q_stages are done, and of two of those the output may still have to be stored: hence ITEM_SLOTS.
+ */
+template <int head_dim>
+__device__ static void produce_items(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t q_smem)
+{
+    using shape = tiling<head_dim>;
+    const prefill_batch &batch = params.batch;
+    prefill_schedule schedule;
+    schedule.start(batch);
+    ring_position<ITEM_SLOTS> slot;
+    for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {
+        prefill_item item = schedule.take_next(batch);
+        barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
+        if (threadIdx.x == 0) {
+            uint32_t full = smem_address(&shared->q_full[q.at]), to = q_smem + q.at * shape::q_bytes;
+            shared->item[slot.at] = item;
+            barrier_arrive(smem_address(&shared->item_full[slot.at]));
+            barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * head_dim * 2 : 0);
+            for (int c = 0; c < shape::columns && item.num_positions; c++)
+                copy_4d(to + c * ROWS * shape::row_bytes, &params.q_map, full, 0, item.kv_head * batch.group,
+                        item.first_token, c);
+        }
+        if (!item.num_positions) return;
+    }
+}
 
 /* The page of one lane's box of a tile, looked up ahead of its copy. */
 struct page_lookup {
@@ -99,94 +124,35 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     return found;
 }
 
-template <int head_dim>
-__device__ static void copy_tile(const prefill_params &params, const CUtensorMap &map, uint32_t smem, uint32_t barrier,
-                                 page_lookup found, int head_column)
+/* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. */
+template <int head_dim, int stages>
+__device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
+                                     prefill_shared<head_dim> *shared, tile_ring<stages> *ring, uint32_t smem)
 {
     using shape = tiling<head_dim>;
     int lane = threadIdx.x & 31, boxes = shape::tile >> params.box_shift;
-    if (lane == 0) barrier_arrive_expect(barrier, shape::kv_bytes);
-    __syncwarp();
-    if (lane < boxes)
-        copy_5d(smem + lane * params.box_rows * head_dim * 2, &map, barrier, 0, 0, head_column, found.group,
-                found.page);
-}
-
-/* One warp: decides what this CTA does next and tells the others. */
-template <int head_dim>
-__device__ static void produce_items(const prefill_batch &batch, prefill_shared<head_dim> *shared)
-{
-    prefill_schedule schedule;
-    schedule.start(batch);
-    for (ring_position<ITEM_SLOTS> slot;; slot.advance()) {
-        prefill_item item = schedule.take_next(batch);
-        barrier_wait(smem_address(&shared->item_empty[slot.at]), slot.parity ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            shared->item[slot.at] = item;
-            barrier_arrive(smem_address(&shared->item_full[slot.at]));
-        }
-        if (!item.num_positions) return;
-    }
-}
-
-template <int head_dim>
-__device__ static prefill_item take_item(prefill_shared<head_dim> *shared, ring_position<ITEM_SLOTS> slot)
-{
-    barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
-    prefill_item item = shared->item[slot.at];
-    barrier_arrive(smem_address(&shared->item_empty[slot.at]));
-    return item;
-}
-
-template <int head_dim>
-__device__ static void produce_q_and_k(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t q_smem,
-                                       uint32_t k_smem)
-{
-    using shape = tiling<head_dim>;
-    int lane = threadIdx.x & 31;
     ring_position<ITEM_SLOTS> slot;
     ring_position<shape::q_stages> q;
-    ring_position<shape::k_stages> k;
+    ring_position<stages> stage;
     for (;; slot.advance(), q.advance()) {
-        prefill_item item = take_item(shared, slot);
-        uint32_t full = smem_address(&shared->q_full[q.at]);
-        page_lookup found = look_up<shape::tile>(params, item, last_tile<shape::tile>(item));
-        barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
-        if (!item.num_positions) {
-            if (lane == 0) barrier_arrive(full);
-            return;
-        }
-        if (lane == 0) {
-            barrier_arrive_expect(full, params.batch.positions * params.batch.group * head_dim * 2);
-            for (int c = 0; c < shape::columns; c++)
-                copy_4d(q_smem + q.at * shape::q_bytes + c * ROWS * shape::row_bytes, &params.q_map, full, 0,
-                        item.kv_head * params.batch.group, item.first_token, c);
-        }
-        for (int n = last_tile<shape::tile>(item); n >= first_tile<shape::tile>(item); n--, k.advance()) {
-            unsigned bad = __ballot_sync(~0u, found.is_bad);
-            barrier_wait(smem_address(&shared->k_empty[k.at]), k.parity ^ 1);
-            if (lane == 0) shared->k_bad_boxes[k.at] = bad;
-            copy_tile<head_dim>(params, params.k_map, k_smem + k.at * shape::kv_bytes,
-                                smem_address(&shared->k_full[k.at]), found, item.kv_head * params.k_head_columns);
-            found = look_up<shape::tile>(params, item, n - 1);
-        }
-    }
-}
-
-template <int head_dim>
-__device__ static void produce_v(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t v_smem)
-{
-    using shape = tiling<head_dim>;
-    ring_position<ITEM_SLOTS> slot;
-    ring_position<shape::v_stages> v;
-    for (;; slot.advance()) {
-        prefill_item item = take_item(shared, slot);
+        barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
+        prefill_item item = shared->item[slot.at];
+        barrier_arrive(smem_address(&shared->q_empty[q.at])); /* has read the item */
         if (!item.num_positions) return;
-        page_lookup found = look_up<shape::tile>(params, item, last_tile<shape::tile>(item));
-        for (int n = last_tile<shape::tile>(item); n >= first_tile<shape::tile>(item); n--, v.advance()) {
-            barrier_wait(smem_address(&shared->v_empty[v.at]), v.parity ^ 1);
-            copy_tile<head_dim>(params, params.v_map, v_smem + v.at * shape::kv_bytes,
-                                smem_address(&shared->v_full[v.at]), found, item.kv_head * params.v_head_columns);
+        int n = shape::last_tile(item);
+        page_lookup found = look_up<shape::tile>(params, item, n);
+        for (; n >= shape::first_tile(item); n--, stage.advance()) {
+            uint32_t full = smem_address(&ring->full[stage.at]), to = smem + stage.at * shape::kv_bytes;
+            unsigned bad = __ballot_sync(~0u, found.is_bad);
+            barrier_wait(smem_address(&ring->empty[stage.at]), stage.parity ^ 1);
+            if (lane == 0) {
+                ring->bad_boxes[stage.at] = bad;
+                barrier_arrive_expect(full, shape::kv_bytes);
+            }
+            __syncwarp();
+            if (lane < boxes)
+                copy_5d(to + lane * params.box_rows * head_dim * 2, &map, full, 0, 0, item.kv_head * head_columns,
+                        found.group, found.page);
             found = look_up<shape::tile>(params, item, n - 1);
         }
     }

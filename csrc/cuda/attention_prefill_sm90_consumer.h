@@ -1,0 +1,383 @@
+/* attention_prefill_sm90_consumer.h - the computing half of attention_prefill_sm90.cu: one warpgroup's 64 rows of the
+ * items, S = Q K^T, softmax and O += P V.
+ */
+#ifndef PK_CUDA_ATTENTION_PREFILL_SM90_CONSUMER_H
+#define PK_CUDA_ATTENTION_PREFILL_SM90_CONSUMER_H
+
+#include "cuda/attention_prefill_sm90.h"
+
+#ifdef PK_SM90A
+template <int head_dim, typename T>
+struct consumer {
+    using shape = tiling<head_dim>;
+    using kind = attention_kind<T, false>;
+    static constexpr int tile = shape::tile;
+    static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
+
+    const prefill_params &params;
+    prefill_shared<head_dim> *shared;
+    uint32_t q_smem;
+    const prefill_batch &batch = params.batch;
+    const pk_attention_args &args = batch.args;
+    uint32_t k_smem = q_smem + shape::q_stages * shape::q_bytes;
+    uint32_t v_smem = k_smem + shape::k_stages * shape::kv_bytes;
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, lane = threadIdx.x & 31;
+    /* This thread has two rows of the item, 8 apart. */
+    int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
+    int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
+    float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
+
+    ring_position<ITEM_SLOTS> slot;
+    ring_position<shape::q_stages> q;
+    ring_position<shape::k_stages> k;
+    ring_position<shape::v_stages> v;
+    int n, tile_begin;                /* the tile whose scores are next, and the item's last one */
+    int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
+    int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
+    float offset[2], sum[2];          /* of the softmax, in base 2; the sum is of this thread's columns */
+    unsigned bad_boxes;               /* of the tile: see tile_ring */
+    float s[tile / 2], o[head_dim / 2];
+    uint32_t p[tile / 4];
+
+    /* One lane a warp tells the producers that it needs a tile no longer. */
+    __device__ __forceinline__ void release(uint64_t &barrier)
+    {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(smem_address(&barrier));
+    }
+
+    /* Waits for the item at `slot` and starts its rows; false at the end of the list. An item stays in its slot until
+     * its output is stored. */
+    __device__ __forceinline__ bool begin_item()
+    {
+        barrier_wait(smem_address(&shared->q_full[q.at]), q.parity);
+        const prefill_item &item = shared->item[slot.at];
+        if (!item.num_positions) return false;
+        int first = item.first_key + warpgroup * 64 / batch.group; /* diagonals of the warpgroup's first and last row */
+        int last = item.first_key + (warpgroup * 64 + 63) / batch.group;
+        n = shape::last_tile(item);
+        tile_begin = shape::first_tile(item);
+        unmasked_begin = (visible_begin(batch, last) + tile - 1) / tile;
+        unmasked_end = visible_end(batch, first, item.context_len) / tile;
+        tail_tile = item.context_len % tile ? item.context_len / tile : -1;
+        for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
+            float sink = args.sinks ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E : -INFINITY;
+            offset[r] = fmaxf(sink, PK_NO_SCORE);
+            sum[r] = lane % 4 == 0 ? exp2_fast(sink - offset[r]) : 0;
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void wait_turn() { named_sync(1 + warpgroup, 256); }
+    __device__ __forceinline__ void pass_turn() { named_arrive(2 - warpgroup, 256); }
+
+    __device__ __forceinline__ void issue_scores()
+    {
+        /* Read by the lane that gives it back: racecheck does not see that a warp which never parts is synchronised. */
+        bad_boxes = __shfl_sync(~0u, lane == 0 ? shared->k.bad_boxes[k.at] : 0, 0);
+        uint32_t rows = q_smem + q.at * shape::q_bytes + warpgroup * 64 * shape::row_bytes;
+        uint64_t a = descriptor<shape::row_bytes>(rows, 16, shape::group_bytes);
+        uint64_t b =
+            descriptor<shape::row_bytes>(k_smem + k.at * shape::kv_bytes, 16, shape::columns * shape::group_bytes);
+        pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < head_dim; d += 16) {
+            int column = d / shape::column, inner = d % shape::column * 2;
+            wgmma<T, tile>::smem_smem(s, a + (column * ROWS * shape::row_bytes + inner) / 16,
+                                      b + (column * shape::group_bytes + inner) / 16, d > 0);
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_values(bool add)
+    {
+        uint64_t b = descriptor<shape::row_bytes>(v_smem + v.at * shape::kv_bytes, shape::group_bytes,
+                                                  shape::columns * shape::group_bytes);
+        pin(o);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < tile; i += 16)
+            wgmma<T, head_dim>::regs_smem(o, p + i / 4, b + i / 8 * shape::columns * shape::group_bytes / 16,
+                                          i > 0 || add);
+        wgmma_commit();
+    }
+
+    /* What lies behind the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN. Both warpgroups
+     * write the same zeros, each before its own products. */
+    __device__ __forceinline__ void zero_tail(const prefill_item &item)
+    {
+        constexpr int row_vectors = head_dim / 8, column_vectors = shape::column / 8;
+        uint32_t tile_smem = v_smem + v.at * shape::kv_bytes;
+        for (int i = item.context_len % tile * row_vectors + threadIdx.x % 128; i < tile * row_vectors; i += 128) {
+            int row = i / row_vectors, vector = i % row_vectors;
+            uint32_t at = tile_smem + (row / 8 * shape::columns + vector / column_vectors) * shape::group_bytes +
+                          row % 8 * shape::row_bytes + vector % column_vectors * 16;
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        }
+        fence_async_proxy();
+        named_sync(3 + warpgroup, 128);
+    }
+
+    /* Softcap, and -inf where a row does not see a key. */
+    __device__ __forceinline__ void cap_and_mask(float (&s)[tile / 2])
+    {
+        if (args.softcap > 0) {
+#pragma unroll
+            for (int i = 0; i < tile / 2; i++) /* tanh */
+                s[i] = 1.0f - __fdividef(2.0f, exp2_fast(s[i] * params.cap_scale) + 1.0f);
+        }
+        if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
+        const prefill_item &item = shared->item[slot.at];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
+            int begin = visible_begin(batch, diagonal) - column;
+            int end = visible_end(batch, diagonal, item.context_len) - column;
+#pragma unroll
+            for (int i = 0; i < tile / 4; i++) {
+                int at = i / 2 * 8 + i % 2;
+                bool is_bad = bad_boxes >> (i / 2 * 8 >> params.box_shift) & 1;
+                if (at < begin || at >= end || is_bad) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+            }
+        }
+    }
+
+    /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */
+    __device__ __forceinline__ void score_again(const bool (&wanted)[2])
+    {
+        auto swizzled = [](uint32_t at) { return at ^ (at >> 3 & (shape::row_bytes == 128 ? 0x70 : 0x30)); };
+        uint32_t q_row = q_smem + q.at * shape::q_bytes + (first_row - lane / 4 + lane % 16) * shape::row_bytes;
+        uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane % 8 * shape::row_bytes +
+                         lane / 16 * shape::columns * shape::group_bytes;
+        float scores[tile / 2]; /* in local memory, so that the loop need not be unrolled */
+#pragma unroll 1
+        for (int j = 0; j < tile / 8; j += 2, k_row += 2 * shape::columns * shape::group_bytes) {
+            float d[2][4] = {};
+#pragma unroll 1
+            for (int i = 0; i < head_dim; i += 16) {
+                uint32_t a[4], b[4];
+                int column = i / shape::column, at = i % shape::column * 2;
+                ldmatrix_x4(a, swizzled(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
+                ldmatrix_x4(b, swizzled(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
+                kind::mma(d[0], a, {b[0], b[1]});
+                kind::mma(d[1], a, {b[2], b[3]});
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) scores[4 * j + i] = d[i / 4][i % 4];
+        }
+        cap_and_mask(scores);
+#pragma unroll
+        for (int i = 0; i < tile / 2; i++)
+            if (wanted[i / 2 % 2]) s[i] = scores[i];
+    }
+
+    /* Moves the offsets of some rows up to the greatest score of the tile in s; shrink: what that leaves of what was
+     * summed before. */
+    __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2], float (&shrink)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = s[2 * r];
+#pragma unroll
+            for (int i = 2 * r; i < tile / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+            top = fmaxf(quad_max(top) * scale, offset[r]);
+            if (!wanted[r]) continue;
+            shrink[r] = exp2_fast(offset[r] - top);
+            offset[r] = top;
+        }
+    }
+
+    /* Turns the scores of row r into exp2(scale * score - offset) and returns their sum. */
+    __device__ __forceinline__ float exponentials(int r)
+    {
+        float sum = 0;
+#pragma unroll
+        for (int i = 2 * r; i < tile / 2; i += 4) {
+            s[i] = exp2_fast(s[i] * scale - offset[r]);
+            s[i + 1] = exp2_fast(s[i + 1] * scale - offset[r]);
+            sum += s[i] + s[i + 1];
+        }
+        return sum;
+    }
+
+    /* The exponentials in s are too large for the offsets of some rows. Mostly a power of two brings them down; where a
+     * sum left the range of fp32 the scores are computed again. */
+    __device__ __forceinline__ void lower(float (&tile_sum)[2], float (&shrink)[2])
+    {
+        bool is_lost[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) is_lost[r] = quad_any(!(tile_sum[r] < all_that_fits));
+        if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
+            score_again(is_lost);
+            raise_offsets(is_lost, shrink);
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (is_lost[r]) tile_sum[r] = exponentials(r);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = quad_max(tile_sum[r]), factor = 1.0f;
+            if (top > most_of_a_tile && !is_lost[r]) {
+                int exponent = (__float_as_int(top) >> 23) - 127;
+                factor = __int_as_float((127 - exponent) << 23);
+                offset[r] += (float)exponent;
+            }
+            tile_sum[r] *= factor;
+            shrink[r] *= factor;
+#pragma unroll
+            for (int i = 2 * r; i < tile / 2; i += 4) {
+                s[i] *= factor;
+                s[i + 1] *= factor;
+            }
+        }
+    }
+
+    /* The softmax of the tile in s. A row's offset is the greatest score of its first tile and stays: finding every
+     * tile's maximum first costs a third of the softmax, and any offset gives the same quotient as long as nothing
+     * overflows or vanishes. Where exponentials sum to more than 2^13 (which fp16 still holds) the offset is raised. A
+     * row decides for itself: its bits do not depend on the rows beside it. Returns whether `shrink` must be applied
+     * to what was summed before. */
+    __device__ __forceinline__ bool softmax(bool is_first, float (&shrink)[2])
+    {
+        bool is_new[2];
+        float tile_sum[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            is_new[r] = is_first || offset[r] == PK_NO_SCORE;
+            shrink[r] = 1.0f;
+        }
+        bool any_new = __any_sync(~0u, is_new[0] || is_new[1]);
+        if (any_new) raise_offsets(is_new, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; r++) tile_sum[r] = exponentials(r);
+        bool any_over = __any_sync(~0u, !(tile_sum[0] + tile_sum[1] <= most_of_a_tile)); /* NaN too */
+        if (any_over) lower(tile_sum, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; r++) sum[r] = sum[r] * shrink[r] + tile_sum[r];
+        return any_new || any_over;
+    }
+
+    __device__ __forceinline__ void pack_p()
+    {
+#pragma unroll
+        for (int i = 0; i < tile / 4; i++) p[i] = kind::pack(s[2 * i], s[2 * i + 1]);
+    }
+
+    __device__ __forceinline__ void scale_o(const float (&factor)[2])
+    {
+#pragma unroll
+        for (int i = 0; i < head_dim / 2; i++) o[i] *= factor[i / 2 % 2];
+    }
+
+    __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : 1 / sum; /* NaN shows */
+            int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
+            T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
+            bool is_row = position[r] < item.num_positions;
+            if (args.lse && lane % 4 == 0 && is_row)
+                args.lse[q_head * args.lse_head_stride + token] =
+                    sum == 0 ? -INFINITY : (offset[r] + log2f(sum)) * PK_LN2;
+#pragma unroll
+            for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
+                uint32_t x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    x[i] = kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+                    (lane & 1 ? x[i] : x[i + 1]) = got;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    uint32_t got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+                    (lane & 2 ? x[i] : x[i + 2]) = got;
+                }
+                if (is_row) *(uint4 *)(out + 32 * c + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+    }
+
+    /* The products with V are done: frees their stage. */
+    __device__ __forceinline__ void finish_values()
+    {
+        wgmma_wait<0>();
+        pin(o);
+        release(shared->v.empty[v.at]);
+        v.advance();
+    }
+
+    /* From scores that are done to P; frees what they were made of. */
+    __device__ __forceinline__ bool finish_scores(bool is_first, float (&shrink)[2])
+    {
+        pin(s);
+        cap_and_mask(s);
+        bool is_shrunk = softmax(is_first, shrink);
+        pin(s);
+        release(shared->k.empty[k.at]);
+        k.advance();
+        if (n == tile_begin) barrier_arrive(smem_address(&shared->q_empty[q.at]));
+        return is_shrunk;
+    }
+
+    __device__ __forceinline__ void run()
+    {
+        if (!begin_item()) return;
+        if (warpgroup == 1) pass_turn(); /* warpgroup 0 issues first */
+        bool add = false, has_tail;
+        int done_slot;
+        float shrink[2];
+        barrier_wait(smem_address(&shared->k.full[k.at]), k.parity);
+        wait_turn();
+        issue_scores();
+        pass_turn();
+        wgmma_wait<0>();
+        finish_scores(true, shrink);
+        pack_p();
+        while (true) { /* P of tile n is ready: the scores of the next tile, the values of this one */
+            bool is_last = n == tile_begin;
+            float done_offset[2] = {offset[0], offset[1]}, done_sum[2] = {sum[0], sum[1]};
+            done_slot = slot.at;
+            has_tail = n == tail_tile;
+            n--;
+            if (is_last) {
+                slot.advance();
+                q.advance();
+                if (!begin_item()) break;
+            }
+            barrier_wait(smem_address(&shared->k.full[k.at]), k.parity);
+            wait_turn();
+            issue_scores();
+            barrier_wait(smem_address(&shared->v.full[v.at]), v.parity);
+            if (has_tail) zero_tail(shared->item[done_slot]);
+            issue_values(add);
+            pass_turn();
+            wgmma_wait<1>();
+            bool is_shrunk = finish_scores(is_last, shrink);
+            if (is_last) { /* two waits: one before the branch would be moved up over the softmax by ptxas */
+                finish_values();
+                store(shared->item[done_slot], done_offset, done_sum);
+            } else {
+                finish_values();
+                if (is_shrunk) scale_o(shrink);
+            }
+            add = !is_last;
+            pack_p();
+        }
+        barrier_wait(smem_address(&shared->v.full[v.at]), v.parity);
+        if (has_tail) zero_tail(shared->item[done_slot]);
+        wait_turn();
+        issue_values(add);
+        pass_turn();
+        finish_values();
+        store(shared->item[done_slot], offset, sum);
+        if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
+    }
+};
+#endif  // PK_SM90A
+#endif

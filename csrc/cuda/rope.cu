@@ -1,27 +1,22 @@
 /* rope.cu - qk_norm_rope_store: what stands between a fused qkv projection and attention, in one pass over it.
  *
  * A head is spread over a few threads that hold 16 bytes of its lower half and the 16 bytes half a head further, so
- * both numbers of every rotated pair are in one thread, and the norm's sum is a shuffle among those threads. A thread
- * keeps its place of its head and walks over tokens, a grid's width apart: what depends on the head is computed once,
- * and the next token's numbers, position and slot are under way while this one's are used. CTAs are small, so that the
- * few tokens of a decode step are spread over many SMs. Keys and values are written as store_kvcache does. Rounding
- * follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32 and rounds once. Views that are not
- * 16-byte aligned, and halves that are no whole pieces, take the same path element by element.
+ * both numbers of every rotated pair are in one thread, and the norm's sum is a shuffle among those threads.
+ *
+ * Few tokens take the time of two dependent loads, a position and its angles: every head has threads of its own, in
+ * small CTAs that spread over many SMs, and all that is read is asked for before any of it is waited for. Many tokens
+ * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
+ * The numbers of the heads behind the first wait in shared memory, so that a token's row is under way as a whole.
+ *
+ * Keys and values are written as store_kvcache does. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm
+ * does, the rotation is fp32 and rounds once. Views that are not 16-byte aligned, and halves that are no whole pieces,
+ * take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
  */
 #include "cuda/store.h"
 
-enum { CTA_THREADS = 128, THREADS_PER_SM = 768 };
+enum { MAX_HEADS = 8 /* of a thread */, CTA_THREADS = 64, THREADS_PER_SM = 896 };
 
 // --- kernels
-
-/* Records what is wrong with a token; its store is skipped, and without a position its queries are zeros. */
-__device__ static inline void check_token(const pk_qk_norm_rope_store_args &args, int64_t token, int64_t slot,
-                                          int64_t position, pk_cuda_bad_id *bad_id)
-{
-    pk_check_slot(args.store, token, slot, bad_id);
-    if (position < 0 || position >= args.max_positions)
-        pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
-}
 
 /* Heads of a qkv row in their order: the queries, the keys, the values. */
 enum head_kind { QUERY, KEY, VALUE };
@@ -48,85 +43,89 @@ __device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scal
     (pk_packed<T>::pack(x) * weight).unpack(x);
 }
 
-/* Grid: tokens x groups of heads. */
-template <typename T, typename Cache, bool IS_ALIGNED>
+__device__ static inline void copy_async(uint4 *to, const void *from)
+{
+    unsigned address = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+
+/* Grid: tokens x groups of heads. Where ARE_FEW, a thread has one head. */
+template <typename T, typename Cache, bool IS_ALIGNED, bool ARE_FEW>
 __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
     qk_norm_rope_store_kernel(const __grid_constant__ pk_qk_norm_rope_store_args args, pk_cuda_bad_id *bad_id)
 {
     using packed = pk_packed<T>;
     using piece = head_piece<T>;
     constexpr int VEC = packed::COUNT;
+    extern __shared__ uint4 smem[]; /* [heads of a thread behind its first][halves][threads] */
     const pk_store_args &store = args.store;
-    int num_q_heads = (int)args.num_q_heads, num_kv_heads = (int)store.num_kv_heads;
-    int head_dim = (int)store.head_dim, half = head_dim / 2, dim = threadIdx.x * VEC, count = half - dim;
-    int head = blockIdx.y * blockDim.y + threadIdx.y;
-    head_kind kind = head < num_q_heads ? QUERY : head < num_q_heads + num_kv_heads ? KEY : VALUE;
-    int kv_head = head - num_q_heads - (kind == VALUE ? num_kv_heads : 0);
-    bool is_mine = head < num_q_heads + 2 * num_kv_heads && count > 0, is_turned = is_mine && kind != VALUE;
-    bool has_norm = args.q_weight && is_turned, is_fp8 = sizeof(Cache) < sizeof(T) && kind != QUERY;
+    int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)store.num_kv_heads;
+    int num_heads = num_turned + (int)store.num_kv_heads, head_dim = (int)store.head_dim, half = head_dim / 2;
+    int dim = threadIdx.x * VEC, count = half - dim, num_threads = blockDim.x * blockDim.y;
+    int step = gridDim.y * blockDim.y, head = blockIdx.y * blockDim.y + threadIdx.y;
+    int end = count > 0 ? num_heads : 0; /* of what this thread has a piece of */
+    int64_t token = blockIdx.x;
+    const T *qkv = (const T *)args.qkv + token * args.qkv_stride + dim;
+    T *q_out = (T *)args.q_out + token * num_q_heads * head_dim + dim;
+    uint4 *waiting = smem + threadIdx.y * blockDim.x + threadIdx.x;
     float one_over_dim = 1.0f / (float)head_dim;
-
-    const T *qkv = (const T *)args.qkv + head * head_dim + dim;
-    const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
-    /* Where the head goes: the queries as if to a cache whose slots are the tokens. */
-    char *out = (char *)((T *)args.q_out + head * head_dim + dim);
-    int64_t slot_stride = num_q_heads * head_dim, block_stride = slot_stride * store.block_size;
-    if (kind != QUERY) {
-        out = (char *)((Cache *)(kind == KEY ? store.k_cache : store.v_cache) + dim +
-                       kv_head * (kind == KEY ? store.k_head_stride : store.v_head_stride));
-        slot_stride = kind == KEY ? store.k_slot_stride : store.v_slot_stride;
-        block_stride = kind == KEY ? store.k_block_stride : store.v_block_stride;
-    }
-    if (has_norm && blockIdx.x == 0) {
+    if (args.q_weight && token == 0 && count > 0) {
+        const T *weight = (const T *)(head < num_q_heads ? args.q_weight : args.k_weight) + dim;
         pk_prefetch_to_l2(weight);
         pk_prefetch_to_l2(weight + half);
     }
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
 
-    int64_t token = blockIdx.x, slot = pk_load_slot(store, token);
+    auto kind_of = [&](int head) { return head < num_q_heads ? QUERY : head < num_turned ? KEY : VALUE; };
+    auto load_weights = [&](head_kind kind) {
+        piece weights = {};
+        if (args.q_weight && kind != VALUE && count > 0) {
+            const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
+            weights = piece::template load<IS_ALIGNED>(weight, half, count);
+        }
+        return weights;
+    };
     int position = args.positions[token];
-    piece x = {};
-    if (is_mine) x = piece::template load<IS_ALIGNED>(qkv + token * args.qkv_stride, half, count);
-    pk_cache_divisor divisor(kind == KEY ? store.k_scale : store.v_scale, is_fp8 && is_mine, kv_head);
+    int64_t slot = pk_load_slot(store, token);
+    head_kind kind = kind_of(head);
+    piece weights = load_weights(kind), x = {};
+    if (head < end) x = piece::template load<IS_ALIGNED>(qkv + head * head_dim, half, count);
+    if constexpr (IS_ALIGNED && !ARE_FEW) {
+        uint4 *to = waiting;
+        for (int later = head + step; later < end; later += step, to += 2 * num_threads) {
+            copy_async(to, qkv + later * head_dim);
+            copy_async(to + num_threads, qkv + later * head_dim + half);
+        }
+    }
+    __syncwarp(); /* or the compiler puts some of these loads off until the position is there */
+    bool is_valid = position >= 0 && position < args.max_positions, is_stored = is_valid && pk_is_slot(store, slot);
+    float cosine[VEC] = {}, sine[VEC] = {};
+    if (is_valid && count > 0 && kind != VALUE) {
+        const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
+#pragma unroll
+        for (int i = 0; i < VEC; i += 4) {
+            head_piece<float> some = head_piece<float>::template load<IS_ALIGNED>(angles + i, half, count - i);
+            some.low.unpack(cosine + i);
+            some.high.unpack(sine + i);
+        }
+    }
+#pragma unroll 1
     while (true) {
-        bool is_valid = position >= 0 && position < args.max_positions;
-        piece weights = {}; /* from L1 again, where registers are few */
-        if (has_norm) weights = piece::template load<IS_ALIGNED>(weight, half, count);
-        float cosine[VEC] = {}, sine[VEC] = {};
-        if (is_valid && is_turned) {
-            const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
-#pragma unroll
-            for (int i = 0; i < VEC; i += 4) {
-                head_piece<float> some = head_piece<float>::template load<IS_ALIGNED>(angles + i, half, count - i);
-                some.low.unpack(cosine + i);
-                some.high.unpack(sine + i);
-            }
-        }
-        int64_t next = token + gridDim.x, next_slot = -1;
-        int next_position = -1;
-        piece next_x = {};
-        if (next < store.num_tokens) {
-            if (is_mine) next_x = piece::template load<IS_ALIGNED>(qkv + next * args.qkv_stride, half, count);
-            next_slot = pk_load_slot(store, next);
-            next_position = args.positions[next];
-        }
-        float a[VEC], b[VEC], scale = 1;
-        x.low.unpack(a);
-        x.high.unpack(b);
-        if (args.q_weight) { /* whole warps, values too: the shuffles need them */
-            float low_sum = 0, high_sum = 0;
-#pragma unroll
-            for (int i = 0; i < VEC; i++) {
-                low_sum = fmaf(a[i], a[i], low_sum);
-                high_sum = fmaf(b[i], b[i], high_sum);
-            }
-            float sum = low_sum + high_sum;
-            for (int offset = blockDim.x / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-            scale = rsqrtf(fmaf(sum, one_over_dim, args.eps));
-        }
-        if (is_turned) {
+        if (__any_sync(~0u, kind != VALUE)) { /* whole warps, for the shuffles */
+            float a[VEC], b[VEC];
+            x.low.unpack(a);
+            x.high.unpack(b);
             if (args.q_weight) {
+                float low_sum = 0, high_sum = 0;
+#pragma unroll
+                for (int i = 0; i < VEC; i++) {
+                    low_sum = fmaf(a[i], a[i], low_sum);
+                    high_sum = fmaf(b[i], b[i], high_sum);
+                }
+                float sum = low_sum + high_sum;
+                for (int offset = blockDim.x / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+                float scale = rsqrtf(fmaf(sum, one_over_dim, args.eps));
                 normalise<T>(a, scale, weights.low);
                 normalise<T>(b, scale, weights.high);
             }
@@ -136,22 +135,43 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
                 a[i] = fmaf(low, cosine[i], -(high * sine[i]));
                 b[i] = fmaf(high, cosine[i], low * sine[i]);
             }
-            x = is_valid ? piece{packed::pack(a), packed::pack(b)} : piece{};
+            if (kind != VALUE) x = is_valid ? piece{packed::pack(a), packed::pack(b)} : piece{};
         }
-        bool is_stored = is_mine && (kind == QUERY || (is_valid && pk_is_slot(store, slot)));
-        char *to = out + pk_cache_offset(store, kind == QUERY ? token : slot, block_stride, slot_stride) *
-                             (int)(is_fp8 ? sizeof(Cache) : sizeof(T));
-        if (is_stored && is_fp8) {
-            pk_write_cache<IS_ALIGNED>((Cache *)to, x.low, count, divisor);
-            pk_write_cache<IS_ALIGNED>((Cache *)to + half, x.high, count, divisor);
-        } else if (is_stored) {
-            x.low.template store<IS_ALIGNED>((T *)to, count);
-            x.high.template store<IS_ALIGNED>((T *)to + half, count);
+        if (head < end && kind == QUERY) {
+            x.low.template store<IS_ALIGNED>(q_out + head * head_dim, count);
+            x.high.template store<IS_ALIGNED>(q_out + head * head_dim + half, count);
+        } else if (head < end && is_stored) {
+            bool is_key = kind == KEY;
+            int kv_head = head - (is_key ? num_q_heads : num_turned);
+            int64_t at = is_key ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) +
+                                      kv_head * store.k_head_stride
+                                : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) +
+                                      kv_head * store.v_head_stride;
+            Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
+            pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
+            pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);
+            pk_write_cache<IS_ALIGNED>(to + half, x.high, count, divisor);
         }
-        if (head == 0 && threadIdx.x == 0) check_token(args, token, slot, position, bad_id);
-        if (next >= store.num_tokens) break;
-        token = next, slot = next_slot, position = next_position, x = next_x;
+        head += step;
+        if (ARE_FEW || head - (int)threadIdx.y >= num_heads) break;
+        /* Else the compiler keeps the places of single elements from head to head, in 100 registers. */
+        if constexpr (!IS_ALIGNED) asm volatile("" : "+r"(head_dim));
+        if (kind_of(head) != kind) {
+            kind = kind_of(head);
+            weights = load_weights(kind);
+        }
+        if (head >= end) continue;
+        if constexpr (IS_ALIGNED) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            x = {{waiting[0]}, {waiting[num_threads]}};
+            waiting += 2 * num_threads;
+        } else {
+            x = piece::template load<false>(qkv + head * head_dim, half, count);
+        }
     }
+    if (is_stored || blockIdx.y + threadIdx.y + threadIdx.x > 0) return;
+    pk_check_slot(store, token, slot, bad_id);
+    if (!is_valid) pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
 }
 
 // --- launchers
@@ -171,14 +191,18 @@ static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_de
     int64_t threads = pk_ceil_div(num_heads * cta.x, 32) * 32; /* of a token, in whole warps */
     cta.y = (unsigned)(threads < CTA_THREADS ? threads : CTA_THREADS) / cta.x;
     int64_t head_groups = pk_ceil_div(num_heads, cta.y);
-    int64_t resident = pk_ceil_div((int64_t)device->num_sms * (THREADS_PER_SM / CTA_THREADS), head_groups);
-    dim3 grid((unsigned)(num_tokens < resident ? num_tokens : resident), (unsigned)head_groups);
+    bool are_few = num_tokens * head_groups <= device->num_sms * (THREADS_PER_SM / CTA_THREADS);
+    dim3 grid = pk_cuda_grid(num_tokens);
+    grid.y = (unsigned)(are_few ? head_groups : pk_ceil_div(head_groups, MAX_HEADS));
+    int64_t smem_bytes = (pk_ceil_div(head_groups, grid.y) - 1) * 32 * cta.x * cta.y;
     bool is_aligned = pk_caches_take(&args->store, VEC) &&
                       pk_are_multiples(VEC, args->store.head_dim / 2, args->qkv_stride) &&
                       pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out);
-    auto kernel = is_aligned ? qk_norm_rope_store_kernel<T, Cache, true> : qk_norm_rope_store_kernel<T, Cache, false>;
-    return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", kernel, device, grid, cta, 0, stream, *args,
-                                device->bad_id);
+    auto kernel = !is_aligned ? qk_norm_rope_store_kernel<T, Cache, false, false>
+                  : are_few   ? qk_norm_rope_store_kernel<T, Cache, true, true>
+                              : qk_norm_rope_store_kernel<T, Cache, true, false>;
+    return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", kernel, device, grid, cta, (size_t)smem_bytes, stream,
+                                *args, device->bad_id);
 }
 
 pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err)

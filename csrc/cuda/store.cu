@@ -9,7 +9,7 @@
 // --- kernels
 
 template <typename T, typename Cache, bool IS_ALIGNED>
-__global__ void __launch_bounds__(256, IS_ALIGNED && sizeof(Cache) == sizeof(T) ? 6 : 5)  // more would spill
+__global__ void __launch_bounds__(128, IS_ALIGNED && sizeof(Cache) == sizeof(T) ? 12 : 10)  // more would spill
     store_kvcache_kernel(const __grid_constant__ pk_store_args args, pk_cuda_bad_id *bad_id)
 {
     using packed = pk_packed<T>;
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(256, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
     pk_let_next_kernel_start();
     if (token >= args.num_tokens) return;
     int64_t slot = pk_load_slot(args, token);
+    bool is_slot = pk_is_slot(args, slot);
     for (int piece = threadIdx.x; piece < num_pieces; piece += blockDim.x) {
         int head = piece / pieces_per_head, dim = (piece - head * pieces_per_head) * VEC, count = head_dim - dim;
         const T *key = (const T *)args.key + token * args.key_token_stride + head * args.key_head_stride + dim;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(256, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
         packed k = packed::template load_streaming<IS_ALIGNED>(key, count);
         packed v = packed::template load_streaming<IS_ALIGNED>(value, count);
         pk_cache_divisor k_divisor(args.k_scale, IS_SCALED, head), v_divisor(args.v_scale, IS_SCALED, head);
-        if (!pk_is_slot(args, slot)) break;
+        if (!is_slot) break;
         int64_t k_at = pk_cache_offset(args, slot, args.k_block_stride, args.k_slot_stride);
         int64_t v_at = pk_cache_offset(args, slot, args.v_block_stride, args.v_slot_stride);
         Cache *k_cache = (Cache *)args.k_cache + k_at + head * args.k_head_stride + dim;
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(256, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
         pk_write_cache<IS_ALIGNED>(k_cache, k, count, k_divisor);
         pk_write_cache<IS_ALIGNED>(v_cache, v, count, v_divisor);
     }
-    if (threadIdx.x == 0) pk_check_slot(args, token, slot, bad_id);
+    if (!is_slot && threadIdx.x == 0) pk_check_slot(args, token, slot, bad_id);
 }
 
 // --- launchers
@@ -49,7 +50,7 @@ static pk_status launch(const pk_store_args *args, const pk_cuda_device *device,
     int64_t num_pieces = args->num_kv_heads * pk_ceil_div(args->head_dim, VEC);
     dim3 cta(32, 1);
     while (cta.x < 128 && cta.x < num_pieces) cta.x *= 2;
-    cta.y = 256 / cta.x;
+    cta.y = 128 / cta.x;
     bool is_aligned = pk_caches_take(args, VEC) && pk_are_multiples(16, args->key, args->value) &&
                       pk_are_multiples(VEC, args->head_dim, args->key_token_stride, args->key_head_stride,
                                        args->value_token_stride, args->value_head_stride);

@@ -14,17 +14,17 @@
  * lowest wins a draw. An infinite x leaves nothing to chance: the first of them is taken.
  *
  * The g(v) are independent Gumbel variates, -log of exponential ones. A random number for every token would cost more
- * than reading the logits, so they come in blocks of 8: the least of a block is an exponential variate divided by 8,
- * falls on any of the 8 tokens alike, and what the others have more than it are independent exponential variates again
- * (they have no memory). So 16 random bits bound the 8 keys of a block, and the others are drawn only where that bound
+ * than reading the logits, so they come in blocks of 16: the least of a block is an exponential variate divided by 16,
+ * falls on any of the 16 tokens alike, and what the others have more than it are independent exponential variates again
+ * (they have no memory). So one word bounds the 16 keys of a block, and the others are drawn only where that bound
  * reaches the best key so far. With the words of Philox4x32-10 (Salmon et al. 2011),
  *
- *     y = 16 bits b % 8 of the words at counter (b / 8, position, 0, 0), low bits first      b = v / 8
+ *     y(b) = word b % 4 at counter (b / 4, position, 0, 0)              b = v / 16
  *     z(v) = word v % 4 at counter (v / 4, position, 1, 0)              key = (low, high) 32 bits of the seed
- *     u = ((y >> 3) + ((z(8 b + y % 8) >> 9) + 0.5) * 2^-23) * 2^-13
- *     g = -log(E(u) / 8 + (v % 8 == y % 8 ? 0 : E(((z(v) >> 1) + 0.5) * 2^-31)))
+ *     g = -log(E((y + 0.5) * 2^-32) / 16 + (v % 16 == (y * 0x9E3779B9 mod 2^32) >> 28 ? 0 : E((z + 0.5) * 2^-32)))
  *     E(w) = -log(1 - min(w, 1 - 2^-24))
  *
+ * (any few dozen y in a row have each of the 16 places alike, by the golden ratio: place and variate are independent),
  * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
  * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
  * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which ISO C mode implies; CUDA: the _rn
@@ -128,8 +128,9 @@ PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *r
 
 /* -------------------------------------------------------------------- draws */
 
-#define PK_GUMBEL_BLOCK 8
-#define PK_GUMBEL_MAX 27.9f /* no variate is greater */
+#define PK_GUMBEL_BLOCK_BITS 4
+#define PK_GUMBEL_BLOCK (1 << PK_GUMBEL_BLOCK_BITS)
+#define PK_GUMBEL_MAX 26.4f /* no variate is greater */
 
 #define PK_PHILOX_ROUNDS 10
 typedef struct {
@@ -160,13 +161,10 @@ PK_SAMPLING_FN uint32_t pk_random_word(const pk_sample_row *row, uint32_t i, uin
     return i & 2 ? high : low;
 }
 
-/* Natural logarithm of a normal positive float to about 1 ulp. x = 2^e * m with m in [sqrt(1/2), sqrt(2)); the
- * polynomial and the split of log(2) are those of Cephes' logf (Moshier). */
-PK_SAMPLING_FN float pk_log(float x)
+/* log(2^e * (1 + f)) for f from sqrt(1/2) - 1 to sqrt(2) - 1, to about 1 ulp; the polynomial and the split of log(2)
+ * are those of Cephes' logf (Moshier). */
+PK_SAMPLING_FN float pk_log_of_parts(float e, float f)
 {
-    uint32_t bits = PK_BITS_OF(x) - 0x3f3504f3u;
-    float e = (float)((int32_t)bits >> 23);
-    float f = PK_ADD(PK_FLOAT_OF((bits & 0x007fffffu) + 0x3f3504f3u), -1.0f);
     float z = PK_MUL(f, f);
     float p = 7.0376836292e-2f;
     p = PK_ADD(PK_MUL(p, f), -1.1514610310e-1f);
@@ -183,28 +181,37 @@ PK_SAMPLING_FN float pk_log(float x)
     return PK_ADD(PK_ADD(f, p), PK_MUL(e, 0.693359375f));
 }
 
-/* -log(1 - w) without the loss of 1 - w for small w: log(t) * w / (t - 1) with the rounded t. */
-PK_SAMPLING_FN float pk_exponential(float w)
+/* Of a normal positive float. `less_1`: x - 1, where that is known better than x. */
+PK_SAMPLING_FN float pk_log_near_1(float x, float less_1)
 {
+    uint32_t bits = PK_BITS_OF(x) - 0x3f3504f3u;
+    int32_t e = (int32_t)bits >> 23;
+    float f = PK_ADD(PK_FLOAT_OF((bits & 0x007fffffu) + 0x3f3504f3u), -1.0f);
+    return pk_log_of_parts((float)e, e == 0 ? less_1 : f);
+}
+PK_SAMPLING_FN float pk_log(float x) { return pk_log_near_1(x, PK_ADD(x, -1.0f)); }
+
+/* An exponential variate of a random word. */
+PK_SAMPLING_FN float pk_exponential(uint32_t word)
+{
+    float w = PK_MUL(PK_ADD((float)word, 0.5f), 0x1p-32f);
     w = w < 0x1.fffffep-1f ? w : 0x1.fffffep-1f;
-    float t = PK_ADD(1.0f, -w);
-    return t < 1.0f ? PK_DIV(PK_MUL(pk_log(t), w), PK_ADD(t, -1.0f)) : w;
+    return -pk_log_near_1(PK_ADD(1.0f, -w), -w);
 }
 
 /* The greatest variate of a block is at most so much. 1e-4: more than the logarithms here and in pk_gumbel lose. */
-PK_SAMPLING_FN float pk_gumbel_bound(uint32_t block_bits)
+PK_SAMPLING_FN float pk_gumbel_bound(uint32_t block_word)
 {
-    float least = (float)(int32_t)(block_bits >> 3);
-    return PK_ADD(11.0903549f + 1e-4f, -PK_LOG_ROUGHLY(least > 0 ? least : 5e-8f)); /* log(8 * 2^13) */
+    const float log_of_all = 0.69314718f * (PK_GUMBEL_BLOCK_BITS + 32) + 1e-4f;
+    return PK_ADD(log_of_all, -PK_LOG_ROUGHLY(PK_ADD((float)block_word, 0.5f)));
 }
 
-/* Of the 16 bits of the token's block, the token's own word, and that of the block's luckiest token. */
-PK_SAMPLING_FN float pk_gumbel(uint32_t block_bits, uint32_t token, uint32_t word, uint32_t luckiest_word)
+/* Of the words of the token's block and its own. */
+PK_SAMPLING_FN float pk_gumbel(uint32_t block_word, uint32_t token, uint32_t word)
 {
-    float more = PK_MUL(PK_ADD((float)(int32_t)(luckiest_word >> 9), 0.5f), 0x1p-23f);
-    float e = PK_MUL(pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(block_bits >> 3), more), 0x1p-13f)), 0.125f);
-    float ahead = pk_exponential(PK_MUL(PK_ADD((float)(int32_t)(word >> 1), 0.5f), 0x1p-31f));
-    return -pk_log(token % PK_GUMBEL_BLOCK == block_bits % PK_GUMBEL_BLOCK ? e : PK_ADD(e, ahead));
+    float e = PK_MUL(pk_exponential(block_word), 1.0f / PK_GUMBEL_BLOCK), ahead = pk_exponential(word);
+    return -pk_log(
+        token % PK_GUMBEL_BLOCK == block_word * 0x9E3779B9u >> (32 - PK_GUMBEL_BLOCK_BITS) ? e : PK_ADD(e, ahead));
 }
 
 /* Floats as integers of the same order, in which thresholds are searched. -0 is 0, and NaN is greater than all. */

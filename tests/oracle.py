@@ -171,25 +171,21 @@ def philox4x32(counter, key, rounds: int = 10) -> list[int]:
 
 
 def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
-    """The variate of every token, -log of an exponential one. In every block of 8 tokens the least of these is an
-    exponential variate / 8 on one of them, and each of the others has an exponential variate more than it."""
+    """The variate of every token, -log of an exponential one. In every block of 16 tokens the least of these is an
+    exponential variate / 16 on one of them, and each of the others has an exponential variate more than it."""
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
 
     def words(count, stream):
         return np.array([w for c in range(-(-count // 4)) for w in philox4x32((c, position, stream, 0), key)][:count])
 
-    def exponential(w):
-        return -np.log1p(-np.minimum(w, 1 - 2.0**-24))
+    def exponential(word):
+        return -np.log1p(-np.minimum((word + 0.5) * 2.0**-32, 1 - 2.0**-24))
 
-    num_blocks = -(-vocab_size // 8)
-    bits = words(-(-num_blocks // 2), 0)
-    bits = np.stack([bits & 0xFFFF, bits >> 16], axis=1).ravel()[:num_blocks]
-    z = words(8 * num_blocks, 1)
-    luckiest = np.arange(num_blocks) * 8 + bits % 8
-    u = ((bits >> 3) + ((z[luckiest] >> 9) + 0.5) * 2.0**-23) * 2.0**-13
-    more = exponential(((z >> 1) + 0.5) * 2.0**-31)
-    more[luckiest] = 0
-    return -np.log(np.repeat(exponential(u) / 8, 8) + more)[:vocab_size]
+    num_blocks = -(-vocab_size // 16)
+    y, z = words(num_blocks, 0), words(16 * num_blocks, 1)
+    more = exponential(z)
+    more[np.arange(num_blocks) * 16 + (y * 0x9E3779B9 % 2**32 >> 28)] = 0
+    return -np.log(np.repeat(exponential(y) / 16, 16) + more)[:vocab_size]
 
 
 def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndarray:

@@ -70,13 +70,13 @@ def test_fixed_tokens(device):
     assert draw(logits, [0, 0.5, 1, 2, 1, 1, 1, 1], seeds, positions, device).tolist() == FIXED
 
 
-FIXED = [4407, 4201, 1670, 1104, 3165, 625, 2325, 4409]
+FIXED = [4407, 4340, 1795, 219, 849, 3153, 3576, 1991]
 
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_follows_the_softmax(device, varied):
     """Chi-square over 100,000 draws at fixed seeds; 99.99 % of right samplers stay below the bound."""
-    count, size, temperature = 100_000, 40, 0.7
+    count, size, temperature = 100_000, 100, 0.7
     logits = np.random.default_rng(1).standard_normal(size).astype(np.float32)
     numbers = np.arange(count)
     seeds, positions = (numbers, 5) if varied == "seed" else (11, numbers)
@@ -84,7 +84,7 @@ def test_follows_the_softmax(device, varied):
     weights = np.exp(logits.astype(np.float64) / temperature)
     expected = count * weights / weights.sum()
     chi_square = ((np.bincount(tokens, minlength=size) - expected) ** 2 / expected).sum()
-    assert chi_square < 39 + 3.72 * (2 * 39) ** 0.5 + 6, chi_square
+    assert chi_square < size - 1 + 3.72 * (2 * (size - 1)) ** 0.5 + 6, chi_square
 
 
 def test_neighbouring_draws_are_independent(device):

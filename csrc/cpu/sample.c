@@ -11,7 +11,7 @@
 
 #include <stdlib.h>
 
-enum { CHUNK = 8 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
+enum { CHUNK = 4 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
 
 /* logits[at .. at + CHUNK) in fp32; behind the end of the row -inf, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
@@ -44,13 +44,12 @@ static float key_of(pk_candidate best)
 static pk_candidate draw_from_chunk(const float *chunk, float greatest, int64_t at, const pk_sample_row *row,
                                     pk_candidate best)
 {
-    uint32_t bits[8] = {0};
-    float bounds[8] = {0}, highest = 0, bar = key_of(best);
+    pk_words words = {{0}};
+    float bounds[4] = {0}, highest = 0, bar = key_of(best);
     if (row->temperature > 0) {
-        pk_words words = pk_philox(row, (uint32_t)(at / CHUNK), 0);
-        for (int b = 0; b < 8; b++) {
-            bits[b] = words.word[b / 2] >> (b % 2 * 16) & 0xffff;
-            bounds[b] = row->temperature * pk_gumbel_bound(bits[b]);
+        words = pk_philox(row, (uint32_t)(at / CHUNK), 0);
+        for (int b = 0; b < 4; b++) {
+            bounds[b] = row->temperature * pk_gumbel_bound(words.word[b]);
             highest = bounds[b] > highest ? bounds[b] : highest;
         }
     }
@@ -58,11 +57,10 @@ static pk_candidate draw_from_chunk(const float *chunk, float greatest, int64_t 
     for (int i = 0; i < CHUNK; i++) {
         int b = i / PK_GUMBEL_BLOCK;
         if (chunk[i] == -INFINITY || chunk[i] + bounds[b] < bar) continue;
-        uint32_t token = (uint32_t)(at + i), luckiest = token - token % PK_GUMBEL_BLOCK + bits[b] % PK_GUMBEL_BLOCK;
+        uint32_t token = (uint32_t)(at + i);
         float key = chunk[i];
         if (row->temperature > 0)
-            key += row->temperature *
-                   pk_gumbel(bits[b], token, pk_random_word(row, token, 1), pk_random_word(row, luckiest, 1));
+            key += row->temperature * pk_gumbel(words.word[b], token, pk_random_word(row, token, 1));
         pk_candidate candidate = pk_candidate_of(key, token);
         if (candidate > best) best = candidate, bar = key_of(best);
     }

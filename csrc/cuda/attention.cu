@@ -63,9 +63,9 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     if (route.is_simple) return pk_cuda_attention_simple(args, scope.device, stream, err);
     if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, scope.device, stream, err));
     if (!route.prefill.max_rows) return PK_OK;
-    if (pk_cuda_attention_prefill_sm90_applies(args, scope.device))
-        return pk_cuda_attention_prefill_sm90(args, route.prefill, scope.device, stream, err);
-    return pk_cuda_attention_prefill_sm80(args, route.prefill, scope.device, stream, err);
+    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(args, scope.device);
+    auto prefill = is_hopper ? pk_cuda_attention_prefill_sm90 : pk_cuda_attention_prefill_sm80;
+    return prefill(args, route.prefill, scope.device, stream, err);
 }
 
 /* The plan: what the decode kernels need once a step. */

@@ -22,20 +22,17 @@ struct row_filter {
     int64_t min_rows, max_rows;
 };
 
-pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err);
-/* The rows of its plan; fills args->plan, where that is given. */
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                              int64_t *num_rows, pk_stream stream, pk_error *err);
-/* Hopper's prefill (wgmma and the copy engine), where it applies to arguments that fit the tensor cores. */
+/* Each for the sequences of its filter. Hopper's prefill applies to some of the arguments that fit the tensor cores,
+ * the other two to all of them. */
+typedef pk_status attention_launcher(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                     pk_stream stream, pk_error *err);
+attention_launcher pk_cuda_attention_decode, pk_cuda_attention_prefill_sm90, pk_cuda_attention_prefill_sm80;
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
-pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                         pk_stream stream, pk_error *err);
-/* Any device's prefill, for whatever the decode kernels take. */
-pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                         pk_stream stream, pk_error *err);
 pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
                                    pk_error *err);
+/* The rows of the decode kernel's plan; fills args->plan, where that is given. */
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                              int64_t *num_rows, pk_stream stream, pk_error *err);
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f

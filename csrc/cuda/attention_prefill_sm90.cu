@@ -71,17 +71,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
 
 // --- launchers
 
-static pk_status encode_cache(CUtensorMap *map, const char *name, const pk_attention_args *args, const void *data,
-                              int64_t block_stride, int64_t slot_stride, int64_t head_stride, int column, int columns,
-                              int box_rows, pk_error *err)
-{
-    int64_t sizes[5] = {column, 8, (args->num_kv_heads - 1) * (head_stride / column) + columns, args->block_size / 8,
-                        args->num_blocks};
-    int64_t strides[5] = {1, slot_stride, column, 8 * slot_stride, block_stride};
-    int box[5] = {column, 8, columns, box_rows / 8, 1};
-    return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
-}
-
 template <int head_dim, typename T>
 static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                 pk_stream stream, pk_error *err)
@@ -103,10 +92,19 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
     int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
     PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
-    PK_TRY(encode_cache(&params.k_map, "k_cache", args, args->k_cache, args->k_block_stride, args->k_slot_stride,
-                        args->k_head_stride, shape::column, shape::columns, params.box_rows, err));
-    PK_TRY(encode_cache(&params.v_map, "v_cache", args, args->v_cache, args->v_block_stride, args->v_slot_stride,
-                        args->v_head_stride, shape::column, shape::columns, params.box_rows, err));
+    auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, int64_t block_stride,
+                         int64_t slot_stride, int64_t head_stride) {
+        int64_t head_columns = head_stride / shape::column;
+        int64_t sizes[5] = {shape::column, 8, (args->num_kv_heads - 1) * head_columns + shape::columns,
+                            args->block_size / 8, args->num_blocks};
+        int64_t strides[5] = {1, slot_stride, shape::column, 8 * slot_stride, block_stride};
+        int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
+        return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
+    };
+    PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_block_stride, args->k_slot_stride,
+                     args->k_head_stride));
+    PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
+                     args->v_head_stride));
     auto kernel = attention_prefill_kernel<head_dim, T>;
     PK_TRY(pk_cuda_allow_smem(err, kernel, shape::smem_bytes, device->index, &smem_allowed));
     return pk_cuda_launch(err, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas), dim3(NUM_THREADS),

@@ -145,24 +145,15 @@ pk_cuda_scope::~pk_cuda_scope()
     if (previous >= 0) cudaSetDevice(previous);
 }
 
-pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err)
-{
-    cudaDriverEntryPointQueryResult found;
-    PK_CUDA(err, cudaGetDriverEntryPointByVersion(symbol, function, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess || !*function)
-        return pk_fail(err, PK_EUNSUPPORTED, "the NVIDIA driver has no %s (12.0): update the driver", symbol);
-    return PK_OK;
-}
-
-typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
                              const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err)
 {
-    static void *encode;
-    if (!encode) PK_TRY(pk_cuda_driver_entry("cuTensorMapEncodeTiled", &encode, err));
+    static void *encode; /* the driver's, found at run time: the extension does not link to libcuda */
+    cudaDriverEntryPointQueryResult found;
+    if (!encode)
+        PK_CUDA(err,
+                cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+    if (!encode) return pk_fail(err, PK_EUNSUPPORTED, "the NVIDIA driver has no cuTensorMapEncodeTiled: update it");
     cuuint64_t size[5], stride_bytes[5];
     cuuint32_t box_size[5], element_strides[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < ndim; i++) {
@@ -170,7 +161,7 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
         box_size[i] = (cuuint32_t)box[i];
         if (i > 0) stride_bytes[i - 1] = (cuuint64_t)strides[i] * 2;
     }
-    CUresult result = ((encode_function)encode)(
+    CUresult result = ((decltype(&cuTensorMapEncodeTiled))encode)(
         map, dtype == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)ndim,
         (void *)data, size, stride_bytes, box_size, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
         box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

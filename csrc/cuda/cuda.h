@@ -131,9 +131,6 @@ pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 
-/* A function of the driver ("cuTensorMapEncodeTiled"), found at run time: the extension does not link to libcuda. */
-pk_status pk_cuda_driver_entry(const char *symbol, void **function, pk_error *err);
-
 // --- launches
 
 template <typename... Params, typename... Args>

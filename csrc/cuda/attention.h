@@ -114,20 +114,6 @@ __device__ static inline float quad_sum(float x)
 /* In a part of the code that all lanes of the warp reach. */
 __device__ static inline bool quad_any(bool x) { return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15; }
 
-// --- copies to shared memory
-
-/* 16 bytes from global to shared memory, all of them or the first few and zeros. */
-__device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
-{
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-}
-__device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ static inline void copy_async_wait()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // --- tensor cores: m16n8k16, fp32 accumulators
 
 __device__ static inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address)

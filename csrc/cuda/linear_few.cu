@@ -16,6 +16,7 @@
  */
 #include "cuda/linear.h"
 #include "cuda/mma.h"
+#include "cuda/pack.h"
 
 enum {
     LINE = 64 /* inputs */,
@@ -32,15 +33,6 @@ struct linear_few_params {
 };
 
 // --- kernels
-
-/* 16 bytes to shared memory, zeros where `is_inside` is false. */
-__device__ static inline void copy_async(uint4 *to, const void *from, bool is_inside)
-{
-    unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
-                 "r"(is_inside ? 16 : 0)
-                 : "memory");
-}
 
 /* x times the norm's weight, rounded to T; returns the sum of the squares of x. */
 template <typename T>
@@ -99,8 +91,8 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 #pragma unroll
                 for (int p = 0; p < 2; p++) {
                     bool is_inside = is_row && column + p * 32 < size;
-                    copy_async(ring + ((copy_slot * 2 + half) * 2 + p) * THREADS, is_inside ? from + p * 32 : weight,
-                               is_inside);
+                    copy_async_16(smem_address(ring + ((copy_slot * 2 + half) * 2 + p) * THREADS),
+                                  is_inside ? from + p * 32 : weight, is_inside ? 16 : 0);
                 }
             }
             if (++copy_block == num_blocks) {
@@ -109,12 +101,12 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
             }
             if (++copy_slot == params.num_slots) copy_slot = 0;
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copy_async_commit();
     };
     auto fetch = [&]() {
         if (args.norm_weight)
             for (int i = threadIdx.x; i < size / 8; i += THREADS)
-                copy_async(norm + i, (const uint4 *)args.norm_weight + i, true);
+                copy_async_16(smem_address(norm + i), (const uint4 *)args.norm_weight + i, 16);
         for (int i = 0; i < DEPTH; i++) copy_next();
     };
 
@@ -152,8 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
                 x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x_stride + column) : uint4{};
             }
             if (args.norm_weight && tile == blockIdx.x && first == 0) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1)
-                             : "memory"); /* the oldest has the norm's weight */
+                copy_async_wait<DEPTH - 1>(); /* the oldest has the norm's weight */
                 __syncthreads();
             }
             if (args.norm_weight)
@@ -169,7 +160,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 #pragma unroll
                 for (int n = 0; n < BLOCKS; n++) {
                     if (n >= num_blocks) break;
-                    asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+                    copy_async_wait<DEPTH - 1>();
 #pragma unroll
                     for (int p = 0; p < 2; p++) {
                         const uint4 low = ring[(slot * 4 + p) * THREADS], high = ring[(slot * 4 + 2 + p) * THREADS];

@@ -21,6 +21,18 @@ __device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instr
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
+/* 16 bytes from global to shared memory, all of them or the first few and zeros. */
+__device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+__device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ static inline void copy_async_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 /* Two floats as two neighbours of 16 bits, by one instruction. */
 template <typename T>
 __device__ static inline uint32_t pk_pack_pair(float low, float high)

@@ -18,8 +18,8 @@
  * is the softmax of one warpgroup, 64 exponentials a thread and tile; hence softmax() looks for no maxima.
  *
  * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
- * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 745, 1 x 4096 605, 16 x 1024 464. Attempts:
- * benchmarks/lab/prefill/NOTES.md.
+ * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 741, 1 x 4096 613, 16 x 1024 480, ragged 16
+ * of 100 to 1,024 tokens 380. Attempts: benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill_sm90_consumer.h"
 

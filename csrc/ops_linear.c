@@ -108,6 +108,7 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
+    if (overlap(x, &out->view)) return pk_fail(err, PK_ELAYOUT, "out: overlaps x, which is read while it is written");
     const pk_view *source = norm_weight ? normed : x, *product = gate_up ? gate_up : &out->view;
     if (overlap(source, product))
         return pk_fail(err, PK_ELAYOUT, "%s: overlaps %s, which is read while it is written",

@@ -54,6 +54,7 @@ def test_strides_with_poison_between(rng, device, dtype, shape):
 
 
 FUSED = [(0, 8, 6), (1, 8, 2), (3, 1024, 96), (8, 520, 130), (9, 2056, 66), (17, 264, 70), (33, 1032, 34), (40, 33, 6)]
+FUSED += [(16, 1096, 392), (64, 1096, 392), (50, 264, 200), (70, 520, 130)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,6 +160,9 @@ BUFFER = floats(6, 20)
     (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4), normed=BUFFER[:2, :4], out=BUFFER[:2, 3:7]),
      BufferError, "out: overlaps normed"),
     (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), gate_up=BUFFER[:2, :4]), BufferError, "gate_up: overlaps x"),
+    (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), norm_weight=floats(4), normed=floats(2, 4), out=BUFFER[:2, :4]),
+     BufferError, "out: overlaps x"),
+    (lambda: pagedkv.linear(BUFFER[:2, :2], floats(4, 2), gate_up=floats(2, 4), out=BUFFER[:2, :2]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), gate_up=floats(2, 3)), ValueError, "weight: dim 0 is 3 but must be even"),
     (lambda: pagedkv.linear(floats(2, 4), floats(6, 4), gate_up=floats(2, 6), out=floats(2, 6)),
      ValueError, "out: dim 1 is 6 but half of weight has O=3"),

@@ -134,14 +134,17 @@ void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 // --- launches
 
 template <typename... Params, typename... Args>
-static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool may_start_early,
+static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool may_start_early, int cluster_size,
                                           void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
                                           pk_stream stream, Args... args)
 {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {grid, cta, smem_bytes, (cudaStream_t)stream, &early, may_start_early};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster_size, 1, 1};
+    cudaLaunchConfig_t config = {
+        grid, cta, smem_bytes, (cudaStream_t)stream, attributes, may_start_early ? 1u + (cluster_size > 1) : 0u};
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
 }
@@ -149,7 +152,7 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
 template <typename Kernel, typename... Rest>
 static inline pk_status pk_cuda_launch(pk_error *err, const char *name, Kernel *kernel, Rest... rest)
 {
-    return pk_cuda_launch_if(err, name, false, kernel, rest...);
+    return pk_cuda_launch_if(err, name, false, 1, kernel, rest...);
 }
 #define PK_CUDA_LAUNCH(err, kernel, ...) pk_cuda_launch((err), #kernel, kernel, __VA_ARGS__)
 
@@ -162,7 +165,14 @@ template <typename Kernel, typename... Rest>
 static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, Kernel *kernel,
                                              const pk_cuda_device *device, Rest... rest)
 {
-    return pk_cuda_launch_if(err, name, device->can_launch_early, kernel, rest...);
+    return pk_cuda_launch_if(err, name, device->can_launch_early, 1, kernel, rest...);
+}
+/* The same in clusters of so many CTAs, where the device can launch early. */
+template <typename Kernel, typename... Rest>
+static inline pk_status pk_cuda_launch_clusters(pk_error *err, const char *name, Kernel *kernel,
+                                                const pk_cuda_device *device, int cluster_size, Rest... rest)
+{
+    return pk_cuda_launch_if(err, name, device->can_launch_early, cluster_size, kernel, rest...);
 }
 
 __device__ static inline void pk_wait_for_previous_kernel()

@@ -1,4 +1,4 @@
-/* linear.cu - out = x @ weight.T + bias: own kernels for a few rows (linear_few.cu), cuBLASLt for more.
+/* linear.cu - out = x @ weight.T + bias: own kernels for few rows (linear_few.cu, linear_sm90.cu), cuBLASLt for more.
  *
  * cuBLASLt gets an explicit workspace (no hidden allocation, no extra graph nodes for it) and accumulates in float32;
  * float32 inputs are never rounded to tf32. Its choice of algorithm for a shape costs tens of microseconds, so plans
@@ -225,11 +225,17 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device
     return pk_cuda_launch(err, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, stream, *args);
 }
 
+static bool has_own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    return pk_cuda_linear_few_applies(args, device) || pk_cuda_linear_sm90_applies(args, device);
+}
+
 pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error *err)
 {
     if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
     pk_cuda_scope scope(args->out, err);
     if (scope.status != PK_OK) return scope.status;
+    if (pk_cuda_linear_sm90_applies(args, scope.device)) return pk_cuda_linear_sm90(args, scope.device, stream, err);
     if (pk_cuda_linear_few_applies(args, scope.device)) return pk_cuda_linear_few(args, scope.device, stream, err);
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
@@ -242,7 +248,7 @@ bool pk_cuda_linear_fuses(const pk_linear_args *args)
 {
     pk_error ignored;
     pk_cuda_scope scope(args->out, &ignored);
-    return scope.status == PK_OK && pk_cuda_linear_few_applies(args, scope.device);
+    return scope.status == PK_OK && has_own_kernel(args, scope.device);
 }
 
 // --- the choice of an algorithm
@@ -275,8 +281,8 @@ pk_status pk_cuda_linear_algorithms(const pk_linear_args *args, pk_linear_choice
     plan *plan;
     pk_cuda_scope scope(args->out, err);
     if (scope.status != PK_OK) return scope.status;
-    bool has_choice = args->num_rows > 0 && args->out_features > 0 && is_blas(args) &&
-                      !pk_cuda_linear_few_applies(args, scope.device);
+    bool has_choice =
+        args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !has_own_kernel(args, scope.device);
     PK_TRY(pk_cublaslt_load(&lt, err));
     if (choices) {
         PK_CUDA(err, cudaGetDeviceProperties(&properties, scope.device->index));

@@ -8,4 +8,9 @@
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err);
 
+/* linear_sm90.cu: 9 to 64 rows on Hopper; knows all that linear fuses, too. */
+bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream,
+                              pk_error *err);
+
 #endif

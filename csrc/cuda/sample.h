@@ -242,18 +242,10 @@ static pk_status pk_cuda_launch_rows(pk_error *err, const char *name, void (*ker
                                      uint64_t *is_smem_allowed, pk_stream stream, Args... args)
 {
     PK_TRY(pk_cuda_allow_smem(err, kernel, smem_bytes, device->index, is_smem_allowed));
-    unsigned num_ctas = device->can_launch_early ? SAMPLE_CLUSTER : 1;
+    int num_ctas = device->can_launch_early ? SAMPLE_CLUSTER : 1;
     while (num_ctas > 1 && num_rows * num_ctas > device->num_sms) num_ctas /= 2;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {num_ctas, 1, 1};
-    cudaLaunchConfig_t config = {
-        pk_cuda_grid(num_rows * num_ctas), dim3(SAMPLE_THREADS), smem_bytes, (cudaStream_t)stream, attributes,
-        device->can_launch_early ? 2u : 0u};
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+    return pk_cuda_launch_clusters(err, name, kernel, device, num_ctas, pk_cuda_grid(num_rows * num_ctas),
+                                   dim3(SAMPLE_THREADS), smem_bytes, stream, args...);
 }
 
 #endif

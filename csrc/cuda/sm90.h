@@ -1,5 +1,5 @@
-/* sm90.h - tensor maps, and the Hopper instructions that have no C++ spelling: mbarriers, bulk tensor copies, warpgroup
- * matrix products.
+/* sm90.h - tensor maps, and the Hopper instructions that have no C++ spelling: mbarriers, clusters, bulk copies,
+ * warpgroup matrix products.
  *
  * The instructions only for code inside `#ifdef PK_SM90A`: wgmma and setmaxnreg exist on the architecture-specific
  * target sm_90a alone.
@@ -65,6 +65,21 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* All threads of the cluster that have not ended meet here. Barriers that barrier_init_fence() covers are ready behind
+ * it; it orders no other memory, because that would cover global memory, too, and takes half a microsecond. */
+__device__ __forceinline__ void cluster_sync()
+{
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+/* The same place in the shared memory of another CTA of the cluster. */
+__device__ __forceinline__ uint32_t address_in(int rank, uint32_t smem)
+{
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem), "r"(rank));
+    return address;
+}
+
 /* Makes this thread's ordinary writes to shared memory visible to the matrix units and the copy engine. */
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -99,6 +114,23 @@ __device__ __forceinline__ void copy_5d(uint32_t smem, const CUtensorMap *map, u
         "[%2];" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
+}
+
+// --- bulk copies of bytes, multiples of 16 at aligned places
+
+__device__ __forceinline__ void copy_bytes(uint32_t smem, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+/* From shared memory to that of a CTA of the cluster, counted by its barrier. */
+__device__ __forceinline__ void send_bytes(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address_in(rank, to)),
+                 "r"(from), "r"(bytes), "r"(address_in(rank, barrier))
+                 : "memory");
 }
 
 // --- registers of a warpgroup
@@ -149,8 +181,10 @@ template <typename T, int N>
 struct wgmma;
 
 /* The accumulators of d as operands %0, %1, ... */
-#define PK_REGS_0_31                                                       \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+#define PK_REGS_0_7 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PK_REGS_0_15 PK_REGS_0_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PK_REGS_0_31 \
+    PK_REGS_0_15     \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PK_REGS_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PK_REGS_48_63 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -163,6 +197,8 @@ struct wgmma;
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define PK_ACC_16(d, i) PK_ACC_8(d, i), PK_ACC_8(d, i + 8)
+#define PK_ACC_FIRST_8(d) PK_ACC_8(d, 0)
+#define PK_ACC_FIRST_16(d) PK_ACC_16(d, 0)
 #define PK_ACC_32(d) PK_ACC_16(d, 0), PK_ACC_16(d, 16)
 #define PK_ACC_48(d) PK_ACC_32(d), PK_ACC_16(d, 32)
 #define PK_ACC_64(d) PK_ACC_48(d), PK_ACC_16(d, 48)
@@ -191,6 +227,8 @@ struct wgmma;
         }                                                                                                            \
     };
 #define PK_WGMMA_ALL(T, PTX)                                                                                        \
+    PK_WGMMA(T, PTX, 16, PK_REGS_0_7, PK_ACC_FIRST_8, "8", "9", "10", "11", "12", "13")                             \
+    PK_WGMMA(T, PTX, 32, PK_REGS_0_15, PK_ACC_FIRST_16, "16", "17", "18", "19", "20", "21")                         \
     PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                               \
     PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                 \
     PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")  \

@@ -1,0 +1,438 @@
+/* linear_sm90.cu - linear for 9 to 64 rows of bf16 or f16 on Hopper: the time of reading the weight once, and little
+ * around it.
+ *
+ * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16, 32 or
+ * 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, another does what a norm asks for, a ring of
+ * stages lies between them. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of
+ * a tile. Each sends its sums of some rows to the CTA that writes them, which adds them in their order. How many divide
+ * them depends on the weight alone, so a row's bits do not depend on the other rows.
+ *
+ * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
+ * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once (two CTAs
+ * have room on an SM, of this kernel and the next), and what stands between two products is done here: the norm's
+ * weight is multiplied into the weight while that waits for x, the squares of x are added beside the product, to scale
+ * the row behind it; gate and up meet in one tile; out may be added to, and is asked for early.
+ *
+ * No fence covers a cluster's global memory: such a one takes half a microsecond. Attempts, and why not more rows:
+ * benchmarks/lab/linear/NOTES-sm90.md.
+ */
+#include "cuda/linear.h"
+#include "cuda/pack.h"
+#include "cuda/sm90.h"
+
+enum {
+    TILE = 64 /* outputs, or gate and up of half as many */,
+    LINE = 64 /* inputs of a swizzled row of 128 bytes */,
+    STEP = 128 /* inputs of a stage */,
+    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that helps; all write */,
+    THREADS = WORKERS + 32,
+    MIN_ROWS = 9, /* below, linear_few.cu is faster */
+    MAX_ROWS = 64,
+    MAX_SPLITS = 4,
+    MAX_UNITS = 8 /* of STEP inputs: a short way */,
+    MAX_STAGES = 16,
+    WEIGHT_BYTES = TILE * STEP * 2,
+    NORM_BYTES = STEP * 2,
+    PITCH = TILE + 4 /* of a row of sums in float, which spreads the banks; behind them lies the sum of squares */,
+};
+
+struct linear_sm90_params {
+    CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
+    pk_linear_args args;
+    int num_tiles, num_splits;         /* a tile is one cluster's; without splits a CTA may have several */
+    int num_stages, sums_at, inbox_at; /* of the ring; places behind it, in bytes, the sums' perhaps in it */
+};
+
+template <int N>
+static constexpr int stage_bytes = WEIGHT_BYTES + STEP * 2 * N; /* the norm's weights lie behind the ring */
+
+/* Where the rows leave memory and registers for it: this kernel's and the next one's, or two of a large weight. */
+template <int N>
+static constexpr int ctas_an_sm = N > 32 ? 1 : 2;
+
+// --- kernels
+
+#ifdef PK_SM90A
+using namespace sm90;
+
+/* 4 outputs of a row. */
+template <typename T>
+__device__ static inline void add_4(float (&values)[4], const T *from)
+{
+    pk_vec<T, 4> packed = *(const pk_vec<T, 4> *)from;
+#pragma unroll
+    for (int i = 0; i < 4; i++) values[i] += pk_to_float(packed.at[i]);
+}
+template <typename T>
+__device__ static inline void write_4(T *to, const float (&values)[4])
+{
+    pk_vec<T, 4> packed;
+#pragma unroll
+    for (int i = 0; i < 4; i++) packed.at[i] = pk_from_float<T>(values[i]);
+    *(pk_vec<T, 4> *)to = packed;
+}
+
+/* The weight of a stage, times that of the norm, column by column: by a warpgroup. */
+template <typename T>
+__device__ static inline void weigh(char *weight, const char *norm)
+{
+    const int thread = threadIdx.x % 128,
+              chunk = thread % 8 ^ thread / 8 % 8; /* the 8 inputs that the swizzle put here */
+#pragma unroll
+    for (int k = 0; k < STEP; k += LINE) {
+        const pk_packed<T> factors = *(const pk_packed<T> *)(norm + (k + chunk * 8) * 2);
+        pk_packed<T> *at = (pk_packed<T> *)(weight + k * TILE * 2) + thread;
+#pragma unroll
+        for (int i = 0; i < TILE * 8; i += 128) at[i] = at[i] * factors;
+    }
+}
+
+/* Adds the squares of a stage of x: thread t of a warpgroup has the t % 8-th 16 bytes of every 16th row from t / 8 on.
+ */
+template <typename T, int count>
+__device__ static inline void add_squares(float (&squares)[count], const char *x)
+{
+#pragma unroll
+    for (int i = 0; i < STEP / LINE * count; i++) {
+        float values[8], even = 0, odd = 0;
+        ((const pk_packed<T> *)x + threadIdx.x % 128 + i * 128)->unpack(values);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) even += values[j] * values[j], odd += values[j + 1] * values[j + 1];
+        squares[i % count] += even + odd;
+    }
+}
+#endif
+
+template <typename T, int N>
+__global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
+    linear_sm90_kernel(const __grid_constant__ linear_sm90_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ char dynamic_smem[];
+    __shared__ uint64_t weight_full[MAX_STAGES], weight_ready[MAX_STAGES], x_full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ uint64_t inbox_full;
+    const pk_linear_args &args = params.args;
+    const uint32_t ring = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
+    char *const ring_pointer = dynamic_smem + (ring - smem_address(dynamic_smem));
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int num_stages = params.num_stages, norms_at = num_stages * stage_bytes<N>;
+    const int num_splits = params.num_splits, split = blockIdx.x % num_splits;
+    const int first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
+    const int num_units = ((int)args.in_features + STEP - 1) / STEP, first_step = num_units * split / num_splits;
+    const int num_steps = num_units * (split + 1) / num_splits - first_step; /* of a tile */
+    const int all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
+    const int halves = args.is_gated ? 2 : 1, width = TILE / halves, num_outputs = (int)args.out_features / halves;
+    const bool has_norm = args.norm_weight != nullptr;
+
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+        for (int i = 0; i < num_stages; i++) {
+            barrier_init(smem_address(&weight_full[i]), 1);
+            barrier_init(smem_address(&weight_ready[i]), 4);
+            barrier_init(smem_address(&x_full[i]), 1);
+            barrier_init(smem_address(&empty[i]), has_norm ? 8 : 4); /* warps */
+        }
+        barrier_init(smem_address(&inbox_full), 1);
+        barrier_init_fence();
+        barrier_arrive_expect(smem_address(&inbox_full), N * PITCH * 4);
+    }
+    if (has_norm) { /* behind the last input nothing is copied: no NaN may lie there */
+#pragma unroll 1
+        for (int i = threadIdx.x; i < num_stages * NORM_BYTES / 16; i += THREADS)
+            ((uint4 *)(ring_pointer + norms_at))[i] = {};
+        fence_async_proxy();
+    }
+    __syncthreads();
+    if (num_splits > 1) cluster_sync();
+    pk_let_next_kernel_start();
+
+    if (warp == WORKERS / 32) {
+        auto copy_weight = [&](int tile, int step, int stage) {
+            const int input = (first_step + step) * STEP;
+            const int num_norms = has_norm ? min(STEP, (int)args.in_features - input) : 0;
+            uint32_t barrier = smem_address(&weight_full[stage]), to = ring + stage * stage_bytes<N>;
+            barrier_arrive_expect(barrier, WEIGHT_BYTES + num_norms * 2);
+#pragma unroll
+            for (int k = 0; k < STEP; k += LINE)
+#pragma unroll 1
+                for (int half = 0; half < halves; half++, to += width * LINE * 2)
+                    copy_2d(to, &params.weight_map, barrier, input + k, tile * width + half * num_outputs);
+            if (has_norm)
+                copy_bytes(ring + norms_at + stage * NORM_BYTES, (const T *)args.norm_weight + input, num_norms * 2,
+                           barrier);
+        };
+        auto copy_x = [&](int step, int stage) {
+            uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N> + WEIGHT_BYTES;
+            barrier_arrive_expect(barrier, N * STEP * 2);
+#pragma unroll
+            for (int k = 0; k < STEP; k += LINE)
+                copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
+        };
+        auto advance = [&](int &tile, int &step) {
+            if (++step == num_steps) step = 0, tile += tile_stride;
+        };
+        if (lane == 0) {
+            prefetch_tensor_map(&params.weight_map);
+            prefetch_tensor_map(&params.x_map);
+            const int num_early = args.weight_is_constant ? min(all_steps, num_stages) : 0;
+#pragma unroll 1
+            for (int i = 0, tile = first_tile, step = 0; i < num_early; i++, advance(tile, step))
+                copy_weight(tile, step, i);
+            pk_wait_for_previous_kernel();
+#pragma unroll 1
+            for (int i = 0, tile = first_tile, step = 0, stage = 0, parity = 1; i < all_steps; i++) {
+                if (i >= num_early) {
+                    barrier_wait(smem_address(&empty[stage]), parity);
+                    copy_weight(tile, step, stage);
+                }
+                copy_x(step, stage);
+                advance(tile, step);
+                if (++stage == num_stages) stage = 0, parity ^= 1;
+            }
+        }
+        __syncwarp();
+        if (num_splits > 1) cluster_sync();
+        return;
+    }
+
+    /* The helpers multiply the norm's weight into the weight ahead of x: all that the ring holds, or half of it. */
+    const bool is_helper = warp >= 4;
+    int num_weighed = 0, weighed_stage = 0, weighed_parity = 0;
+    auto weigh_next = [&]() {
+        if (num_weighed++ >= all_steps) return;
+        barrier_wait(smem_address(&weight_full[weighed_stage]), weighed_parity);
+        weigh<T>(ring_pointer + weighed_stage * stage_bytes<N>, ring_pointer + norms_at + weighed_stage * NORM_BYTES);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(smem_address(&weight_ready[weighed_stage]));
+        if (++weighed_stage == num_stages) weighed_stage = 0, weighed_parity ^= 1;
+    };
+    if (is_helper && has_norm) {
+        const int ahead = all_steps <= num_stages ? all_steps : num_stages / 2;
+#pragma unroll 1
+        for (int i = 0; i < ahead; i++) weigh_next();
+    }
+
+    /* What this thread writes of a tile: 4 outputs of every rows_apart-th row of the CTA's. */
+    const int lanes = width / 4, column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
+    const int rows_apart = WORKERS / lanes, row_base = N / num_splits * split;
+    float *const sums = (float *)(ring_pointer + params.sums_at);
+    const float *const inbox = num_splits == 1 ? sums : (const float *)(ring_pointer + params.inbox_at);
+    const float inverse_size = 1.0f / (float)(int)args.in_features;
+
+    pk_wait_for_previous_kernel();
+    int stage = 0, parity = 0;
+    auto release = [&](int stage) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
+    };
+#pragma unroll 1
+    for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
+        const int output = tile * width + column;
+        const int num_rows = output < num_outputs ? min(N / num_splits, (int)args.num_rows - row_base) : 0;
+        float bias[4] = {}, up_bias[4] = {}, addends[2][4]; /* what out is made of beside the product, for two rows */
+        auto ask = [&](int row) {
+#pragma unroll
+            for (int i = 0; i < 2; i++, row += rows_apart) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) addends[i][j] = bias[j];
+                if (!args.adds_to_out || row >= num_rows) continue;
+                const int64_t at = (row_base + row) * args.out_stride + output;
+                if (args.out_dtype == PK_F32)
+                    add_4(addends[i], (const float *)args.out + at);
+                else
+                    add_4(addends[i], (const T *)args.out + at);
+            }
+        };
+        if (args.bias && num_rows > 0) {
+            add_4(bias, (const T *)args.bias + output);
+            if (args.is_gated) add_4(up_bias, (const T *)args.bias + num_outputs + output);
+        }
+        ask(first_row);
+
+        if (is_helper) {
+            float squares[N / 16] = {};
+#pragma unroll 1
+            for (int step = 0; step < num_steps && has_norm; step++) {
+                barrier_wait(smem_address(&x_full[stage]), parity);
+                add_squares<T>(squares, ring_pointer + stage * stage_bytes<N> + WEIGHT_BYTES);
+                release(stage);
+                if (++stage == num_stages) stage = 0, parity ^= 1;
+                weigh_next();
+            }
+            named_sync(1, WORKERS); /* the sums may lie where the ring is */
+#pragma unroll
+            for (int i = 0; i < N / 16; i++) {
+#pragma unroll
+                for (int offset = 4; offset > 0; offset /= 2) squares[i] += __shfl_xor_sync(~0u, squares[i], offset);
+                if (lane % 8 == 0) sums[(threadIdx.x % 128 / 8 + i * 16) * PITCH + TILE] = squares[i];
+            }
+        } else {
+            uint64_t *const ready = has_norm ? weight_ready : weight_full;
+            float acc[N / 2];
+            int last_stage = 0;
+#pragma unroll 1
+            for (int step = 0; step < num_steps; step++) {
+                const uint32_t weight = ring + stage * stage_bytes<N>;
+                const uint64_t a = descriptor<128>(weight, 16, 1024),
+                               b = descriptor<128>(weight + WEIGHT_BYTES, 16, 1024);
+                barrier_wait(smem_address(&ready[stage]), parity);
+                barrier_wait(smem_address(&x_full[stage]), parity);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < STEP; k += 16)
+                    wgmma<T, N>::smem_smem(acc, a + (k / LINE * TILE * LINE + k % LINE) * 2 / 16,
+                                           b + (k / LINE * N * LINE + k % LINE) * 2 / 16, step > 0 || k > 0);
+                wgmma_commit();
+                wgmma_wait<1>(); /* for the step before */
+                if (step > 0) release(last_stage);
+                last_stage = stage;
+                if (++stage == num_stages) stage = 0, parity ^= 1;
+            }
+            wgmma_wait<0>();
+            pin(acc);
+            release(last_stage);
+            named_sync(1, WORKERS);
+#pragma unroll
+            for (int i = 0; i < N / 2; i++)
+                sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * 16 + i / 2 % 2 * 8 + lane / 4] = acc[i];
+        }
+        if (num_splits > 1) fence_async_proxy();
+        named_sync(1, WORKERS);
+        if (num_splits > 1) {
+            const int bytes = N / num_splits * PITCH * 4; /* of the rows of a CTA */
+            if (threadIdx.x < num_splits)
+                send_bytes(threadIdx.x, ring + params.inbox_at + split * bytes,
+                           ring + params.sums_at + threadIdx.x * bytes, bytes, smem_address(&inbox_full));
+            barrier_wait(smem_address(&inbox_full), 0);
+        }
+#pragma unroll 1
+        for (int first = first_row; first < num_rows; first += 2 * rows_apart) {
+            if (first != first_row) ask(first);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = first + i * rows_apart;
+                if (row >= num_rows) break;
+                const float *at = inbox + row * PITCH;
+                float values[4] = {}, ups[4] = {}, square = 0, scale = 1;
+#pragma unroll 4
+                for (int from = 0; from < num_splits; from++, at += N / num_splits * PITCH) {
+                    add_4(values, at + column);
+                    if (args.is_gated) add_4(ups, at + width + column);
+                    square += at[TILE];
+                }
+                if (has_norm) scale = rsqrtf(square * inverse_size + args.norm_eps);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    values[j] = values[j] * scale + addends[i][j];
+                    if (!args.is_gated) continue;
+                    float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
+                    values[j] =
+                        pk_round<T>(__fdividef(gate, 1 + __expf(-gate))) * pk_round<T>(ups[j] * scale + up_bias[j]);
+                }
+                const int64_t to = (row_base + row) * args.out_stride + output;
+                if (args.out_dtype == PK_F32)
+                    write_4((float *)args.out + to, values);
+                else
+                    write_4((T *)args.out + to, values);
+            }
+        }
+        if (tile + tile_stride < params.num_tiles) named_sync(1, WORKERS); /* before the next sums */
+    }
+    if (num_splits > 1) cluster_sync(); /* what this CTA has sent has left its memory */
+#endif
+}
+
+// --- launchers
+
+/* How a product is divided: a matter of the weight alone. */
+struct division {
+    int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
+};
+
+static division divide(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
+    int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
+    while (splits < MAX_SPLITS && tiles * splits * 2 <= device->num_sms && splits * 2 <= units) splits *= 2;
+    return {width, tiles, units, splits};
+}
+
+/* Measured beside cuBLASLt with what it cannot do around it: a CTA's way through the inputs is short, or at least there
+ * is no norm and no second tile. */
+static bool is_faster(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    division all = divide(args, device);
+    bool is_short = all.num_units <= MAX_UNITS * all.num_splits;
+    return args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS &&
+           (is_short || (!args->norm_weight && all.num_tiles <= device->num_sms));
+}
+
+bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
+    bool are_rows_apart = args->x_stride >= args->in_features && args->weight_stride >= args->in_features;
+    /* In f16, the weight times that of the norm may be too large or too small. */
+    bool is_dtype = args->dtype == PK_BF16 || (args->dtype == PK_F16 && !args->norm_weight);
+    return device->compute_capability == 90 && device->can_launch_early && is_dtype && are_rows_apart &&
+           args->in_features > 0 && args->in_features <= 1 << 20 && args->out_features <= 1 << 30 &&
+           pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride, args->bias) &&
+           pk_are_multiples(16, args->x, args->weight, args->norm_weight) && args->out_features % outputs == 0 &&
+           pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out) && is_faster(args, device);
+}
+
+static pk_status matrix_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
+                            int64_t rows, int64_t stride, int box_rows, pk_error *err)
+{
+    int64_t sizes[2] = {args->in_features, rows}, strides[2] = {1, stride};
+    int box[2] = {LINE, box_rows};
+    return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, err);
+}
+
+template <typename T, int N>
+static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    static uint64_t smem_allowed;
+    const division all = divide(args, device);
+    const int64_t most_smem = (int64_t)device->smem_per_cta - 2048; /* the barriers have their own */
+    const int64_t room = (int64_t)device->num_sms * ctas_an_sm<N>;
+    const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
+    const int64_t clusters = is_one_round ? all.num_tiles : room;
+
+    const int64_t per_stage = stage_bytes<N> + (args->norm_weight ? NORM_BYTES : 0), sums_bytes = N * PITCH * 4;
+    const int64_t needed = pk_ceil_div(all.num_units, all.num_splits);
+    int64_t stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / per_stage;
+    if (is_one_round && stages > needed) stages = needed;
+    if (stages > MAX_STAGES) stages = MAX_STAGES;
+    int64_t ring_bytes = stages * per_stage;
+    if (ring_bytes < sums_bytes) ring_bytes = sums_bytes;
+    linear_sm90_params params = {};
+    params.args = *args;
+    params.num_tiles = (int)all.num_tiles;
+    params.num_splits = (int)all.num_splits;
+    params.num_stages = (int)stages;
+    params.sums_at = is_one_round ? 0 : (int)ring_bytes;
+    params.inbox_at = (int)ring_bytes;
+    PK_TRY(matrix_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
+                      (int)all.width, err));
+    PK_TRY(matrix_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, err));
+    auto kernel = linear_sm90_kernel<T, N>;
+    PK_TRY(pk_cuda_allow_smem(err, kernel, (size_t)most_smem, device->index, &smem_allowed));
+    return pk_cuda_launch_clusters(err, "linear_sm90_kernel", kernel, device, (int)all.num_splits,
+                                   dim3((unsigned)(clusters * all.num_splits)), dim3(THREADS),
+                                   (size_t)(1024 + ring_bytes + sums_bytes), stream, params);
+}
+
+template <typename T>
+static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    return args->num_rows <= 16   ? launch<T, 16>(args, device, stream, err)
+           : args->num_rows <= 32 ? launch<T, 32>(args, device, stream, err)
+                                  : launch<T, 64>(args, device, stream, err);
+}
+
+pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, device, stream, err)
+                                  : choose<__half>(args, device, stream, err);
+}

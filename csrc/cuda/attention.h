@@ -277,11 +277,12 @@ __device__ static inline float load_query_row(uint32_t (&fragments)[D / 16][2], 
     if constexpr (!Kind::IS_FP8) return 1;
     largest = quad_max(largest);
     int exponent = largest > 0 && largest < INFINITY ? ilogbf(largest) + 1 : 0;
-    exponent = max(exponent, -100); /* keeps both powers of two normal numbers */
+    exponent = max(exponent, -100); /* both powers of two are numbers */
+    float shrink = ldexpf(1.0f, -exponent);
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
         float2 pair = unpack_pair(fragments[i / 2][i % 2], is_bf16);
-        fragments[i / 2][i % 2] = Kind::pack(ldexpf(pair.x, -exponent), ldexpf(pair.y, -exponent));
+        fragments[i / 2][i % 2] = Kind::pack(pair.x * shrink, pair.y * shrink);
     }
     return ldexpf(1.0f, exponent);
 }

@@ -204,10 +204,10 @@ struct pk_row_ctas {
         if (threadIdx.x < N) {
 #pragma unroll
             for (int warp = 0; warp < SAMPLE_WARPS; warp++) value = op(value, memory.warps[threadIdx.x][warp]);
-            memory.ctas[turn][threadIdx.x] = value;
+            (count > 1 ? memory.ctas[turn] : memory.row)[threadIdx.x] = value;
         }
-        sync();
-        if (threadIdx.x < N) {
+        if (count > 1) sync();
+        if (count > 1 && threadIdx.x < N) {
             value = 0;
 #pragma unroll
             for (unsigned other = 0; other < SAMPLE_CLUSTER; other++)

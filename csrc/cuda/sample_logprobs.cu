@@ -8,7 +8,7 @@
 // --- kernels
 
 template <typename T>
-__global__ void __launch_bounds__(SAMPLE_THREADS)
+__global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     token_logprobs_kernel(const pk_logprobs_args args, int weight_bits, pk_cuda_bad_id *bad_id)
 {
     using row_type = pk_row_of_logits<T, false>;

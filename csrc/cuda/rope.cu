@@ -43,12 +43,6 @@ __device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scal
     (pk_packed<T>::pack(x) * weight).unpack(x);
 }
 
-__device__ static inline void copy_async(uint4 *to, const void *from)
-{
-    unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-}
-
 /* Grid: tokens x groups of heads. Where ARE_FEW, a thread has one head. */
 template <typename T, typename Cache, bool IS_ALIGNED, bool ARE_FEW>
 __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
@@ -94,9 +88,10 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
     if constexpr (IS_ALIGNED && !ARE_FEW) {
         uint4 *to = waiting;
         for (int later = head + step; later < end; later += step, to += 2 * num_threads) {
-            copy_async(to, qkv + later * head_dim);
-            copy_async(to + num_threads, qkv + later * head_dim + half);
+            copy_async_16(smem_address(to), qkv + later * head_dim, 16);
+            copy_async_16(smem_address(to + num_threads), qkv + later * head_dim + half, 16);
         }
+        copy_async_commit();
     }
     __syncwarp(); /* or the compiler puts some of these loads off until the position is there */
     bool is_valid = position >= 0 && position < args.max_positions, is_stored = is_valid && pk_is_slot(store, slot);
@@ -162,7 +157,7 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         }
         if (head >= end) continue;
         if constexpr (IS_ALIGNED) {
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            copy_async_wait<0>();
             x = {{waiting[0]}, {waiting[num_threads]}};
             waiting += 2 * num_threads;
         } else {

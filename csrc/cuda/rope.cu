@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         pk_prefetch_to_l2(weight);
         pk_prefetch_to_l2(weight + half);
     }
+    pk_let_next_kernel_start(); /* attention has 2 us of work before it needs what is written here */
     pk_wait_for_previous_kernel();
-    pk_let_next_kernel_start();
 
     auto kind_of = [&](int head) { return head < num_q_heads ? QUERY : head < num_turned ? KEY : VALUE; };
     auto load_weights = [&](head_kind kind) {

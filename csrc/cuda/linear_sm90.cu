@@ -358,14 +358,14 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
     return {width, tiles, units, splits};
 }
 
-/* Measured beside cuBLASLt with what it cannot do around it: a CTA's way through the inputs is short, or at least there
- * is no norm and no second tile. */
+/* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
+ * least divided, and without a norm. */
 static bool is_faster(const pk_linear_args *args, const pk_cuda_device *device)
 {
     division all = divide(args, device);
     bool is_short = all.num_units <= MAX_UNITS * all.num_splits;
     return args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS &&
-           (is_short || (!args->norm_weight && all.num_tiles <= device->num_sms));
+           (is_short || (!args->norm_weight && all.num_splits > 1));
 }
 
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)

@@ -127,6 +127,7 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows):
             pagedkv.linear(activation, layer["down"], **behind)
             after_each()
 
+    pagedkv.synchronize(GPU)  # what was put there went another stream's way
     steps(stream.synchronize)
     expected = get(x)
     assert np.isfinite(expected).all() and len(np.unique(expected)) > 100
@@ -160,6 +161,7 @@ def test_a_chain_in_a_graph_is_the_chain_step_by_step(rng, rows, weight_is_const
                 after_each()
             last = out
 
+    pagedkv.synchronize(GPU)  # what was put there went another stream's way
     chain(stream.synchronize)
     expected = [get(out) for out in outs]
     with graph.capture(stream):

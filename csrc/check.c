@@ -24,8 +24,9 @@ static const struct {
     const char *name;
     size_t bytes;
 } dtypes[PK_NUM_DTYPES] = {
-    [PK_F32] = {"float32", 4},       [PK_F16] = {"float16", 2}, [PK_BF16] = {"bfloat16", 2},
-    [PK_F8E4M3] = {"float8_e4m3fn", 1}, [PK_U8] = {"uint8", 1}, [PK_I32] = {"int32", 4},
+    [PK_F32] = {"float32", 4},   [PK_F16] = {"float16", 2},
+    [PK_BF16] = {"bfloat16", 2}, [PK_F8E4M3] = {"float8_e4m3fn", 1},
+    [PK_U8] = {"uint8", 1},      [PK_I32] = {"int32", 4},
     [PK_I64] = {"int64", 8},
 };
 
@@ -153,7 +154,9 @@ static pk_status expect_layout(pk_env *env, const char *name, const pk_view *vie
     if (flags & PK_WRITABLE) {
         if (view->is_readonly) return pk_fail(env->err, PK_ELAYOUT, "%s: is read-only but would be written", name);
         if (!pk_view_has_distinct_elements(view))
-            return pk_fail(env->err, PK_ELAYOUT, "%s: would be written but its elements share memory (a stride is 0 or dimensions overlap)", name);
+            return pk_fail(env->err, PK_ELAYOUT,
+                           "%s: would be written but its elements share memory (a stride is 0 or dimensions overlap)",
+                           name);
     }
     return PK_OK;
 }

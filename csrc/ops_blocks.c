@@ -132,8 +132,8 @@ static pk_status check_alike(const char *name, const pk_view *src, const char *o
         return pk_fail(err, PK_ESHAPE, "%s: has %d dimensions but %s has %d", other, dst->ndim, name, src->ndim);
     for (int dim = 1; dim < src->ndim; dim++)
         if (src->shape[dim] != dst->shape[dim])
-            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", other, dim,
-                           (long long)dst->shape[dim], name, (long long)src->shape[dim]);
+            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", other, dim, (long long)dst->shape[dim],
+                           name, (long long)src->shape[dim]);
     for (int dim = 1; dim < src->ndim; dim++)
         if (src->shape[dim] > 1 && src->stride[dim] != dst->stride[dim])
             return pk_fail(err, PK_ELAYOUT, "%s: stride %d is %lld but %s has %lld", other, dim,

@@ -29,16 +29,16 @@ extern "C" {
 /* Errors are values. csrc/py/errors.c holds the one table that maps them to Python exceptions. */
 typedef enum {
     PK_OK = 0,
-    PK_EVALUE,        /* ValueError: a number out of its range */
-    PK_ESHAPE,        /* ValueError: shapes that do not fit each other */
-    PK_EDTYPE,        /* TypeError */
-    PK_ELAYOUT,       /* BufferError: strides, read-only memory, overlap */
-    PK_EDEVICE,       /* BufferError: tensors on different or unsupported devices */
-    PK_EKEY,          /* KeyError: an unknown sequence id */
-    PK_ENOMEM,        /* MemoryError */
-    PK_ENOBLOCKS,     /* pagedkv.OutOfBlocks(MemoryError) */
-    PK_EUNSUPPORTED,  /* NotImplementedError */
-    PK_ECUDA,         /* pagedkv.CudaError(RuntimeError): message holds the call and its error name */
+    PK_EVALUE,       /* ValueError: a number out of its range */
+    PK_ESHAPE,       /* ValueError: shapes that do not fit each other */
+    PK_EDTYPE,       /* TypeError */
+    PK_ELAYOUT,      /* BufferError: strides, read-only memory, overlap */
+    PK_EDEVICE,      /* BufferError: tensors on different or unsupported devices */
+    PK_EKEY,         /* KeyError: an unknown sequence id */
+    PK_ENOMEM,       /* MemoryError */
+    PK_ENOBLOCKS,    /* pagedkv.OutOfBlocks(MemoryError) */
+    PK_EUNSUPPORTED, /* NotImplementedError */
+    PK_ECUDA,        /* pagedkv.CudaError(RuntimeError): message holds the call and its error name */
     PK_NUM_STATUS
 } pk_status;
 
@@ -148,9 +148,9 @@ pk_status pk_expect_output(pk_env *env, const char *name, pk_output *output, con
                            unsigned flags);
 static inline int64_t pk_dim(const pk_env *env, char letter) { return env->size[letter - 'A']; }
 
-#define PK_TRY(expression)                   \
-    do {                                     \
-        pk_status pk_try_ = (expression);    \
+#define PK_TRY(expression)                    \
+    do {                                      \
+        pk_status pk_try_ = (expression);     \
         if (pk_try_ != PK_OK) return pk_try_; \
     } while (0)
 #define PK_EXPECT(env, name, view, dims, flags) PK_TRY(pk_expect((env), (name), (view), (dims), (flags)))
@@ -168,9 +168,9 @@ typedef struct {
 
 /* store_kvcache: cache[slot_mapping[t]] = (key[t], value[t]) */
 typedef struct {
-    const void *key, *value;   /* [num_tokens, num_kv_heads, head_dim], last dimension dense */
-    void *k_cache, *v_cache;   /* [num_blocks, block_size, num_kv_heads, head_dim], last dimension dense */
-    const void *slot_mapping;  /* [num_tokens] int32 or int64 (slots_are_int64), negative = skip */
+    const void *key, *value;  /* [num_tokens, num_kv_heads, head_dim], last dimension dense */
+    void *k_cache, *v_cache;  /* [num_blocks, block_size, num_kv_heads, head_dim], last dimension dense */
+    const void *slot_mapping; /* [num_tokens] int32 or int64 (slots_are_int64), negative = skip */
     int64_t num_tokens, num_kv_heads, head_dim, num_blocks, block_size;
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t k_block_stride, k_slot_stride, k_head_stride;
@@ -194,29 +194,29 @@ typedef struct {
     float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
     int32_t *plan;                 /* [num_rows, PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
-    int64_t max_seqlen_q;          /* an upper bound of the queries of one sequence */
+    int64_t max_seqlen_q; /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
     int64_t k_block_stride, k_slot_stride, k_head_stride;
     int64_t v_block_stride, v_slot_stride, v_head_stride;
     int64_t block_table_stride;
-    int64_t alibi_seq_stride;      /* 0 where the slopes are shared by all sequences */
+    int64_t alibi_seq_stride; /* 0 where the slopes are shared by all sequences */
     int64_t lse_head_stride;
     int64_t window_left, window_right; /* -1: unbounded; right is 0 where is_causal */
     float softmax_scale, softcap;      /* softcap 0: none */
     pk_scale_arg k_scale, v_scale;
-    int num_splits;                /* 0: the backend chooses; n: up to n ranges of the keys, whatever the batch */
+    int num_splits; /* 0: the backend chooses; n: up to n ranges of the keys, whatever the batch */
     bool is_causal;
-    bool past_is_constant;         /* nothing that may still run writes the plan, the tables, or keys before the queries' */
+    bool past_is_constant; /* nothing that may still run writes the plan, the tables, or keys before the queries' */
     pk_dtype dtype, cache_dtype;
 } pk_attention_args;
 
 /* copy_blocks / swap_blocks: dst[i][pairs[p][1]] = src[i][pairs[p][0]], whole blocks */
 typedef struct {
     int num_caches;
-    const pk_view *src, *dst;       /* num_caches each; a block's numel / shape[0] elements are gapless from
-                                       data + block * stride[0]; for copy_blocks src == dst */
-    const void *pairs;              /* [num_pairs, 2] int32 or int64, dense, on the host, wholly checked: in range,
-                                       no block written twice, none both read and written in one pool */
+    const pk_view *src, *dst; /* num_caches each; a block's numel / shape[0] elements are gapless from
+                                 data + block * stride[0]; for copy_blocks src == dst */
+    const void *pairs;        /* [num_pairs, 2] int32 or int64, dense, on the host, wholly checked: in range,
+                                 no block written twice, none both read and written in one pool */
     int64_t num_pairs;
     bool pairs_are_int64;
 } pk_blocks_args;
@@ -280,17 +280,17 @@ typedef struct {
     pk_linear_algorithm algorithms[32];
 } pk_linear_choices;
 
-/* qk_norm_rope_store: from one fused projection, q and k are normalised a head (where the weights are given) and rotated
- * (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
+/* qk_norm_rope_store: from one fused projection, q and k are normalised a head (where the weights are given) and
+ * rotated (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
 typedef struct {
-    const void *qkv;                    /* [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] */
-    const void *q_weight, *k_weight;    /* [head_dim], both or neither */
-    const float *cos_sin;               /* [max_positions, head_dim]: cos of every pair, then sin */
-    const int32_t *positions;           /* [num_tokens] */
-    void *q_out;                        /* [num_tokens, num_q_heads, head_dim] dense */
+    const void *qkv;                 /* [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] */
+    const void *q_weight, *k_weight; /* [head_dim], both or neither */
+    const float *cos_sin;            /* [max_positions, head_dim]: cos of every pair, then sin */
+    const int32_t *positions;        /* [num_tokens] */
+    void *q_out;                     /* [num_tokens, num_q_heads, head_dim] dense */
     int64_t qkv_stride, max_positions, num_q_heads;
     float eps;
-    pk_store_args store;                /* key and value unset: they come from qkv */
+    pk_store_args store; /* key and value unset: they come from qkv */
 } pk_qk_norm_rope_store_args;
 
 /* silu_and_mul: out = silu(x[:, :n]) * x[:, n:] */
@@ -312,9 +312,9 @@ typedef struct {
     const float *top_p;        /* [num_rows] or NULL; >= 1: off */
     const float *min_p;        /* [num_rows] or NULL; <= 0: off */
     const float *repetition_penalties, *presence_penalties, *frequency_penalties; /* [num_rows] or NULL; 1, 0, 0: off */
-    int32_t *counts;           /* [num_slots, vocab_size] or NULL: tokens seen, see count_tokens; the new ones are added */
-    const int32_t *slots;      /* [num_rows]: the row of counts, negative: none; NULL: row i has slot i */
-    int32_t *out;              /* [num_rows] */
+    int32_t *counts;      /* [num_slots, vocab_size] or NULL: tokens seen, see count_tokens; the new ones are added */
+    const int32_t *slots; /* [num_rows]: the row of counts, negative: none; NULL: row i has slot i */
+    int32_t *out;         /* [num_rows] */
     int64_t num_rows, vocab_size, logits_stride, num_slots, counts_stride;
     pk_dtype dtype;
 } pk_sample_args;
@@ -336,7 +336,8 @@ typedef struct {
 
 enum { PK_MAX_BEST = 20 };
 
-/* token_logprobs: log softmax(logits) of a token of each row, and of the num_best most likely (lowest first of equals) */
+/* token_logprobs: log softmax(logits) of a token of each row, and of the num_best most likely (lowest first of equals)
+ */
 typedef struct {
     const void *logits;       /* [num_rows, vocab_size] float32, bfloat16 or float16 */
     const int32_t *token_ids; /* [num_rows]; negative: the row is skipped */
@@ -347,7 +348,8 @@ typedef struct {
 } pk_logprobs_args;
 
 /* copy: dst = src with conversion between float dtypes (or the same dtype); any strides inside one
- * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when the call returns, unless that is pinned. */
+ * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when
+ * the call returns, unless that is pinned. */
 typedef struct {
     pk_view src, dst;
 } pk_copy_args;
@@ -360,7 +362,7 @@ typedef void *pk_graph;  /* cudaGraphExec_t */
 
 /* One entry an operation. A backend that lacks one leaves it NULL; the dispatcher says so by name. */
 typedef struct pk_backend {
-    const char *name; /* "cpu", "cuda" */
+    const char *name;                                                                  /* "cpu", "cuda" */
     pk_status (*allocate)(pk_device device, size_t bytes, void **data, pk_error *err); /* 64-byte aligned or better */
     void (*release)(pk_device device, void *data);
     pk_status (*synchronize)(pk_device device, pk_error *err);
@@ -465,8 +467,8 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
 pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err);
 
 pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err);
-pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs,
-                         pk_stream stream, pk_error *err);
+pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
+                         pk_error *err);
 pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
                                     pk_stream stream, pk_error *err); /* out_lse NULL: not wanted */
 
@@ -495,13 +497,14 @@ pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk
 
 typedef struct {
     const pk_view *logits, *temperatures, *seeds, *positions;
-    const pk_view *top_k, *top_p, *min_p, *repetition_penalties, *presence_penalties, *frequency_penalties; /* optional */
-    const pk_view *counts, *slots;                                                                          /* optional */
+    const pk_view *top_k, *top_p, *min_p, *repetition_penalties, *presence_penalties,
+        *frequency_penalties;      /* optional */
+    const pk_view *counts, *slots; /* optional */
     pk_output *out;
 } pk_sample_call;
 pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err);
-pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts,
-                          pk_stream stream, pk_error *err);
+pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts, pk_stream stream,
+                          pk_error *err);
 pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
                             pk_output *logprobs, pk_stream stream, pk_error *err);
 pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err);

@@ -24,7 +24,7 @@ __device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instr
 /* 16 bytes from global to shared memory, all of them or the first few and zeros. */
 __device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

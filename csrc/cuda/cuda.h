@@ -251,6 +251,15 @@ __device__ static inline float pk_round(float x)
     return pk_to_float(pk_from_float<T>(x));
 }
 
+/* silu(gate) = gate / (1 + e^-gate). The fast exponential and division err by a few units in the 23rd bit: nothing
+ * beside a half's rounding, but not good enough for float. */
+template <typename T>
+__device__ static inline float pk_silu(float x)
+{
+    if constexpr (sizeof(T) == 4) return x / (1.0f + expf(-x));
+    return __fdividef(x, 1.0f + __expf(-x));
+}
+
 __device__ static inline float pk_scale_of(const pk_scale_arg &scale, int64_t seq, int64_t head)
 {
     return scale.data ? scale.data[seq * scale.seq_stride + head * scale.head_stride] : scale.value;

@@ -91,15 +91,6 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     }
 }
 
-/* silu(gate) = gate / (1 + e^-gate). The fast exponential and division err by a few units in the 23rd bit: nothing
- * beside a half's rounding, but not good enough for float. */
-template <typename T>
-__device__ static inline float silu(float x)
-{
-    if constexpr (sizeof(T) == 4) return x / (1.0f + expf(-x));
-    return __fdividef(x, 1.0f + __expf(-x));
-}
-
 /* Grid: rows x parts of a row, as of gather. */
 template <typename T, bool IS_ALIGNED>
 __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args args)
@@ -116,7 +107,7 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     float values[VEC];
     gate.unpack(values);
 #pragma unroll
-    for (int i = 0; i < VEC; i++) values[i] = silu<T>(values[i]);
+    for (int i = 0; i < VEC; i++) values[i] = pk_silu<T>(values[i]);
     /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
     (packed::pack(values) * up).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, count);
 }

@@ -327,8 +327,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                     values[j] = values[j] * scale + addends[i][j];
                     if (!args.is_gated) continue;
                     float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
-                    values[j] =
-                        pk_round<T>(__fdividef(gate, 1 + __expf(-gate))) * pk_round<T>(ups[j] * scale + up_bias[j]);
+                    values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j] * scale + up_bias[j]);
                 }
                 const int64_t to = (row_base + row) * args.out_stride + output;
                 if (args.out_dtype == PK_F32)

@@ -82,7 +82,6 @@ struct consumer {
             descriptor<shape::row_bytes>(k_smem + k.at * shape::kv_bytes, 16, shape::columns * shape::group_bytes);
         pin(s);
         wgmma_fence();
-#pragma unroll
         for (int d = 0; d < head_dim; d += 16) {
             int column = d / shape::column, inner = d % shape::column * 2;
             wgmma<T, tile>::smem_smem(s, a + (column * ROWS * shape::row_bytes + inner) / 16,
@@ -97,7 +96,6 @@ struct consumer {
                                                   shape::columns * shape::group_bytes);
         pin(o);
         wgmma_fence();
-#pragma unroll
         for (int i = 0; i < tile; i += 16)
             wgmma<T, head_dim>::regs_smem(o, p + i / 4, b + i / 8 * shape::columns * shape::group_bytes / 16,
                                           i > 0 || add);
@@ -124,18 +122,15 @@ struct consumer {
     __device__ __forceinline__ void cap_and_mask(float (&s)[tile / 2])
     {
         if (args.softcap > 0) {
-#pragma unroll
             for (int i = 0; i < tile / 2; i++) /* tanh */
                 s[i] = 1.0f - __fdividef(2.0f, exp2_fast(s[i] * params.cap_scale) + 1.0f);
         }
         if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
         const prefill_item &item = shared->item[slot.at];
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
             int begin = visible_begin(batch, diagonal) - column;
             int end = visible_end(batch, diagonal, item.context_len) - column;
-#pragma unroll
             for (int i = 0; i < tile / 4; i++) {
                 int at = i / 2 * 8 + i % 2;
                 bool is_bad = bad_boxes >> (i / 2 * 8 >> params.box_shift) & 1;
@@ -164,11 +159,9 @@ struct consumer {
                 kind::mma(d[0], a, {b[0], b[1]});
                 kind::mma(d[1], a, {b[2], b[3]});
             }
-#pragma unroll
             for (int i = 0; i < 8; i++) scores[4 * j + i] = d[i / 4][i % 4];
         }
         cap_and_mask(scores);
-#pragma unroll
         for (int i = 0; i < tile / 2; i++)
             if (wanted[i / 2 % 2]) s[i] = scores[i];
     }
@@ -177,10 +170,8 @@ struct consumer {
      * summed before. */
     __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2], float (&shrink)[2])
     {
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             float top = s[2 * r];
-#pragma unroll
             for (int i = 2 * r; i < tile / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
             top = fmaxf(quad_max(top) * scale, offset[r]);
             if (!wanted[r]) continue;
@@ -193,7 +184,6 @@ struct consumer {
     __device__ __forceinline__ float exponentials(int r)
     {
         float sum = 0;
-#pragma unroll
         for (int i = 2 * r; i < tile / 2; i += 4) {
             s[i] = exp2_fast(s[i] * scale - offset[r]);
             s[i + 1] = exp2_fast(s[i + 1] * scale - offset[r]);
@@ -207,16 +197,13 @@ struct consumer {
     __device__ __forceinline__ void lower(float (&tile_sum)[2], float (&shrink)[2])
     {
         bool is_lost[2];
-#pragma unroll
         for (int r = 0; r < 2; r++) is_lost[r] = quad_any(!(tile_sum[r] < all_that_fits));
         if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
             score_again(is_lost);
             raise_offsets(is_lost, shrink);
-#pragma unroll
             for (int r = 0; r < 2; r++)
                 if (is_lost[r]) tile_sum[r] = exponentials(r);
         }
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             float top = quad_max(tile_sum[r]), factor = 1.0f;
             if (top > most_of_a_tile && !is_lost[r]) {
@@ -226,7 +213,6 @@ struct consumer {
             }
             tile_sum[r] *= factor;
             shrink[r] *= factor;
-#pragma unroll
             for (int i = 2 * r; i < tile / 2; i += 4) {
                 s[i] *= factor;
                 s[i + 1] *= factor;
@@ -243,37 +229,31 @@ struct consumer {
     {
         bool is_new[2];
         float tile_sum[2];
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             is_new[r] = is_first || offset[r] == PK_NO_SCORE;
             shrink[r] = 1.0f;
         }
         bool any_new = __any_sync(~0u, is_new[0] || is_new[1]);
         if (any_new) raise_offsets(is_new, shrink);
-#pragma unroll
         for (int r = 0; r < 2; r++) tile_sum[r] = exponentials(r);
         bool any_over = __any_sync(~0u, !(tile_sum[0] + tile_sum[1] <= most_of_a_tile)); /* NaN too */
         if (any_over) lower(tile_sum, shrink);
-#pragma unroll
         for (int r = 0; r < 2; r++) sum[r] = sum[r] * shrink[r] + tile_sum[r];
         return any_new || any_over;
     }
 
     __device__ __forceinline__ void pack_p()
     {
-#pragma unroll
         for (int i = 0; i < tile / 4; i++) p[i] = kind::pack(s[2 * i], s[2 * i + 1]);
     }
 
     __device__ __forceinline__ void scale_o(const float (&factor)[2])
     {
-#pragma unroll
         for (int i = 0; i < head_dim / 2; i++) o[i] *= factor[i / 2 % 2];
     }
 
     __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
     {
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : 1 / sum; /* NaN shows */
             int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
@@ -282,18 +262,14 @@ struct consumer {
             if (args.lse && lane % 4 == 0 && is_row)
                 args.lse[q_head * args.lse_head_stride + token] =
                     sum == 0 ? -INFINITY : (offset[r] + log2f(sum)) * PK_LN2;
-#pragma unroll
             for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
                 uint32_t x[4];
-#pragma unroll
                 for (int i = 0; i < 4; i++)
                     x[i] = kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
-#pragma unroll
                 for (int i = 0; i < 4; i += 2) {
                     uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
                     (lane & 1 ? x[i] : x[i + 1]) = got;
                 }
-#pragma unroll
                 for (int i = 0; i < 2; i++) {
                     uint32_t got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
                     (lane & 2 ? x[i] : x[i + 2]) = got;

@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(WARPS * 32)
     /* A sink is one more score, without a value. */
     float q[DIMS_PER_LANE], output[DIMS_PER_LANE], sink = args.sinks ? args.sinks[q_head] * PK_LOG2E : -INFINITY;
     float max = fmaxf(sink, PK_NO_SCORE), sum = exp2f(sink - max);
-#pragma unroll
     for (int i = 0; i < DIMS_PER_LANE; i++) {
         q[i] = i * 32 + lane < args.head_dim ? pk_to_float(q_row[i * 32 + lane]) : 0;
         output[i] = 0;
@@ -44,7 +43,6 @@ __global__ void __launch_bounds__(WARPS * 32)
         const Cache *v = (const Cache *)args.v_cache + page * args.v_block_stride + slot * args.v_slot_stride +
                          head * args.v_head_stride;
         float score = 0;
-#pragma unroll
         for (int i = 0; i < DIMS_PER_LANE; i++)
             if (i * 32 + lane < args.head_dim) score += q[i] * pk_to_float(k[i * 32 + lane]);
         for (int distance = 16; distance > 0; distance /= 2) score += __shfl_xor_sync(~0u, score, distance);
@@ -53,13 +51,11 @@ __global__ void __launch_bounds__(WARPS * 32)
         if (score != score) p = score;
         max = largest;
         sum = sum * shrink + p;
-#pragma unroll
         for (int i = 0; i < DIMS_PER_LANE; i++)
             if (i * 32 + lane < args.head_dim) output[i] = output[i] * shrink + p * pk_to_float(v[i * 32 + lane]);
     }
     T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
     float out_scale = sum == 0 ? 0 : pk_scale_of(args.v_scale, seq, head) / sum;
-#pragma unroll
     for (int i = 0; i < DIMS_PER_LANE; i++)
         if (i * 32 + lane < args.head_dim) out[i * 32 + lane] = pk_from_float<T>(output[i] * out_scale);
     if (args.lse && lane == 0)

@@ -16,14 +16,12 @@ __device__ static inline float row_sum(float value)
 {
     enum { MAX_WARPS = 16 };
     __shared__ float warp_sums[MAX_WARPS];
-#pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     int num_warps = blockDim.x / 32, warp = threadIdx.x % MAX_WARPS;
     if (num_warps == 1) return value;
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
     __syncthreads();
     value = warp < num_warps ? warp_sums[warp] : 0;
-#pragma unroll
     for (int offset = MAX_WARPS / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
@@ -40,7 +38,6 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     T *residual_row = (T *)args.residual + row * args.residual_stride, *out_row = (T *)args.out + row * args.out_stride;
     packed x[PIECES], addend[PIECES], weight[PIECES];
     auto for_pieces = [&](int first, auto body) {
-#pragma unroll
         for (int p = 0; p < PIECES; p++) {
             int piece = first + p * blockDim.x;
             if (piece < num_pieces) body(p, (int64_t)piece * VEC, args.row_size - (int64_t)piece * VEC);
@@ -63,13 +60,11 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
             x[p].unpack(values);
             if (args.residual) {
                 addend[p].unpack(addends);
-#pragma unroll
                 for (int i = 0; i < VEC; i++) values[i] += addends[i];
                 x[p] = packed::pack(values);
                 x[p].template store<IS_ALIGNED>(residual_row + at, count);
                 x[p].unpack(values);
             }
-#pragma unroll
             for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
         });
     }
@@ -83,7 +78,6 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
         for_pieces(first, [&](int p, int64_t at, int64_t count) {
             float values[VEC];
             x[p].unpack(values);
-#pragma unroll
             for (int i = 0; i < VEC; i++) values[i] *= scale;
             /* as Qwen3RMSNorm: cast to the input's dtype, then multiply by the weight */
             (packed::pack(values) * weight[p]).template store<IS_ALIGNED>(out_row + at, count);
@@ -106,7 +100,6 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     packed up = packed::template load_streaming<IS_ALIGNED>(x + args.row_size, count);
     float values[VEC];
     gate.unpack(values);
-#pragma unroll
     for (int i = 0; i < VEC; i++) values[i] = pk_silu<T>(values[i]);
     /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
     (packed::pack(values) * up).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, count);

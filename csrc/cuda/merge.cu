@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(128) merge_attention_states_kernel(const pk_me
             float weight = expf(part_lses[part * num_rows] - lse), values[VEC];
             packed::template load_streaming<IS_ALIGNED>(parts + part * num_rows * args.head_dim, args.head_dim - dim)
                 .unpack(values);
-#pragma unroll
             for (int i = 0; i < VEC; i++) merged[i] += weight > 0 ? weight * values[i] : 0;
         }
         packed::pack(merged).template store<IS_ALIGNED>((T *)args.out + row * args.head_dim + dim, args.head_dim - dim);

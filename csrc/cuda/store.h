@@ -64,14 +64,12 @@ __device__ static inline void pk_write_cache(Cache *to, const pk_packed<T> &x, i
         float values[VEC];
         x.unpack(values);
         pk_vec<__nv_fp8x2_storage_t, VEC / 2> stored; /* two in one instruction; saturates at 448, NaN stays NaN */
-#pragma unroll
         for (int i = 0; i < VEC; i += 2)
             stored.at[i / 2] = __nv_cvt_float2_to_fp8x2(
                 make_float2(divisor.divide(values[i]), divisor.divide(values[i + 1])), __NV_SATFINITE, __NV_E4M3);
         if constexpr (IS_ALIGNED) {
             *(decltype(stored) *)to = stored;
         } else {
-#pragma unroll
             for (int i = 0; i < VEC; i++)
                 if (i < count) to[i] = ((const Cache *)&stored)[i];
         }

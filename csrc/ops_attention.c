@@ -1,4 +1,5 @@
-/* ops_attention.c - paged_attention_fwd: attention of ragged queries over keys and values that lie in pages.
+/* ops_attention.c - paged_attention_fwd: attention of ragged queries over keys and values that lie in pages; and
+ * qkv_attention_fwd, which is qk_norm_rope_store and then that.
  *
  *   q             [num_tokens, num_q_heads, head_dim], f32, f16 or bf16; views of a fused qkv are fine
  *   k_cache, ...  [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype or float8_e4m3fn; num_q_heads is a
@@ -25,6 +26,10 @@
  * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
  * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
  * values in front of a sequence's queries. With a plan, CUDA reads them while the operations ahead still run.
+ *
+ * qkv_attention_fwd: where the slot of a token is not negative, it must be the one that block_tables gives the token,
+ * or one whose keys nobody reads in this call: a backend may write and read in any order. past_is_constant means
+ * positions, slot_mapping, cos_sin and the norms' weights too.
  *
  * A page, context or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
  * records it in the device status word. out must not overlap any input.
@@ -153,30 +158,53 @@ static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, p
     return PK_OK;
 }
 
-pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
+/* All of paged_attention_fwd but the work. */
+static pk_status read_forward(const pk_attention_call *call, const pk_backend **backend, pk_attention_args *args,
+                              pk_error *err)
 {
     pk_env env;
-    pk_attention_args args;
-    PK_TRY(read_call(&env, call, &args, err));
-    PK_TRY(pk_expect_scale(&env, "k_scale", call->k_scale, args.cache_dtype, 'K', true, &args.k_scale));
-    PK_TRY(pk_expect_scale(&env, "v_scale", call->v_scale, args.cache_dtype, 'K', true, &args.v_scale));
+    PK_TRY(read_call(&env, call, args, err));
+    PK_TRY(pk_expect_scale(&env, "k_scale", call->k_scale, args->cache_dtype, 'K', true, &args->k_scale));
+    PK_TRY(pk_expect_scale(&env, "v_scale", call->v_scale, args->cache_dtype, 'K', true, &args->v_scale));
 
-    const pk_backend *backend;
-    PK_BACKEND_OP(env.device, attention, &backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", call->out, "T H D", args.dtype, PK_SAME);
-    args.out = call->out->view.data;
-    args.out_token_stride = call->out->view.stride[0];
-    args.out_head_stride = call->out->view.stride[1];
+    PK_BACKEND_OP(env.device, attention, backend, err);
+    PK_EXPECT_OUTPUT(&env, "out", call->out, "T H D", args->dtype, PK_SAME);
+    args->out = call->out->view.data;
+    args->out_token_stride = call->out->view.stride[0];
+    args->out_head_stride = call->out->view.stride[1];
     if (call->lse) {
         PK_EXPECT_OUTPUT(&env, "lse", call->lse, "H T", PK_F32, PK_ACCEPT_F32);
-        args.lse = call->lse->view.data;
-        args.lse_head_stride = call->lse->view.stride[0];
+        args->lse = call->lse->view.data;
+        args->lse_head_stride = call->lse->view.stride[0];
     }
-    if (call->plan) {
-        PK_TRY(bind_plan_rows(&env, backend, &args));
-        PK_TRY(take_plan(&env, "plan", call->plan, &args));
-    }
+    if (!call->plan) return PK_OK;
+    PK_TRY(bind_plan_rows(&env, *backend, args));
+    return take_plan(&env, "plan", call->plan, args);
+}
+
+pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend;
+    pk_attention_args args;
+    PK_TRY(read_forward(call, &backend, &args, err));
     return backend->attention(&args, stream, err);
+}
+
+pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
+                               pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend;
+    pk_qk_norm_rope_store_args rope_args;
+    pk_attention_args args;
+    pk_attention_call call = *attention;
+    PK_TRY(pk_read_rope_call(rope, &backend, &rope_args, err));
+    call.q = &rope->q_out->view;
+    call.k_cache = rope->k_cache;
+    call.v_cache = rope->v_cache;
+    call.k_scale = rope->k_scale;
+    call.v_scale = rope->v_scale;
+    PK_TRY(read_forward(&call, &backend, &args, err));
+    return backend->qkv_attention(&rope_args, &args, stream, err);
 }
 
 pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err)

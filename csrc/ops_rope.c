@@ -3,29 +3,30 @@
 
 #include <math.h>
 
-pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, const pk_view *k_weight,
-                                const pk_view *cos_sin, const pk_view *positions, const pk_view *k_cache,
-                                const pk_view *v_cache, const pk_view *slot_mapping, double eps, pk_scale k_scale,
-                                pk_scale v_scale, pk_output *q_out, pk_stream stream, pk_error *err)
+pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_backend **backend,
+                            pk_qk_norm_rope_store_args *args, pk_error *err)
 {
+    const pk_view *qkv = call->qkv, *q_weight = call->q_weight, *k_weight = call->k_weight;
+    pk_output *q_out = call->q_out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "qkv", qkv, "T W", PK_ANY_FLOAT);
-    pk_qk_norm_rope_store_args args = {.qkv = qkv->data, .qkv_stride = qkv->stride[0], .eps = (float)eps};
-    PK_TRY(pk_expect_store(&env, k_cache, v_cache, slot_mapping, k_scale, v_scale, &args.store));
+    *args = (pk_qk_norm_rope_store_args){.qkv = qkv->data, .qkv_stride = qkv->stride[0], .eps = (float)call->eps};
+    PK_TRY(pk_expect_store(&env, call->k_cache, call->v_cache, call->slot_mapping, call->k_scale, call->v_scale,
+                           &args->store));
     if (!q_weight != !k_weight)
         return pk_fail(err, PK_EVALUE, "%s is given but %s is not: give both or neither",
                        q_weight ? "q_weight" : "k_weight", q_weight ? "k_weight" : "q_weight");
     if (q_weight) {
         PK_EXPECT(&env, "q_weight", q_weight, "D", PK_SAME);
         PK_EXPECT(&env, "k_weight", k_weight, "D", PK_SAME);
-        args.q_weight = q_weight->data;
-        args.k_weight = k_weight->data;
+        args->q_weight = q_weight->data;
+        args->k_weight = k_weight->data;
     }
-    PK_EXPECT(&env, "cos_sin", cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
-    PK_EXPECT(&env, "positions", positions, "T", PK_ACCEPT_I32);
-    if (!(eps >= 0) || isinf((float)eps))
-        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
+    PK_EXPECT(&env, "cos_sin", call->cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
+    PK_EXPECT(&env, "positions", call->positions, "T", PK_ACCEPT_I32);
+    if (!(call->eps >= 0) || isinf((float)call->eps))
+        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", call->eps);
 
     int64_t width = pk_dim(&env, 'W'), num_kv_heads = pk_dim(&env, 'H'), head_dim = pk_dim(&env, 'D');
     if (head_dim < 2 || head_dim % 2)
@@ -42,17 +43,24 @@ pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, con
 
     int64_t bytes = (int64_t)pk_dtype_bytes(qkv->dtype);
     const char *key = (const char *)qkv->data + num_q_heads * head_dim * bytes;
-    args.store.key = key;
-    args.store.value = key + num_kv_heads * head_dim * bytes;
-    args.store.key_token_stride = args.store.value_token_stride = qkv->stride[0];
-    args.store.key_head_stride = args.store.value_head_stride = head_dim;
-    args.cos_sin = cos_sin->data;
-    args.positions = positions->data;
-    args.max_positions = pk_dim(&env, 'M');
-    args.num_q_heads = num_q_heads;
-    const pk_backend *backend;
-    PK_BACKEND_OP(env.device, qk_norm_rope_store, &backend, err);
+    args->store.key = key;
+    args->store.value = key + num_kv_heads * head_dim * bytes;
+    args->store.key_token_stride = args->store.value_token_stride = qkv->stride[0];
+    args->store.key_head_stride = args->store.value_head_stride = head_dim;
+    args->cos_sin = call->cos_sin->data;
+    args->positions = call->positions->data;
+    args->max_positions = pk_dim(&env, 'M');
+    args->num_q_heads = num_q_heads;
+    PK_BACKEND_OP(env.device, qk_norm_rope_store, backend, err);
     PK_EXPECT_OUTPUT(&env, "q_out", q_out, "T Q D", qkv->dtype, PK_SAME | PK_DENSE);
-    args.q_out = q_out->view.data;
+    args->q_out = q_out->view.data;
+    return PK_OK;
+}
+
+pk_status pk_qk_norm_rope_store(const pk_qk_norm_rope_store_call *call, pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend;
+    pk_qk_norm_rope_store_args args;
+    PK_TRY(pk_read_rope_call(call, &backend, &args, err));
     return backend->qk_norm_rope_store(&args, stream, err);
 }

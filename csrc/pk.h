@@ -372,6 +372,9 @@ typedef struct pk_backend {
     pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
     /* The rows of a plan, by shapes alone; fills args->plan, where that is given. NULL: there is nothing to prepare. */
     pk_status (*plan_attention)(const pk_attention_args *args, int64_t *num_rows, pk_stream stream, pk_error *err);
+    /* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or in two by way of q_out. */
+    pk_status (*qkv_attention)(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
+                               pk_error *err);
     pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
     pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);
@@ -489,10 +492,16 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
 /* As the backend's linear_algorithms. */
 pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
                                const pk_linear_algorithm *algorithm, pk_error *err);
-pk_status pk_qk_norm_rope_store(const pk_view *qkv, const pk_view *q_weight, const pk_view *k_weight,
-                                const pk_view *cos_sin, const pk_view *positions, const pk_view *k_cache,
-                                const pk_view *v_cache, const pk_view *slot_mapping, double eps, pk_scale k_scale,
-                                pk_scale v_scale, pk_output *q_out, pk_stream stream, pk_error *err);
+typedef struct {
+    const pk_view *qkv, *q_weight, *k_weight, *cos_sin, *positions, *k_cache, *v_cache, *slot_mapping;
+    double eps;
+    pk_scale k_scale, v_scale;
+    pk_output *q_out;
+} pk_qk_norm_rope_store_call;
+pk_status pk_qk_norm_rope_store(const pk_qk_norm_rope_store_call *call, pk_stream stream, pk_error *err);
+/* Both operations. What `attention` says of q, the caches and their scales is ignored: they are those of `rope`. */
+pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
+                               pk_stream stream, pk_error *err);
 pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
 
 typedef struct {

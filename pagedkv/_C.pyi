@@ -208,6 +208,32 @@ def qk_norm_rope_store(
     q_out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
+def qkv_attention_fwd(
+    qkv: _T,
+    q_weight: _Tensor | None,
+    k_weight: _Tensor | None,
+    cos_sin: _Tensor,
+    positions: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    slot_mapping: _Tensor,
+    block_tables: _Tensor,
+    context_lens: _Tensor,
+    *,
+    eps: float = 1e-06,
+    cu_seqlens_q: _Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    k_scale: _Scale = None,
+    v_scale: _Scale = None,
+    num_splits: int = 0,
+    plan: _Tensor | None = None,
+    past_is_constant: bool = False,
+    q_out: _T | None = None,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def embedding(token_ids: _T, weight: _Tensor, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def gather_rows(x: _T, indices: _Tensor, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def rms_norm(

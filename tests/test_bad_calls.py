@@ -16,6 +16,7 @@ from pagedkv import (
     paged_attention_fwd,
     plan_attention,
     qk_norm_rope_store,
+    qkv_attention_fwd,
     rms_norm,
     sample,
     silu_and_mul,
@@ -51,6 +52,10 @@ def good() -> SimpleNamespace:
         rope=dict(qkv=x((T, (H + 2 * K) * D), F32), q_weight=x(D, F32), k_weight=x(D, F32), cos_sin=x((9, D), F32),
                   positions=np.arange(T, dtype=I32), k_cache=x((N, B, K, D), F32), v_cache=x((N, B, K, D), F32),
                   slot_mapping=np.arange(T, dtype=I64)),
+        qkv=dict(qkv=x((T, (H + 2 * K) * D), F32), q_weight=x(D, F32), k_weight=x(D, F32), cos_sin=x((9, D), F32),
+                 positions=np.arange(T, dtype=I32), k_cache=x((N, B, K, D), F32), v_cache=x((N, B, K, D), F32),
+                 slot_mapping=np.arange(T, dtype=I64), block_tables=np.array([[0, 1], [2, 3]], I32),
+                 context_lens=np.array([3, 6], I32), cu_seqlens_q=np.array([0, 2, 5], I32)),
     )  # fmt: skip
 
 
@@ -58,6 +63,7 @@ OPS: dict[str, Callable] = {
     "store": store_kvcache, "attention": paged_attention_fwd, "plan": plan_attention, "copy": copy_blocks,
     "swap": swap_blocks, "merge": merge_attention_states, "embedding": embedding, "gather": gather_rows,
     "norm": rms_norm, "linear": linear, "silu": silu_and_mul, "sample": sample, "rope": qk_norm_rope_store,
+    "qkv": qkv_attention_fwd,
 }  # fmt: skip
 WHOLE = (1 << 63) - 1
 
@@ -179,6 +185,15 @@ TABLE = [
     ("rope", dict(cos_sin=np.ones((9, D + 1), F32)), ValueError, "cos_sin: dim 1 is 17 but k_cache has D=16"),
     ("rope", dict(slot_mapping=np.full(T, N * B)), ValueError, "slot_mapping[0] is 24"),
     ("rope", dict(eps=float("nan")), ValueError, "eps is "),
+    ("qkv", dict(positions=np.full(T, 9, I32)), ValueError, "positions[0] is 9"),
+    ("qkv", dict(slot_mapping=np.full(T, N * B)), ValueError, "slot_mapping[0] is 24"),
+    ("qkv", dict(qkv=np.ones((T, 7 * D), F32)), ValueError, "q: has 3 heads, which is no multiple of k_cache's 2 KV heads"),
+    ("qkv", dict(q_out=np.ones((T, H, D), np.float16)), TypeError, "q_out: dtype is float16 but qkv has float32"),
+    ("qkv", dict(out=np.ones((T, H, D + 1), F32)), ValueError, "out: dim 2 is 17 but q has D=16"),
+    ("qkv", dict(context_lens=np.zeros(3, I32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
+    ("qkv", dict(cu_seqlens_q=None), ValueError, "q: has 5 tokens, which 2 sequences cannot share evenly"),
+    ("qkv", dict(k_scale=np.ones((2, K), F32)), ValueError, "k_scale: "),
+    ("qkv", dict(plan=np.zeros((1, 12), I32)), ValueError, "plan: dim 0 is 1 but a batch of these shapes has P=0"),
 ]  # fmt: skip
 
 
@@ -214,7 +229,7 @@ def test_binding(op):
     """CPython's own words for what does not bind, for every operation."""
     function, arguments = OPS[op], vars(good())[op]
     name, first = function.__name__, next(iter(arguments))
-    with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d required positional arguments?: '{first}'"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d+ required positional arguments?: '{first}'"):
         function()
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'strem'$"):
         function(**arguments, strem=None)

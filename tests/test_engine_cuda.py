@@ -118,7 +118,7 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
     from test_qwen3 import FORMS
 
     planned, given = [], []  # windows; windows and plans
-    plan_attention, attention = pagedkv.plan_attention, pagedkv.paged_attention_fwd
+    plan_attention, attention = pagedkv.plan_attention, pagedkv.qkv_attention_fwd
 
     def note_plan(*args, window_size, **options):
         planned.append(window_size)
@@ -129,7 +129,7 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
         return attention(*args, window_size=window_size, plan=plan, **options)
 
     monkeypatch.setattr(pagedkv, "plan_attention", note_plan)
-    monkeypatch.setattr(pagedkv, "paged_attention_fwd", note_attention)
+    monkeypatch.setattr(pagedkv, "qkv_attention_fwd", note_attention)
     folder = write_model(tmp_path, num_hidden_layers=4, **FORMS["window"])
     with LLM(folder, **POOL, device="cuda", dtype="bfloat16", max_num_seqs=1, enforce_eager=True) as llm:
         planned.clear()

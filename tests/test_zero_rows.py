@@ -17,6 +17,9 @@ CALLS = {
     "linear": lambda t: pagedkv.linear(t(0, 8), t(16, 8)),
     "qk_norm_rope_store": lambda t: pagedkv.qk_norm_rope_store(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
+    "qkv_attention_fwd": lambda t: pagedkv.qkv_attention_fwd(
+        t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32),
+        t(0, 2, dtype=np.int32), t(0, dtype=np.int32)),
     "sample": lambda t: pagedkv.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
 }  # fmt: skip
 

@@ -86,6 +86,7 @@ const pk_backend pk_cpu_backend = {
     .token_logprobs = pk_cpu_token_logprobs,
     .store_kvcache = pk_cpu_store_kvcache,
     .attention = pk_cpu_attention,
+    .qkv_attention = pk_cpu_qkv_attention,
     .copy_blocks = pk_cpu_copy_blocks,
     .swap_blocks = pk_cpu_copy_blocks,
     .merge_attention_states = pk_cpu_merge_attention_states,

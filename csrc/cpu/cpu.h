@@ -40,6 +40,8 @@ pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *
 pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
+                               pk_error *err);
 pk_status pk_cpu_linear(const pk_linear_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);

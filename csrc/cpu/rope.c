@@ -80,3 +80,10 @@ pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_s
     free(scratch);
     return PK_OK;
 }
+
+pk_status pk_cpu_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
+                               pk_error *err)
+{
+    PK_TRY(pk_cpu_qk_norm_rope_store(rope, stream, err));
+    return pk_cpu_attention(args, stream, err);
+}

@@ -5,6 +5,7 @@
  * sequences by their number of query rows, which it reads on the device.
  */
 #include "cuda/attention.h"
+#include "cuda/rope.h"
 
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
@@ -66,6 +67,24 @@ pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_
     bool is_hopper = pk_cuda_attention_prefill_sm90_applies(args, scope.device);
     auto prefill = is_hopper ? pk_cuda_attention_prefill_sm90 : pk_cuda_attention_prefill_sm80;
     return prefill(args, route.prefill, scope.device, stream, err);
+}
+
+/* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
+ * itself: behind a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
+ * take nothing can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
+pk_status pk_cuda_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
+                                pk_error *err)
+{
+    bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
+    if (is_decode && args->num_seqs <= 64 &&
+        args->num_q_heads / args->num_kv_heads <= (args->head_dim > 128 ? 8 : 16) && are_heads_aligned(rope)) {
+        pk_cuda_scope scope(rope->qkv, err);
+        if (scope.status != PK_OK) return scope.status;
+        attention_route route = choose_route(args, scope.device);
+        if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, scope.device, stream, err, rope);
+    }
+    PK_TRY(pk_cuda_qk_norm_rope_store(rope, stream, err));
+    return pk_cuda_attention(args, stream, err);
 }
 
 /* The plan: what the decode kernels need once a step. */

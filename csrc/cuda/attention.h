@@ -26,7 +26,10 @@ struct row_filter {
  * the other two to all of them. */
 typedef pk_status attention_launcher(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
                                      pk_stream stream, pk_error *err);
-attention_launcher pk_cuda_attention_decode, pk_cuda_attention_prefill_sm90, pk_cuda_attention_prefill_sm80;
+attention_launcher pk_cuda_attention_prefill_sm90, pk_cuda_attention_prefill_sm80;
+/* With `rope`, which the caller has found to fit: for a token a sequence, qk_norm_rope_store is done inside. */
+pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
+                                   pk_stream stream, pk_error *err, const pk_qk_norm_rope_store_args *rope = nullptr);
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
                                    pk_error *err);

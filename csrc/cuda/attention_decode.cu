@@ -13,8 +13,14 @@
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps an SM with two or
  * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. The warps' results meet in
  * attention_merge.h.
+ *
+ * Heads. The queries come from memory, or, with one token a sequence, straight from the projection (rope.h): a CTA then
+ * normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
+ * cache and, behind what the cache held there before, into the ring. So nothing but the projection is waited for, and
+ * all keys may be on their way before.
  */
 #include "cuda/attention_merge.h"
+#include "cuda/rope.h"
 
 // --- kernels
 
@@ -30,7 +36,13 @@ struct decode_cta {
     static constexpr int RING_BYTES = STAGES * STAGE_BYTES, WARP_BYTES = RING_BYTES + STAGES * 4, OUTPUT_STRIDE = D + 4;
     static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
-    static_assert(WARPS_PER_SM * WARP_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * 1024 <= 228 * 1024,
+    /* Behind the rings of a CTA that takes its heads from the projection: queries, in rows of different banks, and the
+     * new key and value as the cache has them. */
+    static constexpr int QUERY_STRIDE = D + 8, QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
+    static constexpr int ROW_BYTES = D * Kind::CACHE_BYTES, HEAD_BYTES = QUERY_BYTES + 2 * ROW_BYTES;
+    static constexpr int bytes_of_rings(int warps) { return (warps * WARP_BYTES + 15) / 16 * 16; }
+    static_assert(WARPS_PER_SM * (WARP_BYTES + 8) + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <=
+                      228 * 1024,
                   "fewer CTAs than the plan counts on");
     static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
 
@@ -185,6 +197,82 @@ struct decode_cta {
         num_loaded++;
     }
 
+    // --- heads from the projection
+
+    /* A sequence's token, as far as it is known without the projection. */
+    struct new_token {
+        int64_t slot;
+        bool is_valid, is_stored; /* is_stored: by this CTA, which has the last keys */
+        float cosine[8], sine[8];
+    };
+
+    __device__ char *heads_memory() const { return smem + bytes_of_rings(blockDim.x / 32); }
+    __device__ bool has_last_keys() const { return rows.unit.part + 1 == rows.unit.num_parts; }
+    __device__ int dim_of_piece() const { return lane % (D / 16) * 8; }
+
+    __device__ void read_token(new_token &token) const
+    {
+        const pk_qk_norm_rope_store_args &rope = params.rope;
+        int half = (int)args.head_dim / 2, dim = dim_of_piece(), position = rope.positions[rows.unit.seq];
+        token.slot = pk_load_slot(rope.store, rows.unit.seq);
+        token.is_valid = position >= 0 && position < rope.max_positions;
+        token.is_stored = token.is_valid && pk_is_slot(rope.store, token.slot) && has_last_keys();
+        if (blockIdx.x == 0)
+            for (const void *weight : {rope.q_weight, rope.k_weight})
+                pk_prefetch_to_l2((const char *)weight + lane * 16);
+        if (!token.is_valid || dim >= half) return;
+        load_angles<true>(token.cosine, token.sine, rope.cos_sin + position * args.head_dim + dim, half, 8);
+    }
+
+    /* Leaves the queries where load_queries looks for them, the key and value in the cache and behind the queries. */
+    template <typename T>
+    __device__ void take_heads(const new_token &token) const
+    {
+        using piece = head_piece<T>;
+        using Cache = std::conditional_t<Kind::IS_FP8, __nv_fp8_e4m3, T>;
+        const pk_qk_norm_rope_store_args &rope = params.rope;
+        int head_dim = (int)args.head_dim, half = head_dim / 2, dim = dim_of_piece(), group = params.group.divisor;
+        int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)args.num_kv_heads;
+        int num_heads = group + (token.is_stored ? 2 : 0);
+        const T *qkv = (const T *)rope.qkv + rows.unit.seq * rope.qkv_stride + dim;
+#pragma unroll 1
+        for (int first = warp * (512 / D); first < num_heads; first += blockDim.x / (D / 16)) {
+            int i = first + lane / (D / 16);
+            head_kind kind = i < group ? QUERY : i == group ? KEY : VALUE;
+            int head = kind == QUERY ? rows.head * group + i : rows.head + (kind == KEY ? num_q_heads : num_turned);
+            bool is_there = i < num_heads && dim < half;
+            piece x = {}, weights = {};
+            if (is_there) x = piece::template load<true>(qkv + head * head_dim, half, 8);
+            const T *weight = (const T *)(kind == QUERY ? rope.q_weight : rope.k_weight);
+            if (is_there && weight) weights = piece::template load<true>(weight + dim, half, 8);
+            piece turned = turn_head(x, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);
+            if (kind != VALUE) x = token.is_valid ? turned : piece{};
+            if (!is_there) continue;
+            if (kind == QUERY) {
+                T *to = (T *)heads_memory() + i * QUERY_STRIDE + dim;
+                x.low.store(to);
+                x.high.store(to + half);
+            } else {
+                Cache *copy = (Cache *)(heads_memory() + QUERY_BYTES + (kind == VALUE ? ROW_BYTES : 0));
+                store_piece<Cache, true>(rope.store, token.slot, kind == KEY, rows.head, x, dim, 8, copy);
+            }
+        }
+    }
+
+    /* The new key and value, in the place of what the cache held there when the stage was loaded. */
+    __device__ void renew_key(int stage, int in_chunk)
+    {
+        if (!(key_masks[stage] >> in_chunk & 1)) return; /* its page is masked */
+        for (int i = lane; i < 2 * tile::PIECES; i += 32) {
+            int piece = i % tile::PIECES, is_value = i / tile::PIECES;
+            if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;
+            char *to = smem + warp * RING_BYTES + stage * STAGE_BYTES + is_value * TILE_BYTES;
+            const char *from = heads_memory() + QUERY_BYTES + is_value * ROW_BYTES;
+            *(uint4 *)(to + tile::offset(in_chunk, piece)) = *(const uint4 *)(from + piece * 16);
+        }
+        __syncwarp();
+    }
+
     // --- computing
 
     __device__ void load_queries()
@@ -197,7 +285,9 @@ struct decode_cta {
             float(&scales)[2] = row_scale[Kind::IS_FP8 ? nt : 0];
             int row = nt * 8 + quad_row;
             int64_t token = rows.unit.first_query + rows.query_of(row), q_head = rows.q_head_of(row);
-            const uint16_t *from = (const uint16_t *)args.q + token * args.q_token_stride + q_head * args.q_head_stride;
+            const uint16_t *from =
+                params.rope.qkv ? (const uint16_t *)heads_memory() + row * QUERY_STRIDE
+                                : (const uint16_t *)args.q + token * args.q_token_stride + q_head * args.q_head_stride;
             float factor = load_query_row<Kind, D>(q[nt], row < num_rows ? from : nullptr, (int)args.head_dim,
                                                    args.dtype == PK_BF16, lane);
             scales[0] = scales[1] = is_modified ? scale : scale * PK_LOG2E;
@@ -387,6 +477,10 @@ struct decode_cta {
         }
         int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
         next_table = look_up();
+        new_token token = {};
+        if (params.rope.qkv) read_token(token);
+        int own_key = token.is_stored ? rows.unit.context - 1 : -1;
+        if (token.is_stored) first_new_key = rows.unit.context; /* the one key that is new is not read but made */
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; stage++) {
             if (load_key + CHUNK > first_new_key) begin();
@@ -394,12 +488,20 @@ struct decode_cta {
         }
         begin();
         int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
+        if (params.rope.qkv) {
+            if (Kind::IS_FP8 && args.dtype == PK_BF16)
+                take_heads<__nv_bfloat16>(token);
+            else
+                take_heads<typename Kind::Element>(token);
+            __syncthreads();
+        }
         load_queries();
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
         for (int stage = 0; first_key < end_key; first_key += step) {
             copy_async_wait<STAGES - 1>();
             __syncwarp();
+            if ((unsigned)(own_key - first_key) < CHUNK) renew_key(stage, own_key - first_key);
             compute_chunk(stage, first_key);
             __syncwarp(); /* every lane has read what comes to be overwritten */
             load_next(stage);
@@ -412,6 +514,8 @@ struct decode_cta {
         merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)
             pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
+        if (threadIdx.x == 0 && params.rope.qkv && !token.is_stored && rows.head == 0 && has_last_keys())
+            check_token(params.rope, rows.unit.seq, params.bad_id);
     }
 };
 
@@ -435,11 +539,12 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
         using cta = decode_cta<Kind, decltype(d)::value, decltype(nt)::value>;
         auto kernel = attention_decode_kernel<Kind, decltype(d)::value, decltype(nt)::value>;
         static uint64_t done;
-        PK_TRY(pk_cuda_allow_smem(err, kernel, cta::WARPS_PER_SM * cta::WARP_BYTES, device->index, &done));
+        PK_TRY(pk_cuda_allow_smem(err, kernel, device->smem_per_cta, device->index, &done));
         int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
+        int smem_bytes = params.rope.qkv ? cta::bytes_of_rings(warps) + cta::HEAD_BYTES : warps * cta::WARP_BYTES;
         return pk_cuda_launch_early(err, "attention_decode_kernel", kernel, device,
                                     pk_cuda_grid(shape.num_units * args->num_kv_heads), dim3(warps * 32),
-                                    warps * cta::WARP_BYTES, stream, *args, params);
+                                    (size_t)smem_bytes, stream, *args, params);
     };
     std::integral_constant<int, 1> one;
     std::integral_constant<int, 2> two;
@@ -450,9 +555,10 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
 }
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err)
+                                   pk_stream stream, pk_error *err, const pk_qk_norm_rope_store_args *rope)
 {
     decode_params params = {};
+    if (rope) params.rope = *rope;
     PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &params.shape, &params.workspace, err));
     params.bad_id = device->bad_id;
     params.group = make_divider(params.shape.group);

@@ -75,7 +75,8 @@ struct decode_params {
     decode_workspace workspace;
     pk_cuda_bad_id *bad_id;
     divider group, block_size, num_heads;
-    bool are_pages_of_16; /* block_size is a multiple of 16 keys */
+    bool are_pages_of_16;            /* block_size is a multiple of 16 keys */
+    pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
 };
 
 /* The first key that a sequence's steps count from. */

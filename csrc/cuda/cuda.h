@@ -284,7 +284,7 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 // clang-format off
 #define PK_CUDA_ENTRIES(X) \
     X(allocate) X(release) X(synchronize) X(check_errors) X(copy) X(store_kvcache) \
-    X(attention) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
+    X(attention) X(plan_attention) X(qkv_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
     X(gather) X(rms_norm) X(linear) X(linear_fuses) X(linear_algorithms) X(qk_norm_rope_store) X(silu_and_mul) \
     X(sample) X(take_sampled) X(count_tokens) X(token_logprobs) \
     X(memory_info) X(allocate_pinned) X(release_pinned) \

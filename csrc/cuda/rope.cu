@@ -1,47 +1,19 @@
-/* rope.cu - qk_norm_rope_store: what stands between a fused qkv projection and attention, in one pass over it.
- *
- * A head is spread over a few threads that hold 16 bytes of its lower half and the 16 bytes half a head further, so
- * both numbers of every rotated pair are in one thread, and the norm's sum is a shuffle among those threads.
+/* rope.cu - qk_norm_rope_store: what stands between a fused qkv projection and attention, in one pass over it. What
+ * becomes of a head is in rope.h.
  *
  * Few tokens take the time of two dependent loads, a position and its angles: every head has threads of its own, in
  * small CTAs that spread over many SMs, and all that is read is asked for before any of it is waited for. Many tokens
  * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
  * The numbers of the heads behind the first wait in shared memory, so that a token's row is under way as a whole.
  *
- * Keys and values are written as store_kvcache does. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm
- * does, the rotation is fp32 and rounds once. Views that are not 16-byte aligned, and halves that are no whole pieces,
- * take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
+ * Keys and values are written as store_kvcache does. Views that are not 16-byte aligned, and halves that are no whole
+ * pieces, take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
  */
-#include "cuda/store.h"
+#include "cuda/rope.h"
 
 enum { MAX_HEADS = 8 /* of a thread */, CTA_THREADS = 64, THREADS_PER_SM = 896 };
 
 // --- kernels
-
-/* Heads of a qkv row in their order: the queries, the keys, the values. */
-enum head_kind { QUERY, KEY, VALUE };
-
-/* A thread's part of a head: a piece of the lower half and the same piece of the upper half. */
-template <typename T>
-struct head_piece {
-    pk_packed<T> low, high;
-
-    template <bool IS_ALIGNED>
-    __device__ static head_piece load(const T *from, int half, int count)
-    {
-        return {pk_packed<T>::template load<IS_ALIGNED>(from, count),
-                pk_packed<T>::template load<IS_ALIGNED>(from + half, count)};
-    }
-};
-
-/* x * scale, rounded, * weight, rounded: what rms_norm does to a piece. */
-template <typename T>
-__device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scale, const pk_packed<T> &weight)
-{
-#pragma unroll
-    for (int i = 0; i < pk_packed<T>::COUNT; i++) x[i] *= scale;
-    (pk_packed<T>::pack(x) * weight).unpack(x);
-}
 
 /* Grid: tokens x groups of heads. Where ARE_FEW, a thread has one head. */
 template <typename T, typename Cache, bool IS_ALIGNED, bool ARE_FEW>
@@ -98,54 +70,20 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
     float cosine[VEC] = {}, sine[VEC] = {};
     if (is_valid && count > 0 && kind != VALUE) {
         const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
-#pragma unroll
-        for (int i = 0; i < VEC; i += 4) {
-            head_piece<float> some = head_piece<float>::template load<IS_ALIGNED>(angles + i, half, count - i);
-            some.low.unpack(cosine + i);
-            some.high.unpack(sine + i);
-        }
+        load_angles<IS_ALIGNED>(cosine, sine, angles, half, count);
     }
 #pragma unroll 1
     while (true) {
         if (__any_sync(~0u, kind != VALUE)) { /* whole warps, for the shuffles */
-            float a[VEC], b[VEC];
-            x.low.unpack(a);
-            x.high.unpack(b);
-            if (args.q_weight) {
-                float low_sum = 0, high_sum = 0;
-#pragma unroll
-                for (int i = 0; i < VEC; i++) {
-                    low_sum = fmaf(a[i], a[i], low_sum);
-                    high_sum = fmaf(b[i], b[i], high_sum);
-                }
-                float sum = low_sum + high_sum;
-                for (int offset = blockDim.x / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-                float scale = rsqrtf(fmaf(sum, one_over_dim, args.eps));
-                normalise<T>(a, scale, weights.low);
-                normalise<T>(b, scale, weights.high);
-            }
-#pragma unroll
-            for (int i = 0; i < VEC; i++) {
-                float low = a[i], high = b[i];
-                a[i] = fmaf(low, cosine[i], -(high * sine[i]));
-                b[i] = fmaf(high, cosine[i], low * sine[i]);
-            }
-            if (kind != VALUE) x = is_valid ? piece{packed::pack(a), packed::pack(b)} : piece{};
+            piece turned = turn_head(x, weights, args.q_weight, cosine, sine, blockDim.x, one_over_dim, args.eps);
+            if (kind != VALUE) x = is_valid ? turned : piece{};
         }
         if (head < end && kind == QUERY) {
             x.low.template store<IS_ALIGNED>(q_out + head * head_dim, count);
             x.high.template store<IS_ALIGNED>(q_out + head * head_dim + half, count);
         } else if (head < end && is_stored) {
-            bool is_key = kind == KEY;
-            int kv_head = head - (is_key ? num_q_heads : num_turned);
-            int64_t at = is_key ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) +
-                                      kv_head * store.k_head_stride
-                                : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) +
-                                      kv_head * store.v_head_stride;
-            Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
-            pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
-            pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);
-            pk_write_cache<IS_ALIGNED>(to + half, x.high, count, divisor);
+            int kv_head = head - (kind == KEY ? num_q_heads : num_turned);
+            store_piece<Cache, IS_ALIGNED>(store, slot, kind == KEY, kv_head, x, dim, count);
         }
         head += step;
         if (ARE_FEW || head - (int)threadIdx.y >= num_heads) break;
@@ -164,9 +102,7 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
             x = piece::template load<false>(qkv + head * head_dim, half, count);
         }
     }
-    if (is_stored || blockIdx.y + threadIdx.y + threadIdx.x > 0) return;
-    pk_check_slot(store, token, slot, bad_id);
-    if (!is_valid) pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
+    if (!is_stored && blockIdx.y + threadIdx.y + threadIdx.x == 0) check_token(args, token, bad_id);
 }
 
 // --- launchers
@@ -190,9 +126,7 @@ static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_de
     dim3 grid = pk_cuda_grid(num_tokens);
     grid.y = (unsigned)(are_few ? head_groups : pk_ceil_div(head_groups, MAX_HEADS));
     int64_t smem_bytes = (pk_ceil_div(head_groups, grid.y) - 1) * 32 * cta.x * cta.y;
-    bool is_aligned = pk_caches_take(&args->store, VEC) &&
-                      pk_are_multiples(VEC, args->store.head_dim / 2, args->qkv_stride) &&
-                      pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out);
+    bool is_aligned = are_heads_aligned(args);
     auto kernel = !is_aligned ? qk_norm_rope_store_kernel<T, Cache, false, false>
                   : are_few   ? qk_norm_rope_store_kernel<T, Cache, true, true>
                               : qk_norm_rope_store_kernel<T, Cache, true, false>;

@@ -13,7 +13,7 @@
 
 #include "py/py.h"
 
-#define PY_MAX_TENSORS 14
+#define PY_MAX_TENSORS 16
 
 /* A sequence of tensors (the caches of all layers). */
 typedef struct {

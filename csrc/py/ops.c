@@ -226,6 +226,21 @@ static PyObject *py_merge_attention_states(PyObject *module, PyObject *const *ar
     return py_call_end(&call, py_output_results(&out, wants_lse ? &out_lse : NULL));
 }
 
+/* The projection and where its heads go, which the arguments of both calls begin with. */
+enum { QKV, Q_WEIGHT, K_WEIGHT, COS_SIN, POSITIONS, ROPE_K_CACHE, ROPE_V_CACHE, SLOT_MAPPING, NUM_HEADS };
+
+static void read_heads(py_call *call, pk_qk_norm_rope_store_call *request)
+{
+    request->qkv = py_call_tensor(call, QKV);
+    request->q_weight = py_call_optional(call, Q_WEIGHT);
+    request->k_weight = py_call_optional(call, K_WEIGHT);
+    request->cos_sin = py_call_tensor(call, COS_SIN);
+    request->positions = py_call_tensor(call, POSITIONS);
+    request->k_cache = py_call_writable(call, ROPE_K_CACHE);
+    request->v_cache = py_call_writable(call, ROPE_V_CACHE);
+    request->slot_mapping = py_call_tensor(call, SLOT_MAPPING);
+}
+
 PyDoc_STRVAR(
     qk_norm_rope_store_doc,
     "qk_norm_rope_store($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, "
@@ -242,36 +257,70 @@ PyDoc_STRVAR(
         PY_DOC_ERRORS);
 static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum {
-        QKV,
-        Q_WEIGHT,
-        K_WEIGHT,
-        COS_SIN,
-        POSITIONS,
-        K_CACHE,
-        V_CACHE,
-        SLOT_MAPPING,
-        EPS,
-        K_SCALE,
-        V_SCALE,
-        Q_OUT,
-        STREAM
-    };
+    enum { EPS = NUM_HEADS, K_SCALE, V_SCALE, Q_OUT, STREAM };
     py_call call;
     py_output q_out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_qk_norm_rope_store, STREAM, args, nargs, kwnames) < 0)
         return NULL;
-    const pk_view *qkv = py_call_tensor(&call, QKV);
-    const pk_view *q_weight = py_call_optional(&call, Q_WEIGHT), *k_weight = py_call_optional(&call, K_WEIGHT);
-    const pk_view *cos_sin = py_call_tensor(&call, COS_SIN), *positions = py_call_tensor(&call, POSITIONS);
-    const pk_view *k_cache = py_call_writable(&call, K_CACHE), *v_cache = py_call_writable(&call, V_CACHE);
-    const pk_view *slot_mapping = py_call_tensor(&call, SLOT_MAPPING);
-    double eps = py_call_double(&call, EPS, 1e-6);
-    pk_scale k_scale = py_call_scale(&call, K_SCALE), v_scale = py_call_scale(&call, V_SCALE);
+    pk_qk_norm_rope_store_call request = {.q_out = &q_out.base};
+    read_heads(&call, &request);
+    request.eps = py_call_double(&call, EPS, 1e-6);
+    request.k_scale = py_call_scale(&call, K_SCALE);
+    request.v_scale = py_call_scale(&call, V_SCALE);
     py_call_output(&call, Q_OUT, &q_out);
-    PY_CALL_RUN(&call, pk_qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache,
-                                             slot_mapping, eps, k_scale, v_scale, &q_out.base, call.stream, &call.err));
+    PY_CALL_RUN(&call, pk_qk_norm_rope_store(&request, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&q_out));
+}
+
+PyDoc_STRVAR(
+    qkv_attention_fwd_doc,
+    "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
+    "block_tables, context_lens, *, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
+    "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, q_out=None, "
+    "out=None, stream=None)\n--\n\n"
+    "All that attention does behind a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
+    "values, then causal paged_attention_fwd(q, ...). For up to 64 sequences with one token each, a GPU does both in one\n"
+    "kernel, which can start while the projection still runs.\n\n"
+    "The arguments are those of the two; plan is what plan_attention returned for q. Where a token's slot is not\n"
+    "negative, it must be its own in block_tables, or one that is not read here. A scale has one number, or one a KV\n"
+    "head.\n"
+    "past_is_constant=True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
+    "block_tables.\n"
+    "q_out: [num_tokens, num_q_heads, head_dim] contiguous, memory for q; what it holds afterwards is undefined. Left\n"
+    "out, it is allocated.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "An id out of range is treated as by the two operations: where the second raises, on the CPU, the first is done.\n\n"
+    "Returns out, [num_tokens, num_q_heads, head_dim].");
+static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    /* clang-format off */
+    enum { TABLES = NUM_HEADS, LENS, EPS, STARTS, LONGEST, SOFTMAX_SCALE, WINDOW_SIZE, K_SCALE, V_SCALE, NUM_SPLITS,
+           PLAN, PAST_IS_CONSTANT, Q_OUT, OUT, STREAM };
+    /* clang-format on */
+    py_call call;
+    py_output q_out, out;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_qkv_attention_fwd, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    pk_qk_norm_rope_store_call heads = {.q_out = &q_out.base};
+    read_heads(&call, &heads);
+    pk_attention_call request = {.out = &out.base, .is_causal = true};
+    request.block_tables = py_call_tensor(&call, TABLES);
+    request.context_lens = py_call_tensor(&call, LENS);
+    heads.eps = py_call_double(&call, EPS, 1e-6);
+    request.cu_seqlens_q = py_call_optional(&call, STARTS);
+    request.max_seqlen_q = py_call_int(&call, LONGEST, INT64_MAX);
+    double scale = py_call_double(&call, SOFTMAX_SCALE, 0);
+    request.softmax_scale = call.given[SOFTMAX_SCALE] && call.given[SOFTMAX_SCALE] != Py_None ? &scale : NULL;
+    read_window(&call, WINDOW_SIZE, &request);
+    heads.k_scale = py_call_scale(&call, K_SCALE);
+    heads.v_scale = py_call_scale(&call, V_SCALE);
+    request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
+    request.plan = py_call_optional(&call, PLAN);
+    request.past_is_constant = py_call_bool(&call, PAST_IS_CONSTANT, false);
+    py_call_output(&call, Q_OUT, &q_out);
+    py_call_output(&call, OUT, &out);
+    PY_CALL_RUN(&call, pk_qkv_attention_fwd(&heads, &request, call.stream, &call.err));
+    Py_XDECREF(py_output_result(&q_out));
+    return py_call_end(&call, py_output_result(&out));
 }
 
 PyMethodDef py_cache_functions[] = {
@@ -282,5 +331,6 @@ PyMethodDef py_cache_functions[] = {
     PY_METHOD("swap_blocks", py_swap_blocks, swap_blocks_doc),
     PY_METHOD("merge_attention_states", py_merge_attention_states, merge_attention_states_doc),
     PY_METHOD("qk_norm_rope_store", py_qk_norm_rope_store, qk_norm_rope_store_doc),
+    PY_METHOD("qkv_attention_fwd", py_qkv_attention_fwd, qkv_attention_fwd_doc),
     {NULL, NULL, 0, NULL},
 };

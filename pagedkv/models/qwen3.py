@@ -7,8 +7,8 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual. linear normalises what it reads and adds to what it writes, so a layer is six calls, and with few
-tokens on a GPU six kernels. Weights are promised to be constant: a kernel may fetch them ahead of its turn.
+x is called residual. linear normalises what it reads and adds to what it writes, so a layer is five calls, and with few
+tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch them ahead of its turn.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Attention:
             weight_is_constant=True,
             out=buffers.qkv,
         )
-        pagedkv.qk_norm_rope_store(
+        pagedkv.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
             self.k_norm,
@@ -109,20 +109,15 @@ class Attention:
             k_cache,
             v_cache,
             batch.slot_mapping,
-            eps=self.eps,
-            q_out=q,
-        )
-        pagedkv.paged_attention_fwd(
-            q,
-            k_cache,
-            v_cache,
             batch.block_tables,
             batch.context_lens,
+            eps=self.eps,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
             window_size=self.window,
             plan=batch.plans.get(self.window),
             past_is_constant=True,
+            q_out=q,
             out=out,
         )
         pagedkv.linear(

@@ -1,0 +1,123 @@
+/* rope.h - norm and rotation of a head, and where it goes in the cache: shared by qk_norm_rope_store and by decode
+ * attention, which does all of it for its own heads.
+ *
+ * A head is spread over a few neighbouring threads that hold 16 bytes of its lower half and the 16 bytes half a head
+ * further, so both numbers of every rotated pair are in one thread, and the norm's sum is a shuffle among those
+ * threads. Rounding follows csrc/cpu/rope.c: the norm rounds as rms_norm does, the rotation is fp32 and rounds once.
+ */
+#ifndef PK_CUDA_ROPE_H
+#define PK_CUDA_ROPE_H
+
+#include "cuda/store.h"
+
+/* Heads of a qkv row in their order: the queries, the keys, the values. */
+enum head_kind { QUERY, KEY, VALUE };
+
+/* A thread's part of a head: a piece of the lower half and the same piece of the upper half. */
+template <typename T>
+struct head_piece {
+    pk_packed<T> low, high;
+
+    template <bool IS_ALIGNED>
+    __device__ static head_piece load(const T *from, int half, int count)
+    {
+        return {pk_packed<T>::template load<IS_ALIGNED>(from, count),
+                pk_packed<T>::template load<IS_ALIGNED>(from + half, count)};
+    }
+};
+
+/* Cosines and sines of a thread's pairs, `from` a position's row on. */
+template <bool IS_ALIGNED, int COUNT>
+__device__ static inline void load_angles(float (&cosine)[COUNT], float (&sine)[COUNT], const float *from, int half,
+                                          int count)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        head_piece<float> some = head_piece<float>::template load<IS_ALIGNED>(from + i, half, count - i);
+        some.low.unpack(cosine + i);
+        some.high.unpack(sine + i);
+    }
+}
+
+/* x * scale, rounded, * weight, rounded: what rms_norm does to a piece. */
+template <typename T>
+__device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scale, const pk_packed<T> &weight)
+{
+#pragma unroll
+    for (int i = 0; i < pk_packed<T>::COUNT; i++) x[i] *= scale;
+    (pk_packed<T>::pack(x) * weight).unpack(x);
+}
+
+/* The head of which this thread and its neighbours, `num_threads` of them and a power of two, have a piece each (or
+ * zeros): normalised, where it is, and rotated. Whole warps call it, for the shuffles. */
+template <typename T>
+__device__ static inline head_piece<T> turn_head(const head_piece<T> &x, const head_piece<T> &weights, bool is_normed,
+                                                 const float (&cosine)[pk_packed<T>::COUNT],
+                                                 const float (&sine)[pk_packed<T>::COUNT], int num_threads,
+                                                 float one_over_dim, float eps)
+{
+    constexpr int VEC = pk_packed<T>::COUNT;
+    float a[VEC], b[VEC];
+    x.low.unpack(a);
+    x.high.unpack(b);
+    if (is_normed) {
+        float low_sum = 0, high_sum = 0;
+#pragma unroll
+        for (int i = 0; i < VEC; i++) {
+            low_sum = fmaf(a[i], a[i], low_sum);
+            high_sum = fmaf(b[i], b[i], high_sum);
+        }
+        float sum = low_sum + high_sum;
+        for (int offset = num_threads / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        float scale = rsqrtf(fmaf(sum, one_over_dim, eps));
+        normalise<T>(a, scale, weights.low);
+        normalise<T>(b, scale, weights.high);
+    }
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        float low = a[i], high = b[i];
+        a[i] = fmaf(low, cosine[i], -(high * sine[i]));
+        b[i] = fmaf(high, cosine[i], low * sine[i]);
+    }
+    return {pk_packed<T>::pack(a), pk_packed<T>::pack(b)};
+}
+
+/* A thread's piece of a key or value, to a token's slot; `copy`, where that is given, is a row that gets the same. */
+template <typename Cache, bool IS_ALIGNED, typename T>
+__device__ static inline void store_piece(const pk_store_args &store, int64_t slot, bool is_key, int kv_head,
+                                          const head_piece<T> &x, int dim, int count, Cache *copy = nullptr)
+{
+    int64_t half = store.head_dim / 2;
+    int64_t at =
+        is_key
+            ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) + kv_head * store.k_head_stride
+            : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) + kv_head * store.v_head_stride;
+    Cache *row = (Cache *)(is_key ? store.k_cache : store.v_cache) + at;
+    pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
+    auto write = [&](Cache *to) {
+        pk_write_cache<IS_ALIGNED>(to + dim, x.low, count, divisor);
+        pk_write_cache<IS_ALIGNED>(to + half + dim, x.high, count, divisor);
+    };
+    write(row);
+    if (copy) write(copy);
+}
+
+/* Records a token that is not stored although its slot is no padding. For the end of a kernel, as pk_check_slot. */
+__device__ static inline void check_token(const pk_qk_norm_rope_store_args &args, int64_t token, pk_cuda_bad_id *bad_id)
+{
+    int position = args.positions[token];
+    pk_check_slot(args.store, token, pk_load_slot(args.store, token), bad_id);
+    if (position < 0 || position >= args.max_positions)
+        pk_record_bad_id(bad_id, PK_BAD_POSITION, token, position, args.max_positions);
+}
+
+/* Whether all halves of heads are whole pieces at multiples of 16 bytes. */
+static inline bool are_heads_aligned(const pk_qk_norm_rope_store_args *args)
+{
+    int64_t vec = 16 / (int64_t)pk_dtype_bytes(args->store.dtype);
+    return pk_caches_take(&args->store, vec) &&
+           pk_are_multiples((size_t)vec, args->store.head_dim / 2, args->qkv_stride) &&
+           pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out);
+}
+
+#endif

@@ -122,12 +122,10 @@ struct prefill_sm80_cta {
         if ((n + 1) * KEYS > item.begin) {
             if (!IS_VALUES) find_rows(n, to_slot);
             uint4 rows[WARP_KEYS / ROWS_AT_ONCE];
-#pragma unroll
             for (int i = 0; i < WARP_KEYS / ROWS_AT_ONCE; i++)
                 rows[i] = shared.rows[warp][(IS_VALUES ? 16 : 0) + i * ROWS_AT_ONCE + lane / LANES];
             uint32_t to = smem_address(shared.slots[to_slot]) + warp * WARP_KEYS * tile::ROW_BYTES;
             to += tile::offset(lane / LANES, lane % LANES);
-#pragma unroll
             for (int i = 0; i < WARP_KEYS / ROWS_AT_ONCE; i++) {
                 int row = i * ROWS_AT_ONCE; /* the rows share no bits */
                 uint32_t row_to = (tile::IS_SWIZZLED ? to ^ row % 8 * 16 : to) + row * tile::ROW_BYTES;
@@ -186,7 +184,6 @@ struct prefill_sm80_cta {
                 offset[m][r] = fmaxf(sink, PK_NO_SCORE);
                 sum[m][r] = lane % 4 == 0 ? exp2f(sink - offset[m][r]) : 0;
             }
-#pragma unroll
             for (int k = 0; k < D / 16; k++)
                 shared.queries[warp][m][k][lane] = {q[0][k][0], q[1][k][0], q[0][k][1], q[1][k][1]};
         }
@@ -237,7 +234,6 @@ struct prefill_sm80_cta {
             int end = visible_end(batch, diagonal, item.context_len) - first_key;
             float scale = row_scale[m][r] * PK_LN2;
             float slope = args.alibi_slopes ? args.alibi_slopes[item.seq * args.alibi_seq_stride + q_head_of(row)] : 0;
-#pragma unroll
             for (int i = 0; i < KEYS / 4; i++) {
                 int column = i / 2 * 8 + i % 2, in_tile = column + lane % 4 * 2;
                 float &score = scores[m][i / 2][2 * r + i % 2];
@@ -253,14 +249,12 @@ struct prefill_sm80_cta {
     {
         each_row([&](int m, int r) {
             float top = PK_NO_SCORE;
-#pragma unroll
             for (int i = 0; i < KEYS / 4; i++) top = fmaxf(top, scores[m][i / 2][2 * r + i % 2] * scale_of(m, r));
             top = fmaxf(quad_max(top), offset[m][r]);
             if (!is_wanted[m][r]) return;
             float shrink = exp2_fast(offset[m][r] - top);
             offset[m][r] = top;
             sum[m][r] *= shrink;
-#pragma unroll
             for (int i = 0; i < D / 4; i++) output[m][i / 2][2 * r + i % 2] *= shrink;
         });
     }
@@ -285,7 +279,6 @@ struct prefill_sm80_cta {
             each_row([&](int m, int r) {
                 float scale = scale_of(m, r);
                 tile_sum[m][r] = 0;
-#pragma unroll
                 for (int i = 0; i < KEYS / 4; i++) {
                     float &score = scores[m][i / 2][2 * r + i % 2];
                     score = exp2_fast(__fmaf_rn(score, scale, -offset[m][r])); /* the compiler would part it */
@@ -300,7 +293,6 @@ struct prefill_sm80_cta {
         is_first = false;
         each_row([&](int m, int r) {
             sum[m][r] += tile_sum[m][r];
-#pragma unroll
             for (int i = 0; i < KEYS / 8; i++)
                 p[m][i / 2][i % 2 * 2 + r] = Kind::pack(scores[m][i][2 * r], scores[m][i][2 * r + 1]);
         });

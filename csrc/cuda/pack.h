@@ -73,7 +73,6 @@ struct pk_packed {
             return {__ldcs((const uint4 *)from)};
         } else {
             pk_packed x = {};
-#pragma unroll
             for (int i = 0; i < COUNT; i++)
                 if (i < count) ((T *)&x)[i] = from[i];
             return x;
@@ -85,7 +84,6 @@ struct pk_packed {
         if constexpr (IS_ALIGNED) {
             *(uint4 *)to = bits;
         } else {
-#pragma unroll
             for (int i = 0; i < COUNT; i++)
                 if (i < count) to[i] = ((const T *)this)[i];
         }
@@ -93,7 +91,6 @@ struct pk_packed {
 
     __device__ void unpack(float x[COUNT]) const
     {
-#pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (std::is_same_v<T, float>) {
                 x[i] = (*this)[i];
@@ -106,7 +103,6 @@ struct pk_packed {
     __device__ static pk_packed pack(const float x[COUNT])
     {
         pk_packed packed;
-#pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (std::is_same_v<T, float>)
                 packed[i] = x[i];
@@ -119,7 +115,6 @@ struct pk_packed {
     __device__ pk_packed operator*(const pk_packed &other) const
     {
         pk_packed product;
-#pragma unroll
         for (int i = 0; i < 4; i++) product[i] = (*this)[i] * other[i];
         return product;
     }

@@ -159,7 +159,6 @@ __device__ __forceinline__ void wgmma_wait()
 template <int count>
 __device__ __forceinline__ void pin(float (&values)[count])
 {
-#pragma unroll
     for (int i = 0; i < count; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 

@@ -141,13 +141,16 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
                                           void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
                                           pk_stream stream, Args... args)
 {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {(unsigned)cluster_size, 1, 1};
+    cudaLaunchAttribute attributes[3] = {};
+    /* The same division of the L1 for all: an SM must be empty to change it, and no kernel could start early. */
+    attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[2].id = cudaLaunchAttributeClusterDimension;
+    attributes[2].val.clusterDim = {(unsigned)cluster_size, 1, 1};
     cudaLaunchConfig_t config = {
-        grid, cta, smem_bytes, (cudaStream_t)stream, attributes, may_start_early ? 1u + (cluster_size > 1) : 0u};
+        grid, cta, smem_bytes, (cudaStream_t)stream, attributes, may_start_early ? 2u + (cluster_size > 1) : 1u};
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
 }

@@ -87,12 +87,15 @@ __device__ static inline int checked_page(const pk_attention_args &args, int pag
     return page;
 }
 
+/* Not inlined: in an unrolled loop it is more code than all the rest. */
+__device__ static __noinline__ float soft_capped(float x, float cap) { return cap * tanhf(x / cap); }
+
 /* Scores that are not plain q.k * scale: softcap and ALiBi. `score` is q.k; the result is in base 2. */
 __device__ static inline float modified_score(const pk_attention_args &args, float score, float scale, float slope,
                                               int distance)
 {
     float x = score * scale;
-    if (args.softcap > 0) x = args.softcap * tanhf(x / args.softcap);
+    if (args.softcap > 0) x = soft_capped(x, args.softcap);
     return (x - slope * (float)abs(distance)) * PK_LOG2E;
 }
 
@@ -165,11 +168,21 @@ static inline pk_status for_head_dim(int64_t head_dim, Body body)
     return body(std::integral_constant<int, D>());
 }
 
-/* Two e4m3 (the low 16 bits of x) as two fp16. */
-__device__ static inline uint32_t fp8_pair_to_f16(uint32_t x)
+/* Four e4m3 as four fp16: the lower two in x, the upper two in y. */
+__device__ static inline uint2 fp8_to_f16(uint32_t four)
 {
-    __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
-    return (uint32_t)pair.x | (uint32_t)pair.y << 16;
+    uint2 to;
+#if __CUDA_ARCH__ >= 890 /* where a register's halves are operands, and no shift is needed */
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(to.x), "=r"(to.y)
+        : "r"(four));
+#else
+    __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3);
+    __half2_raw high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
+    to = {(uint32_t)low.x | (uint32_t)low.y << 16, (uint32_t)high.x | (uint32_t)high.y << 16};
+#endif
+    return to;
 }
 
 /* Keys or values of some tokens in shared memory, a row of D elements a token. */
@@ -210,8 +223,11 @@ struct cache_tile {
             uint32_t raw[4];
             ldmatrix_x4(raw, moved(tile + offset(lane % 16, lane / 16), row, k));
 #pragma unroll
-            for (int i = 0; i < 8; i++)
-                a[i / 4][place<AS_B>(i % 4)] = fp8_pair_to_f16(raw[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
+            for (int i = 0; i < 4; i++) {
+                uint2 four = fp8_to_f16(raw[i]);
+                a[i / 2][place<AS_B>(i % 2)] = four.x;
+                a[i / 2][place<AS_B>(i % 2 + 2)] = four.y;
+            }
         } else {
             uint32_t from =
                 tile + (AS_B ? offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) : offset(lane % 16, lane / 16));
@@ -237,9 +253,9 @@ struct cache_tile {
             ldmatrix_x4_trans(raw, moved(tile + offset(lane % 16, lane / 16), row, m));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                raw[i] = __byte_perm(raw[i], 0, 0x3120);
-                a[i / 2][place<AS_B>(i % 2 * 2)] = fp8_pair_to_f16(raw[i]);
-                a[i / 2][place<AS_B>(i % 2 * 2 + 1)] = fp8_pair_to_f16(raw[i] >> 16);
+                uint2 four = fp8_to_f16(__byte_perm(raw[i], 0, 0x3120));
+                a[i / 2][place<AS_B>(i % 2 * 2)] = four.x;
+                a[i / 2][place<AS_B>(i % 2 * 2 + 1)] = four.y;
             }
         } else {
             uint32_t from =

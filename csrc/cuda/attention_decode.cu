@@ -24,6 +24,12 @@
 
 // --- kernels
 
+/* Bytes from the first key's row in the caches to another's, and whether that is there at all. */
+struct row_offsets {
+    int64_t k, v;
+    bool is_there;
+};
+
 template <typename Kind, int D, int NT>
 struct decode_cta {
     using tile = cache_tile<Kind, D>;
@@ -31,18 +37,16 @@ struct decode_cta {
     static constexpr int K_STEPS = D / 16, M_TILES = D / 16;
     static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
     static constexpr int TILE_BYTES = CHUNK * tile::ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
-    /* Shared memory of a warp: its stages, in whose place its results come at the end; behind all of them, the masks of
-     * the stages' keys. */
-    static constexpr int RING_BYTES = STAGES * STAGE_BYTES, WARP_BYTES = RING_BYTES + STAGES * 4, OUTPUT_STRIDE = D + 4;
+    static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES; /* of the cache, that a warp's copy takes */
+    /* Shared memory of a warp: its stages, in whose place its results come at the end. */
+    static constexpr int RING_BYTES = STAGES * STAGE_BYTES, OUTPUT_STRIDE = D + 4;
     static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
     /* Behind the rings of a CTA that takes its heads from the projection: queries, in rows of different banks, and the
      * new key and value as the cache has them. */
     static constexpr int QUERY_STRIDE = D + 8, QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
     static constexpr int ROW_BYTES = D * Kind::CACHE_BYTES, HEAD_BYTES = QUERY_BYTES + 2 * ROW_BYTES;
-    static constexpr int bytes_of_rings(int warps) { return (warps * WARP_BYTES + 15) / 16 * 16; }
-    static_assert(WARPS_PER_SM * (WARP_BYTES + 8) + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <=
-                      228 * 1024,
+    static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <= 228 * 1024,
                   "fewer CTAs than the plan counts on");
     static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
 
@@ -51,14 +55,16 @@ struct decode_cta {
     decode_tile rows;
     char *smem;
     uint32_t ring;                      /* this warp's stages, as a shared address */
-    unsigned int *key_masks;            /* of their keys */
+    unsigned int masks[STAGES];         /* which of the stages' keys are there, the oldest stage first */
     int step;                           /* keys of all warps' chunks */
     int warp, lane, quad_row, quad_col; /* quad_row = lane / 4, quad_col = lane % 4 * 2 */
-    int first_position, last_position;  /* of the unit's queries */
-    int first_seen, end_seen;           /* keys that some of them sees */
+    int first_seen, end_seen;           /* keys that some of the unit's queries sees */
+    int first_common, end_common;       /* keys that all of them see, if they are there */
 
     int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
-    int table, next_table, num_loaded; /* pages of the chunks to load, and how many of those are loaded */
+    int num_loaded, next_page;         /* chunks; of this lane's 16 keys of the next 32 / KEY_TILES chunks */
+    row_offsets table;                 /* of its keys of these chunks */
+    const char *k_lane, *v_lane;       /* what this lane's copies add such an offset to */
 
     uint32_t q[NT][K_STEPS][2];
     float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
@@ -73,13 +79,7 @@ struct decode_cta {
         quad_row = lane / 4;
         quad_col = lane % 4 * 2;
         step = params.shape.step;
-        char *mine = smem + warp * RING_BYTES;
-        ring = smem_address(mine);
-        key_masks = (unsigned int *)(smem + blockDim.x / 32 * RING_BYTES) + warp * STAGES;
-        if (args.head_dim < D) { /* the columns behind head_dim are never loaded and must not be NaN */
-            for (int i = lane; i < RING_BYTES / 16; i += 32) ((uint4 *)mine)[i] = uint4{};
-            __syncwarp();
-        }
+        ring = smem_address(smem + warp * RING_BYTES);
     }
 
     /* The unit of this CTA, and whether it is sound: a plan is only memory, and checked before anything hangs on it. */
@@ -90,21 +90,28 @@ struct decode_cta {
         *(int4 *)&unit.signature = __ldcg(from);
         *(int4 *)&unit.num_queries = __ldcg(from + 1);
         *(int4 *)&unit.part = __ldcg(from + 2);
+        int in_row = lane / tile::PIECES, piece = is_in_row() ? lane % tile::PIECES * 16 : 0;
+        k_lane = (const char *)args.k_cache + piece +
+                 (rows.head * args.k_head_stride + in_row * args.k_slot_stride) * Kind::CACHE_BYTES;
+        v_lane = (const char *)args.v_cache + piece +
+                 (rows.head * args.v_head_stride + in_row * args.v_slot_stride) * Kind::CACHE_BYTES;
         int slot = unit_index - unit.part;
+        /* & and |: behind the branch of an && the compiler would put what it reads, another way to L2 and back. */
         bool is_sound =
-            unit.signature == params.shape.signature && (unsigned)unit.seq < args.num_seqs && unit.context >= 0 &&
-            unit.context <= args.max_blocks_per_seq * args.block_size && unit.first_query >= 0 &&
-            unit.num_queries > 0 && unit.tile >= 0 && unit.first_step >= 0 &&
-            (int64_t)unit.first_query + unit.num_queries <= args.num_tokens &&
-            (int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor &&
-            (unsigned)unit.part < (unsigned)unit.num_parts &&
-            (unit.num_parts == 1 || (slot >= 0 && (int64_t)slot + unit.num_parts <= params.shape.max_slots));
+            (unit.signature == params.shape.signature) & ((unsigned)unit.seq < args.num_seqs) & (unit.context >= 0) &
+            (unit.context <= args.max_blocks_per_seq * args.block_size) & (unit.first_query >= 0) &
+            (unit.num_queries > 0) & (unit.tile >= 0) & (unit.first_step >= 0) &
+            ((int64_t)unit.first_query + unit.num_queries <= args.num_tokens) &
+            ((int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor) &
+            ((unsigned)unit.part < (unsigned)unit.num_parts) &
+            ((unit.num_parts == 1) | ((slot >= 0) & ((int64_t)slot + unit.num_parts <= params.shape.max_slots)));
         if (!is_sound) return false;
-        first_position = rows.position_of(0);
-        last_position = min(unit.context - 1, rows.position_of(ROWS - 1));
+        int first_position = rows.position_of(0), last_position = min(unit.context - 1, rows.position_of(ROWS - 1));
         first_seen = args.window_left < 0 ? 0 : (int)max((int64_t)0, first_position - args.window_left);
-        end_seen = args.window_right < 0 ? unit.context
-                                         : (int)min((int64_t)unit.context, last_position + args.window_right + 1);
+        first_common = args.window_left < 0 ? 0 : (int)max((int64_t)0, last_position - args.window_left);
+        int64_t end = unit.context;
+        end_seen = args.window_right < 0 ? unit.context : (int)min(end, last_position + args.window_right + 1);
+        end_common = args.window_right < 0 ? unit.context : (int)min(end, first_position + args.window_right + 1);
         int first_key = decode_first_key(args, unit.context, unit.num_queries, CHUNK);
         lookup_key = first_key + unit.first_step * step + warp * CHUNK;
         load_key = lookup_key;
@@ -123,76 +130,80 @@ struct decode_cta {
 
     /* The pages of the next chunks, where those consist of 16 keys in one page: lane i looks after the i-th 16. Only
      * entries of keys that some query sees are read. */
+    __device__ int key_of_lane() const { return lane / KEY_TILES * step + lane % KEY_TILES * 16; }
     __device__ int look_up()
     {
-        int key = lookup_key + lane / KEY_TILES * step + lane % KEY_TILES * 16;
+        int key = lookup_key + key_of_lane();
         lookup_key += CHUNKS_AT_ONCE * step;
         bool is_needed = params.are_pages_of_16 && key < min(end_key, end_seen) && key + 16 > first_seen;
         return is_needed ? read_page(key) : -1;
     }
 
+    /* Whether the 16 bytes that this lane copies of a row are in it; those behind head_dim become zeros. */
+    __device__ bool is_in_row() const { return lane % tile::PIECES * 16 < (int)args.head_dim * Kind::CACHE_BYTES; }
+
     __device__ int slot_of(int key) const { return key - params.block_size.divide(key) * params.block_size.divisor; }
-    __device__ const char *k_row(int64_t page, int64_t slot) const
+    __device__ row_offsets offsets_of(int page, int64_t slot) const
     {
-        int64_t row = page * args.k_block_stride + slot * args.k_slot_stride + rows.head * args.k_head_stride;
-        return (const char *)args.k_cache + row * Kind::CACHE_BYTES;
-    }
-    __device__ const char *v_row(int64_t page, int64_t slot) const
-    {
-        int64_t row = page * args.v_block_stride + slot * args.v_slot_stride + rows.head * args.v_head_stride;
-        return (const char *)args.v_cache + row * Kind::CACHE_BYTES;
-    }
-
-    __device__ void load_chunk(int stage)
-    {
-        int key = load_key + lane % CHUNK, slot = slot_of(key);
-        bool is_seen = key >= first_seen && key < end_seen;
-        int page = __shfl_sync(~0u, table, num_loaded % CHUNKS_AT_ONCE * KEY_TILES + lane % CHUNK / 16);
-        if (!params.are_pages_of_16 && is_seen) page = read_page(key);
+        int64_t k = slot * args.k_slot_stride, v = slot * args.v_slot_stride;
         if (page >= 0) page = checked_page(args, page, rows.unit.seq, params.bad_id);
-        unsigned int mask = __ballot_sync(~0u, is_seen && page >= 0) & ALL_KEYS;
-        if (lane == 0) key_masks[stage] = mask;
-        if (mask == 0) return; /* what the stage holds from before is finite, or gets masked: see compute_chunk */
-        page = max(page, 0);
+        int64_t there = max(page, 0);
+        return {(there * args.k_block_stride + k) * Kind::CACHE_BYTES,
+                (there * args.v_block_stride + v) * Kind::CACHE_BYTES, page >= 0};
+    }
 
-        constexpr int PIECES = tile::PIECES, ROWS_AT_ONCE = 32 / PIECES;
-        int in_row = lane / PIECES, piece = lane % PIECES;
-        bool is_there = piece * 16 < (int)args.head_dim * Kind::CACHE_BYTES;
-        uint32_t to = ring + stage * STAGE_BYTES;
+    /* Copies a chunk; the result is the mask of its keys that are there. */
+    __device__ unsigned int load_chunk(int stage)
+    {
+        int key = load_key + lane % CHUNK, first_lane = num_loaded % CHUNKS_AT_ONCE * KEY_TILES;
+        bool is_seen = key >= first_seen && key < end_seen;
+        row_offsets from = table;
+        if (!params.are_pages_of_16) /* less the row that the copying lane will add */
+            from = offsets_of(is_seen ? read_page(key) : -1, slot_of(key) - lane % ROWS_AT_ONCE);
+        unsigned int known = __ballot_sync(~0u, from.is_there);
+        int its_lane = params.are_pages_of_16 ? first_lane + lane % CHUNK / 16 : lane;
+        unsigned int mask = __ballot_sync(~0u, is_seen && known >> its_lane & 1) & ALL_KEYS;
+        if (mask == 0) return 0; /* what the stage holds from before is not used */
+
+        int in_row = lane / tile::PIECES;
+        unsigned int mine = is_in_row() ? mask >> in_row : 0;
+        uint32_t to = ring + stage * STAGE_BYTES + tile::offset(in_row, lane % tile::PIECES);
+        uint64_t policy = evict_first_policy();
+        /* of row + in_row */
         auto copy = [&](int row, const char *k, const char *v) {
-            int bytes = mask >> row & 1 ? 16 : 0;
-            if (!is_there) return;
-            copy_async_16(to + tile::offset(row, piece), k + piece * 16, bytes);
-            copy_async_16(to + TILE_BYTES + tile::offset(row, piece), v + piece * 16, bytes);
+            int bytes = mine >> row & 1 ? 16 : 0;
+            uint32_t its_to = tile::moved(to, row, tile::IS_SWIZZLED ? row % 8 : 0);
+            copy_async_16(its_to, k, bytes, policy);
+            copy_async_16(its_to + TILE_BYTES, v, bytes, policy);
         };
         if (params.are_pages_of_16) {
             int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
             int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
 #pragma unroll
             for (int t = 0; t < KEY_TILES; t++) {
-                int its_page = __shfl_sync(~0u, page, t * 16), its_slot = __shfl_sync(~0u, slot, t * 16) + in_row;
-                const char *k = k_row(its_page, its_slot), *v = v_row(its_page, its_slot);
+                const char *k = k_lane + __shfl_sync(~0u, from.k, first_lane + t);
+                const char *v = v_lane + __shfl_sync(~0u, from.v, first_lane + t);
 #pragma unroll
-                for (int row = 0; row < 16; row += ROWS_AT_ONCE, k += k_step, v += v_step)
-                    copy(t * 16 + row + in_row, k, v);
+                for (int row = 0; row < 16; row += ROWS_AT_ONCE, k += k_step, v += v_step) copy(t * 16 + row, k, v);
             }
         } else {
 #pragma unroll 1
-            for (int row = in_row; row < CHUNK; row += ROWS_AT_ONCE) {
-                int its_page = __shfl_sync(~0u, page, row), its_slot = __shfl_sync(~0u, slot, row);
-                copy(row, k_row(its_page, its_slot), v_row(its_page, its_slot));
-            }
+            for (int row = 0; row < CHUNK; row += ROWS_AT_ONCE)
+                copy(row, k_lane + __shfl_sync(~0u, from.k, row + in_row),
+                     v_lane + __shfl_sync(~0u, from.v, row + in_row));
         }
+        return mask;
     }
 
     __device__ void load_next(int stage)
     {
-        if (num_loaded % CHUNKS_AT_ONCE == 0) { /* a table entry may have to come from afar: looked up long before */
-            table = next_table;
-            next_table = look_up();
-        }
-        if (load_key < end_key) load_chunk(stage);
+        int place = num_loaded % CHUNKS_AT_ONCE;
+        if (place == 0) table = offsets_of(next_page, slot_of(load_key + key_of_lane()));
+#pragma unroll
+        for (int i = 0; i + 1 < STAGES; i++) masks[i] = masks[i + 1];
+        masks[STAGES - 1] = load_key < end_key ? load_chunk(stage) : 0;
         copy_async_commit();
+        if (place == CHUNKS_AT_ONCE / 2) next_page = look_up(); /* long before, since it may have to come from afar */
         load_key += step;
         num_loaded++;
     }
@@ -206,7 +217,7 @@ struct decode_cta {
         float cosine[8], sine[8];
     };
 
-    __device__ char *heads_memory() const { return smem + bytes_of_rings(blockDim.x / 32); }
+    __device__ char *heads_memory() const { return smem + blockDim.x / 32 * RING_BYTES; }
     __device__ bool has_last_keys() const { return rows.unit.part + 1 == rows.unit.num_parts; }
     __device__ int dim_of_piece() const { return lane % (D / 16) * 8; }
 
@@ -262,7 +273,7 @@ struct decode_cta {
     /* The new key and value, in the place of what the cache held there when the stage was loaded. */
     __device__ void renew_key(int stage, int in_chunk)
     {
-        if (!(key_masks[stage] >> in_chunk & 1)) return; /* its page is masked */
+        if (!(masks[0] >> in_chunk & 1)) return; /* its page is masked */
         for (int i = lane; i < 2 * tile::PIECES; i += 32) {
             int piece = i % tile::PIECES, is_value = i / tile::PIECES;
             if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;
@@ -302,29 +313,38 @@ struct decode_cta {
 
     using chunk_scores = float[KEY_TILES][NT][4]; /* lane: keys quad_row and + 8 of a tile, rows quad_col and + 1 */
 
+    /* Softcap and ALiBi. */
+    __device__ void modify_scores(chunk_scores &scores, int first_key)
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++) {
+            int row = i / 2 * 8 + quad_col + i % 2, distance = rows.position_of(row) - first_key - quad_row;
+            float slope = 0;
+            if (args.alibi_slopes && row < rows.num_rows())
+                slope = args.alibi_slopes[rows.unit.seq * args.alibi_seq_stride + rows.q_head_of(row)];
+#pragma unroll
+            for (int j = 0; j < 2 * KEY_TILES; j++) {
+                float &score = scores[j / 2][i / 2][j % 2 * 2 + i % 2];
+                score = modified_score(args, score, scale_of(i / 2, i % 2), slope, distance - j * 8);
+            }
+        }
+    }
+
     /* The scores of keys that a row may not see become -inf. */
     __device__ void mask_scores(chunk_scores &scores, int first_key, unsigned int mask)
     {
-        bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        int num_rows = rows.num_rows();
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+        for (int i = 0; i < 2 * NT; i++) {
+            int64_t position = rows.position_of(i / 2 * 8 + quad_col + i % 2) - first_key;
+            int first = args.window_left < 0 ? 0 : (int)max((int64_t)0, position - args.window_left);
+            int end = args.window_right < 0 ? CHUNK : (int)min((int64_t)CHUNK, position + args.window_right + 1);
 #pragma unroll
-            for (int i = 0; i < 4 * KEY_TILES; i++) {
-                float &score = scores[i / 4][nt][i % 4];
-                int row = nt * 8 + quad_col + i % 2, position = rows.position_of(row);
-                int in_chunk = quad_row + i / 2 * 8, key = first_key + in_chunk;
-                bool is_seen = mask >> in_chunk & 1;
-                if (args.window_right >= 0) is_seen = is_seen && key <= position + args.window_right;
-                if (args.window_left >= 0) is_seen = is_seen && key >= position - args.window_left;
-                if (is_modified) {
-                    float slope = 0;
-                    if (args.alibi_slopes && row < num_rows)
-                        slope = args.alibi_slopes[rows.unit.seq * args.alibi_seq_stride + rows.q_head_of(row)];
-                    score = modified_score(args, score, scale_of(nt, i % 2), slope, position - key);
-                }
-                if (!is_seen) score = -INFINITY;
+            for (int j = 0; j < 2 * KEY_TILES; j++) {
+                int key = quad_row + j * 8;
+                bool is_seen = mask >> key & 1 && key >= first && key < end;
+                if (!is_seen) scores[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
             }
+        }
     }
 
     __device__ void multiply_keys(chunk_scores &scores, uint32_t k_tile)
@@ -399,22 +419,22 @@ struct decode_cta {
 
     __device__ void compute_chunk(int stage, int first_key)
     {
-        unsigned int mask = key_masks[stage];
+        unsigned int mask = masks[0];
         if (mask == 0) return;
         uint32_t k_tile = ring + stage * STAGE_BYTES;
         chunk_scores scores = {};
         multiply_keys(scores, k_tile);
 
         bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        bool is_cut = mask != ALL_KEYS ||
-                      (args.window_right >= 0 && first_key + CHUNK - 1 > first_position + args.window_right) ||
-                      (args.window_left >= 0 && first_key < last_position - args.window_left);
-        if (!is_modified)
+        bool is_cut = mask != ALL_KEYS || first_key < first_common || first_key + CHUNK > end_common;
+        if (is_modified)
+            modify_scores(scores, first_key);
+        else
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int i = 0; i < 4 * KEY_TILES; i++) scores[i / 4][nt][i % 4] *= scale_of(nt, i % 2);
-        if (is_cut || is_modified) mask_scores(scores, first_key, mask);
+        if (is_cut) mask_scores(scores, first_key, mask);
         follow_max(scores);
 
         uint2 p[KEY_TILES][NT];
@@ -476,7 +496,7 @@ struct decode_cta {
             return;
         }
         int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
-        next_table = look_up();
+        next_page = look_up();
         new_token token = {};
         if (params.rope.qkv) read_token(token);
         int own_key = token.is_stored ? rows.unit.context - 1 : -1;
@@ -541,7 +561,7 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
         static uint64_t done;
         PK_TRY(pk_cuda_allow_smem(err, kernel, device->smem_per_cta, device->index, &done));
         int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
-        int smem_bytes = params.rope.qkv ? cta::bytes_of_rings(warps) + cta::HEAD_BYTES : warps * cta::WARP_BYTES;
+        int smem_bytes = warps * cta::RING_BYTES + (params.rope.qkv ? cta::HEAD_BYTES : 0);
         return pk_cuda_launch_early(err, "attention_decode_kernel", kernel, device,
                                     pk_cuda_grid(shape.num_units * args->num_kv_heads), dim3(warps * 32),
                                     (size_t)smem_bytes, stream, *args, params);

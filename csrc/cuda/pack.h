@@ -26,6 +26,19 @@ __device__ static inline void copy_async_16(uint32_t to, const void *from, int b
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+/* The same of what is read only once: `policy` is evict_first_policy(), and L2 keeps what others left in it. */
+__device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes, uint64_t policy)
+{
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+__device__ static inline uint64_t evict_first_policy()
+{
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
 __device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ static inline void copy_async_wait()

@@ -5,7 +5,8 @@
  * 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, another does what a norm asks for, a ring of
  * stages lies between them. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of
  * a tile. Each sends its sums of some rows to the CTA that writes them, which adds them in their order. How many divide
- * them depends on the weight alone, so a row's bits do not depend on the other rows.
+ * them depends on the weight and on whether there are more than 32 rows: on one side of that border a row's bits do not
+ * depend on the other rows.
  *
  * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
  * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once (two CTAs
@@ -29,7 +30,8 @@ enum {
     MIN_ROWS = 9, /* below, linear_few.cu is faster */
     MAX_ROWS = 64,
     MAX_SPLITS = 4,
-    MAX_UNITS = 8 /* of STEP inputs: a short way */,
+    EARLY_UNITS = 4 /* of STEP inputs: half of an SM's memory holds so many at up to 32 rows */,
+    MAX_UNITS = 8 /* a short way */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
     NORM_BYTES = STEP * 2,
@@ -54,6 +56,14 @@ static constexpr int ctas_an_sm = N > 32 ? 1 : 2;
 
 #ifdef PK_SM90A
 using namespace sm90;
+
+/* cluster_sync() in two: each arrives, and waits for the others later. */
+__device__ static inline void cluster_arrive()
+{
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 /* 4 outputs of a row. */
 template <typename T>
@@ -116,7 +126,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
     char *const ring_pointer = dynamic_smem + (ring - smem_address(dynamic_smem));
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int num_stages = params.num_stages, norms_at = num_stages * stage_bytes<N>;
-    const int num_splits = params.num_splits, split = blockIdx.x % num_splits;
+    const int num_splits = params.num_splits, split = blockIdx.x % num_splits, rows_of_cta = N / num_splits;
     const int first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
     const int num_units = ((int)args.in_features + STEP - 1) / STEP, first_step = num_units * split / num_splits;
     const int num_steps = num_units * (split + 1) / num_splits - first_step; /* of a tile */
@@ -134,7 +144,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         }
         barrier_init(smem_address(&inbox_full), 1);
         barrier_init_fence();
-        barrier_arrive_expect(smem_address(&inbox_full), N * PITCH * 4);
+        barrier_arrive_expect(smem_address(&inbox_full), rows_of_cta * (num_splits - 1) * PITCH * 4);
     }
     if (has_norm) { /* behind the last input nothing is copied: no NaN may lie there */
 #pragma unroll 1
@@ -215,9 +225,9 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 
     /* What this thread writes of a tile: 4 outputs of every rows_apart-th row of the CTA's. */
     const int lanes = width / 4, column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
-    const int rows_apart = WORKERS / lanes, row_base = N / num_splits * split;
+    const int rows_apart = WORKERS / lanes, row_base = rows_of_cta * split;
     float *const sums = (float *)(ring_pointer + params.sums_at);
-    const float *const inbox = num_splits == 1 ? sums : (const float *)(ring_pointer + params.inbox_at);
+    const float *const inbox = (const float *)(ring_pointer + params.inbox_at);
     const float inverse_size = 1.0f / (float)(int)args.in_features;
 
     pk_wait_for_previous_kernel();
@@ -229,25 +239,17 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
         const int output = tile * width + column;
-        const int num_rows = output < num_outputs ? min(N / num_splits, (int)args.num_rows - row_base) : 0;
-        float bias[4] = {}, up_bias[4] = {}, addends[2][4]; /* what out is made of beside the product, for two rows */
+        const int num_rows = output < num_outputs ? min(rows_of_cta, (int)args.num_rows - row_base) : 0;
+        pk_vec<T, 4> before[2]; /* what out holds, of two rows */
         auto ask = [&](int row) {
 #pragma unroll
             for (int i = 0; i < 2; i++, row += rows_apart) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) addends[i][j] = bias[j];
-                if (!args.adds_to_out || row >= num_rows) continue;
-                const int64_t at = (row_base + row) * args.out_stride + output;
-                if (args.out_dtype == PK_F32)
-                    add_4(addends[i], (const float *)args.out + at);
-                else
-                    add_4(addends[i], (const T *)args.out + at);
+                before[i] = {};
+                if (args.adds_to_out && args.out_dtype != PK_F32 && row < num_rows)
+                    before[i] =
+                        *(const pk_vec<T, 4> *)((const T *)args.out + (row_base + row) * args.out_stride + output);
             }
         };
-        if (args.bias && num_rows > 0) {
-            add_4(bias, (const T *)args.bias + output);
-            if (args.is_gated) add_4(up_bias, (const T *)args.bias + num_outputs + output);
-        }
         ask(first_row);
 
         if (is_helper) {
@@ -300,11 +302,12 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         if (num_splits > 1) fence_async_proxy();
         named_sync(1, WORKERS);
         if (num_splits > 1) {
-            const int bytes = N / num_splits * PITCH * 4; /* of the rows of a CTA */
-            if (threadIdx.x < num_splits)
+            const int bytes = rows_of_cta * PITCH * 4;
+            if (threadIdx.x < num_splits && (int)threadIdx.x != split)
                 send_bytes(threadIdx.x, ring + params.inbox_at + split * bytes,
                            ring + params.sums_at + threadIdx.x * bytes, bytes, smem_address(&inbox_full));
             barrier_wait(smem_address(&inbox_full), 0);
+            cluster_arrive();
         }
 #pragma unroll 1
         for (int first = first_row; first < num_rows; first += 2 * rows_apart) {
@@ -313,38 +316,45 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
             for (int i = 0; i < 2; i++) {
                 const int row = first + i * rows_apart;
                 if (row >= num_rows) break;
-                const float *at = inbox + row * PITCH;
+                const float *own = sums + (row_base + row) * PITCH;
                 float values[4] = {}, ups[4] = {}, square = 0, scale = 1;
 #pragma unroll 4
-                for (int from = 0; from < num_splits; from++, at += N / num_splits * PITCH) {
+                for (int from = 0; from < num_splits; from++) {
+                    const float *at = from == split ? own : inbox + (from * rows_of_cta + row) * PITCH;
                     add_4(values, at + column);
                     if (args.is_gated) add_4(ups, at + width + column);
                     square += at[TILE];
                 }
                 if (has_norm) scale = rsqrtf(square * inverse_size + args.norm_eps);
 #pragma unroll
+                for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
+                if (args.bias) add_4(values, (const T *)args.bias + output);
+                if (args.bias && args.is_gated) add_4(ups, (const T *)args.bias + num_outputs + output);
+                const int64_t to = (row_base + row) * args.out_stride + output;
+                if (args.out_dtype == PK_F32) {
+                    if (args.adds_to_out) add_4(values, (const float *)args.out + to);
+                    write_4((float *)args.out + to, values);
+                    continue;
+                }
+#pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    values[j] = values[j] * scale + addends[i][j];
+                    values[j] += pk_to_float(before[i].at[j]);
                     if (!args.is_gated) continue;
                     float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
-                    values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j] * scale + up_bias[j]);
+                    values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j]);
                 }
-                const int64_t to = (row_base + row) * args.out_stride + output;
-                if (args.out_dtype == PK_F32)
-                    write_4((float *)args.out + to, values);
-                else
-                    write_4((T *)args.out + to, values);
+                write_4((T *)args.out + to, values);
             }
         }
         if (tile + tile_stride < params.num_tiles) named_sync(1, WORKERS); /* before the next sums */
     }
-    if (num_splits > 1) cluster_sync(); /* what this CTA has sent has left its memory */
+    if (num_splits > 1) cluster_wait(); /* what this CTA has sent has left its memory */
 #endif
 }
 
 // --- launchers
 
-/* How a product is divided: a matter of the weight alone. */
+/* How a product is divided. */
 struct division {
     int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
 };
@@ -353,7 +363,11 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 {
     int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
-    while (splits < MAX_SPLITS && tiles * splits * 2 <= device->num_sms && splits * 2 <= units) splits *= 2;
+    while (splits < MAX_SPLITS && units > splits * EARLY_UNITS) {
+        bool all_is_early = args->num_rows <= 32 && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
+        if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
+        splits *= 2;
+    }
     return {width, tiles, units, splits};
 }
 

@@ -211,16 +211,17 @@ def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(cuda):
 
 
 @pytest.mark.gpu
-def test_pinned_copies_are_not_waited_for(cuda, rng):
-    stream = Stream()
-    values = rng.standard_normal((64, 33)).astype(np.float32)
-    pinned = pagedkv.empty((64, 33), pinned=True)
+@pytest.mark.parametrize("num_rows", [2, 64])  # by a kernel, by a copy engine
+def test_pinned_copies_are_not_waited_for(cuda, rng, num_rows):
+    stream, shape = Stream(), (num_rows, 33)
+    values = rng.standard_normal(shape).astype(np.float32)
+    pinned = pagedkv.empty(shape, pinned=True)
     assert pinned.is_pinned and pinned.device == "cpu" and pinned[3:].is_pinned and pinned.view(-1).is_pinned
-    assert repr(pinned) == "Tensor(shape=(64, 33), dtype='float32', device='cpu', pinned=True)"
+    assert repr(pinned) == f"Tensor(shape={shape}, dtype='float32', device='cpu', pinned=True)"
     pinned.copy_(values)
-    device = pagedkv.empty((64, 33), device="cuda")
-    back = pagedkv.empty((64, 33), pinned=True)
-    back.copy_(np.zeros((64, 33), np.float32))
+    device = pagedkv.empty(shape, device="cuda")
+    back = pagedkv.empty(shape, pinned=True)
+    back.copy_(np.zeros(shape, np.float32))
     with stream:
         busy(stream, 30)
         device.copy_(pinned)
@@ -228,7 +229,7 @@ def test_pinned_copies_are_not_waited_for(cuda, rng):
         done = Event().record()
         assert not done.query(), "a copy to pinned memory was waited for"
         assert not back.numpy().any()
-        plain = np.zeros((64, 33), np.float32)
+        plain = np.zeros(shape, np.float32)
         pagedkv.from_dlpack(plain).copy_(device)  # pageable: done when the call is back
         assert done.query()
     assert (plain == values).all() and (back.numpy() == values).all()

@@ -3,11 +3,14 @@
  * A CTA computes tiles of up to 64 outputs for all rows. Its 16 warps share the inputs: a warp takes lines of 64 of
  * them in turn, and their sums meet in shared memory, where they are added in a fixed order. A tile has the size that
  * deals the weight evenly to the SMs, so no sum crosses CTAs, and a row's bits do not depend on the other rows. A
- * thread copies what it reads itself, so that the ring of copies in flight (96 KB an SM) needs no barrier.
+ * thread copies what it reads itself, so that the ring of copies in flight (160 KB an SM) needs no barrier.
  *
  * The products are m16n8k16 matrix instructions: 16 rows of the weight are one operand, 8 rows of x the other. They ask
  * that both agree on which column is which, not that columns are in order: so a thread's 16 bytes are 8 consecutive
  * columns, used for two instructions as they come. x goes from the L2 cache into registers.
+ *
+ * What follows the wait for x is instructions and latency: so a CTA has all registers of its SM, which lets the
+ * compiler make addresses ahead, and squares for the norm are left to the matrix unit.
  *
  * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
  * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once, and what
@@ -24,40 +27,27 @@ enum {
     MAX_TILE = 48 /* outputs */,
     MAX_ROWS = 16, /* of a weight that is not small: half as many */
     SMALL = 100 << 10 /* bytes of a weight an SM */,
+    WARPS = 16 /* one CTA an SM */,
+    THREADS = WARPS * 32,
+    DEPTH = 5 /* lines of 16 outputs that a warp has in flight: 160 KB an SM */,
 };
 
 struct linear_few_params {
     pk_linear_args args;
     int tile, num_tiles;    /* outputs (of a gated product: gates and ups) */
     int num_slots, sums_at; /* of the ring; where the sums lie in shared memory, in 16 bytes */
+    int num_ctas;
+    size_t smem_bytes; /* of a CTA */
 };
 
 // --- kernels
 
-/* x times the norm's weight, rounded to T; returns the sum of the squares of x. */
-template <typename T>
-__device__ static inline float weigh(uint4 &x_bits, const uint4 &norm_bits)
+/* EIGHTS: rows in eights, 1 or 2. AHEAD: lines of x that a warp loads at once. */
+template <typename T, int EIGHTS, int AHEAD>
+__global__ void __launch_bounds__(THREADS) linear_few_kernel(const __grid_constant__ linear_few_params params)
 {
-    T *x = (T *)&x_bits;
-    const T *norm = (const T *)&norm_bits;
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        float value = pk_to_float(x[i]);
-        squares += value * value;
-        x[i] = pk_from_float<T>(value * pk_to_float(norm[i]));
-    }
-    return squares;
-}
-
-/* EIGHTS: rows in eights, 1 or 2. DEPTH: how many lines of 16 outputs each warp has in flight. Two CTAs of 8 warps, of
- * this product and the next, find room on an SM. */
-template <typename T, int EIGHTS, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
-    linear_few_kernel(const __grid_constant__ linear_few_params params)
-{
-    constexpr int THREADS = WARPS * 32, BLOCKS = MAX_TILE / BLOCK, AHEAD = 32 / WARPS / EIGHTS; /* AHEAD: lines of x */
-    constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS;                    /* of a thread */
+    constexpr int BLOCKS = MAX_TILE / BLOCK;
+    constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS; /* of a thread */
     extern __shared__ uint4 smem[];
     __shared__ float squares_of[WARPS][EIGHTS * 8];
     const pk_linear_args &args = params.args;
@@ -133,7 +123,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
                 addends[p] +=
                     args.out_dtype == PK_F32 ? ((const float *)args.out)[at] : pk_to_float(((const T *)args.out)[at]);
         }
-        float acc[BLOCKS][EIGHTS][4] = {}, squares[EIGHTS] = {};
+        float acc[BLOCKS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
         for (int first = 0; first < most_lines; first += AHEAD) {
             uint4 x_bits[AHEAD][2][EIGHTS];
 #pragma unroll
@@ -152,7 +142,11 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
                 for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
                     int a = i / (2 * EIGHTS), p = i / EIGHTS % 2;
                     int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
-                    if (column < size) squares[i % EIGHTS] += weigh<T>(x_bits[a][p][i % EIGHTS], norm[column / 8]);
+                    if (first + a >= num_lines) break;
+                    uint4 &bits = x_bits[a][p][i % EIGHTS]; /* every row times every row: squares on the diagonal */
+                    mma_16816<T>(squares[i % EIGHTS], {bits.x, 0, bits.y, 0}, {bits.x, bits.y});
+                    mma_16816<T>(squares[i % EIGHTS], {bits.z, 0, bits.w, 0}, {bits.z, bits.w});
+                    if (column < size) bits = (pk_packed<T>{bits} * pk_packed<T>{norm[column / 8]}).bits;
                 }
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
@@ -188,9 +182,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
                 for (int n = 0; n < BLOCKS; n++)
                     if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
             }
-            squares[e] += __shfl_xor_sync(~0u, squares[e], 1);
-            squares[e] += __shfl_xor_sync(~0u, squares[e], 2);
-            if (quad == 0) squares_of[warp][e * 8 + group] = squares[e];
+            if (quad == group / 2) squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
         }
         __syncthreads();
 #pragma unroll
@@ -226,57 +218,62 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 
 // --- launchers
 
-static bool is_small(const pk_linear_args *args, const pk_cuda_device *device)
+/* A tile as large as deals the weight most evenly to the SMs. */
+static linear_few_params plan(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    return args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
-}
-
-bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
-{
-    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16, small = is_small(args, device);
-    int64_t strides = args->in_features | args->x_stride | args->weight_stride;
-    if (args->is_gated && args->bias) return false;
-    /* In f16, x times the norm's weight may be too large. */
-    if (args->norm_weight && (args->dtype == PK_F16 || args->in_features > 8192)) return false;
-    return is_16_bit && args->num_rows <= (small ? MAX_ROWS : MAX_ROWS / 2) &&
-           device->smem_per_cta >= (small ? 140 : 210) << 10 && args->in_features > 0 && args->in_features <= 1 << 15 &&
-           args->out_features <= 1 << 30 && strides % 8 == 0 && pk_is_aligned(args->x, 16) &&
-           pk_is_aligned(args->weight, 16) && pk_is_aligned(args->norm_weight, 16);
-}
-
-template <typename T, int EIGHTS, int WARPS, int DEPTH>
-static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
-{
-    static uint64_t allowed;
-    linear_few_params params = {*args, 0, 0, DEPTH, 0};
-    int64_t best = INT64_MAX, grid = 0;
+    linear_few_params params = {*args};
+    int64_t best = INT64_MAX;
     int step = args->is_gated ? 16 : 8;
     for (int tile = step; tile <= MAX_TILE; tile += step) {
         int64_t tiles = pk_ceil_div(args->out_features, tile), rounds = pk_ceil_div(tiles, device->num_sms);
         if (rounds * tile > best) continue;
         best = rounds * tile;
-        params.tile = tile, params.num_tiles = (int)tiles, grid = pk_ceil_div(tiles, rounds);
+        params.tile = tile, params.num_tiles = (int)tiles, params.num_ctas = (int)pk_ceil_div(tiles, rounds);
     }
     int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * WARPS);
-    bool is_one_round = params.num_tiles <= grid;
-    if (is_one_round && slots < DEPTH) params.num_slots = (int)slots;
+    bool is_one_round = params.num_tiles <= params.num_ctas;
+    params.num_slots = is_one_round && slots < DEPTH ? (int)slots : DEPTH;
     /* in 16 bytes; the sums of a last tile lie where its copies were */
-    int64_t copies = params.num_slots * 4 * WARPS * 32 + (args->norm_weight ? args->in_features / 8 : 0);
+    int64_t copies = params.num_slots * 4 * THREADS + (args->norm_weight ? args->in_features / 8 : 0);
     int64_t sums = WARPS * args->num_rows * (blocks * BLOCK + 4) / 4;
     params.sums_at = is_one_round ? 0 : (int)copies;
-    int64_t all = params.sums_at + sums > copies ? params.sums_at + sums : copies;
-    auto kernel = linear_few_kernel<T, EIGHTS, WARPS, DEPTH>;
-    PK_TRY(pk_cuda_allow_smem(err, kernel, device->smem_per_cta - 4096, device->index, &allowed));
-    return pk_cuda_launch_early(err, "linear_few_kernel", kernel, device, dim3((unsigned)grid), dim3(WARPS * 32),
-                                (size_t)all * 16, stream, params);
+    params.smem_bytes = 16 * (params.sums_at + sums > copies ? params.sums_at + sums : copies);
+    return params;
+}
+
+/* of shared memory that a CTA may have beside what the kernel declares */
+static size_t most_smem(const pk_cuda_device *device) { return device->smem_per_cta - 4096; }
+
+bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
+    bool is_small = args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
+    int64_t strides = args->in_features | args->x_stride | args->weight_stride;
+    if (args->is_gated && args->bias) return false;
+    /* In f16, x times the norm's weight may be too large. */
+    if (args->norm_weight && (args->dtype == PK_F16 || args->in_features > 8192)) return false;
+    return is_16_bit && args->num_rows <= (is_small ? MAX_ROWS : MAX_ROWS / 2) && args->in_features > 0 &&
+           args->out_features > 0 && args->in_features <= 1 << 15 && args->out_features <= 1 << 30 &&
+           strides % 8 == 0 && pk_is_aligned(args->x, 16) && pk_is_aligned(args->weight, 16) &&
+           pk_is_aligned(args->norm_weight, 16) && plan(args, device).smem_bytes <= most_smem(device);
+}
+
+template <typename T, int EIGHTS, int AHEAD>
+static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+{
+    static uint64_t allowed;
+    auto kernel = linear_few_kernel<T, EIGHTS, AHEAD>;
+    linear_few_params params = plan(args, device);
+    PK_TRY(pk_cuda_allow_smem(err, kernel, most_smem(device), device->index, &allowed));
+    return pk_cuda_launch_early(err, "linear_few_kernel", kernel, device, dim3((unsigned)params.num_ctas),
+                                dim3(THREADS), params.smem_bytes, stream, params);
 }
 
 template <typename T>
 static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    return !is_small(args, device) ? launch<T, 1, 16, 5>(args, device, stream, err)
-           : args->num_rows <= 8   ? launch<T, 1, 8, 6>(args, device, stream, err)
-                                   : launch<T, 2, 8, 6>(args, device, stream, err);
+    return args->num_rows <= 8 ? launch<T, 1, 2>(args, device, stream, err)
+                               : launch<T, 2, 1>(args, device, stream, err);
 }
 
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)

@@ -68,7 +68,7 @@ def test_architectures(build, monkeypatch):
 # bytes a thread, and why.
 ALLOWED_LOCAL_MEMORY = [
     (r"attention_prefill_kernelI", 256, "the rare path that scores a tile again: the scores, so that its loop stays a loop"),
-    (r"sample_kernelI.*Lb1E", 16, "two of its 64 registers, in the filters: 1024 threads an SM are worth more"),
+    (r"sample_kernelI.*Lb1E", 24, "six of its 64 registers, in the filters: 1024 threads an SM are worth more"),
 ]
 
 

@@ -6,7 +6,7 @@
  * A random number for every token would cost more than reading (it did: half of the issue slots went to Philox). Here
  * one word bounds the variates of a block of 16 tokens, so that of a load of 16 bytes only the greatest is looked at,
  * and only where that with the bound reaches the best key so far is its block drawn: two at once, by the threads of a
- * warp. The highest of a chunk go first and dismiss most of the others, and all warps of a CTA look at the best key of
+ * warp. The highest of a chunk go first and dismiss most of the others, and all warps of a row look at the best key of
  * any before each draw (with each its own, 20 draws followed one another in a warp's first chunk).
  *
  * Penalties are applied, and what filters drop is left out, as the logits are looked at. A row with a NaN, or -inf
@@ -51,7 +51,6 @@ __device__ static float greatest_of(const Row &row, const typename Row::unit &un
     if (row.is_plain()) return max_of(unit);
     float x[Row::VEC], greatest = -INFINITY;
     unit.unpack(x);
-#pragma unroll
     for (int i = 0; i < Row::VEC; i++) greatest = max_or_nan(greatest, row.processed(x[i], token + i));
     return greatest;
 }
@@ -67,36 +66,43 @@ __device__ static pk_candidate draw(const pk_sample_row &asked, float x, uint32_
 /* The best of a warp's chunks. */
 template <typename Row>
 __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample_row &asked, warp_memory<Row> &memory,
-                                         uint32_t *bar_of_cta)
+                                         const pk_row_ctas &ctas, uint32_t *bar_of_cta)
 {
     constexpr int UNITS = Row::UNITS, BLOCKS = Row::CHUNK / PK_GUMBEL_BLOCK, CALLS = BLOCKS / 4; /* of Philox */
     constexpr int BLOCK_LANES = PK_GUMBEL_BLOCK / Row::VEC; /* threads that hold a block */
     const int lane = threadIdx.x % 32;
+    const float temperature = asked.temperature;
     pk_candidate best = 0;
     uint32_t bar = PK_ORDERED_LOWEST; /* what is below cannot win */
     int at = NUM_WORDS;               /* this chunk's blocks in `memory` */
+    auto take = [&](pk_candidate candidate) {
+        best = max(best, candidate);
+        bar = max(bar, __reduce_max_sync(~0u, (uint32_t)(best >> 32)));
+        if (lane < ctas.count) atomicMax(ctas.of(bar_of_cta, lane), bar);
+        bar = max(bar, *(volatile uint32_t *)bar_of_cta);
+    };
     for (; !chunks.is_end(); chunks.advance(), at += BLOCKS) {
         const uint32_t chunk = chunks.current;
-        if (at == NUM_WORDS && asked.temperature > 0) { /* a lane draws for 4 blocks of one of the next chunks */
+        if (at == NUM_WORDS && temperature > 0) { /* a lane draws for 4 blocks of one of the next chunks */
             at = 0;
             pk_words words = pk_philox(&asked, (chunk + lane / CALLS * chunks.step) * CALLS + lane % CALLS, 0);
             float bounds[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) bounds[i] = asked.temperature * pk_gumbel_bound(words.word[i]);
+            for (int i = 0; i < 4; i++) bounds[i] = temperature * pk_gumbel_bound(words.word[i]);
             *(uint4 *)&memory.words[lane * 4] = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
             *(float4 *)&memory.bounds[lane * 4] = make_float4(bounds[0], bounds[1], bounds[2], bounds[3]);
+            __syncwarp();
         }
         const typename Row::unit *units = chunks.wait();
+        const float *bounds = &memory.bounds[at % NUM_WORDS + lane / BLOCK_LANES];
+        bar = max(bar, *(volatile uint32_t *)bar_of_cta);
         float keys[UNITS], greatest = -INFINITY; /* that the thread's tokens may have at most */
-#pragma unroll
         for (int u = 0; u < UNITS; u++) {
             int i = u * 32 + lane;
             keys[u] = greatest_of(chunks.row, units[i], chunk * Row::CHUNK + i * Row::VEC);
-            if (asked.temperature > 0) keys[u] += memory.bounds[at + i / BLOCK_LANES];
+            if (temperature > 0) keys[u] += bounds[u * (32 / BLOCK_LANES)];
             greatest = max_or_nan(greatest, keys[u]);
         }
         for (;;) {
-            bar = max(bar, *(volatile uint32_t *)bar_of_cta);
             int mine = -1; /* of the blocks that may win, the highest few: the thread's */
 #pragma unroll 1
             for (int turn = 0; turn < 32 / PK_GUMBEL_BLOCK; turn++) {
@@ -104,7 +110,6 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
                 if (!__any_sync(~0u, key >= bar)) break;
                 const uint32_t highest = __reduce_max_sync(~0u, key);
                 int holder = __ffs((int)__ballot_sync(~0u, key == highest)) - 1, which = 0;
-#pragma unroll
                 for (int u = 1; u < UNITS; u++)
                     if (pk_ordered(keys[u]) == key) which = u;
                 which = __shfl_sync(~0u, which, holder);
@@ -124,9 +129,7 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
                 float x = chunks.row.processed(pk_to_float(((const typename Row::type *)units)[i]), token);
                 candidate = draw(asked, x, token, memory.words[(at + mine) % NUM_WORDS]);
             }
-            best = max(best, candidate);
-            bar = max(bar, __reduce_max_sync(~0u, (uint32_t)(candidate >> 32)));
-            if (lane == 0) atomicMax(bar_of_cta, bar);
+            take(candidate);
         }
     }
     return best;
@@ -151,23 +154,23 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     sample_kernel(pk_sample_args args, int weight_bits, pk_cuda_bad_id *bad_id)
 {
     using row_type = pk_row_of_logits<T, HAS_OPTIONS>;
-    extern __shared__ uint4 smem[];
+    extern __shared__ __align__(128) char smem[];
     __shared__ pk_row_memory row_memory;
     __shared__ pk_sample_row asked;
     __shared__ uint32_t bar_of_cta;
+    if (threadIdx.x == 0) bar_of_cta = PK_ORDERED_LOWEST; /* before the CTAs meet: others raise it, too */
     pk_row_ctas ctas(row_memory);
     const int64_t row_index = ctas.row;
-    if (threadIdx.x == 0) bar_of_cta = PK_ORDERED_LOWEST;
     if (!HAS_OPTIONS) args.counts = NULL, args.top_k = NULL, args.top_p = args.min_p = NULL; /* no code for them */
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     row_type row(args.logits, row_index * args.logits_stride, args.vocab_size);
     warp_memory<row_type> &memory = ((warp_memory<row_type> *)smem)[threadIdx.x / 32];
-    pk_chunks<row_type> chunks = {row, memory.buffers, ctas.warp(), ctas.num_warps()};
-    chunks.begin();
+    pk_chunks<row_type> chunks(row, memory.buffers, ctas.warp(), ctas.num_warps());
     if (threadIdx.x == 0) asked = pk_sample_row_of(&args, row_index);
     __syncthreads();
     if (!asked.is_valid) {
+        chunks.for_each([](uint32_t, float) {});
         if (ctas.is_first_thread()) refuse(args, row_index, bad_id);
         return;
     }
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
         else if (chunks.is_end())
             chunks.begin();
     }
-    if (!is_listed) best = draw_from(chunks, asked, memory, &bar_of_cta);
+    if (!is_listed) best = draw_from(chunks, asked, memory, ctas, &bar_of_cta);
     best = ctas.best(best);
     if (!ctas.is_first_thread()) return;
     bool is_drawn = pk_is_drawn(best);

@@ -4,9 +4,8 @@
 #define PK_CUDA_SAMPLE_H
 
 #include "cuda/pack.h"
+#include "cuda/sm90.h"
 #include "sampling.h"
-
-#include <cuda_pipeline_primitives.h>
 
 enum {
     SAMPLE_THREADS = 512,
@@ -23,15 +22,16 @@ __device__ static __noinline__ float pk_penalized_apart(float x, int32_t count, 
     return pk_penalized(x, count, row);
 }
 
-/* A row of logits, with its penalties where it has any, in chunks for a warp: UNITS copies of 16 bytes by each
- * thread. Behind its end and below the threshold is -inf. */
+/* A row of logits, with its penalties where it has any, in chunks for a warp. Behind its end and below the threshold is
+ * -inf. */
 template <typename T, bool HAS_OPTIONS>
 struct pk_row_of_logits {
-    static constexpr int VEC = 16 / sizeof(T), UNITS = 4, CHUNK = UNITS * 32 * VEC, STAGES = 2;
+    static constexpr int VEC = 16 / sizeof(T), UNITS = 4 /* of a thread */, CHUNK = UNITS * 32 * VEC, STAGES = 2;
     using type = T;
     using unit = pk_packed<T>;
     struct buffers { /* of a warp */
-        unit chunks[STAGES][UNITS * 32];
+        alignas(128) unit chunks[STAGES][UNITS * 32];
+        uint64_t full[STAGES]; /* mbarriers, on Hopper */
     };
 
     const T *logits;
@@ -53,62 +53,81 @@ struct pk_row_of_logits {
         }
         return HAS_OPTIONS && pk_ordered(x) < threshold ? -INFINITY : x;
     }
-    __device__ void load(uint32_t chunk, unit units[UNITS * 32]) const
+    /* Starts to load a chunk: whole units by the copy engine (before Hopper by cp.async), the end of a row, and one
+     * that is not aligned, element by element. */
+    __device__ void load(uint32_t chunk, buffers &to, int stage) const
     {
+        if (chunk >= num_chunks) return copy_async_commit(); /* nothing, but it counts */
+        const uint32_t lane = threadIdx.x % 32, left = min(vocab_size - chunk * CHUNK, (uint32_t)CHUNK);
+        const uint32_t num_units = (uintptr_t)logits % 16 == 0 ? left / VEC : 0;
         const T *from = logits + (int64_t)chunk * CHUNK;
-        const uint32_t left = chunk < num_chunks ? vocab_size - chunk * CHUNK : 0;
-        const bool is_aligned = (uintptr_t)logits % 16 == 0;
-        if (is_aligned && left >= CHUNK) {
-#pragma unroll
-            for (int i = threadIdx.x % 32; i < UNITS * 32; i += 32)
-                __pipeline_memcpy_async(&units[i], from + i * VEC, sizeof(unit));
-        } else if (left > 0) { /* a row's last, or one that is not aligned */
-#pragma unroll 1
-            for (int i = threadIdx.x % 32; i < UNITS * 32; i += 32) {
-                if (is_aligned && (i + 1) * VEC <= left) {
-                    __pipeline_memcpy_async(&units[i], from + i * VEC, sizeof(unit));
-                    continue;
-                }
-                unit x;
-#pragma unroll
-                for (int j = 0; j < VEC; j++)
-                    ((T *)&x)[j] = i * VEC + j < left ? from[i * VEC + j] : pk_from_float<T>(-INFINITY);
-                units[i] = x;
-            }
+        unit *units = to.chunks[stage];
+#pragma unroll 4
+        for (uint32_t i = num_units * VEC + lane; i < CHUNK; i += 32)
+            ((T *)units)[i] = i < left ? from[i] : pk_from_float<T>(-INFINITY);
+#ifdef PK_SM90A
+        if (num_units < UNITS * 32) {
+            sm90::fence_async_proxy(); /* the engine may write there the next time */
+            __syncwarp();
         }
-        __pipeline_commit();
+        if (lane > 0) return;
+        const uint32_t full = smem_address(&to.full[stage]), bytes = num_units * sizeof(unit);
+        sm90::barrier_arrive_expect(full, bytes);
+        if (bytes > 0) sm90::copy_bytes(smem_address(units), from, bytes, full);
+#else
+        for (uint32_t i = lane; i < num_units; i += 32) copy_async_16(smem_address(units + i), from + i * VEC, 16);
+        copy_async_commit();
+#endif
     }
 };
 
 /* The chunks first, first + step, ... of a row, on their way through a warp's buffers: one is read while others come.
  *
  *     for (chunks.begin(); !chunks.is_end(); chunks.advance()) { ... chunks.wait() ... }
+ *
+ * All that have been begun must have been waited for when the kernel ends.
  */
 template <typename Row>
 struct pk_chunks {
     const Row &row;
     typename Row::buffers &buffers;
     const uint32_t first, step;
-    uint32_t current;
+    uint32_t current, parities = 0; /* of the stages' barriers */
     int stage;
 
+    __device__ pk_chunks(const Row &row, typename Row::buffers &buffers, uint32_t first, uint32_t step)
+        : row(row), buffers(buffers), first(first), step(step)
+    {
+#ifdef PK_SM90A
+        const int lane = threadIdx.x % 32;
+        if (lane < Row::STAGES) sm90::barrier_init(smem_address(&buffers.full[lane]), 1);
+        sm90::barrier_init_fence();
+        __syncwarp();
+#endif
+        begin();
+    }
     __device__ void begin()
     {
         current = first, stage = 0;
 #pragma unroll 1
-        for (int i = 0; i < Row::STAGES; i++) row.load(first + i * step, buffers.chunks[i]);
+        for (int i = 0; i < Row::STAGES; i++) row.load(first + i * step, buffers, i);
     }
     __device__ bool is_end() const { return current >= row.num_chunks; }
     __device__ const typename Row::unit *wait() const
     {
-        __pipeline_wait_prior(Row::STAGES - 1);
+#ifdef PK_SM90A
+        sm90::barrier_wait(smem_address(&buffers.full[stage]), parities >> stage & 1);
+#else
+        copy_async_wait<Row::STAGES - 1>();
         __syncwarp();
+#endif
         return buffers.chunks[stage];
     }
     __device__ void advance()
     {
         __syncwarp();
-        row.load(current + Row::STAGES * step, buffers.chunks[stage]);
+        parities ^= 1u << stage;
+        row.load(current + Row::STAGES * step, buffers, stage);
         current += step, stage = stage + 1 == Row::STAGES ? 0 : stage + 1;
     }
     /* body(token, x) for what is begun, or else for all, with -inf behind the end of the row. */
@@ -191,10 +210,8 @@ struct pk_row_ctas {
     __device__ void reduce(uint64_t (&values)[N], Op op)
     {
         turn = 1 - turn; /* another CTA may still read what this one left there the last time */
-#pragma unroll
         for (int i = 0; i < N; i++) {
             if (__any_sync(~0u, values[i] != 0))
-#pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2)
                     values[i] = op(values[i], __shfl_xor_sync(~0u, values[i], offset));
             if (threadIdx.x % 32 == 0) memory.warps[i][threadIdx.x / 32] = values[i];
@@ -202,20 +219,17 @@ struct pk_row_ctas {
         __syncthreads();
         uint64_t value = 0;
         if (threadIdx.x < N) {
-#pragma unroll
             for (int warp = 0; warp < SAMPLE_WARPS; warp++) value = op(value, memory.warps[threadIdx.x][warp]);
             (count > 1 ? memory.ctas[turn] : memory.row)[threadIdx.x] = value;
         }
         if (count > 1) sync();
         if (count > 1 && threadIdx.x < N) {
             value = 0;
-#pragma unroll
             for (unsigned other = 0; other < SAMPLE_CLUSTER; other++)
                 if (other < count) value = op(value, of(memory.ctas[turn], other)[threadIdx.x]);
             memory.row[threadIdx.x] = value;
         }
         __syncthreads();
-#pragma unroll
         for (int i = 0; i < N; i++) values[i] = memory.row[i];
     }
     template <typename Op>

@@ -2,8 +2,9 @@
  *
  * Nothing is sorted: all three filters keep what is at least some threshold. The row is read for its greatest, and
  * again for a list: from the greatest of every thread follows a guess that as many tokens reach as are wanted, and what
- * reaches it comes to the first CTA, which searches the threshold in it, by three bits in a pass, among the logits
- * taken as integers of the same order. Weights are integers, too, so that sums do not depend on an order.
+ * reaches it comes to the first CTA. In a short list the threshold is found by ranking, in a long one it is searched,
+ * by three bits in a pass, among the logits taken as integers of the same order. Weights are integers, too, so that
+ * sums do not depend on an order.
  *
  * Where too much is listed, or it weighs too little (a flat softmax), the row is searched instead.
  */
@@ -26,8 +27,7 @@ struct pk_list_of_logits {
     template <typename Body>
     __device__ void for_each(Body body) const
     {
-        for (uint32_t i = threadIdx.x; i < min(count, (uint32_t)MAX_LISTED); i += SAMPLE_THREADS)
-            body(tokens[i], pk_from_ordered(keys[i]));
+        for (uint32_t i = threadIdx.x; i < count; i += SAMPLE_THREADS) body(tokens[i], pk_from_ordered(keys[i]));
     }
 };
 
@@ -40,11 +40,27 @@ __device__ static uint64_t weight_of(Source &source, pk_row_ctas &ctas, uint32_t
     return ctas.reduce(weight, pk_sum);
 }
 
+/* What `search` does, in a list of a token a thread: each adds up what is above its own. */
+template <typename Weigh>
+__device__ static uint32_t rank(const pk_list_of_logits &list, pk_row_ctas &cta, uint32_t low, uint64_t target,
+                                Weigh weigh)
+{
+    __shared__ uint64_t weights[SAMPLE_THREADS];
+    const uint32_t key = threadIdx.x < list.count ? list.keys[threadIdx.x] : 0;
+    weights[threadIdx.x] = key >= low ? weigh(pk_from_ordered(key)) : 0;
+    __syncthreads();
+    uint64_t above = 0;
+    for (uint32_t i = 0; i < list.count; i++) above += list.keys[i] > key ? weights[i] : 0;
+    return ~(uint32_t)cta.reduce(key >= low && above < target ? ~key : 0, pk_greater);
+}
+
 /* The greatest threshold from `low` on that tokens of the weight `target` reach; `low` where all have less. */
 template <typename Source, typename Weigh>
 __device__ static uint32_t search(Source &source, pk_row_ctas &ctas, uint32_t low, uint32_t highest, uint64_t target,
                                   Weigh weigh)
 {
+    if constexpr (std::is_same_v<Source, pk_list_of_logits>)
+        if (source.count <= SAMPLE_THREADS) return rank(source, ctas, low, target, weigh);
     int shift = low < highest ? (31 - __clz((int)(highest - low))) / SEARCH_BITS * SEARCH_BITS : -1;
     for (; shift >= 0; shift -= SEARCH_BITS) {
         uint64_t reaching[WAYS - 1] = {}; /* the weight of what reaches low + (1, 2, ... << shift) */
@@ -52,11 +68,9 @@ __device__ static uint32_t search(Source &source, pk_row_ctas &ctas, uint32_t lo
             uint32_t key = pk_ordered(x), steps = key >= low ? (key - low) >> shift : 0;
             if (steps == 0) return;
             uint64_t weight = weigh(x);
-#pragma unroll
             for (uint32_t i = 1; i < WAYS; i++) reaching[i - 1] += steps >= i ? weight : 0;
         });
         ctas.reduce(reaching, pk_sum);
-#pragma unroll
         for (int i = 1; i < WAYS; i++) low += reaching[i - 1] >= target ? 1u << shift : 0;
     }
     return low;

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     token_logprobs_kernel(const pk_logprobs_args args, int weight_bits, pk_cuda_bad_id *bad_id)
 {
     using row_type = pk_row_of_logits<T, false>;
-    extern __shared__ uint4 smem[];
+    extern __shared__ __align__(128) char smem[];
     __shared__ pk_row_memory row_memory;
     __shared__ pk_candidate best[SAMPLE_CLUSTER * PK_MAX_BEST]; /* of the first CTA: of all */
     __shared__ pk_candidate best_of_warps[SAMPLE_WARPS], winner;
@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     const row_type row(args.logits, row_index * args.logits_stride, args.vocab_size);
-    pk_chunks<row_type> chunks = {row, ((typename row_type::buffers *)smem)[threadIdx.x / 32], ctas.warp(),
-                                  ctas.num_warps()};
-    chunks.begin();
+    pk_chunks<row_type> chunks(row, ((typename row_type::buffers *)smem)[threadIdx.x / 32], ctas.warp(),
+                               ctas.num_warps());
     const int32_t token = args.token_ids[row_index];
     int32_t *ids = args.ids + row_index * (num_best + 1);
     float *logprobs = args.logprobs + row_index * (num_best + 1);

@@ -1,21 +1,19 @@
 /* linear_few.cu - linear for few rows of bf16 or f16: the time of reading the weight once, and little around it.
  *
- * A CTA computes tiles of up to 64 outputs for all rows. Its 16 warps share the inputs: a warp takes lines of 64 of
- * them in turn, and their sums meet in shared memory, where they are added in a fixed order. A tile has the size that
- * deals the weight evenly to the SMs, so no sum crosses CTAs, and a row's bits do not depend on the other rows. A
- * thread copies what it reads itself, so that the ring of copies in flight (160 KB an SM) needs no barrier.
+ * A CTA computes tiles of up to 64 outputs for all rows. Its 8 or 16 warps share the inputs: a warp takes lines of 64
+ * of them in turn, and their sums meet in shared memory, where they are added in a fixed order. A tile has the size
+ * that deals the weight evenly to the SMs, so no sum crosses CTAs, and a row's bits do not depend on the other rows. A
+ * thread copies what it reads itself, so that the ring of copies in flight (96 or 160 KB) needs no barrier.
  *
  * The products are m16n8k16 matrix instructions: 16 rows of the weight are one operand, 8 rows of x the other. They ask
  * that both agree on which column is which, not that columns are in order: so a thread's 16 bytes are 8 consecutive
  * columns, used for two instructions as they come. x goes from the L2 cache into registers.
  *
- * What follows the wait for x is instructions and latency: so a CTA has all registers of its SM, which lets the
- * compiler make addresses ahead, and squares for the norm are left to the matrix unit.
- *
  * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
  * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once, and what
  * stands between two products is done here: x is normalised as it comes (times the norm's weight before the product, by
- * the row's root mean square behind it), gate and up meet in one tile, and out may be added to.
+ * the row's root mean square behind it; the matrix unit squares it), gate and up meet in one tile, and out may be added
+ * to.
  */
 #include "cuda/linear.h"
 #include "cuda/mma.h"
@@ -27,25 +25,31 @@ enum {
     MAX_TILE = 48 /* outputs */,
     MAX_ROWS = 16, /* of a weight that is not small: half as many */
     SMALL = 100 << 10 /* bytes of a weight an SM */,
-    WARPS = 16 /* one CTA an SM */,
-    THREADS = WARPS * 32,
-    DEPTH = 5 /* lines of 16 outputs that a warp has in flight: 160 KB an SM */,
+    /* A small weight has two CTAs an SM, of this product and the next, a larger one has one. */
+    FEW_WARPS = 8,
+    MANY_WARPS = 16,
 };
 
 struct linear_few_params {
     pk_linear_args args;
-    int tile, num_tiles;    /* outputs (of a gated product: gates and ups) */
-    int num_slots, sums_at; /* of the ring; where the sums lie in shared memory, in 16 bytes */
-    int num_ctas;
-    size_t smem_bytes; /* of a CTA */
+    int tile, num_tiles;     /* outputs (of a gated product: gates and ups) */
+    int num_slots, sums_at;  /* of the ring; where the sums lie in shared memory, in 16 bytes */
+    int num_ctas, num_warps; /* of the grid, of a CTA */
+    size_t smem_bytes;       /* of a CTA */
 };
+
+/* How many lines of 16 outputs each warp has in flight: 96 or 160 KB a CTA. */
+static constexpr int depth_of(int warps) { return warps == FEW_WARPS ? 6 : 5; }
 
 // --- kernels
 
-/* EIGHTS: rows in eights, 1 or 2. AHEAD: lines of x that a warp loads at once. */
-template <typename T, int EIGHTS, int AHEAD>
-__global__ void __launch_bounds__(THREADS) linear_few_kernel(const __grid_constant__ linear_few_params params)
+/* EIGHTS: rows in eights, 1 or 2. */
+template <typename T, int EIGHTS, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
+    linear_few_kernel(const __grid_constant__ linear_few_params params)
 {
+    constexpr int THREADS = WARPS * 32, DEPTH = depth_of(WARPS);
+    constexpr int AHEAD = 2 / EIGHTS; /* lines of x that a warp loads at once; with four a step takes 7 % longer */
     constexpr int BLOCKS = MAX_TILE / BLOCK;
     constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS; /* of a thread */
     extern __shared__ uint4 smem[];
@@ -222,6 +226,8 @@ __global__ void __launch_bounds__(THREADS) linear_few_kernel(const __grid_consta
 static linear_few_params plan(const pk_linear_args *args, const pk_cuda_device *device)
 {
     linear_few_params params = {*args};
+    const bool is_small = args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
+    const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = depth_of(warps);
     int64_t best = INT64_MAX;
     int step = args->is_gated ? 16 : 8;
     for (int tile = step; tile <= MAX_TILE; tile += step) {
@@ -230,12 +236,12 @@ static linear_few_params plan(const pk_linear_args *args, const pk_cuda_device *
         best = rounds * tile;
         params.tile = tile, params.num_tiles = (int)tiles, params.num_ctas = (int)pk_ceil_div(tiles, rounds);
     }
-    int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * WARPS);
+    int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * warps);
     bool is_one_round = params.num_tiles <= params.num_ctas;
-    params.num_slots = is_one_round && slots < DEPTH ? (int)slots : DEPTH;
+    params.num_slots = is_one_round && slots < depth ? (int)slots : depth;
     /* in 16 bytes; the sums of a last tile lie where its copies were */
-    int64_t copies = params.num_slots * 4 * THREADS + (args->norm_weight ? args->in_features / 8 : 0);
-    int64_t sums = WARPS * args->num_rows * (blocks * BLOCK + 4) / 4;
+    int64_t copies = params.num_slots * 4 * warps * 32 + (args->norm_weight ? args->in_features / 8 : 0);
+    int64_t sums = warps * args->num_rows * (blocks * BLOCK + 4) / 4;
     params.sums_at = is_one_round ? 0 : (int)copies;
     params.smem_bytes = 16 * (params.sums_at + sums > copies ? params.sums_at + sums : copies);
     return params;
@@ -247,33 +253,36 @@ static size_t most_smem(const pk_cuda_device *device) { return device->smem_per_
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
-    bool is_small = args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
     int64_t strides = args->in_features | args->x_stride | args->weight_stride;
     if (args->is_gated && args->bias) return false;
     /* In f16, x times the norm's weight may be too large. */
     if (args->norm_weight && (args->dtype == PK_F16 || args->in_features > 8192)) return false;
-    return is_16_bit && args->num_rows <= (is_small ? MAX_ROWS : MAX_ROWS / 2) && args->in_features > 0 &&
-           args->out_features > 0 && args->in_features <= 1 << 15 && args->out_features <= 1 << 30 &&
-           strides % 8 == 0 && pk_is_aligned(args->x, 16) && pk_is_aligned(args->weight, 16) &&
-           pk_is_aligned(args->norm_weight, 16) && plan(args, device).smem_bytes <= most_smem(device);
+    bool is_possible = is_16_bit && args->num_rows <= MAX_ROWS && args->in_features > 0 && args->out_features > 0 &&
+                       args->in_features <= 1 << 15 && args->out_features <= 1 << 30 && strides % 8 == 0 &&
+                       pk_is_aligned(args->x, 16) && pk_is_aligned(args->weight, 16) &&
+                       pk_is_aligned(args->norm_weight, 16);
+    if (!is_possible) return false;
+    linear_few_params params = plan(args, device);
+    return (params.num_warps == FEW_WARPS || args->num_rows <= MAX_ROWS / 2) && params.smem_bytes <= most_smem(device);
 }
 
-template <typename T, int EIGHTS, int AHEAD>
-static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+template <typename T, int EIGHTS, int WARPS>
+static pk_status launch(const linear_few_params &params, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
     static uint64_t allowed;
-    auto kernel = linear_few_kernel<T, EIGHTS, AHEAD>;
-    linear_few_params params = plan(args, device);
+    auto kernel = linear_few_kernel<T, EIGHTS, WARPS>;
     PK_TRY(pk_cuda_allow_smem(err, kernel, most_smem(device), device->index, &allowed));
     return pk_cuda_launch_early(err, "linear_few_kernel", kernel, device, dim3((unsigned)params.num_ctas),
-                                dim3(THREADS), params.smem_bytes, stream, params);
+                                dim3(WARPS * 32), params.smem_bytes, stream, params);
 }
 
 template <typename T>
 static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
 {
-    return args->num_rows <= 8 ? launch<T, 1, 2>(args, device, stream, err)
-                               : launch<T, 2, 1>(args, device, stream, err);
+    linear_few_params params = plan(args, device);
+    return params.num_warps == MANY_WARPS ? launch<T, 1, MANY_WARPS>(params, device, stream, err)
+           : args->num_rows <= 8          ? launch<T, 1, FEW_WARPS>(params, device, stream, err)
+                                          : launch<T, 2, FEW_WARPS>(params, device, stream, err);
 }
 
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)

@@ -221,7 +221,9 @@ def test_pinned_copies_are_not_waited_for(cuda, rng, num_rows):
     pinned.copy_(values)
     device = pagedkv.empty(shape, device="cuda")
     back = pagedkv.empty(shape, pinned=True)
-    back.copy_(np.zeros(shape, np.float32))
+    device.copy_(np.zeros(shape, np.float32))
+    back.copy_(device)  # a kernel's first use loads it, which may wait
+    pagedkv.synchronize("cuda")
     with stream:
         busy(stream, 30)
         device.copy_(pinned)

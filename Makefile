@@ -48,8 +48,8 @@ format: ## C and CUDA sources by clang-format 14
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
 OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample linear zero_rows)
 SMALL := not large and (bfloat16 or not sample and not linear)
-ATTENTION := tests/test_attention.py tests/test_attention_cuda.py
-CASES := case and (cuda:0 or fp8 or bfloat16)
+ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
+CASES := (case or oracle) and (cuda:0 or fp8 or bfloat16)
 sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitialised memory, races
 	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"
 	$(call SANITIZE,memcheck) $(ATTENTION) -k "$(CASES)"
@@ -57,8 +57,8 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 	$(call SANITIZE,initcheck) $(OPERATIONS) -k "$(SMALL) and not linear"
 	$(call SANITIZE,initcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,racecheck) $(OPERATIONS) -k "$(SMALL)"
-	$(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged)"
-	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged)"
+	$(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged or oracle and decode)"
+	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged or oracle and decode)"
 
 clean: ## what was built
 	rm -rf build dist .fuzz *.egg-info pagedkv/_C*.so

@@ -76,7 +76,7 @@ pk_status pk_cuda_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk
                                 pk_error *err)
 {
     bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
-    if (is_decode && args->num_seqs <= 64 &&
+    if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
         args->num_q_heads / args->num_kv_heads <= (args->head_dim > 128 ? 8 : 16) && are_heads_aligned(rope)) {
         pk_cuda_scope scope(rope->qkv, err);
         if (scope.status != PK_OK) return scope.status;

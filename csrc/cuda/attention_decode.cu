@@ -47,7 +47,7 @@ struct decode_cta {
     /* Behind the rings of a CTA that takes its heads from the projection: queries, in rows of different banks, and the
      * new key and value as the cache has them. */
     static constexpr int QUERY_STRIDE = D + 8, QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
-    static constexpr int ROW_BYTES = D * Kind::CACHE_BYTES, HEAD_BYTES = QUERY_BYTES + 2 * ROW_BYTES;
+    static constexpr int HEAD_BYTES = QUERY_BYTES + 2 * D * Kind::CACHE_BYTES;
     static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <= 228 * 1024,
                   "fewer CTAs than the plan counts on");
     static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
@@ -214,8 +214,8 @@ struct decode_cta {
 
     /* A sequence's token, as far as it is known without the projection. */
     struct new_token {
-        int64_t slot;
-        bool is_valid, is_stored; /* is_stored: by this CTA, which has the last keys */
+        bool is_valid;
+        int slot; /* where this CTA, which has the last keys, stores the token; or -1 */
         float cosine[8], sine[8];
     };
 
@@ -227,9 +227,9 @@ struct decode_cta {
     {
         const pk_qk_norm_rope_store_args &rope = params.rope;
         int half = (int)args.head_dim / 2, dim = dim_of_piece(), position = rope.positions[rows.unit.seq];
-        token.slot = pk_load_slot(rope.store, rows.unit.seq);
+        int64_t slot = pk_load_slot(rope.store, rows.unit.seq);
         token.is_valid = position >= 0 && position < rope.max_positions;
-        token.is_stored = token.is_valid && pk_is_slot(rope.store, token.slot) && has_last_keys();
+        if (token.is_valid && pk_is_slot(rope.store, slot) && has_last_keys()) token.slot = (int)slot;
         if (blockIdx.x == 0)
             for (const void *weight : {rope.q_weight, rope.k_weight})
                 pk_prefetch_to_l2((const char *)weight + lane * 16);
@@ -237,7 +237,7 @@ struct decode_cta {
         load_angles<true>(token.cosine, token.sine, rope.cos_sin + position * args.head_dim + dim, half, 8);
     }
 
-    /* Leaves the queries where load_queries looks for them, the key and value in the cache and behind the queries. */
+    /* Leaves the queries where load_queries looks for them, and behind them the key and the value. */
     template <typename T>
     __device__ void take_heads(const new_token &token) const
     {
@@ -246,7 +246,7 @@ struct decode_cta {
         const pk_qk_norm_rope_store_args &rope = params.rope;
         int head_dim = (int)args.head_dim, half = head_dim / 2, dim = dim_of_piece(), group = params.group.divisor;
         int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)args.num_kv_heads;
-        int num_heads = group + (token.is_stored ? 2 : 0);
+        int num_heads = group + (token.slot >= 0 ? 2 : 0);
         const T *qkv = (const T *)rope.qkv + rows.unit.seq * rope.qkv_stride + dim;
 #pragma unroll 1
         for (int first = warp * (512 / D); first < num_heads; first += blockDim.x / (D / 16)) {
@@ -266,22 +266,33 @@ struct decode_cta {
                 x.low.store(to);
                 x.high.store(to + half);
             } else {
-                Cache *copy = (Cache *)(heads_memory() + QUERY_BYTES + (kind == VALUE ? ROW_BYTES : 0));
-                store_piece<Cache, true>(rope.store, token.slot, kind == KEY, rows.head, x, dim, 8, copy);
+                pk_cache_divisor divisor(kind == KEY ? args.k_scale : args.v_scale, Kind::IS_FP8, rows.head);
+                Cache *to = (Cache *)new_row(kind == VALUE) + dim;
+                pk_write_cache<true>(to, x.low, 8, divisor);
+                pk_write_cache<true>(to + half, x.high, 8, divisor);
             }
         }
     }
 
-    /* The new key and value, in the place of what the cache held there when the stage was loaded. */
-    __device__ void renew_key(int stage, int in_chunk)
+    __device__ char *new_row(bool is_value) const
     {
-        if (!(masks[0] >> in_chunk & 1)) return; /* its page is masked */
+        return heads_memory() + QUERY_BYTES + is_value * D * Kind::CACHE_BYTES;
+    }
+
+    /* Brings the new key and value to the cache, and to the stage that was loaded before they were there. */
+    __device__ void put_new_rows(int new_slot, int stage, int in_chunk) const
+    {
+        row_offsets at = offsets_of(params.block_size.divide(new_slot), slot_of(new_slot));
+        char *k_row = (char *)args.k_cache + rows.head * args.k_head_stride * Kind::CACHE_BYTES + at.k;
+        char *v_row = (char *)args.v_cache + rows.head * args.v_head_stride * Kind::CACHE_BYTES + at.v;
         for (int i = lane; i < 2 * tile::PIECES; i += 32) {
             int piece = i % tile::PIECES, is_value = i / tile::PIECES;
             if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;
+            uint4 bits = *(const uint4 *)(new_row(is_value) + piece * 16);
+            *(uint4 *)((is_value ? v_row : k_row) + piece * 16) = bits;
             char *to = smem + warp * RING_BYTES + stage * STAGE_BYTES + is_value * TILE_BYTES;
-            const char *from = heads_memory() + QUERY_BYTES + is_value * ROW_BYTES;
-            *(uint4 *)(to + tile::offset(in_chunk, piece)) = *(const uint4 *)(from + piece * 16);
+            bool is_seen = masks[0] >> in_chunk & 1; /* its page is no padding */
+            if (is_seen) *(uint4 *)(to + tile::offset(in_chunk, piece)) = bits;
         }
         __syncwarp();
     }
@@ -499,13 +510,13 @@ struct decode_cta {
         }
         int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
         next_page = look_up();
-        new_token token = {};
+        new_token token = {false, -1};
         if (TAKES_HEADS) read_token(token);
-        int own_key = token.is_stored ? rows.unit.context - 1 : -1;
-        if (token.is_stored) first_new_key = rows.unit.context; /* the one key that is new is not read but made */
+        bool makes_key = token.slot >= 0; /* the one key that is new is not read */
+        int new_key = makes_key ? max(rows.unit.context - 1, 0) : -1;
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; stage++) {
-            if (load_key + CHUNK > first_new_key) begin();
+            if (!makes_key && load_key + CHUNK > first_new_key) begin();
             load_next(stage);
         }
         begin();
@@ -523,7 +534,8 @@ struct decode_cta {
         for (int stage = 0; first_key < end_key; first_key += step) {
             copy_async_wait<STAGES - 1>();
             __syncwarp();
-            if (TAKES_HEADS && (unsigned)(own_key - first_key) < CHUNK) renew_key(stage, own_key - first_key);
+            if (TAKES_HEADS && (unsigned)(new_key - first_key) < CHUNK)
+                put_new_rows(token.slot, stage, new_key - first_key);
             compute_chunk(stage, first_key);
             __syncwarp(); /* every lane has read what comes to be overwritten */
             load_next(stage);
@@ -536,7 +548,7 @@ struct decode_cta {
         merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)
             pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
-        if (TAKES_HEADS && threadIdx.x == 0 && !token.is_stored && rows.head == 0 && has_last_keys())
+        if (TAKES_HEADS && threadIdx.x == 0 && !makes_key && rows.head == 0 && has_last_keys())
             check_token(params.rope, rows.unit.seq, params.bad_id);
     }
 };

@@ -82,8 +82,16 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
             x.low.template store<IS_ALIGNED>(q_out + head * head_dim, count);
             x.high.template store<IS_ALIGNED>(q_out + head * head_dim + half, count);
         } else if (head < end && is_stored) {
-            int kv_head = head - (kind == KEY ? num_q_heads : num_turned);
-            store_piece<Cache, IS_ALIGNED>(store, slot, kind == KEY, kv_head, x, dim, count);
+            bool is_key = kind == KEY;
+            int kv_head = head - (is_key ? num_q_heads : num_turned);
+            int64_t at = is_key ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) +
+                                      kv_head * store.k_head_stride
+                                : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) +
+                                      kv_head * store.v_head_stride;
+            Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
+            pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
+            pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);
+            pk_write_cache<IS_ALIGNED>(to + half, x.high, count, divisor);
         }
         head += step;
         if (ARE_FEW || head - (int)threadIdx.y >= num_heads) break;

@@ -82,26 +82,6 @@ __device__ static inline head_piece<T> turn_head(const head_piece<T> &x, const h
     return {pk_packed<T>::pack(a), pk_packed<T>::pack(b)};
 }
 
-/* A thread's piece of a key or value, to a token's slot; `copy`, where that is given, is a row that gets the same. */
-template <typename Cache, bool IS_ALIGNED, typename T>
-__device__ static inline void store_piece(const pk_store_args &store, int64_t slot, bool is_key, int kv_head,
-                                          const head_piece<T> &x, int dim, int count, Cache *copy = nullptr)
-{
-    int64_t half = store.head_dim / 2;
-    int64_t at =
-        is_key
-            ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) + kv_head * store.k_head_stride
-            : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) + kv_head * store.v_head_stride;
-    Cache *row = (Cache *)(is_key ? store.k_cache : store.v_cache) + at;
-    pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
-    auto write = [&](Cache *to) {
-        pk_write_cache<IS_ALIGNED>(to + dim, x.low, count, divisor);
-        pk_write_cache<IS_ALIGNED>(to + half + dim, x.high, count, divisor);
-    };
-    write(row);
-    if (copy) write(copy);
-}
-
 /* Records a token that is not stored although its slot is no padding. For the end of a kernel, as pk_check_slot. */
 __device__ static inline void check_token(const pk_qk_norm_rope_store_args &args, int64_t token, pk_cuda_bad_id *bad_id)
 {

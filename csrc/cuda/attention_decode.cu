@@ -500,6 +500,8 @@ struct decode_cta {
     {
         bool starts_early = args.plan && args.past_is_constant;
         if (!starts_early) begin();
+        /* One or two sequences leave SMs idle, where the product behind may fetch its weight while that ahead runs. */
+        if (TAKES_HEADS && args.num_seqs <= 2) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!read_unit(unit_index)) {

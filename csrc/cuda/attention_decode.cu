@@ -181,11 +181,9 @@ struct decode_cta {
         if (params.are_pages_of_16) {
             int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
             int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
-#pragma unroll
             for (int t = 0; t < KEY_TILES; t++) {
                 const char *k = k_lane + __shfl_sync(~0u, from.k, first_lane + t);
                 const char *v = v_lane + __shfl_sync(~0u, from.v, first_lane + t);
-#pragma unroll
                 for (int row = 0; row < 16; row += ROWS_AT_ONCE, k += k_step, v += v_step) copy(t * 16 + row, k, v);
             }
         } else {
@@ -201,7 +199,6 @@ struct decode_cta {
     {
         int place = num_loaded % CHUNKS_AT_ONCE;
         if (place == 0) table = offsets_of(next_page, slot_of(load_key + key_of_lane()));
-#pragma unroll
         for (int i = 0; i + 1 < STAGES; i++) masks[i] = masks[i + 1];
         masks[STAGES - 1] = load_key < end_key ? load_chunk(stage) : 0;
         copy_async_commit();
@@ -403,26 +400,19 @@ struct decode_cta {
     __device__ void follow_max(const chunk_scores &scores)
     {
         bool has_grown = false;
-#pragma unroll
         for (int nt = 0; nt < NT; nt++)
-#pragma unroll
             for (int i = 0; i < 4 * KEY_TILES; i++) has_grown |= scores[i / 4][nt][i % 4] > row_max[nt][i % 2] + 8;
         if (!__any_sync(~0u, has_grown)) return;
-#pragma unroll
         for (int nt = 0; nt < NT; nt++)
-#pragma unroll
             for (int i = 0; i < 2; i++) {
                 float largest = row_max[nt][i];
-#pragma unroll
                 for (int t = 0; t < KEY_TILES; t++)
                     largest = fmaxf(largest, fmaxf(scores[t][nt][i], scores[t][nt][i + 2]));
-#pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2)
                     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
                 float shrink = exp2_fast(row_max[nt][i] - largest);
                 row_max[nt][i] = largest;
                 row_sum[nt][i] *= shrink;
-#pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     output[m][nt][i] *= shrink;
                     output[m][nt][i + 2] *= shrink;
@@ -472,18 +462,13 @@ struct decode_cta {
     __device__ void leave_results()
     {
         partial_rows<ROWS> to = {(float *)(smem + warp * RING_BYTES), OUTPUT_STRIDE};
-#pragma unroll
         for (int nt = 0; nt < NT; nt++)
-#pragma unroll
             for (int i = 0; i < 2; i++) {
                 int row = nt * 8 + quad_col + i;
                 float sum = row_sum[nt][i];
-#pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
                 if (quad_row == 0) to.max()[row] = row_max[nt][i], to.sum()[row] = sum;
-#pragma unroll
                 for (int m = 0; m < M_TILES; m++)
-#pragma unroll
                     for (int half = 0; half < 2; half++)
                         to.output(row)[m * 16 + tile::value_dim(quad_row, half)] = output[m][nt][half * 2 + i];
             }
@@ -531,7 +516,6 @@ struct decode_cta {
             __syncthreads();
         }
         load_queries();
-#pragma unroll
         for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
         for (int stage = 0; first_key < end_key; first_key += step) {
             copy_async_wait<STAGES - 1>();

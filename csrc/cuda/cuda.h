@@ -141,16 +141,24 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
                                           void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
                                           pk_stream stream, Args... args)
 {
+    const bool is_small = (int64_t)grid.x * grid.y * grid.z <= 128;
     cudaLaunchAttribute attributes[3] = {};
-    /* The same division of the L1 for all: an SM must be empty to change it, and no kernel could start early. */
-    attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    attributes[2].id = cudaLaunchAttributeClusterDimension;
-    attributes[2].val.clusterDim = {(unsigned)cluster_size, 1, 1};
-    cudaLaunchConfig_t config = {
-        grid, cta, smem_bytes, (cudaStream_t)stream, attributes, may_start_early ? 2u + (cluster_size > 1) : 1u};
+    unsigned count = 0;
+    if (may_start_early) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (may_start_early && cluster_size > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {(unsigned)cluster_size, 1, 1};
+    }
+    /* An SM must be empty to divide its L1 anew, and no kernel can start early on it then: so those of a small step ask
+     * for the same division. Many rows stream through the L1 and are faster with all of it. */
+    if (is_small || smem_bytes >= 16 << 10) {
+        attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+        attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    }
+    cudaLaunchConfig_t config = {grid, cta, smem_bytes, (cudaStream_t)stream, attributes, count};
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
 }

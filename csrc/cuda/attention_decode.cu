@@ -11,15 +11,15 @@
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps an SM with two or
- * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. The warps' results meet in
- * attention_merge.h.
+ * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. What a
+ * warp computes is attention_decode_warp.h; the warps' results meet in attention_merge.h.
  *
  * Heads. The queries come from memory, or, with one token a sequence, straight from the projection (rope.h): a CTA then
  * normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
  * cache and, behind what the cache held there before, into the ring. So nothing but the projection is waited for, and
  * all keys may be on their way before.
  */
-#include "cuda/attention_merge.h"
+#include "cuda/attention_decode_warp.h"
 #include "cuda/rope.h"
 
 // --- kernels
@@ -30,56 +30,45 @@ struct row_offsets {
     bool is_there;
 };
 
-/* TAKES_HEADS: its queries come from the projection. In the others' kernels that code was a quarter, and cost 2 %.
- */
+/* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
 template <typename Kind, int D, int NT, bool TAKES_HEADS>
-struct decode_cta {
-    using tile = cache_tile<Kind, D>;
-    static constexpr int CHUNK = decode_chunk(D, Kind::CACHE_BYTES), KEY_TILES = CHUNK / 16, ROWS = 8 * NT, STAGES = 3;
-    static constexpr int K_STEPS = D / 16, M_TILES = D / 16;
+struct decode_cta : decode_warp<Kind, D, NT> {
+    using computing = decode_warp<Kind, D, NT>;
+    using computing::args, computing::rows, computing::warp, computing::lane, computing::first_common,
+        computing::end_common;
+    using computing::CHUNK, computing::KEY_TILES, computing::ROWS, computing::ALL_KEYS, computing::QUERY_STRIDE,
+        computing::TILE_BYTES;
+    using typename computing::tile;
+    static constexpr int STAGES = 3;
     static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
-    static constexpr int TILE_BYTES = CHUNK * tile::ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
+    static constexpr int STAGE_BYTES = 2 * TILE_BYTES;
     static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES; /* of the cache, that a warp's copy takes */
     /* Shared memory of a warp: its stages, in whose place its results come at the end. */
     static constexpr int RING_BYTES = STAGES * STAGE_BYTES, OUTPUT_STRIDE = D + 4;
     static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
-    /* Behind the rings of a CTA that takes its heads from the projection: queries, in rows of different banks, and the
-     * new key and value as the cache has them. */
-    static constexpr int QUERY_STRIDE = D + 8, QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
+    /* Behind the rings of a CTA that takes its heads from the projection: queries, and the new key and value as the
+     * cache has them. */
+    static constexpr int QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
     static constexpr int HEAD_BYTES = QUERY_BYTES + 2 * D * Kind::CACHE_BYTES;
     static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <= 228 * 1024,
                   "fewer CTAs than the plan counts on");
-    static constexpr unsigned int ALL_KEYS = CHUNK == 32 ? ~0u : 0xffff;
 
-    const pk_attention_args &args;
     const decode_params &params;
-    decode_tile rows;
     char *smem;
-    uint32_t ring;                      /* this warp's stages, as a shared address */
-    unsigned int masks[STAGES];         /* which of the stages' keys are there, the oldest stage first */
-    int step;                           /* keys of all warps' chunks */
-    int warp, lane, quad_row, quad_col; /* quad_row = lane / 4, quad_col = lane % 4 * 2 */
-    int first_seen, end_seen;           /* keys that some of the unit's queries sees */
-    int first_common, end_common;       /* keys that all of them see, if they are there */
+    uint32_t ring;              /* this warp's stages, as a shared address */
+    unsigned int masks[STAGES]; /* which of the stages' keys are there, the oldest stage first */
+    int step;                   /* keys of all warps' chunks */
+    int first_seen, end_seen;   /* keys that some of the unit's queries sees */
 
     int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
     int num_loaded, next_page;         /* chunks; of this lane's 16 keys of the next 32 / KEY_TILES chunks */
     row_offsets table;                 /* of its keys of these chunks */
     const char *k_lane, *v_lane;       /* what this lane's copies add such an offset to */
 
-    uint32_t q[NT][K_STEPS][2];
-    float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
-    float row_max[NT][2], row_sum[NT][2] = {};
-    float output[M_TILES][NT][4] = {};
-
     __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
-        : args(args), params(params), rows{args, params, {}, 0, ROWS}, smem(smem)
+        : computing(args, params), params(params), smem(smem)
     {
-        warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        quad_row = lane / 4;
-        quad_col = lane % 4 * 2;
         step = params.shape.step;
         ring = smem_address(smem + warp * RING_BYTES);
     }
@@ -294,185 +283,7 @@ struct decode_cta {
         __syncwarp();
     }
 
-    // --- computing
-
-    __device__ void load_queries()
-    {
-        int num_rows = rows.num_rows();
-        float scale = args.softmax_scale * pk_scale_of(args.k_scale, rows.unit.seq, rows.head);
-        bool is_modified = args.softcap > 0 || args.alibi_slopes;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            float(&scales)[2] = row_scale[Kind::IS_FP8 ? nt : 0];
-            int row = nt * 8 + quad_row;
-            int64_t token = rows.unit.first_query + rows.query_of(row), q_head = rows.q_head_of(row);
-            const uint16_t *from =
-                TAKES_HEADS ? (const uint16_t *)heads_memory() + row * QUERY_STRIDE
-                            : (const uint16_t *)args.q + token * args.q_token_stride + q_head * args.q_head_stride;
-            float factor = load_query_row<Kind, D>(q[nt], row < num_rows ? from : nullptr, (int)args.head_dim,
-                                                   args.dtype == PK_BF16, lane);
-            scales[0] = scales[1] = is_modified ? scale : scale * PK_LOG2E;
-            if constexpr (Kind::IS_FP8) { /* a lane's rows as query and as score are not the same */
-                scales[0] *= __shfl_sync(~0u, factor, quad_col * 4);
-                scales[1] *= __shfl_sync(~0u, factor, quad_col * 4 + 4);
-            }
-        }
-    }
-
-    __device__ float scale_of(int nt, int i) const { return Kind::IS_FP8 ? row_scale[nt][i] : row_scale[0][0]; }
-
-    using chunk_scores = float[KEY_TILES][NT][4]; /* lane: keys quad_row and + 8 of a tile, rows quad_col and + 1 */
-
-    /* Softcap and ALiBi. */
-    __device__ void modify_scores(chunk_scores &scores, int first_key)
-    {
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++) {
-            int row = i / 2 * 8 + quad_col + i % 2, distance = rows.position_of(row) - first_key - quad_row;
-            float slope = 0;
-            if (args.alibi_slopes && row < rows.num_rows())
-                slope = args.alibi_slopes[rows.unit.seq * args.alibi_seq_stride + rows.q_head_of(row)];
-#pragma unroll
-            for (int j = 0; j < 2 * KEY_TILES; j++) {
-                float &score = scores[j / 2][i / 2][j % 2 * 2 + i % 2];
-                score = modified_score(args, score, scale_of(i / 2, i % 2), slope, distance - j * 8);
-            }
-        }
-    }
-
-    /* The scores of keys that a row may not see become -inf. */
-    __device__ void mask_scores(chunk_scores &scores, int first_key, unsigned int mask)
-    {
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++) {
-            int64_t position = rows.position_of(i / 2 * 8 + quad_col + i % 2) - first_key;
-            int first = args.window_left < 0 ? 0 : (int)max((int64_t)0, position - args.window_left);
-            int end = args.window_right < 0 ? CHUNK : (int)min((int64_t)CHUNK, position + args.window_right + 1);
-#pragma unroll
-            for (int j = 0; j < 2 * KEY_TILES; j++) {
-                int key = quad_row + j * 8;
-                bool is_seen = mask >> key & 1 && key >= first && key < end;
-                if (!is_seen) scores[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
-            }
-        }
-    }
-
-    __device__ void multiply_keys(chunk_scores &scores, uint32_t k_tile)
-    {
-        constexpr bool IS_SPLIT = KEY_TILES == 1; /* two chains of multiplications instead of one */
-        float odd[NT][4] = {};
-#pragma unroll
-        for (int k = 0; k < K_STEPS; k += 2)
-#pragma unroll
-            for (int t = 0; t < KEY_TILES; t++) {
-                uint32_t a[2][4];
-                tile::load_keys(a, k_tile, t * 16, k, lane);
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
-                    Kind::mma(scores[t][nt], a[0], {q[nt][k][0], q[nt][k][1]});
-                    Kind::mma(IS_SPLIT ? odd[nt] : scores[t][nt], a[1], {q[nt][k + 1][0], q[nt][k + 1][1]});
-                }
-            }
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int i = 0; i < 4 && IS_SPLIT; i++) scores[0][nt][i] += odd[nt][i];
-    }
-
-    __device__ void multiply_values(const uint2 (&p)[KEY_TILES][NT], uint32_t v_tile)
-    {
-#pragma unroll
-        for (int m = 0; m < M_TILES; m += 2)
-#pragma unroll
-            for (int t = 0; t < KEY_TILES; t++) {
-                uint32_t a[2][4];
-                tile::load_values(a, v_tile, t * 16, m, lane);
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
-                    Kind::mma(output[m][nt], a[0], p[t][nt]);
-                    Kind::mma(output[m + 1][nt], a[1], p[t][nt]);
-                }
-            }
-    }
-
-    /* Follows the largest score of every row, but only when it has grown by more than 2^8: until then the smaller base
-     * does no harm in fp32, and most chunks pay one vote instead of reductions and a rescaled output. */
-    __device__ void follow_max(const chunk_scores &scores)
-    {
-        bool has_grown = false;
-        for (int nt = 0; nt < NT; nt++)
-            for (int i = 0; i < 4 * KEY_TILES; i++) has_grown |= scores[i / 4][nt][i % 4] > row_max[nt][i % 2] + 8;
-        if (!__any_sync(~0u, has_grown)) return;
-        for (int nt = 0; nt < NT; nt++)
-            for (int i = 0; i < 2; i++) {
-                float largest = row_max[nt][i];
-                for (int t = 0; t < KEY_TILES; t++)
-                    largest = fmaxf(largest, fmaxf(scores[t][nt][i], scores[t][nt][i + 2]));
-                for (int distance = 4; distance < 32; distance *= 2)
-                    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-                float shrink = exp2_fast(row_max[nt][i] - largest);
-                row_max[nt][i] = largest;
-                row_sum[nt][i] *= shrink;
-                for (int m = 0; m < M_TILES; m++) {
-                    output[m][nt][i] *= shrink;
-                    output[m][nt][i + 2] *= shrink;
-                }
-            }
-    }
-
-    __device__ void compute_chunk(int stage, int first_key)
-    {
-        unsigned int mask = masks[0];
-        if (mask == 0) return;
-        uint32_t k_tile = ring + stage * STAGE_BYTES;
-        chunk_scores scores = {};
-        multiply_keys(scores, k_tile);
-
-        bool is_modified = args.softcap > 0 || args.alibi_slopes;
-        bool is_cut = mask != ALL_KEYS || first_key < first_common || first_key + CHUNK > end_common;
-        if (is_modified)
-            modify_scores(scores, first_key);
-        else
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int i = 0; i < 4 * KEY_TILES; i++) scores[i / 4][nt][i % 4] *= scale_of(nt, i % 2);
-        if (is_cut) mask_scores(scores, first_key, mask);
-        follow_max(scores);
-
-        uint2 p[KEY_TILES][NT];
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int t = 0; t < KEY_TILES; t++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    scores[t][nt][i] = exp2_fast(scores[t][nt][i] - row_max[nt][i % 2]);
-                    row_sum[nt][i % 2] += scores[t][nt][i];
-                }
-                p[t][nt].x = transpose_8x8(Kind::pack(scores[t][nt][0], scores[t][nt][1]));
-                p[t][nt].y = transpose_8x8(Kind::pack(scores[t][nt][2], scores[t][nt][3]));
-            }
-        multiply_values(p, k_tile + TILE_BYTES);
-    }
-
     // --- the unit
-
-    /* This warp's results, where its keys were. */
-    __device__ void leave_results()
-    {
-        partial_rows<ROWS> to = {(float *)(smem + warp * RING_BYTES), OUTPUT_STRIDE};
-        for (int nt = 0; nt < NT; nt++)
-            for (int i = 0; i < 2; i++) {
-                int row = nt * 8 + quad_col + i;
-                float sum = row_sum[nt][i];
-                for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-                if (quad_row == 0) to.max()[row] = row_max[nt][i], to.sum()[row] = sum;
-                for (int m = 0; m < M_TILES; m++)
-                    for (int half = 0; half < 2; half++)
-                        to.output(row)[m * 16 + tile::value_dim(quad_row, half)] = output[m][nt][half * 2 + i];
-            }
-    }
 
     /* From here on what the kernel before wrote may be read. Again is as good as once. */
     __device__ static void begin()
@@ -515,21 +326,20 @@ struct decode_cta {
                 take_heads<typename Kind::Element>(token);
             __syncthreads();
         }
-        load_queries();
-        for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
+        this->template load_queries<TAKES_HEADS>(heads_memory());
         for (int stage = 0; first_key < end_key; first_key += step) {
             copy_async_wait<STAGES - 1>();
             __syncwarp();
             if (TAKES_HEADS && (unsigned)(new_key - first_key) < CHUNK)
                 put_new_rows(token.slot, stage, new_key - first_key);
-            compute_chunk(stage, first_key);
+            this->compute_chunk(ring + stage * STAGE_BYTES, first_key, masks[0]);
             __syncwarp(); /* every lane has read what comes to be overwritten */
             load_next(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         copy_async_wait<0>();
         __syncwarp();
-        leave_results();
+        this->leave_results({(float *)(smem + warp * RING_BYTES), OUTPUT_STRIDE}); /* where its keys were */
         __syncthreads();
         merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)

@@ -148,9 +148,9 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->rows = most_rows <= 8 || shape->head_dim == 256 ? 8 : 16;
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
 
-    /* The largest CTAs that fill the machine with equal parts; but not where those are few: there is less to gain from
-     * fewer parts than from CTAs that find room beside those of the products before and behind. With num_splits the
-     * bits may not depend on the batch, so the shape of a CTA may not, either. */
+    /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
+     * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. With
+     * num_splits the bits may not depend on the batch, so the shape of a CTA may not, either. */
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)3 * 2 * shape->chunk * shape->head_dim * bytes;
@@ -159,7 +159,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
         shape->ctas_per_sm = ctas;
         slots = device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
-        bool are_few_parts = slots / segments > 1 && slots / segments < 8;
+        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
         if (is_filled && !(ctas == 1 && are_few_parts) && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta)
             break;
     }

@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
             *weight = (const T *)args.weight + column * args.weight_stride;
     float sum = 0;
     for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
-#pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     if (lane != 0) return;
     if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);

@@ -75,14 +75,12 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     auto copy_next = [&]() {
         if (copy_tile < params.num_tiles) {
             int column = (copy_line * WARPS + warp) * LINE + quad * 8;
-#pragma unroll
             for (int half = 0; half < 2; half++) {
                 int output = copy_block * BLOCK + half * 8 + group, row = copy_tile * params.tile + output;
                 if (args.is_gated) /* the first half of a tile are gates */
                     row = copy_tile * width + output + (output < width ? 0 : num_outputs - width);
                 bool is_row = output < params.tile && row < args.out_features;
                 const T *from = weight + (is_row ? row * args.weight_stride : 0) + column;
-#pragma unroll
                 for (int p = 0; p < 2; p++) {
                     bool is_inside = is_row && column + p * 32 < size;
                     copy_async_16(smem_address(ring + ((copy_slot * 2 + half) * 2 + p) * THREADS),
@@ -105,7 +103,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     };
 
     int rows_of[OUTPUTS], columns_of[OUTPUTS]; /* what this thread writes of a tile */
-#pragma unroll
     for (int p = 0; p < OUTPUTS; p++) {
         int i = threadIdx.x + p * THREADS;
         rows_of[p] = i / width, columns_of[p] = i - rows_of[p] * width;
@@ -117,7 +114,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     int slot = 0;
     for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
         float addends[OUTPUTS]; /* what out is made of beside the product, asked for early */
-#pragma unroll
         for (int p = 0; p < OUTPUTS; p++) {
             int64_t output = (int64_t)tile * width + columns_of[p], at = rows_of[p] * args.out_stride + output;
             addends[p] = 0;
@@ -130,7 +126,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         float acc[BLOCKS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
         for (int first = 0; first < most_lines; first += AHEAD) {
             uint4 x_bits[AHEAD][2][EIGHTS];
-#pragma unroll
             for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
                 int a = i / (2 * EIGHTS), p = i / EIGHTS % 2, row = i % EIGHTS * 8 + group;
                 int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
@@ -142,7 +137,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
                 __syncthreads();
             }
             if (args.norm_weight)
-#pragma unroll
                 for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
                     int a = i / (2 * EIGHTS), p = i / EIGHTS % 2;
                     int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
@@ -155,14 +149,11 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 if (first + a >= num_lines) break;
-#pragma unroll
                 for (int n = 0; n < BLOCKS; n++) {
                     if (n >= num_blocks) break;
                     copy_async_wait<DEPTH - 1>();
-#pragma unroll
                     for (int p = 0; p < 2; p++) {
                         const uint4 low = ring[(slot * 4 + p) * THREADS], high = ring[(slot * 4 + 2 + p) * THREADS];
-#pragma unroll
                         for (int e = 0; e < EIGHTS; e++) {
                             const uint4 &bits = x_bits[a][p][e];
                             mma_16816<T>(acc[n][e], {low.x, high.x, low.y, high.y}, {bits.x, bits.y});
@@ -176,20 +167,16 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         }
 
         __syncthreads(); /* the ring, or the sums of the tile before, have been read */
-#pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
-#pragma unroll
             for (int i = 0; i < 4; i++) { /* row 2 * quad (+ 1), output group (+ 8) */
                 int row = e * 8 + quad * 2 + i % 2;
                 float *to = sums + (warp * num_rows + row) * sums_stride + i / 2 * 8 + group;
-#pragma unroll
                 for (int n = 0; n < BLOCKS; n++)
                     if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
             }
             if (quad == group / 2) squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
         }
         __syncthreads();
-#pragma unroll
         for (int p = 0; p < OUTPUTS; p++) {
             int row = rows_of[p];
             int64_t output = (int64_t)tile * width + columns_of[p], at = row * args.out_stride + output;
@@ -197,18 +184,15 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
             const float *from = sums + row * sums_stride + columns_of[p];
             const int warp_stride = num_rows * sums_stride;
             float sum = 0, scale = 1;
-#pragma unroll
             for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
             if (args.norm_weight) {
                 float square = 0;
-#pragma unroll
                 for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
                 scale = rsqrtf(square / size + args.norm_eps);
             }
             sum = sum * scale + addends[p];
             if (args.is_gated) { /* rounded where silu_and_mul would read it */
                 float gate = pk_round<T>(sum), up = 0;
-#pragma unroll
                 for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
                 sum = pk_round<T>(gate / (1 + __expf(-gate))) * pk_round<T>(up * scale);
             }

@@ -70,14 +70,12 @@ template <typename T>
 __device__ static inline void add_4(float (&values)[4], const T *from)
 {
     pk_vec<T, 4> packed = *(const pk_vec<T, 4> *)from;
-#pragma unroll
     for (int i = 0; i < 4; i++) values[i] += pk_to_float(packed.at[i]);
 }
 template <typename T>
 __device__ static inline void write_4(T *to, const float (&values)[4])
 {
     pk_vec<T, 4> packed;
-#pragma unroll
     for (int i = 0; i < 4; i++) packed.at[i] = pk_from_float<T>(values[i]);
     *(pk_vec<T, 4> *)to = packed;
 }
@@ -88,11 +86,9 @@ __device__ static inline void weigh(char *weight, const char *norm)
 {
     const int thread = threadIdx.x % 128,
               chunk = thread % 8 ^ thread / 8 % 8; /* the 8 inputs that the swizzle put here */
-#pragma unroll
     for (int k = 0; k < STEP; k += LINE) {
         const pk_packed<T> factors = *(const pk_packed<T> *)(norm + (k + chunk * 8) * 2);
         pk_packed<T> *at = (pk_packed<T> *)(weight + k * TILE * 2) + thread;
-#pragma unroll
         for (int i = 0; i < TILE * 8; i += 128) at[i] = at[i] * factors;
     }
 }
@@ -102,11 +98,9 @@ __device__ static inline void weigh(char *weight, const char *norm)
 template <typename T, int count>
 __device__ static inline void add_squares(float (&squares)[count], const char *x)
 {
-#pragma unroll
     for (int i = 0; i < STEP / LINE * count; i++) {
         float values[8], even = 0, odd = 0;
         ((const pk_packed<T> *)x + threadIdx.x % 128 + i * 128)->unpack(values);
-#pragma unroll
         for (int j = 0; j < 8; j += 2) even += values[j] * values[j], odd += values[j + 1] * values[j + 1];
         squares[i % count] += even + odd;
     }
@@ -162,7 +156,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
             const int num_norms = has_norm ? min(STEP, (int)args.in_features - input) : 0;
             uint32_t barrier = smem_address(&weight_full[stage]), to = ring + stage * stage_bytes<N>;
             barrier_arrive_expect(barrier, WEIGHT_BYTES + num_norms * 2);
-#pragma unroll
             for (int k = 0; k < STEP; k += LINE)
 #pragma unroll 1
                 for (int half = 0; half < halves; half++, to += width * LINE * 2)
@@ -174,7 +167,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         auto copy_x = [&](int step, int stage) {
             uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N> + WEIGHT_BYTES;
             barrier_arrive_expect(barrier, N * STEP * 2);
-#pragma unroll
             for (int k = 0; k < STEP; k += LINE)
                 copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
         };
@@ -242,7 +234,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         const int num_rows = output < num_outputs ? min(rows_of_cta, (int)args.num_rows - row_base) : 0;
         pk_vec<T, 4> before[2]; /* what out holds, of two rows */
         auto ask = [&](int row) {
-#pragma unroll
             for (int i = 0; i < 2; i++, row += rows_apart) {
                 before[i] = {};
                 if (args.adds_to_out && args.out_dtype != PK_F32 && row < num_rows)
@@ -263,9 +254,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                 weigh_next();
             }
             named_sync(1, WORKERS); /* the sums may lie where the ring is */
-#pragma unroll
             for (int i = 0; i < N / 16; i++) {
-#pragma unroll
                 for (int offset = 4; offset > 0; offset /= 2) squares[i] += __shfl_xor_sync(~0u, squares[i], offset);
                 if (lane % 8 == 0) sums[(threadIdx.x % 128 / 8 + i * 16) * PITCH + TILE] = squares[i];
             }
@@ -281,7 +270,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                 barrier_wait(smem_address(&ready[stage]), parity);
                 barrier_wait(smem_address(&x_full[stage]), parity);
                 wgmma_fence();
-#pragma unroll
                 for (int k = 0; k < STEP; k += 16)
                     wgmma<T, N>::smem_smem(acc, a + (k / LINE * TILE * LINE + k % LINE) * 2 / 16,
                                            b + (k / LINE * N * LINE + k % LINE) * 2 / 16, step > 0 || k > 0);
@@ -295,7 +283,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
             pin(acc);
             release(last_stage);
             named_sync(1, WORKERS);
-#pragma unroll
             for (int i = 0; i < N / 2; i++)
                 sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * 16 + i / 2 % 2 * 8 + lane / 4] = acc[i];
         }
@@ -312,7 +299,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 #pragma unroll 1
         for (int first = first_row; first < num_rows; first += 2 * rows_apart) {
             if (first != first_row) ask(first);
-#pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = first + i * rows_apart;
                 if (row >= num_rows) break;
@@ -326,7 +312,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                     square += at[TILE];
                 }
                 if (has_norm) scale = rsqrtf(square * inverse_size + args.norm_eps);
-#pragma unroll
                 for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
                 if (args.bias) add_4(values, (const T *)args.bias + output);
                 if (args.bias && args.is_gated) add_4(ups, (const T *)args.bias + num_outputs + output);
@@ -336,7 +321,6 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                     write_4((float *)args.out + to, values);
                     continue;
                 }
-#pragma unroll
                 for (int j = 0; j < 4; j++) {
                     values[j] += pk_to_float(before[i].at[j]);
                     if (!args.is_gated) continue;

@@ -57,14 +57,6 @@ static constexpr int ctas_an_sm = N > 32 ? 1 : 2;
 #ifdef PK_SM90A
 using namespace sm90;
 
-/* cluster_sync() in two: each arrives, and waits for the others later. */
-__device__ static inline void cluster_arrive()
-{
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
 /* 4 outputs of a row. */
 template <typename T>
 __device__ static inline void add_4(float (&values)[4], const T *from)

@@ -65,12 +65,19 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* All threads of the cluster that have not ended meet here. Barriers that barrier_init_fence() covers are ready behind
- * it; it orders no other memory, because that would cover global memory, too, and takes half a microsecond. */
-__device__ __forceinline__ void cluster_sync()
+/* All threads of the cluster that have not ended meet here; in two halves, where there is work until the others have
+ * arrived. Barriers that barrier_init_fence() covers are ready behind it; it orders no other memory, because that would
+ * cover global memory, too, and takes half a microsecond. */
+__device__ __forceinline__ void cluster_arrive()
 {
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_sync()
+{
+    cluster_arrive();
+    cluster_wait();
 }
 /* The same place in the shared memory of another CTA of the cluster. */
 __device__ __forceinline__ uint32_t address_in(int rank, uint32_t smem)

@@ -54,6 +54,22 @@ static void read_window(py_call *call, int parameter, pk_attention_call *request
     Py_XDECREF(pair);
 }
 
+/* softmax_scale: a number, kept in `scale`, or NULL for None. */
+static const double *read_scale(py_call *call, int parameter, double *scale)
+{
+    PyObject *object = call->given[parameter];
+    *scale = py_call_double(call, parameter, 0);
+    return object && object != Py_None ? scale : NULL;
+}
+
+/* num_splits, plan and past_is_constant, which follow one another. */
+static void read_split(py_call *call, int parameter, pk_attention_call *request)
+{
+    request->num_splits = py_call_int(call, parameter, 0);
+    request->plan = py_call_optional(call, parameter + 1);
+    request->past_is_constant = py_call_bool(call, parameter + 2, false);
+}
+
 /* The batch, which the arguments of both calls begin with. */
 enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, NUM_BATCH };
 
@@ -108,8 +124,8 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
         return NULL;
     pk_attention_call request = {.out = &out.base};
     read_batch(&call, &request);
-    double scale = py_call_double(&call, SOFTMAX_SCALE, 0);
-    request.softmax_scale = call.given[SOFTMAX_SCALE] && call.given[SOFTMAX_SCALE] != Py_None ? &scale : NULL;
+    double scale;
+    request.softmax_scale = read_scale(&call, SOFTMAX_SCALE, &scale);
     request.is_causal = py_call_bool(&call, CAUSAL, true);
     read_window(&call, WINDOW_SIZE, &request);
     request.softcap = py_call_double(&call, SOFTCAP, 0);
@@ -117,9 +133,7 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
     request.sinks = py_call_optional(&call, SINKS);
     request.k_scale = py_call_scale(&call, K_SCALE);
     request.v_scale = py_call_scale(&call, V_SCALE);
-    request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
-    request.plan = py_call_optional(&call, PLAN);
-    request.past_is_constant = py_call_bool(&call, PAST_IS_CONSTANT, false);
+    read_split(&call, NUM_SPLITS, &request);
     py_call_output(&call, OUT, &out);
     bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
     py_call_output(&call, -1, &lse);
@@ -308,14 +322,12 @@ static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, P
     heads.eps = py_call_double(&call, EPS, 1e-6);
     request.cu_seqlens_q = py_call_optional(&call, STARTS);
     request.max_seqlen_q = py_call_int(&call, LONGEST, INT64_MAX);
-    double scale = py_call_double(&call, SOFTMAX_SCALE, 0);
-    request.softmax_scale = call.given[SOFTMAX_SCALE] && call.given[SOFTMAX_SCALE] != Py_None ? &scale : NULL;
+    double scale;
+    request.softmax_scale = read_scale(&call, SOFTMAX_SCALE, &scale);
     read_window(&call, WINDOW_SIZE, &request);
     heads.k_scale = py_call_scale(&call, K_SCALE);
     heads.v_scale = py_call_scale(&call, V_SCALE);
-    request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
-    request.plan = py_call_optional(&call, PLAN);
-    request.past_is_constant = py_call_bool(&call, PAST_IS_CONSTANT, false);
+    read_split(&call, NUM_SPLITS, &request);
     py_call_output(&call, Q_OUT, &q_out);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_qkv_attention_fwd(&heads, &request, call.stream, &call.err));

@@ -4,7 +4,7 @@
  * from a length. A batch that may mix decoding and prefilling sequences launches two kernels, and each takes its own
  * sequences by their number of query rows, which it reads on the device.
  */
-#include "cuda/attention.h"
+#include "cuda/attention_plan.h"
 #include "cuda/rope.h"
 
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
@@ -76,8 +76,9 @@ pk_status pk_cuda_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk
                                 pk_error *err)
 {
     bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
+    int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
     if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
-        args->num_q_heads / args->num_kv_heads <= (args->head_dim > 128 ? 8 : 16) && are_heads_aligned(rope)) {
+        group <= decode_rows(group, args->head_dim) && are_heads_aligned(rope)) {
         pk_cuda_scope scope(rope->qkv, err);
         if (scope.status != PK_OK) return scope.status;
         attention_route route = choose_route(args, scope.device);

@@ -145,7 +145,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
     int64_t most_rows = args->max_seqlen_q * shape->group;
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
-    shape->rows = most_rows <= 8 || shape->head_dim == 256 ? 8 : 16;
+    shape->rows = decode_rows(most_rows, shape->head_dim);
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
 
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less

@@ -41,6 +41,8 @@ struct decode_shape {
 constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
 constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
+/* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
+constexpr int decode_rows(int64_t most_rows, int64_t head_dim) { return most_rows <= 8 || head_dim > 128 ? 8 : 16; }
 
 /* Parts in flight: counters that are zero between calls, and room for partial results. */
 struct decode_workspace {

@@ -39,7 +39,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     using computing::CHUNK, computing::KEY_TILES, computing::ROWS, computing::ALL_KEYS, computing::QUERY_STRIDE,
         computing::TILE_BYTES;
     using typename computing::tile;
-    static constexpr int STAGES = 3;
+    static constexpr int STAGES = DECODE_STAGES;
     static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
     static constexpr int STAGE_BYTES = 2 * TILE_BYTES;
     static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES; /* of the cache, that a warp's copy takes */
@@ -301,6 +301,8 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!read_unit(unit_index)) {
+            /* A row that is no unit makes room for the kernels behind at once; the first CTA waits for all. */
+            if (rows.unit.signature == 0 && blockIdx.x > 0) return;
             begin();
             if (threadIdx.x == 0 && rows.unit.signature != 0)
                 pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature, params.shape.signature);

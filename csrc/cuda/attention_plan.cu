@@ -2,8 +2,9 @@
  *
  * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most
  * twice an SM's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and what is under
- * way at the end still draws the whole bandwidth. With num_splits every sequence has up to that many parts, whose
- * number and borders depend on its own length alone.
+ * way at the end still draws the whole bandwidth. What a CTA has under way at once is never cut: to merge parts takes
+ * longer. With num_splits every sequence has up to that many parts, whose number and borders depend on its own length
+ * alone.
  */
 #include "cuda/attention_plan.h"
 
@@ -35,7 +36,7 @@ __device__ static planned_sequence measure(const pk_attention_args &args, const 
 
 __device__ static int count_parts(const decode_shape &shape, int num_steps, int length)
 {
-    if (shape.num_splits == 0) return (num_steps + length - 1) / length;
+    if (shape.num_splits == 0) return num_steps <= DECODE_STAGES ? 1 : (num_steps + length - 1) / length;
     return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
 }
 
@@ -153,7 +154,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
      * num_splits the bits may not depend on the batch, so the shape of a CTA may not, either. */
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
-    size_t warp_bytes = (size_t)3 * 2 * shape->chunk * shape->head_dim * bytes;
+    size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t slots = 1;
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;

@@ -41,6 +41,7 @@ struct decode_shape {
 constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
 constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
+constexpr int DECODE_STAGES = 3;       /* chunks that a warp has room for in shared memory */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows, int64_t head_dim) { return most_rows <= 8 || head_dim > 128 ? 8 : 16; }
 

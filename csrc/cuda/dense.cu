@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
         }
     };
     if (blockIdx.x == 0) for_pieces(threadIdx.x, [&](int, int64_t at, int64_t) { pk_prefetch_to_l2(weight_row + at); });
+    /* A few rows leave room for the product behind, which may fetch its weight. */
+    if (gridDim.x <= 64) pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     if (row >= args.num_rows) return;

@@ -3,7 +3,7 @@
     python benchmarks/linear_cuda.py [--models 0.6B,8B] [--rows 1,8,16,64] [--alone] [--no-record]
 
 CUDA graphs over the weights of all layers (of 8B: of six, scaled to 36), measured as in dense_cuda.py. A step's products feed
-each other, with the norms, the gate and the residual that they do on the way and without attention; the LM head writes float32.
+each other, with the gate, its division and the residual that they do on the way and without attention; the LM head writes float32.
 `floor` is the weights' bytes at 4,540 GB/s, what an H200 reads at best. Weights are promised to be constant, as the engine does.
 """
 
@@ -46,24 +46,23 @@ def product_us(shape: tuple[int, int], rows: int, linear) -> float:
 
 
 def step_us(model: str, rows: int, is_fused: bool) -> float:
-    """All layers, then the LM head. Fused: with the norms, the gate and the residual. (torch.mm: the products alone, logits of
-    half the bytes.)"""
+    """All layers, then the LM head. Fused: with the gate, its division by the root mean square, and the residual. (torch.mm:
+    the products alone, logits of half the bytes.)"""
     shapes, count = SHAPES[model], MEASURED_LAYERS[model]
     weights = [{name: normal(*shape) / shape[1] ** 0.5 for name, shape in shapes.items() if name != "LM head"} for _ in range(count)]
     head, hidden, middle = normal(*shapes["LM head"]), shapes["qkv"][1], shapes["down"][1]
     outs = {name: buffer(rows, outputs) for name, (outputs, _) in shapes.items() if name != "LM head"}
     logits = buffer(rows, VOCAB, torch.float32 if is_fused else torch.bfloat16)
-    x, normed, activation, norm = normal(rows, hidden), buffer(rows, hidden), buffer(rows, middle), normal(hidden)
+    x, activation = normal(rows, hidden), buffer(rows, middle)
     attention = outs["qkv"][:, : shapes["o"][1]]
-    before = {"norm_weight": norm, "normed": normed, "weight_is_constant": True}
-    behind = {"add_to_out": True, "weight_is_constant": True}
+    always = {"weight_is_constant": True}
 
     def fused() -> None:
         for layer in weights:
-            pagedkv.linear(x, layer["qkv"], out=outs["qkv"], **before)
-            pagedkv.linear(attention, layer["o"], out=x, **behind)
-            pagedkv.linear(x, layer["gate-up"], gate_up=outs["gate-up"], out=activation, **before)
-            pagedkv.linear(activation, layer["down"], out=x, **behind)
+            pagedkv.linear(x, layer["qkv"], out=outs["qkv"], **always)
+            pagedkv.linear(attention, layer["o"], add_to_out=True, out=x, **always)
+            pagedkv.linear(x, layer["gate-up"], gate_up=outs["gate-up"], rms_eps=1e-6, out=activation, **always)
+            pagedkv.linear(activation, layer["down"], add_to_out=True, out=x, **always)
 
     def products() -> None:
         for layer in weights:

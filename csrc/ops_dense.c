@@ -1,4 +1,5 @@
-/* ops_dense.c - validation of the row-wise operations: embedding, gather_rows, rms_norm, silu_and_mul. */
+/* ops_dense.c - validation of the row-wise operations: embedding, gather_rows, rms_norm, scale_columns, silu_and_mul.
+ */
 #include "pk.h"
 
 #include <math.h>
@@ -64,7 +65,30 @@ pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const
         .x_stride = x->stride[0],
         .residual_stride = residual ? residual->stride[0] : 0,
         .out_stride = out->view.stride[0],
+        .divides = true,
         .eps = (float)eps,
+        .dtype = x->dtype,
+    };
+    return backend->rms_norm(&args, stream, err);
+}
+
+pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "factors", factors, "D", PK_SAME);
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, rms_norm, &backend, err);
+    PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
+    pk_rms_norm_args args = {
+        .x = x->data,
+        .weight = factors->data,
+        .out = out->view.data,
+        .num_rows = pk_dim(&env, 'T'),
+        .row_size = pk_dim(&env, 'D'),
+        .x_stride = x->stride[0],
+        .out_stride = out->view.stride[0],
         .dtype = x->dtype,
     };
     return backend->rms_norm(&args, stream, err);

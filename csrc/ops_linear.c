@@ -38,26 +38,6 @@ static pk_linear_args args_of(const pk_env *env, const pk_view *x, const pk_view
     };
 }
 
-static pk_status normalise(const pk_backend *backend, pk_linear_args *args, const pk_view *normed, pk_stream stream,
-                           pk_error *err)
-{
-    const pk_rms_norm_args norm = {
-        .x = args->x,
-        .weight = args->norm_weight,
-        .out = normed->data,
-        .num_rows = args->num_rows,
-        .row_size = args->in_features,
-        .x_stride = args->x_stride,
-        .out_stride = normed->stride[0],
-        .eps = args->norm_eps,
-        .dtype = args->dtype,
-    };
-    args->x = normed->data;
-    args->x_stride = normed->stride[0];
-    args->norm_weight = NULL;
-    return backend->rms_norm(&norm, stream, err);
-}
-
 static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *args, const pk_view *gate_up,
                                    pk_stream stream, pk_error *err)
 {
@@ -68,11 +48,12 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *ar
         .row_size = args->out_features / 2,
         .x_stride = gate_up->stride[0],
         .out_stride = args->out_stride,
+        .rms = {args->divides_by_rms ? args->x : NULL, args->in_features, args->x_stride, args->rms_eps},
         .dtype = args->dtype,
     };
     args->out = gate_up->data;
     args->out_stride = gate_up->stride[0];
-    args->is_gated = false;
+    args->is_gated = args->divides_by_rms = false;
     PK_TRY(backend->linear(args, stream, err));
     return backend->silu_and_mul(&silu, stream, err);
 }
@@ -80,20 +61,17 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *ar
 pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
                     pk_stream stream, pk_error *err)
 {
-    const pk_view *bias = options->bias, *norm_weight = options->norm_weight, *normed = options->normed;
-    const pk_view *gate_up = options->gate_up;
+    const pk_view *bias = options->bias, *gate_up = options->gate_up;
+    const double *rms_eps = options->rms_eps;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
     PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
-    if (!norm_weight != !normed)
-        return pk_fail(err, PK_EVALUE, "norm_weight and normed: one is useless without the other");
-    if (norm_weight) {
-        PK_EXPECT(&env, "norm_weight", norm_weight, "K", PK_SAME);
-        PK_EXPECT(&env, "normed", normed, "T K", PK_SAME | PK_WRITABLE);
-        if (!(options->eps >= 0) || isinf((float)options->eps))
-            return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", options->eps);
+    if (rms_eps) {
+        if (!(*rms_eps >= 0) || isinf((float)*rms_eps))
+            return pk_fail(err, PK_EVALUE, "rms_eps is %g but must be finite and at least 0", *rms_eps);
+        if (!gate_up || bias) return pk_fail(err, PK_EVALUE, "rms_eps: needs gate_up, and no bias");
     }
     if (gate_up) {
         PK_EXPECT(&env, "gate_up", gate_up, "T N", PK_SAME | PK_WRITABLE);
@@ -109,21 +87,17 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
     if (overlap(x, &out->view)) return pk_fail(err, PK_ELAYOUT, "out: overlaps x, which is read while it is written");
-    const pk_view *source = norm_weight ? normed : x, *product = gate_up ? gate_up : &out->view;
-    if (overlap(source, product))
-        return pk_fail(err, PK_ELAYOUT, "%s: overlaps %s, which is read while it is written",
-                       gate_up ? "gate_up" : "out", norm_weight ? "normed" : "x");
+    if (gate_up && overlap(x, gate_up))
+        return pk_fail(err, PK_ELAYOUT, "gate_up: overlaps x, which is read while it is written");
     pk_linear_args args = args_of(&env, x, weight, &out->view);
     args.bias = bias ? bias->data : NULL;
     args.weight_is_constant = options->weight_is_constant;
     args.adds_to_out = options->adds_to_out;
-    args.norm_weight = norm_weight ? norm_weight->data : NULL;
-    args.norm_eps = (float)options->eps;
     args.is_gated = gate_up != NULL;
-    if ((norm_weight || gate_up) && !(backend->linear_fuses && backend->linear_fuses(&args))) {
-        if (norm_weight) PK_TRY(normalise(backend, &args, normed, stream, err));
-        if (gate_up) return multiply_and_gate(backend, &args, gate_up, stream, err);
-    }
+    args.divides_by_rms = rms_eps != NULL;
+    args.rms_eps = rms_eps ? (float)*rms_eps : 0;
+    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(&args)))
+        return multiply_and_gate(backend, &args, gate_up, stream, err);
     return backend->linear(&args, stream, err);
 }
 

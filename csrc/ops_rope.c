@@ -23,6 +23,10 @@ pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_bac
         args->q_weight = q_weight->data;
         args->k_weight = k_weight->data;
     }
+    if (call->rms_of) {
+        PK_EXPECT(&env, "rms_of", call->rms_of, "T X", PK_SAME);
+        args->rms = (pk_rms_arg){call->rms_of->data, pk_dim(&env, 'X'), call->rms_of->stride[0], args->eps};
+    }
     PK_EXPECT(&env, "cos_sin", call->cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
     PK_EXPECT(&env, "positions", call->positions, "T", PK_ACCEPT_I32);
     if (!(call->eps >= 0) || isinf((float)call->eps))

@@ -159,6 +159,14 @@ static inline int64_t pk_dim(const pk_env *env, char letter) { return env->size[
 
 /* ------------------------------------------ arguments that backends receive */
 
+/* Rows beside those of an operation, which divides its own by their root mean squares sqrt(mean(x^2) + eps) before
+ * anything else. x NULL: it does not. */
+typedef struct {
+    const void *x; /* [num_rows, row_size] of the operation's dtype */
+    int64_t row_size, stride;
+    float eps;
+} pk_rms_arg;
+
 /* A scale as a backend sees it: data[seq * seq_stride + head * head_stride], or `value` where data is NULL. */
 typedef struct {
     const float *data; /* on the operation's device */
@@ -242,13 +250,15 @@ typedef struct {
     const char *ids_name; /* for errors */
 } pk_gather_args;
 
-/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps) * weight */
+/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps) * weight;
+ * scale_columns, which does not divide: out = x * weight */
 typedef struct {
     const void *x;      /* [num_rows, row_size] */
     void *residual;     /* the same shape, updated in place, or NULL */
     const void *weight; /* [row_size] */
     void *out;          /* [num_rows, row_size]; may be x itself */
     int64_t num_rows, row_size, x_stride, residual_stride, out_stride;
+    bool divides;
     float eps;
     pk_dtype dtype;
 } pk_rms_norm_args;
@@ -264,8 +274,8 @@ typedef struct {
     bool weight_is_constant;   /* nothing that is queued on the stream writes the weights: they may be read early */
     bool adds_to_out;          /* out += */
     bool is_gated;             /* out = silu(first half of the outputs) * second half, [num_rows, out_features / 2] */
-    const void *norm_weight;   /* [in_features]: x is normalised first, as by rms_norm. NULL: it is not */
-    float norm_eps;
+    bool divides_by_rms;       /* gate and up, by sqrt(mean(x^2) + rms_eps) of their row of x; only where is_gated */
+    float rms_eps;
 } pk_linear_args;
 
 /* An algorithm of the GPU's BLAS for one `linear`: opaque, good for one kind of GPU and one version of the library. */
@@ -280,8 +290,8 @@ typedef struct {
     pk_linear_algorithm algorithms[32];
 } pk_linear_choices;
 
-/* qk_norm_rope_store: from one fused projection, q and k are normalised a head (where the weights are given) and
- * rotated (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
+/* qk_norm_rope_store: from one fused projection (divided by `rms`), q and k are normalised a head (where the weights
+ * are given) and rotated (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
 typedef struct {
     const void *qkv;                 /* [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] */
     const void *q_weight, *k_weight; /* [head_dim], both or neither */
@@ -290,14 +300,16 @@ typedef struct {
     void *q_out;                     /* [num_tokens, num_q_heads, head_dim] dense */
     int64_t qkv_stride, max_positions, num_q_heads;
     float eps;
+    pk_rms_arg rms;
     pk_store_args store; /* key and value unset: they come from qkv */
 } pk_qk_norm_rope_store_args;
 
-/* silu_and_mul: out = silu(x[:, :n]) * x[:, n:] */
+/* silu_and_mul: out = silu(x[:, :n]) * x[:, n:], of x divided by `rms` */
 typedef struct {
     const void *x; /* [num_rows, 2 * row_size] */
     void *out;     /* [num_rows, row_size] */
     int64_t num_rows, row_size, x_stride, out_stride;
+    pk_rms_arg rms;
     pk_dtype dtype;
 } pk_silu_args;
 
@@ -381,7 +393,7 @@ typedef struct pk_backend {
     pk_status (*gather)(const pk_gather_args *args, pk_stream stream, pk_error *err);
     pk_status (*rms_norm)(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
     pk_status (*linear)(const pk_linear_args *args, pk_stream stream, pk_error *err);
-    bool (*linear_fuses)(const pk_linear_args *args); /* whether linear does what is_gated and norm_weight ask for */
+    bool (*linear_fuses)(const pk_linear_args *args); /* whether linear does what is_gated asks for */
     /* The algorithms for such a linear, or, with NULL for `choices`, the one that later calls like it use. */
     pk_status (*linear_algorithms)(const pk_linear_args *args, pk_linear_choices *choices,
                                    const pk_linear_algorithm *algorithm, pk_error *err);
@@ -480,11 +492,11 @@ pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_outpu
 pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err);
 pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
                       pk_stream stream, pk_error *err);
+pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err);
 typedef struct {
-    const pk_view *bias;                 /* or NULL, and so the others */
-    const pk_view *norm_weight, *normed; /* x is normalised first; memory for it where no kernel does both */
-    const pk_view *gate_up;              /* silu_and_mul at the end; memory for what it takes, likewise */
-    double eps;
+    const pk_view *bias;    /* or NULL, and so the others */
+    const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
+    const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
     bool adds_to_out, weight_is_constant;
 } pk_linear_options;
 pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
@@ -494,6 +506,7 @@ pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk
                                const pk_linear_algorithm *algorithm, pk_error *err);
 typedef struct {
     const pk_view *qkv, *q_weight, *k_weight, *cos_sin, *positions, *k_cache, *v_cache, *slot_mapping;
+    const pk_view *rms_of; /* or NULL */
     double eps;
     pk_scale k_scale, v_scale;
     pk_output *q_out;

@@ -202,6 +202,7 @@ def qk_norm_rope_store(
     v_cache: _Tensor,
     slot_mapping: _Tensor,
     *,
+    rms_of: _Tensor | None = None,
     eps: float = 1e-06,
     k_scale: _Scale = None,
     v_scale: _Scale = None,
@@ -220,6 +221,7 @@ def qkv_attention_fwd(
     block_tables: _Tensor,
     context_lens: _Tensor,
     *,
+    rms_of: _Tensor | None = None,
     eps: float = 1e-06,
     cu_seqlens_q: _Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -245,15 +247,14 @@ def rms_norm(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
+def scale_columns(x: _T, factors: _Tensor, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def linear(
     x: _T,
     weight: _Tensor,
     bias: _Tensor | None = None,
     *,
-    norm_weight: _Tensor | None = None,
-    eps: float = 1e-6,
-    normed: _Tensor | None = None,
     gate_up: _Tensor | None = None,
+    rms_eps: float | None = None,
     add_to_out: bool = False,
     weight_is_constant: bool = False,
     out: _T | None = None,

@@ -120,8 +120,12 @@ def rms_norm(x, weight, eps, dtype: str, *, residual=None):
     the normalised row, the product with the weight."""
     if residual is not None:
         residual = x = rounded(np.asarray(x) + residual, dtype)
-    normal = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps)
-    return rounded(rounded(normal, dtype) * weight, dtype), residual
+    return rounded(rounded(over_rms(x, x, eps), dtype) * weight, dtype), residual
+
+
+def over_rms(rows, x, eps):
+    """rows, each divided by the root mean square of its row of x; not rounded."""
+    return np.asarray(rows, np.float64) / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps)
 
 
 def silu_and_mul(x, dtype: str):
@@ -143,8 +147,9 @@ def rotate_halves(x, cos_sin):
 
 
 def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *,
-                       cache_dtype=None, k_scale=None, v_scale=None):
+                       rms_of=None, cache_dtype=None, k_scale=None, v_scale=None):
     """Returns q [tokens, heads, dim] and copies of the caches after the store."""
+    qkv = qkv if rms_of is None else over_rms(qkv, rms_of, eps)
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = np.asarray(qkv, np.float64).reshape(len(qkv), qkv.shape[1] // head_dim, head_dim)
     num_q_heads = heads.shape[1] - 2 * num_kv_heads
@@ -152,8 +157,8 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_c
     if q_weight is not None:
         q, k = rms_norm(q, q_weight, eps, dtype)[0], rms_norm(k, k_weight, eps, dtype)[0]
     q, k = (rounded(rotate_halves(x, cos_sin[positions][:, None]), dtype) for x in (q, k))
-    return q, *store_kvcache(k, v, k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype, k_scale=k_scale,
-                             v_scale=v_scale)
+    return q, *store_kvcache(k, rounded(v, dtype), k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype,
+                             k_scale=k_scale, v_scale=v_scale)
 
 
 # --- sampling

@@ -1,4 +1,4 @@
-"""embedding, gather_rows, rms_norm, silu_and_mul and qk_norm_rope_store against float64, and against transformers."""
+"""The row-wise operations and qk_norm_rope_store against float64, and against transformers."""
 
 import numpy as np
 import oracle
@@ -52,7 +52,7 @@ def test_an_id_out_of_range_is_named_and_nothing_is_written(bad):
     assert (out == 7).all()
 
 
-# --- rms_norm, silu_and_mul
+# --- rms_norm, scale_columns, silu_and_mul
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,6 +89,25 @@ def test_rms_norm_of_zeros_and_of_large_numbers(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0), (1, 1), (3, 131), (70, 1024), (4, 20000)])
+def test_scale_columns(rng, device, dtype, shape):
+    x, factors = normal(rng, shape, dtype), normal(rng, shape[1:], dtype)
+    expected, on_factors = oracle.rounded(x * factors, dtype), put(factors, device, dtype)
+    np.testing.assert_array_equal(get(pagedkv.scale_columns(put(x, device, dtype), on_factors)), expected)
+    in_place = put(x, device, dtype)
+    pagedkv.scale_columns(in_place, on_factors, out=in_place)
+    np.testing.assert_array_equal(get(in_place), expected)
+
+
+def test_scale_columns_of_a_wider_tensor(rng, device):
+    x, factors = normal(rng, (6, 300), "float16"), normal(rng, (280,), "float16")
+    wide = put_sliceable(x, device, "float16")
+    pagedkv.scale_columns(wide[1:5, 3:283], put(factors, device, "float16"), out=wide[1:5, 3:283])
+    x[1:5, 3:283] = oracle.rounded(x[1:5, 3:283] * factors, "float16")
+    np.testing.assert_array_equal(get(wide), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 2 * 131), (40, 2 * 3072)])
 def test_silu_and_mul(rng, device, dtype, shape):
     x = oracle.rounded(rng.standard_normal(shape) * 4, dtype)
@@ -118,7 +137,8 @@ def rope_case(rng, dtype, *, head_dim=64, num_q_heads=6, num_kv_heads=2, num_tok
             rng.integers(0, 40, num_tokens).astype(np.int32), pool, pool.copy(), slots.astype(np.int64)]
 
 
-def run_rope(case, device, dtype, cache_dtype=None, **keywords):
+def run_rope(case, device, dtype, cache_dtype=None, rms_of=None, **keywords):
+    keywords["rms_of"] = None if rms_of is None else put(rms_of, device, dtype)
     qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots = case
     caches = [put(cache, device, cache_dtype or dtype) for cache in (k_cache, v_cache)]
     weights = [None if w is None else put(w, device, dtype) for w in (q_weight, k_weight)]
@@ -139,6 +159,21 @@ def test_qk_norm_rope_store(rng, device, dtype, shape):
     for actual, wanted in zip(run_rope(case, device, dtype), expected, strict=True):
         assert actual.shape == wanted.shape
         np.testing.assert_allclose(actual, wanted, atol=4 * oracle.tolerance(dtype))  # NaN where nothing is stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [{}, {"num_tokens": 0}, {"head_dim": 6, "num_q_heads": 1}, {"num_tokens": 90, "with_norm": False},
+                                   {"head_dim": 256, "num_q_heads": 16, "num_tokens": 70}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("hidden", [1, 77, 1024, 5120])
+def test_rows_over_the_rms_of_others(rng, device, dtype, shape, hidden):
+    """What follows a product of rows that are not normalised: so small that the eps of either norm counts, or large."""
+    case = rope_case(rng, dtype, **shape)
+    size = 10 ** rng.uniform(-3, 1.5, (len(case[0]), 1))
+    case[0], rms_of = oracle.rounded(case[0] * size, dtype), normal(rng, (len(case[0]), hidden), dtype)
+    rms_of = oracle.rounded(rms_of * size + np.copysign(size / 9, rms_of), dtype)  # a single one is not almost nothing
+    expected = oracle.qk_norm_rope_store(*case, 1e-5, dtype, rms_of=rms_of)
+    for actual, wanted in zip(run_rope(case, device, dtype, rms_of=rms_of, eps=1e-5), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=4 * oracle.tolerance(dtype), rtol=2 * oracle.tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,6 +242,10 @@ ROPE = dict(qkv=floats(2, 4 * 8), q_weight=floats(8), k_weight=floats(8), cos_si
      BufferError, "residual"),
     (lambda: pagedkv.rms_norm(floats(2, 8)[:, ::2], floats(4)), BufferError, "x: the last dimension must be dense"),
     (lambda: pagedkv.rms_norm(floats(4), floats(4)), ValueError, "x: has 1 dimensions but must have 2"),
+    (lambda: pagedkv.scale_columns(floats(2, 4), floats(5)), ValueError, "factors: dim 0 is 5 but x has D=4"),
+    (lambda: pagedkv.scale_columns(floats(2, 4), np.zeros(4, np.float16)), TypeError, "factors: dtype is float16"),
+    (lambda: pagedkv.scale_columns(floats(2, 4), floats(4), out=floats(2, 5)), ValueError, "out: dim 1 is 5 but x has D=4"),
+    (lambda: pagedkv.qk_norm_rope_store(**ROPE, rms_of=floats(3, 4)), ValueError, "rms_of: dim 0 is 3 but qkv has T=2"),
     (lambda: pagedkv.silu_and_mul(floats(2, 5)), ValueError, "x: dim 1 is 5 but must be even"),
     (lambda: pagedkv.silu_and_mul(floats(2, 6), out=floats(2, 4)), ValueError, "out: dim 1 is 4 but half of x has D=3"),
     (lambda: pagedkv.embedding(floats(2), floats(3, 4)),

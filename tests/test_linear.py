@@ -58,26 +58,32 @@ FUSED += [(16, 1096, 392), (64, 1096, 392), (50, 264, 200), (70, 520, 130)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("behind", ["nothing", "bias", "rms"])
 @pytest.mark.parametrize("shape", FUSED, ids=str)
-def test_norm_before_and_gate_behind(rng, device, dtype, is_gated, with_bias, shape):
+def test_gate_behind(rng, device, dtype, behind, shape):
     x, weight, bias = make_case(rng, shape, dtype)
-    x, norm = oracle.rounded(9 * x, dtype), oracle.rounded(rng.uniform(-2, 2, shape[1]), dtype)
-    bias = bias if with_bias else None
-    product = oracle.linear(oracle.rms_norm(x, norm, 1e-5, dtype)[0], weight, bias)
-    expected = oracle.silu_and_mul(oracle.rounded(product, dtype), dtype) if is_gated else product
-    scratch = [put(np.full((shape[0], n), np.nan), device, dtype) for n in shape[1:]]
+    if behind == "rms":  # rows of all sizes, the smallest of which eps is not nothing to
+        x = oracle.rounded(x * 10 ** rng.uniform(-3, 1.5, (len(x), 1)), dtype)
+    product = oracle.linear(x, weight, bias if behind == "bias" else None)
+    if behind == "rms":
+        product = oracle.over_rms(product, x, 1e-5)
+    expected = oracle.silu_and_mul(oracle.rounded(product, dtype), dtype)
     out = pagedkv.linear(
-        *(None if a is None else put(a, device, dtype) for a in (x, weight, bias)),
-        norm_weight=put(norm, device, dtype),
-        eps=1e-5,
-        normed=scratch[0],
-        gate_up=scratch[1] if is_gated else None,
+        *(put(a, device, dtype) for a in ((x, weight, bias) if behind == "bias" else (x, weight))),
+        gate_up=put(np.full(shape[::2], np.nan), device, dtype),
+        rms_eps=1e-5 if behind == "rms" else None,
         weight_is_constant=True,
     )
     tolerance = 3 * oracle.tolerance(dtype)
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_of_zeros_and_of_large_numbers_over_their_rms(device):
+    weight = np.eye(8, 64, dtype=np.float32)
+    for x, expected in ((np.zeros((2, 64)), 0), (np.full((70, 64), 1e18), 1)):
+        gate_up = put(np.full((len(x), 8), np.nan), device, "float32")
+        out = pagedkv.linear(put(x.astype(np.float32), device), put(weight, device), gate_up=gate_up, rms_eps=1e-6)
+        np.testing.assert_allclose(get(out), expected / (1 + np.exp(-expected)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,15 +159,11 @@ BUFFER = floats(6, 20)
      TypeError, "out: dtype is float16"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4)), ValueError, "norm_weight and normed:"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), normed=floats(2, 4)), ValueError, "norm_weight and normed:"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4), normed=floats(2, 4), eps=-1.0),
-     ValueError, "eps is -1 but must be"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), norm_weight=floats(4), normed=BUFFER[:2, :4], out=BUFFER[:2, 3:7]),
-     BufferError, "out: overlaps normed"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), rms_eps=1e-6), ValueError, "rms_eps: needs gate_up, and no bias"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), floats(4), gate_up=floats(2, 4), rms_eps=1e-6),
+     ValueError, "rms_eps: needs gate_up, and no bias"),
+    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=-1.0), ValueError, "rms_eps is -1 but must be"),
     (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), gate_up=BUFFER[:2, :4]), BufferError, "gate_up: overlaps x"),
-    (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), norm_weight=floats(4), normed=floats(2, 4), out=BUFFER[:2, :4]),
-     BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[:2, :2], floats(4, 2), gate_up=floats(2, 4), out=BUFFER[:2, :2]), BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), gate_up=floats(2, 3)), ValueError, "weight: dim 0 is 3 but must be even"),
     (lambda: pagedkv.linear(floats(2, 4), floats(6, 4), gate_up=floats(2, 6), out=floats(2, 6)),

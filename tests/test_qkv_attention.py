@@ -15,7 +15,7 @@ class Case:
     """One ragged batch whose new tokens are not in the cache yet (NaN), those of skipped sequences excepted."""
 
     def __init__(self, rng, dtype, context_lens, query_lens=None, *, heads=(6, 2), head_dim=64, block_size=4,
-                 cache_dtype=None, with_norm=True, skipped=()):  # fmt: skip
+                 cache_dtype=None, with_norm=True, skipped=(), hidden=None):  # fmt: skip
         self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
         self.heads = heads
         self.context_lens = np.array(context_lens, np.int32)
@@ -42,14 +42,16 @@ class Case:
             return oracle.rounded(rng.standard_normal(shape), dtype)
 
         self.qkv = draw(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        self.rms_of = {} if hidden is None else {"rms_of": 3 * draw(num_tokens, hidden)}
         self.weights = [oracle.rounded(rng.uniform(0.5, 1.5, head_dim), dtype) if with_norm else None for _ in range(2)]
         angles = rng.uniform(0, 7, (300, head_dim // 2))
         self.cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
     def expected(self, **options):
         scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
-        q, *caches = oracle.qk_norm_rope_store(self.qkv, *self.weights, self.cos_sin, self.positions, *self.caches,
-                                               self.slots, 1e-6, self.dtype, cache_dtype=self.cache_dtype, **scales)
+        q, *caches = oracle.qk_norm_rope_store(
+            self.qkv, *self.weights, self.cos_sin, self.positions, *self.caches, self.slots, 1e-6, self.dtype,
+            cache_dtype=self.cache_dtype, **self.rms_of, **scales)  # fmt: skip
         out, _ = oracle.paged_attention_fwd(q, *caches, self.tables, self.context_lens, cu_seqlens_q=self.starts,
                                             **options)  # fmt: skip
         return out, *caches
@@ -70,7 +72,8 @@ class Case:
         options = {name: put(x, device) if isinstance(x, np.ndarray) else x for name, x in options.items()}
         if planned:
             options["plan"] = self.plan(device, heads, keys, batch, options)
-        out = pagedkv.qkv_attention_fwd(*heads, *keys, **batch, **options)
+        rms_of = {name: put(x, device, self.dtype) for name, x in self.rms_of.items()}
+        out = pagedkv.qkv_attention_fwd(*heads, *keys, **rms_of, **batch, **options)
         return get(out), get(heads[5]), get(heads[6])
 
     def run_apart(self, device, **options):
@@ -98,8 +101,9 @@ SMALL = dict(context_lens=(9, 1, 0, 4, 31, 16), skipped=(4,))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [
     SMALL, dict(context_lens=(9, 0, 5, 40), query_lens=(3, 0, 5, 17)), dict(SMALL, with_norm=False, head_dim=24),
-    dict(SMALL, heads=(3, 1), head_dim=256, block_size=16), dict(context_lens=()),
-], ids=["decode", "ragged", "no norm", "wide", "none"])  # fmt: skip
+    dict(SMALL, heads=(3, 1), head_dim=256, block_size=16), dict(context_lens=()), dict(SMALL, hidden=1024),
+    dict(context_lens=(9, 0, 5, 40), query_lens=(3, 0, 5, 17), hidden=40), dict(SMALL, with_norm=False, hidden=4099),
+], ids=["decode", "ragged", "no norm", "wide", "none", "rms", "ragged rms", "no norm, rms"])  # fmt: skip
 def test_against_the_oracle(rng, device, dtype, shape):
     case = Case(rng, dtype, **shape)
     for options in ({}, {"window_size": (7, 0)}, {"softmax_scale": 0.3}):
@@ -165,11 +169,12 @@ def make_on_gpu(torch, rng, lengths, heads, head_dim, block_size, dtype, cache_d
     caches[:, owned] = torch.randn(2, len(owned), num_kv_heads, head_dim, **kinds)
     caches[:, slots[slots >= 0]] = float("nan")
     caches = caches.view(2, num_blocks, block_size, num_kv_heads, head_dim).to(getattr(torch, cache_dtype))
+    rms_of = torch.randn(num_seqs, 1000, **kinds)
     qkv = torch.randn(num_seqs, (num_q_heads + 2 * num_kv_heads) * head_dim, **kinds)
     weights = torch.rand(2, head_dim, **kinds) + 0.5 if head_dim != 96 else (None, None)
     cos_sin, positions = torch.randn(300, head_dim, device="cuda"), rng.integers(0, 300, num_seqs).astype(np.int32)
     heads = (qkv, *weights, cos_sin, torch.from_numpy(positions).cuda(), caches, torch.from_numpy(slots).cuda())
-    return heads, (torch.from_numpy(tables).cuda(), torch.tensor(lengths, device="cuda", dtype=torch.int32))
+    return heads, rms_of, (torch.from_numpy(tables).cuda(), torch.tensor(lengths, device="cuda", dtype=torch.int32))
 
 
 @pytest.mark.gpu
@@ -179,7 +184,7 @@ def test_bits(torch, rng, heads, head_dim, block_size, cache):
     dtype, is_fp8 = cache.split()[0], cache.endswith("fp8")
     scales = {"k_scale": 0.5, "v_scale": torch.rand(heads[1], device="cuda") + 0.5} if is_fp8 else {}
     for lengths in (LENGTHS, [9000], rng.integers(0, 40, 60).tolist()):
-        drawn, keys = make_on_gpu(torch, rng, lengths, heads, head_dim, block_size, dtype, F8 if is_fp8 else dtype)
+        drawn, rms_of, keys = make_on_gpu(torch, rng, lengths, heads, head_dim, block_size, dtype, F8 if is_fp8 else dtype)
         *before, positions, caches, slots = drawn
 
         def run(call, before=before, positions=positions, caches=caches, slots=slots):
@@ -188,20 +193,21 @@ def test_bits(torch, rng, heads, head_dim, block_size, cache):
             own = [pagedkv.from_dlpack(x).view(tuple(caches.shape[1:]), F8 if is_fp8 else dtype) for x in bits]
             return call(*before, positions, *own, slots), bits
 
-        def apart(*arguments, keys=keys, **options):
-            q = pagedkv.qk_norm_rope_store(*arguments, **scales)
+        def apart(*arguments, keys=keys, rms_of=None, **options):
+            q = pagedkv.qk_norm_rope_store(*arguments, rms_of=rms_of, **scales)
             return pagedkv.paged_attention_fwd(q, *arguments[5:7], *keys, **scales, **options)
 
-        def planned(*arguments, keys=keys, **options):
+        def planned(*arguments, keys=keys, rms_of=None, **options):
             qkv = arguments[0]
             q = torch.empty(len(qkv), heads[0], head_dim, dtype=qkv.dtype, device="cuda")
             plan = pagedkv.plan_attention(q, *arguments[5:7], *keys, **options)
-            return pagedkv.qkv_attention_fwd(*arguments, *keys, plan=plan, past_is_constant=True, **scales, **options)
+            options |= {"plan": plan, "past_is_constant": True}
+            return pagedkv.qkv_attention_fwd(*arguments, *keys, rms_of=rms_of, **scales, **options)
 
         def unplanned(*arguments, keys=keys, **options):
             return pagedkv.qkv_attention_fwd(*arguments, *keys, **scales, **options)
 
-        for options in ({}, {"num_splits": 4}, {"window_size": (20, 0)}):
+        for options in ({}, {"num_splits": 4}, {"window_size": (20, 0)}, {"rms_of": rms_of}):
             expected, expected_bits = run(partial(apart, **options))
             assert not expected.isnan().any()
             for call in (planned, unplanned):
@@ -265,9 +271,9 @@ def test_layers_in_a_graph(torch, rng, batch, longest):
             pagedkv.linear(x, weight, weight_is_constant=True, out=qkv)
             heads = (qkv, *norm, cos_sin, positions, *layer, slots)
             if is_one:
-                out = pagedkv.qkv_attention_fwd(*heads, tables, lens, plan=plan, past_is_constant=True)
+                out = pagedkv.qkv_attention_fwd(*heads, tables, lens, rms_of=x, plan=plan, past_is_constant=True)
             else:
-                pagedkv.qk_norm_rope_store(*heads, q_out=q)
+                pagedkv.qk_norm_rope_store(*heads, rms_of=x, q_out=q)
                 out = pagedkv.paged_attention_fwd(q, *layer, tables, lens, plan=plan)
             outs.append(out)
         return outs

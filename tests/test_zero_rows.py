@@ -13,8 +13,10 @@ CALLS = {
     "embedding": lambda t: pagedkv.embedding(t(0, dtype=np.int32), t(5, 8)),
     "gather_rows": lambda t: pagedkv.gather_rows(t(5, 8), t(0, dtype=np.int64)),
     "rms_norm": lambda t: pagedkv.rms_norm(t(0, 8), t(8)),
+    "scale_columns": lambda t: pagedkv.scale_columns(t(0, 8), t(8)),
     "silu_and_mul": lambda t: pagedkv.silu_and_mul(t(0, 16)),
     "linear": lambda t: pagedkv.linear(t(0, 8), t(16, 8)),
+    "linear, gated": lambda t: pagedkv.linear(t(0, 8), t(16, 8), gate_up=t(0, 16), rms_eps=1e-6),
     "qk_norm_rope_store": lambda t: pagedkv.qk_norm_rope_store(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
     "qkv_attention_fwd": lambda t: pagedkv.qkv_attention_fwd(

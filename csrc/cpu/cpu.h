@@ -18,6 +18,8 @@ static inline float pk_cpu_scale_at(const pk_scale_arg *scale, int64_t seq, int6
 /* --- dense.c: shared with rope.c. `row` holds values of dtype in fp32; both round to dtype. */
 void pk_cpu_round_row(float *row, pk_dtype dtype, int64_t count);
 void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float eps, pk_dtype dtype);
+/* What a row is to be multiplied by: 1 / sqrt(mean(x^2) + eps), or 1 where there is no x. */
+float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype);
 
 /* --- isa.c: the instruction set that kernels with variants use, capped by PAGEDKV_CPU_ISA */
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;

@@ -1,4 +1,4 @@
-/* dense.c - the row-wise operations on the CPU: gather, rms_norm, silu_and_mul.
+/* dense.c - the row-wise operations on the CPU: gather, rms_norm (and scale_columns), silu_and_mul.
  *
  * Every row is converted to fp32, worked on, and rounded where transformers' modules round, so that bf16 and f16 follow
  * the same casts as a model that runs there. A row is independent of the others, whatever the batch and the threads.
@@ -12,6 +12,7 @@
 
 /* A parallel region costs some microseconds: below this many elements one thread is faster. */
 enum { PARALLEL_ELEMENTS = 1 << 15 };
+enum { CHUNK = 256 }; /* elements of a row in fp32 at a time, where it need not be there as a whole */
 
 static int64_t id_at(const void *ids, bool are_int64, int64_t i)
 {
@@ -40,25 +41,44 @@ pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *
 /* Rounds to dtype and back: the value that a tensor of that dtype would hold. */
 void pk_cpu_round_row(float *row, pk_dtype dtype, int64_t count)
 {
-    uint16_t rounded[256];
+    uint16_t rounded[CHUNK];
     if (dtype == PK_F32) return;
-    for (int64_t at = 0; at < count; at += 256) {
-        int64_t n = count - at < 256 ? count - at : 256;
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        int64_t n = count - at < CHUNK ? count - at : CHUNK;
         pk_cpu_row_from_f32(rounded, dtype, row + at, n);
         pk_cpu_row_to_f32(row + at, rounded, dtype, n);
     }
 }
 
-void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float eps, pk_dtype dtype)
+static float sum_of_squares(const float *row, int64_t count)
 {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; i++) sum += row[i] * row[i];
-    float scale = 1.0f / sqrtf(sum / (float)count + eps);
+    return sum;
+}
+
+void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float eps, pk_dtype dtype)
+{
+    float scale = 1.0f / sqrtf(sum_of_squares(row, count) / (float)count + eps);
     for (int64_t i = 0; i < count; i++) row[i] *= scale;
     pk_cpu_round_row(row, dtype, count); /* as Qwen3RMSNorm: cast to the input's dtype, then multiply by the weight */
     for (int64_t i = 0; i < count; i++) row[i] *= weight[i];
     pk_cpu_round_row(row, dtype, count);
+}
+
+float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype)
+{
+    if (!rms->x) return 1;
+    int64_t bytes = (int64_t)pk_dtype_bytes(dtype);
+    const char *x = (const char *)rms->x + row * rms->stride * bytes;
+    float values[CHUNK], sum = 0;
+    for (int64_t at = 0; at < rms->row_size; at += CHUNK) {
+        int64_t count = rms->row_size - at < CHUNK ? rms->row_size - at : CHUNK;
+        pk_cpu_row_to_f32(values, x + at * bytes, dtype, count);
+        sum += sum_of_squares(values, count);
+    }
+    return 1.0f / sqrtf(sum / (float)rms->row_size + rms->eps);
 }
 
 pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
@@ -83,7 +103,10 @@ pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_err
                 pk_cpu_row_from_f32(residual, args->dtype, row, size);
                 pk_cpu_row_to_f32(row, residual, args->dtype, size);
             }
-            pk_cpu_rms_norm_row(row, scratch, size, args->eps, args->dtype);
+            if (args->divides)
+                pk_cpu_rms_norm_row(row, scratch, size, args->eps, args->dtype);
+            else
+                for (int64_t i = 0; i < size; i++) row[i] *= scratch[i];
             pk_cpu_row_from_f32((char *)args->out + t * args->out_stride * bytes, args->dtype, row, size);
         }
     }
@@ -94,17 +117,18 @@ pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_err
 pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err)
 {
     (void)stream, (void)err;
-    enum { CHUNK = 256 };
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
 #pragma omp parallel for schedule(static) if (args->num_rows * size > PARALLEL_ELEMENTS / 4)
     for (int64_t t = 0; t < args->num_rows; t++) {
         const char *x = (const char *)args->x + t * args->x_stride * bytes;
         char *out = (char *)args->out + t * args->out_stride * bytes;
+        float scale = pk_cpu_rms_scale(&args->rms, t, args->dtype);
         for (int64_t at = 0; at < size; at += CHUNK) {
             float gate[CHUNK], up[CHUNK];
             int64_t count = size - at < CHUNK ? size - at : CHUNK;
             pk_cpu_row_to_f32(gate, x + at * bytes, args->dtype, count);
             pk_cpu_row_to_f32(up, x + (size + at) * bytes, args->dtype, count);
+            for (int64_t i = 0; i < count; i++) gate[i] *= scale, up[i] *= scale;
             pk_cpu_rows()->silu(gate, count);
             pk_cpu_round_row(gate, args->dtype, count); /* the activation is a tensor of its own in transformers' MLP */
             for (int64_t i = 0; i < count; i++) gate[i] *= up[i];

@@ -1,7 +1,8 @@
 /* rope.c - qk_norm_rope_store on the CPU: one pass over every head of every new token.
  *
- * A q or k head is normalised exactly as rms_norm does it (the same row function, with its roundings), rotated in fp32
- * with the fp32 table and rounded once. Keys and values go into the cache through the row writer of store_kvcache.
+ * Rows that are to be divided by a root mean square are so in fp32, and rounded only by what comes next. A q or k head
+ * is normalised exactly as rms_norm does it (the same row function, with its roundings), rotated in fp32 with the fp32
+ * table and rounded once. Keys and values go into the cache through the row writer of store_kvcache.
  */
 #include "cpu/cpu.h"
 
@@ -32,17 +33,28 @@ static void rotate_halves(float *x, const float *cos_sin, int64_t head_dim)
     }
 }
 
-/* Normalises and rotates `num_heads` heads of one token, dense in x and in out. */
+/* Scales, normalises and rotates `num_heads` heads of one token, dense in x and in out. */
 static void turn_heads(const pk_qk_norm_rope_store_args *args, int64_t token, const char *x, char *out,
-                       int64_t num_heads, const float *weight, float *row)
+                       int64_t num_heads, float scale, const float *weight, float *row)
 {
     pk_dtype dtype = args->store.dtype;
     int64_t head_dim = args->store.head_dim, head_bytes = head_dim * (int64_t)pk_dtype_bytes(dtype);
     for (int64_t h = 0; h < num_heads; h++) {
         pk_cpu_row_to_f32(row, x + h * head_bytes, dtype, head_dim);
+        for (int64_t i = 0; i < head_dim; i++) row[i] *= scale;
         if (weight) pk_cpu_rms_norm_row(row, weight, head_dim, args->eps, dtype);
         rotate_halves(row, args->cos_sin + args->positions[token] * head_dim, head_dim);
         pk_cpu_row_from_f32(out + h * head_bytes, dtype, row, head_dim);
+    }
+}
+
+static void scale_values(const pk_store_args *store, const char *x, char *out, float scale, float *row)
+{
+    int64_t head_bytes = store->head_dim * (int64_t)pk_dtype_bytes(store->dtype);
+    for (int64_t h = 0; h < store->num_kv_heads; h++) {
+        pk_cpu_row_to_f32(row, x + h * head_bytes, store->dtype, store->head_dim);
+        for (int64_t i = 0; i < store->head_dim; i++) row[i] *= scale;
+        pk_cpu_row_from_f32(out + h * head_bytes, store->dtype, row, store->head_dim);
     }
 }
 
@@ -55,8 +67,8 @@ pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_s
     int64_t head_dim = store->head_dim, bytes = (int64_t)pk_dtype_bytes(store->dtype);
     int64_t width = (args->num_q_heads + 2 * store->num_kv_heads) * head_dim;
     int num_threads = store->num_tokens * width > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
-    /* both weights in fp32; then for each thread a head in fp32 and the rounded keys of a token */
-    int64_t thread_floats = head_dim * (1 + store->num_kv_heads);
+    /* both weights in fp32; then for each thread a head in fp32 and the rounded keys and values of a token */
+    int64_t thread_floats = head_dim * (1 + 2 * store->num_kv_heads);
     float *scratch = malloc((size_t)(2 * head_dim + num_threads * thread_floats) * sizeof *scratch);
     if (!scratch) return pk_fail(err, PK_ENOMEM, "qk_norm_rope_store: cannot allocate scratch");
     float *q_weight = NULL, *k_weight = NULL;
@@ -68,14 +80,15 @@ pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_s
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t t = 0; t < store->num_tokens; t++) {
         float *row = scratch + 2 * head_dim + omp_get_thread_num() * thread_floats;
-        char *keys = (char *)(row + head_dim);
+        char *keys = (char *)(row + head_dim), *values = keys + store->num_kv_heads * head_dim * bytes;
         char *q_out = (char *)args->q_out + t * args->num_q_heads * head_dim * bytes;
-        turn_heads(args, t, (const char *)args->qkv + t * args->qkv_stride * bytes, q_out, args->num_q_heads, q_weight,
-                   row);
+        float scale = pk_cpu_rms_scale(&args->rms, t, store->dtype);
+        turn_heads(args, t, (const char *)args->qkv + t * args->qkv_stride * bytes, q_out, args->num_q_heads, scale,
+                   q_weight, row);
         turn_heads(args, t, (const char *)store->key + t * store->key_token_stride * bytes, keys, store->num_kv_heads,
-                   k_weight, row);
-        pk_cpu_store_token(store, t, keys, head_dim, (const char *)store->value + t * store->value_token_stride * bytes,
-                           store->value_head_stride);
+                   scale, k_weight, row);
+        scale_values(store, (const char *)store->value + t * store->value_token_stride * bytes, values, scale, row);
+        pk_cpu_store_token(store, t, keys, head_dim, values, head_dim);
     }
     free(scratch);
     return PK_OK;

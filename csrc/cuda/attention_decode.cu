@@ -244,8 +244,11 @@ struct decode_cta : decode_warp<Kind, D, NT> {
             if (is_there) x = piece::template load<true>(qkv + head * head_dim, half, 8);
             const T *weight = (const T *)(kind == QUERY ? rope.q_weight : rope.k_weight);
             if (is_there && weight) weights = piece::template load<true>(weight + dim, half, 8);
-            piece turned = turn_head(x, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);
-            if (kind != VALUE) x = token.is_valid ? turned : piece{};
+            float squares = pk_squares_of<T, true>(rope.rms, rows.unit.seq, 32, lane);
+            float scale = pk_rms_scale(rope.rms, 32, lane, squares);
+            piece turned =
+                turn_head(x, scale, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);
+            x = kind == VALUE ? x.times(scale) : token.is_valid ? turned : piece{};
             if (!is_there) continue;
             if (kind == QUERY) {
                 T *to = (T *)heads_memory() + i * QUERY_STRIDE + dim;

@@ -11,21 +11,6 @@
 
 // --- kernels
 
-/* The sum over the threads of a row, the same bits in all of them. Rows of more than a warp own the whole CTA. */
-__device__ static inline float row_sum(float value)
-{
-    enum { MAX_WARPS = 16 };
-    __shared__ float warp_sums[MAX_WARPS];
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-    int num_warps = blockDim.x / 32, warp = threadIdx.x % MAX_WARPS;
-    if (num_warps == 1) return value;
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warp < num_warps ? warp_sums[warp] : 0;
-    for (int offset = MAX_WARPS / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-    return value;
-}
-
 /* A row longer than a CTA's registers takes rounds, and is read a second time. */
 template <typename T, int PIECES, bool IS_ALIGNED>
 __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args args)
@@ -70,7 +55,8 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
             for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
         });
     }
-    float scale = rsqrtf(row_sum(sum) / (float)args.row_size + args.eps);
+    float scale = 1; /* scale_columns */
+    if (args.divides) scale = rsqrtf(pk_sum_over(blockDim.x, threadIdx.x, sum) / (float)args.row_size + args.eps);
     for (int first = threadIdx.x; first < num_pieces; first += step) {
         if (step < num_pieces)
             for_pieces(first, [&](int p, int64_t at, int64_t count) {
@@ -95,16 +81,23 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     constexpr int VEC = packed::COUNT;
     int64_t row = blockIdx.x, at = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * VEC, count = args.row_size - at;
     const T *x = (const T *)args.x + row * args.x_stride + at;
+    packed gate = {}, up = {};
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
+    if (count > 0) {
+        gate = packed::template load_streaming<IS_ALIGNED>(x, count);
+        up = packed::template load_streaming<IS_ALIGNED>(x + args.row_size, count);
+    }
+    float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, row, blockDim.x, threadIdx.x);
+    float scale = pk_rms_scale(args.rms, blockDim.x, threadIdx.x, squares), gates[VEC], ups[VEC];
     if (count <= 0) return;
-    packed gate = packed::template load_streaming<IS_ALIGNED>(x, count);
-    packed up = packed::template load_streaming<IS_ALIGNED>(x + args.row_size, count);
-    float values[VEC];
-    gate.unpack(values);
-    for (int i = 0; i < VEC; i++) values[i] = pk_silu<T>(values[i]);
+    gate.unpack(gates);
+    up.unpack(ups);
+    for (int i = 0; i < VEC; i++) gates[i] = pk_silu<T>(gates[i] * scale), ups[i] *= scale;
     /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
-    (packed::pack(values) * up).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, count);
+    packed::pack(gates).unpack(gates);
+    for (int i = 0; i < VEC; i++) gates[i] *= ups[i];
+    packed::pack(gates).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, count);
 }
 
 /* Unit is what is copied at once: 16 bytes, or one element. Strides and sizes count units. */
@@ -166,8 +159,9 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_er
     return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         constexpr int VEC = 16 / sizeof(T);
-        bool is_aligned = pk_are_multiples(VEC, args->row_size, args->x_stride, args->out_stride) &&
-                          pk_are_multiples(16, args->x, args->out);
+        bool is_aligned = pk_are_multiples(VEC, args->row_size, args->x_stride, args->out_stride, args->rms.row_size,
+                                           args->rms.stride) &&
+                          pk_are_multiples(16, args->x, args->out, args->rms.x);
         auto kernel = is_aligned ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
         dim3 cta, grid = row_grid(args->num_rows, pk_ceil_div(args->row_size, VEC), &cta);
         return pk_cuda_launch_early(err, "silu_and_mul_kernel", kernel, scope.device, grid, cta, 0, stream, *args);

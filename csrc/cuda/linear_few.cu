@@ -11,9 +11,8 @@
  *
  * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
  * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start early, and what
- * stands between two products is done here: x is normalised as it comes (times the norm's weight before the product, by
- * the row's root mean square behind it; the matrix unit squares it), gate and up meet in one tile, and out may be added
- * to.
+ * stands between two products is done here: gate and up meet in one tile, divided by the root mean square of their row
+ * of x (the matrix unit squares it as it comes), and out may be added to.
  */
 #include "cuda/linear.h"
 #include "cuda/mma.h"
@@ -65,7 +64,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     const int num_outputs = (int)(args.is_gated ? args.out_features / 2 : args.out_features);
     const int sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
     uint4 *ring = smem + threadIdx.x;               /* [DEPTH][2 halves of a block][2 halves of a line][THREADS] */
-    uint4 *norm = smem + params.num_slots * 4 * THREADS;
     float *sums = (float *)(smem + params.sums_at); /* [WARPS][num_rows][sums_stride] */
 
     /* A gated product, the largest of a layer, does so behind its wait: at once costs a step of one row 3 %. */
@@ -96,22 +94,16 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         }
         copy_async_commit();
     };
-    auto fetch = [&]() {
-        if (args.norm_weight)
-            for (int i = threadIdx.x; i < size / 8; i += THREADS)
-                copy_async_16(smem_address(norm + i), (const uint4 *)args.norm_weight + i, 16);
-        for (int i = 0; i < DEPTH; i++) copy_next();
-    };
 
     int rows_of[OUTPUTS], columns_of[OUTPUTS]; /* what this thread writes of a tile */
     for (int p = 0; p < OUTPUTS; p++) {
         int i = threadIdx.x + p * THREADS;
         rows_of[p] = i / width, columns_of[p] = i - rows_of[p] * width;
     }
-    if (args.weight_is_constant) fetch();
+    if (!args.weight_is_constant) pk_wait_for_previous_kernel();
+    for (int i = 0; i < DEPTH; i++) copy_next();
     pk_wait_for_previous_kernel();
     if (args.is_gated) pk_let_next_kernel_start();
-    if (!args.weight_is_constant) fetch();
 
     int slot = 0;
     for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
@@ -134,19 +126,13 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
                 bool is_inside = row < num_rows && column < size;
                 x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x_stride + column) : uint4{};
             }
-            if (args.norm_weight && tile == blockIdx.x && first == 0) {
-                copy_async_wait<DEPTH - 1>(); /* the oldest has the norm's weight */
-                __syncthreads();
-            }
-            if (args.norm_weight)
+            if (args.divides_by_rms)
                 for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
-                    int a = i / (2 * EIGHTS), p = i / EIGHTS % 2;
-                    int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
-                    if (first + a >= num_lines) break;
-                    uint4 &bits = x_bits[a][p][i % EIGHTS]; /* every row times every row: squares on the diagonal */
+                    if (first + i / (2 * EIGHTS) >= num_lines) break;
+                    const uint4 &bits = x_bits[i / (2 * EIGHTS)][i / EIGHTS % 2][i % EIGHTS];
+                    /* every row times every row: squares on the diagonal */
                     mma_16816<T>(squares[i % EIGHTS], {bits.x, 0, bits.y, 0}, {bits.x, bits.y});
                     mma_16816<T>(squares[i % EIGHTS], {bits.z, 0, bits.w, 0}, {bits.z, bits.w});
-                    if (column < size) bits = (pk_packed<T>{bits} * pk_packed<T>{norm[column / 8]}).bits;
                 }
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
@@ -187,10 +173,10 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
             const int warp_stride = num_rows * sums_stride;
             float sum = 0, scale = 1;
             for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
-            if (args.norm_weight) {
+            if (args.divides_by_rms) {
                 float square = 0;
                 for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
-                scale = rsqrtf(square / size + args.norm_eps);
+                scale = rsqrtf(square / size + args.rms_eps);
             }
             sum = sum * scale + addends[p];
             if (args.is_gated) { /* rounded where silu_and_mul would read it */
@@ -226,7 +212,7 @@ static linear_few_params plan(const pk_linear_args *args, const pk_cuda_device *
     bool is_one_round = params.num_tiles <= params.num_ctas;
     params.num_slots = is_one_round && slots < depth ? (int)slots : depth;
     /* in 16 bytes; the sums of a last tile lie where its copies were */
-    int64_t copies = params.num_slots * 4 * warps * 32 + (args->norm_weight ? args->in_features / 8 : 0);
+    int64_t copies = params.num_slots * 4 * warps * 32;
     int64_t sums = warps * args->num_rows * (blocks * BLOCK + 4) / 4;
     params.sums_at = is_one_round ? 0 : (int)copies;
     params.smem_bytes = 16 * (params.sums_at + sums > copies ? params.sums_at + sums : copies);
@@ -241,12 +227,9 @@ bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device
     bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
     int64_t strides = args->in_features | args->x_stride | args->weight_stride;
     if (args->is_gated && args->bias) return false;
-    /* In f16, x times the norm's weight may be too large. */
-    if (args->norm_weight && (args->dtype == PK_F16 || args->in_features > 8192)) return false;
     bool is_possible = is_16_bit && args->num_rows <= MAX_ROWS && args->in_features > 0 && args->out_features > 0 &&
                        args->in_features <= 1 << 15 && args->out_features <= 1 << 30 && strides % 8 == 0 &&
-                       pk_is_aligned(args->x, 16) && pk_is_aligned(args->weight, 16) &&
-                       pk_is_aligned(args->norm_weight, 16);
+                       pk_are_multiples(16, args->x, args->weight);
     if (!is_possible) return false;
     linear_few_params params = plan(args, device);
     return (params.num_warps == FEW_WARPS || args->num_rows <= MAX_ROWS / 2) && params.smem_bytes <= most_smem(device);

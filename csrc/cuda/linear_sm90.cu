@@ -2,17 +2,16 @@
  * around it.
  *
  * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16, 32 or
- * 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, another does what a norm asks for, a ring of
- * stages lies between them. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of
- * a tile. Each sends its sums of some rows to the CTA that writes them, which adds them in their order. How many divide
- * them depends on the weight and on whether there are more than 32 rows: on one side of that border a row's bits do not
- * depend on the other rows.
+ * 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
+ * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
+ * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each sends its sums of some rows to the CTA
+ * that writes them, which adds them in their order. How many divide them depends on the weight and on whether there are
+ * more than 32 rows: on one side of that border a row's bits do not depend on the other rows.
  *
  * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
  * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once (two CTAs
- * have room on an SM, of this kernel and the next), and what stands between two products is done here: the norm's
- * weight is multiplied into the weight while that waits for x, the squares of x are added beside the product, to scale
- * the row behind it; gate and up meet in one tile; out may be added to, and is asked for early.
+ * have room on an SM, of this kernel and the next), and what stands between two products is done here: gate and up
+ * meet in one tile, divided by the root mean square of their row of x, and out may be added to, and is asked for early.
  *
  * No fence covers a cluster's global memory: such a one takes half a microsecond. Attempts, and why not more rows:
  * benchmarks/lab/linear/NOTES-sm90.md.
@@ -25,7 +24,7 @@ enum {
     TILE = 64 /* outputs, or gate and up of half as many */,
     LINE = 64 /* inputs of a swizzled row of 128 bytes */,
     STEP = 128 /* inputs of a stage */,
-    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that helps; all write */,
+    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that squares; both write */,
     THREADS = WORKERS + 32,
     MIN_ROWS = 9, /* below, linear_few.cu is faster */
     MAX_ROWS = 64,
@@ -34,7 +33,6 @@ enum {
     MAX_UNITS = 8 /* a short way */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
-    NORM_BYTES = STEP * 2,
     PITCH = TILE + 4 /* of a row of sums in float, which spreads the banks; behind them lies the sum of squares */,
 };
 
@@ -45,8 +43,9 @@ struct linear_sm90_params {
     int num_stages, sums_at, inbox_at; /* of the ring; places behind it, in bytes, the sums' perhaps in it */
 };
 
+/* First x: as operand A it has 64 rows, too, and those beyond N must lie in memory, whatever is there. */
 template <int N>
-static constexpr int stage_bytes = WEIGHT_BYTES + STEP * 2 * N; /* the norm's weights lie behind the ring */
+static constexpr int stage_bytes = STEP * 2 * N + WEIGHT_BYTES;
 
 /* Where the rows leave memory and registers for it: this kernel's and the next one's, or two of a large weight. */
 template <int N>
@@ -72,31 +71,6 @@ __device__ static inline void write_4(T *to, const float (&values)[4])
     *(pk_vec<T, 4> *)to = packed;
 }
 
-/* The weight of a stage, times that of the norm, column by column: by a warpgroup. */
-template <typename T>
-__device__ static inline void weigh(char *weight, const char *norm)
-{
-    const int thread = threadIdx.x % 128,
-              chunk = thread % 8 ^ thread / 8 % 8; /* the 8 inputs that the swizzle put here */
-    for (int k = 0; k < STEP; k += LINE) {
-        const pk_packed<T> factors = *(const pk_packed<T> *)(norm + (k + chunk * 8) * 2);
-        pk_packed<T> *at = (pk_packed<T> *)(weight + k * TILE * 2) + thread;
-        for (int i = 0; i < TILE * 8; i += 128) at[i] = at[i] * factors;
-    }
-}
-
-/* Adds the squares of a stage of x: thread t of a warpgroup has the t % 8-th 16 bytes of every 16th row from t / 8 on.
- */
-template <typename T, int count>
-__device__ static inline void add_squares(float (&squares)[count], const char *x)
-{
-    for (int i = 0; i < STEP / LINE * count; i++) {
-        float values[8], even = 0, odd = 0;
-        ((const pk_packed<T> *)x + threadIdx.x % 128 + i * 128)->unpack(values);
-        for (int j = 0; j < 8; j += 2) even += values[j] * values[j], odd += values[j + 1] * values[j + 1];
-        squares[i % count] += even + odd;
-    }
-}
 #endif
 
 template <typename T, int N>
@@ -104,39 +78,31 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
     linear_sm90_kernel(const __grid_constant__ linear_sm90_params params)
 {
 #ifdef PK_SM90A
+    constexpr int X_BYTES = stage_bytes<N> - WEIGHT_BYTES;
     extern __shared__ char dynamic_smem[];
-    __shared__ uint64_t weight_full[MAX_STAGES], weight_ready[MAX_STAGES], x_full[MAX_STAGES], empty[MAX_STAGES];
-    __shared__ uint64_t inbox_full;
+    __shared__ uint64_t weight_full[MAX_STAGES], x_full[MAX_STAGES], empty[MAX_STAGES], inbox_full;
     const pk_linear_args &args = params.args;
     const uint32_t ring = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
     char *const ring_pointer = dynamic_smem + (ring - smem_address(dynamic_smem));
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int num_stages = params.num_stages, norms_at = num_stages * stage_bytes<N>;
+    const int num_stages = params.num_stages;
     const int num_splits = params.num_splits, split = blockIdx.x % num_splits, rows_of_cta = N / num_splits;
     const int first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
     const int num_units = ((int)args.in_features + STEP - 1) / STEP, first_step = num_units * split / num_splits;
     const int num_steps = num_units * (split + 1) / num_splits - first_step; /* of a tile */
     const int all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
     const int halves = args.is_gated ? 2 : 1, width = TILE / halves, num_outputs = (int)args.out_features / halves;
-    const bool has_norm = args.norm_weight != nullptr;
 
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int i = 0; i < num_stages; i++) {
             barrier_init(smem_address(&weight_full[i]), 1);
-            barrier_init(smem_address(&weight_ready[i]), 4);
             barrier_init(smem_address(&x_full[i]), 1);
-            barrier_init(smem_address(&empty[i]), has_norm ? 8 : 4); /* warps */
+            barrier_init(smem_address(&empty[i]), args.divides_by_rms ? 8 : 4); /* warps */
         }
         barrier_init(smem_address(&inbox_full), 1);
         barrier_init_fence();
         barrier_arrive_expect(smem_address(&inbox_full), rows_of_cta * (num_splits - 1) * PITCH * 4);
-    }
-    if (has_norm) { /* behind the last input nothing is copied: no NaN may lie there */
-#pragma unroll 1
-        for (int i = threadIdx.x; i < num_stages * NORM_BYTES / 16; i += THREADS)
-            ((uint4 *)(ring_pointer + norms_at))[i] = {};
-        fence_async_proxy();
     }
     __syncthreads();
     if (num_splits > 1) cluster_sync();
@@ -145,20 +111,16 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
     if (warp == WORKERS / 32) {
         auto copy_weight = [&](int tile, int step, int stage) {
             const int input = (first_step + step) * STEP;
-            const int num_norms = has_norm ? min(STEP, (int)args.in_features - input) : 0;
-            uint32_t barrier = smem_address(&weight_full[stage]), to = ring + stage * stage_bytes<N>;
-            barrier_arrive_expect(barrier, WEIGHT_BYTES + num_norms * 2);
+            uint32_t barrier = smem_address(&weight_full[stage]), to = ring + stage * stage_bytes<N> + X_BYTES;
+            barrier_arrive_expect(barrier, WEIGHT_BYTES);
             for (int k = 0; k < STEP; k += LINE)
 #pragma unroll 1
                 for (int half = 0; half < halves; half++, to += width * LINE * 2)
                     copy_2d(to, &params.weight_map, barrier, input + k, tile * width + half * num_outputs);
-            if (has_norm)
-                copy_bytes(ring + norms_at + stage * NORM_BYTES, (const T *)args.norm_weight + input, num_norms * 2,
-                           barrier);
         };
         auto copy_x = [&](int step, int stage) {
-            uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N> + WEIGHT_BYTES;
-            barrier_arrive_expect(barrier, N * STEP * 2);
+            uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N>;
+            barrier_arrive_expect(barrier, X_BYTES);
             for (int k = 0; k < STEP; k += LINE)
                 copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
         };
@@ -189,30 +151,13 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         return;
     }
 
-    /* The helpers multiply the norm's weight into the weight ahead of x: all that the ring holds, or half of it. */
-    const bool is_helper = warp >= 4;
-    int num_weighed = 0, weighed_stage = 0, weighed_parity = 0;
-    auto weigh_next = [&]() {
-        if (num_weighed++ >= all_steps) return;
-        barrier_wait(smem_address(&weight_full[weighed_stage]), weighed_parity);
-        weigh<T>(ring_pointer + weighed_stage * stage_bytes<N>, ring_pointer + norms_at + weighed_stage * NORM_BYTES);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(smem_address(&weight_ready[weighed_stage]));
-        if (++weighed_stage == num_stages) weighed_stage = 0, weighed_parity ^= 1;
-    };
-    if (is_helper && has_norm) {
-        const int ahead = all_steps <= num_stages ? all_steps : num_stages / 2;
-#pragma unroll 1
-        for (int i = 0; i < ahead; i++) weigh_next();
-    }
-
     /* What this thread writes of a tile: 4 outputs of every rows_apart-th row of the CTA's. */
     const int lanes = width / 4, column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
     const int rows_apart = WORKERS / lanes, row_base = rows_of_cta * split;
     float *const sums = (float *)(ring_pointer + params.sums_at);
     const float *const inbox = (const float *)(ring_pointer + params.inbox_at);
     const float inverse_size = 1.0f / (float)(int)args.in_features;
+    const bool squares_x = warp >= 4; /* every row times every row: squares on the diagonal */
 
     pk_wait_for_previous_kernel();
     int stage = 0, parity = 0;
@@ -235,35 +180,18 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         };
         ask(first_row);
 
-        if (is_helper) {
-            float squares[N / 16] = {};
-#pragma unroll 1
-            for (int step = 0; step < num_steps && has_norm; step++) {
-                barrier_wait(smem_address(&x_full[stage]), parity);
-                add_squares<T>(squares, ring_pointer + stage * stage_bytes<N> + WEIGHT_BYTES);
-                release(stage);
-                if (++stage == num_stages) stage = 0, parity ^= 1;
-                weigh_next();
-            }
-            named_sync(1, WORKERS); /* the sums may lie where the ring is */
-            for (int i = 0; i < N / 16; i++) {
-                for (int offset = 4; offset > 0; offset /= 2) squares[i] += __shfl_xor_sync(~0u, squares[i], offset);
-                if (lane % 8 == 0) sums[(threadIdx.x % 128 / 8 + i * 16) * PITCH + TILE] = squares[i];
-            }
-        } else {
-            uint64_t *const ready = has_norm ? weight_ready : weight_full;
-            float acc[N / 2];
+        float acc[N / 2] = {};
+        if (!squares_x || args.divides_by_rms) {
             int last_stage = 0;
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
-                const uint32_t weight = ring + stage * stage_bytes<N>;
-                const uint64_t a = descriptor<128>(weight, 16, 1024),
-                               b = descriptor<128>(weight + WEIGHT_BYTES, 16, 1024);
-                barrier_wait(smem_address(&ready[stage]), parity);
+                const uint32_t x = ring + stage * stage_bytes<N>, weight = x + X_BYTES;
+                const uint64_t a = descriptor<128>(squares_x ? x : weight, 16, 1024), b = descriptor<128>(x, 16, 1024);
+                barrier_wait(smem_address(&weight_full[stage]), parity);
                 barrier_wait(smem_address(&x_full[stage]), parity);
                 wgmma_fence();
                 for (int k = 0; k < STEP; k += 16)
-                    wgmma<T, N>::smem_smem(acc, a + (k / LINE * TILE * LINE + k % LINE) * 2 / 16,
+                    wgmma<T, N>::smem_smem(acc, a + (k / LINE * (squares_x ? N : TILE) * LINE + k % LINE) * 2 / 16,
                                            b + (k / LINE * N * LINE + k % LINE) * 2 / 16, step > 0 || k > 0);
                 wgmma_commit();
                 wgmma_wait<1>(); /* for the step before */
@@ -274,9 +202,11 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
             wgmma_wait<0>();
             pin(acc);
             release(last_stage);
-            named_sync(1, WORKERS);
-            for (int i = 0; i < N / 2; i++)
-                sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * 16 + i / 2 % 2 * 8 + lane / 4] = acc[i];
+        }
+        named_sync(1, WORKERS); /* the sums may lie where the ring is */
+        for (int i = 0; i < N / 2; i++) {
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, output = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
+            if (!squares_x || output == row) sums[row * PITCH + (squares_x ? TILE : output)] = acc[i];
         }
         if (num_splits > 1) fence_async_proxy();
         named_sync(1, WORKERS);
@@ -303,7 +233,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                     if (args.is_gated) add_4(ups, at + width + column);
                     square += at[TILE];
                 }
-                if (has_norm) scale = rsqrtf(square * inverse_size + args.norm_eps);
+                if (args.divides_by_rms) scale = rsqrtf(square * inverse_size + args.rms_eps);
                 for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
                 if (args.bias) add_4(values, (const T *)args.bias + output);
                 if (args.bias && args.is_gated) add_4(ups, (const T *)args.bias + num_outputs + output);
@@ -348,25 +278,23 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 }
 
 /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
- * least divided, and without a norm. */
+ * least divided. */
 static bool is_faster(const pk_linear_args *args, const pk_cuda_device *device)
 {
     division all = divide(args, device);
     bool is_short = all.num_units <= MAX_UNITS * all.num_splits;
-    return args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS &&
-           (is_short || (!args->norm_weight && all.num_splits > 1));
+    return args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS && (is_short || all.num_splits > 1);
 }
 
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
     bool are_rows_apart = args->x_stride >= args->in_features && args->weight_stride >= args->in_features;
-    /* In f16, the weight times that of the norm may be too large or too small. */
-    bool is_dtype = args->dtype == PK_BF16 || (args->dtype == PK_F16 && !args->norm_weight);
-    return device->compute_capability == 90 && device->can_launch_early && is_dtype && are_rows_apart &&
+    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
+    return device->compute_capability == 90 && device->can_launch_early && is_16_bit && are_rows_apart &&
            args->in_features > 0 && args->in_features <= 1 << 20 && args->out_features <= 1 << 30 &&
            pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride, args->bias) &&
-           pk_are_multiples(16, args->x, args->weight, args->norm_weight) && args->out_features % outputs == 0 &&
+           pk_are_multiples(16, args->x, args->weight) && args->out_features % outputs == 0 &&
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out) && is_faster(args, device);
 }
 
@@ -388,12 +316,12 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room;
 
-    const int64_t per_stage = stage_bytes<N> + (args->norm_weight ? NORM_BYTES : 0), sums_bytes = N * PITCH * 4;
+    const int64_t sums_bytes = N * PITCH * 4;
     const int64_t needed = pk_ceil_div(all.num_units, all.num_splits);
-    int64_t stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / per_stage;
+    int64_t stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / stage_bytes<N>;
     if (is_one_round && stages > needed) stages = needed;
     if (stages > MAX_STAGES) stages = MAX_STAGES;
-    int64_t ring_bytes = stages * per_stage;
+    int64_t ring_bytes = stages * stage_bytes<N>;
     if (ring_bytes < sums_bytes) ring_bytes = sums_bytes;
     linear_sm90_params params = {};
     params.args = *args;

@@ -1,4 +1,4 @@
-/* pack.h - 16 bytes of a float dtype as four registers, to and from float.
+/* pack.h - 16 bytes of a float dtype as four registers, to and from float; sums over a row.
  *
  * An array of 16-bit elements tends to be kept one element a register; rows that wait in registers stay packed instead,
  * and are unpacked where they are used. Two halves are converted, and multiplied, by one instruction.
@@ -132,5 +132,40 @@ struct pk_packed {
         return product;
     }
 };
+
+/* The sum of the values of a row's threads, the same bits in all of them. Rows of more than a warp own the whole CTA.
+ */
+__device__ static inline float pk_sum_over(int num_threads, int thread, float value)
+{
+    __shared__ float warp_sums[32];
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    if (num_threads == 32) return value;
+    if (thread % 32 == 0) warp_sums[thread / 32] = value;
+    __syncthreads();
+    value = 0;
+    for (int warp = 0; warp < num_threads / 32; warp++) value += warp_sums[warp];
+    return value;
+}
+
+/* A thread's part of the squares of rms.x's row, and what the rows beside it are multiplied by, from those of all. */
+template <typename T, bool IS_ALIGNED>
+__device__ static inline float pk_squares_of(const pk_rms_arg &rms, int64_t row, int num_threads, int thread)
+{
+    constexpr int VEC = pk_packed<T>::COUNT;
+    const T *x = (const T *)rms.x + row * rms.stride;
+    float sum = 0, values[VEC];
+    if (!rms.x) return 0;
+#pragma unroll 4
+    for (int64_t at = thread * VEC; at < rms.row_size; at += num_threads * VEC) {
+        pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at).unpack(values);
+        for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
+    }
+    return sum;
+}
+__device__ static inline float pk_rms_scale(const pk_rms_arg &rms, int num_threads, int thread, float squares)
+{
+    if (!rms.x) return 1;
+    return rsqrtf(pk_sum_over(num_threads, thread, squares) / (float)rms.row_size + rms.eps);
+}
 
 #endif

@@ -6,6 +6,9 @@
  * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
  * The numbers of the heads behind the first wait in shared memory, so that a token's row is under way as a whole.
  *
+ * A row that is still to be divided by a root mean square is scaled as it is unpacked. Every warp reads the row of x
+ * for that itself, beside the rest, and adds its squares while the angles are waited for.
+ *
  * Keys and values are written as store_kvcache does. Views that are not 16-byte aligned, and halves that are no whole
  * pieces, take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
  */
@@ -33,7 +36,8 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
     int64_t token = blockIdx.x;
     const T *qkv = (const T *)args.qkv + token * args.qkv_stride + dim;
     T *q_out = (T *)args.q_out + token * num_q_heads * head_dim + dim;
-    uint4 *waiting = smem + threadIdx.y * blockDim.x + threadIdx.x;
+    int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    uint4 *waiting = smem + thread;
     float one_over_dim = 1.0f / (float)head_dim;
     if (args.q_weight && token == 0 && count > 0) {
         const T *weight = (const T *)(head < num_q_heads ? args.q_weight : args.k_weight) + dim;
@@ -65,6 +69,7 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         }
         copy_async_commit();
     }
+    float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, token, 32, thread % 32);
     __syncwarp(); /* or the compiler puts some of these loads off until the position is there */
     bool is_valid = position >= 0 && position < args.max_positions, is_stored = is_valid && pk_is_slot(store, slot);
     float cosine[VEC] = {}, sine[VEC] = {};
@@ -72,12 +77,15 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
         load_angles<IS_ALIGNED>(cosine, sine, angles, half, count);
     }
+    float scale = pk_rms_scale(args.rms, 32, thread % 32, squares);
 #pragma unroll 1
     while (true) {
         if (__any_sync(~0u, kind != VALUE)) { /* whole warps, for the shuffles */
-            piece turned = turn_head(x, weights, args.q_weight, cosine, sine, blockDim.x, one_over_dim, args.eps);
+            piece turned =
+                turn_head(x, scale, weights, args.q_weight, cosine, sine, blockDim.x, one_over_dim, args.eps);
             if (kind != VALUE) x = is_valid ? turned : piece{};
         }
+        if (kind == VALUE) x = x.times(scale);
         if (head < end && kind == QUERY) {
             x.low.template store<IS_ALIGNED>(q_out + head * head_dim, count);
             x.high.template store<IS_ALIGNED>(q_out + head * head_dim + half, count);

@@ -24,6 +24,19 @@ struct head_piece {
         return {pk_packed<T>::template load<IS_ALIGNED>(from, count),
                 pk_packed<T>::template load<IS_ALIGNED>(from + half, count)};
     }
+    /* Rounded. */
+    __device__ head_piece times(float scale) const
+    {
+        float a[pk_packed<T>::COUNT], b[pk_packed<T>::COUNT];
+        unpack(a, b, scale);
+        return {pk_packed<T>::pack(a), pk_packed<T>::pack(b)};
+    }
+    __device__ void unpack(float (&a)[pk_packed<T>::COUNT], float (&b)[pk_packed<T>::COUNT], float scale) const
+    {
+        low.unpack(a);
+        high.unpack(b);
+        for (int i = 0; i < pk_packed<T>::COUNT; i++) a[i] *= scale, b[i] *= scale;
+    }
 };
 
 /* Cosines and sines of a thread's pairs, `from` a position's row on. */
@@ -49,17 +62,16 @@ __device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scal
 }
 
 /* The head of which this thread and its neighbours, `num_threads` of them and a power of two, have a piece each (or
- * zeros): normalised, where it is, and rotated. Whole warps call it, for the shuffles. */
+ * zeros): times `scale`, normalised, where it is, and rotated. Whole warps call it, for the shuffles. */
 template <typename T>
-__device__ static inline head_piece<T> turn_head(const head_piece<T> &x, const head_piece<T> &weights, bool is_normed,
-                                                 const float (&cosine)[pk_packed<T>::COUNT],
+__device__ static inline head_piece<T> turn_head(const head_piece<T> &x, float scale, const head_piece<T> &weights,
+                                                 bool is_normed, const float (&cosine)[pk_packed<T>::COUNT],
                                                  const float (&sine)[pk_packed<T>::COUNT], int num_threads,
                                                  float one_over_dim, float eps)
 {
     constexpr int VEC = pk_packed<T>::COUNT;
     float a[VEC], b[VEC];
-    x.low.unpack(a);
-    x.high.unpack(b);
+    x.unpack(a, b, scale);
     if (is_normed) {
         float low_sum = 0, high_sum = 0;
 #pragma unroll
@@ -69,9 +81,9 @@ __device__ static inline head_piece<T> turn_head(const head_piece<T> &x, const h
         }
         float sum = low_sum + high_sum;
         for (int offset = num_threads / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        float scale = rsqrtf(fmaf(sum, one_over_dim, eps));
-        normalise<T>(a, scale, weights.low);
-        normalise<T>(b, scale, weights.high);
+        float norm = rsqrtf(fmaf(sum, one_over_dim, eps));
+        normalise<T>(a, norm, weights.low);
+        normalise<T>(b, norm, weights.high);
     }
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
@@ -96,8 +108,9 @@ static inline bool are_heads_aligned(const pk_qk_norm_rope_store_args *args)
 {
     int64_t vec = 16 / (int64_t)pk_dtype_bytes(args->store.dtype);
     return pk_caches_take(&args->store, vec) &&
-           pk_are_multiples((size_t)vec, args->store.head_dim / 2, args->qkv_stride) &&
-           pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out);
+           pk_are_multiples((size_t)vec, args->store.head_dim / 2, args->qkv_stride, args->rms.row_size,
+                            args->rms.stride) &&
+           pk_are_multiples(16, args->qkv, args->q_weight, args->k_weight, args->cos_sin, args->q_out, args->rms.x);
 }
 
 #endif

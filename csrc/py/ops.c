@@ -258,11 +258,13 @@ static void read_heads(py_call *call, pk_qk_norm_rope_store_call *request)
 PyDoc_STRVAR(
     qk_norm_rope_store_doc,
     "qk_norm_rope_store($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, "
-    "eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
+    "rms_of=None, eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
     "What stands between a fused projection and attention, in one pass: RMS norm of every head of q and k, rotary\n"
     "embedding, k and v into their pages; returns q.\n\n"
     "qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] float32, float16 or bfloat16.\n"
     "q_weight, k_weight: [head_dim] of qkv's dtype, or both None for no norm.\n"
+    "rms_of: [num_tokens, any] of qkv's dtype: the rows of qkv are first divided by sqrt(mean(rms_of^2) + eps) of\n"
+    "theirs, which is what linear(hidden, weight) lacks of linear(rms_norm(hidden), weight), with hidden as rms_of.\n"
     "cos_sin: [max_positions, head_dim] float32: the cosines of all pairs, then the sines. Dimension i is paired with\n"
     "i + head_dim / 2 (RoFormer, Su et al. 2021, in the order of Llama and Qwen).\n"
     "positions: [num_tokens] int32, less than max_positions.\n" CACHES_DOC SLOTS_DOC SCALES_DOC
@@ -271,13 +273,14 @@ PyDoc_STRVAR(
         PY_DOC_ERRORS);
 static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { EPS = NUM_HEADS, K_SCALE, V_SCALE, Q_OUT, STREAM };
+    enum { RMS_OF = NUM_HEADS, EPS, K_SCALE, V_SCALE, Q_OUT, STREAM };
     py_call call;
     py_output q_out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_qk_norm_rope_store, STREAM, args, nargs, kwnames) < 0)
         return NULL;
     pk_qk_norm_rope_store_call request = {.q_out = &q_out.base};
     read_heads(&call, &request);
+    request.rms_of = py_call_optional(&call, RMS_OF);
     request.eps = py_call_double(&call, EPS, 1e-6);
     request.k_scale = py_call_scale(&call, K_SCALE);
     request.v_scale = py_call_scale(&call, V_SCALE);
@@ -289,7 +292,7 @@ static PyObject *py_qk_norm_rope_store(PyObject *module, PyObject *const *args, 
 PyDoc_STRVAR(
     qkv_attention_fwd_doc,
     "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
-    "block_tables, context_lens, *, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
+    "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
     "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, q_out=None, "
     "out=None, stream=None)\n--\n\n"
     "All that attention does behind a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
@@ -307,8 +310,8 @@ PyDoc_STRVAR(
 static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     /* clang-format off */
-    enum { TABLES = NUM_HEADS, LENS, EPS, STARTS, LONGEST, SOFTMAX_SCALE, WINDOW_SIZE, K_SCALE, V_SCALE, NUM_SPLITS,
-           PLAN, PAST_IS_CONSTANT, Q_OUT, OUT, STREAM };
+    enum { TABLES = NUM_HEADS, LENS, RMS_OF, EPS, STARTS, LONGEST, SOFTMAX_SCALE, WINDOW_SIZE, K_SCALE, V_SCALE,
+           NUM_SPLITS, PLAN, PAST_IS_CONSTANT, Q_OUT, OUT, STREAM };
     /* clang-format on */
     py_call call;
     py_output q_out, out;
@@ -319,6 +322,7 @@ static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, P
     pk_attention_call request = {.out = &out.base, .is_causal = true};
     request.block_tables = py_call_tensor(&call, TABLES);
     request.context_lens = py_call_tensor(&call, LENS);
+    heads.rms_of = py_call_optional(&call, RMS_OF);
     heads.eps = py_call_double(&call, EPS, 1e-6);
     request.cu_seqlens_q = py_call_optional(&call, STARTS);
     request.max_seqlen_q = py_call_int(&call, LONGEST, INT64_MAX);

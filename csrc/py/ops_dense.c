@@ -68,33 +68,53 @@ static PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 PyDoc_STRVAR(
+    scale_columns_doc,
+    "scale_columns($module, x, factors, *, out=None, stream=None)\n--\n\n"
+    "out = x * factors: every column by its factor, rounded once. It folds the weight of a norm into that of the\n"
+    "product behind it, because linear(x * factors, weight) is linear(x, scale_columns(weight, factors)).\n\n"
+    "x: [num_rows, row_size] float32, float16 or bfloat16. factors: [row_size] of the same dtype. out may be x.\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS);
+static PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { X, FACTORS, OUT, STREAM };
+    py_call call;
+    py_output out;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_scale_columns, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *x = py_call_tensor(&call, X), *factors = py_call_tensor(&call, FACTORS);
+    py_call_output(&call, OUT, &out);
+    PY_CALL_RUN(&call, pk_scale_columns(x, factors, &out.base, call.stream, &call.err));
+    return py_call_end(&call, py_output_result(&out));
+}
+
+PyDoc_STRVAR(
     linear_doc,
-    "linear($module, x, weight, bias=None, *, norm_weight=None, eps=1e-6, normed=None, gate_up=None, add_to_out=False, "
-    "weight_is_constant=False, out=None, stream=None)\n--\n\n"
+    "linear($module, x, weight, bias=None, *, gate_up=None, rms_eps=None, add_to_out=False, weight_is_constant=False, "
+    "out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n\n"
     "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
     "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n"
-    "With norm_weight, [in_features], the product is that of rms_norm(x, norm_weight, eps); normed, like x, is memory\n"
-    "for it. With gate_up, [num_rows, out_features] of x's dtype, which is memory for the product, the result is\n"
-    "silu_and_mul(product), [num_rows, out_features / 2]. What these two hold afterwards is undefined: few rows on a\n"
-    "GPU need neither, because one kernel does all of it.\n"
+    "With gate_up, [num_rows, out_features] of x's dtype, which is memory for the product, the result is\n"
+    "silu_and_mul(product), [num_rows, out_features / 2]. What gate_up holds afterwards is undefined: few rows on a GPU\n"
+    "do not need it, because one kernel does all of it. With rms_eps too, the rows of the product are divided by\n"
+    "sqrt(mean(x^2) + rms_eps) of their row of x first: the norm of a model whose weight is part of this one (see\n"
+    "scale_columns). The product itself must fit x's dtype; without a bias.\n"
     "add_to_out=True adds to a given out, before it is rounded.\n"
     "weight_is_constant=True promises that nothing which is queued on the stream and not done yet writes the weights.\n"
     "Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the same; a broken\n"
     "promise may read old weights.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
 static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { X, WEIGHT, BIAS, NORM_WEIGHT, EPS, NORMED, GATE_UP, ADD_TO_OUT, WEIGHT_IS_CONSTANT, OUT, STREAM };
+    enum { X, WEIGHT, BIAS, GATE_UP, RMS_EPS, ADD_TO_OUT, WEIGHT_IS_CONSTANT, OUT, STREAM };
     py_call call;
     py_output out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_linear, STREAM, args, nargs, kwnames) < 0) return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
+    const double rms_eps = py_call_double(&call, RMS_EPS, 0);
     const pk_linear_options options = {
         .bias = py_call_optional(&call, BIAS),
-        .norm_weight = py_call_optional(&call, NORM_WEIGHT),
-        .normed = py_call_optional_writable(&call, NORMED),
         .gate_up = py_call_optional_writable(&call, GATE_UP),
-        .eps = py_call_double(&call, EPS, 1e-6),
+        .rms_eps = call.given[RMS_EPS] && call.given[RMS_EPS] != Py_None ? &rms_eps : NULL,
         .adds_to_out = py_call_bool(&call, ADD_TO_OUT, false),
         .weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false),
     };
@@ -201,6 +221,7 @@ PyMethodDef py_dense_functions[] = {
     PY_METHOD("embedding", py_embedding, embedding_doc),
     PY_METHOD("gather_rows", py_gather_rows, gather_rows_doc),
     PY_METHOD("rms_norm", py_rms_norm, rms_norm_doc),
+    PY_METHOD("scale_columns", py_scale_columns, scale_columns_doc),
     PY_METHOD("linear", py_linear, linear_doc),
     PY_METHOD("linear_algorithms", py_linear_algorithms, linear_algorithms_doc),
     PY_METHOD("use_linear_algorithm", py_use_linear_algorithm, use_linear_algorithm_doc),

@@ -42,7 +42,7 @@
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
     X(store_kvcache) X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
-    X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(linear) X(linear_algorithms)                       \
+    X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
     X(use_linear_algorithm)                                                                                           \
     X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(take_sampled) X(count_tokens) X(token_logprobs)                 \
     X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                               \

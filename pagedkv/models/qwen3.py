@@ -7,8 +7,10 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual. linear normalises what it reads and adds to what it writes, so a layer is five calls, and with few
-tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch them ahead of its turn.
+x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the product's behind it, and
+the division by the root mean square is left to what reads the product (see fold). linear adds to what it writes, so a
+layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch
+them ahead of its turn.
 """
 
 from __future__ import annotations
@@ -66,6 +68,18 @@ class Buffers:
         return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
 
+def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
+    """Multiplies a norm's weight into that of the product behind it, in place, and returns what is left to be done
+    before the product: None, nothing, because a row can be divided by its root mean square behind it as well.
+
+    In float16 a product of rows that are not yet divided may be too large: there the norm stays what it is.
+    """
+    if weight.dtype == "float16":
+        return norm
+    pagedkv.scale_columns(weight, norm, out=weight)
+    return None
+
+
 class Attention:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
         prefix = f"model.layers.{layer}.self_attn"
@@ -81,7 +95,8 @@ class Attention:
         if config.attention_bias:
             self.qkv_bias = checkpoint.load_stacked({f"{prefix}.{name}.bias": count for name, count in rows.items()})
             self.o_bias = checkpoint.load(f"{prefix}.o_proj.bias", config.hidden_size)
-        self.norm = checkpoint.load(f"model.layers.{layer}.input_layernorm.weight", config.hidden_size)
+        norm = checkpoint.load(f"model.layers.{layer}.input_layernorm.weight", config.hidden_size)
+        self.norm = norm if config.attention_bias else fold(norm, self.qkv_weight)  # a bias comes behind the division
         self.q_norm = checkpoint.load(f"{prefix}.q_norm.weight", config.head_dim)
         self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
         self.cos_sin = cos_sin
@@ -90,16 +105,10 @@ class Attention:
         """buffers.residual += attention(norm(buffers.residual))"""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         q, out = buffers.q.view(heads), buffers.attention.view(heads)
-        pagedkv.linear(
-            buffers.residual,
-            self.qkv_weight,
-            self.qkv_bias,
-            norm_weight=self.norm,
-            eps=self.eps,
-            normed=buffers.normed,
-            weight_is_constant=True,
-            out=buffers.qkv,
-        )
+        x = buffers.residual
+        if self.norm is not None:
+            x = pagedkv.rms_norm(x, self.norm, self.eps, out=buffers.normed)
+        pagedkv.linear(x, self.qkv_weight, self.qkv_bias, weight_is_constant=True, out=buffers.qkv)
         pagedkv.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
@@ -111,6 +120,7 @@ class Attention:
             batch.slot_mapping,
             batch.block_tables,
             batch.context_lens,
+            rms_of=x if self.norm is None else None,
             eps=self.eps,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
@@ -133,21 +143,23 @@ class Attention:
 class MLP:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint) -> None:
         prefix = f"model.layers.{layer}.mlp"
-        self.norm = checkpoint.load(f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size)
         self.eps = config.rms_norm_eps
         rows = {f"{prefix}.{name}.weight": config.intermediate_size for name in ("gate_proj", "up_proj")}
         self.gate_up_weight = checkpoint.load_stacked(rows, config.hidden_size)
+        norm = checkpoint.load(f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size)
+        self.norm = fold(norm, self.gate_up_weight)
         self.down_weight = checkpoint.load(f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size)
 
     def forward(self, buffers: Buffers) -> None:
         """buffers.residual += mlp(norm(buffers.residual))"""
+        x = buffers.residual
+        if self.norm is not None:
+            x = pagedkv.rms_norm(x, self.norm, self.eps, out=buffers.normed)
         pagedkv.linear(
-            buffers.residual,
+            x,
             self.gate_up_weight,
-            norm_weight=self.norm,
-            eps=self.eps,
-            normed=buffers.normed,
             gate_up=buffers.gate_up,
+            rms_eps=self.eps if self.norm is None else None,
             weight_is_constant=True,
             out=buffers.activation,
         )

@@ -2,7 +2,7 @@
  *
  * Both are the same sum over softmax states (largest score, sum of exponentials, unnormalised output), taken in a fixed
  * order, four dims a thread: first over the warps in shared memory, then, by the last CTA to arrive, over the parts in
- * the workspace. All loads of a batch are under way before the first is used.
+ * the workspace, a batch of which is under way before the first is used.
  */
 #ifndef PK_CUDA_ATTENTION_MERGE_H
 #define PK_CUDA_ATTENTION_MERGE_H
@@ -43,32 +43,31 @@ __device__ static inline void rebase(row_state &state, float max)
     state.output.x *= shrink, state.output.y *= shrink, state.output.z *= shrink, state.output.w *= shrink;
 }
 
+__device__ static inline void add(float4 &sum, float weight, const float4 &x)
+{
+    sum.x += weight * x.x;
+    sum.y += weight * x.y;
+    sum.z += weight * x.z;
+    sum.w += weight * x.w;
+}
+
 __device__ static inline void add(row_state &state, const row_state &other)
 {
     float weight = exp2_fast(other.max - state.max);
     state.sum += weight * other.sum;
-    state.output.x += weight * other.output.x;
-    state.output.y += weight * other.output.y;
-    state.output.z += weight * other.output.z;
-    state.output.w += weight * other.output.w;
+    add(state.output, weight, other.output);
 }
 
-/* load(0) + load(1) + ... */
-template <int BATCH, typename Load>
+/* load(0) + load(1) + ..., an even number of them. */
+template <typename Load>
 __device__ static inline row_state add_up(int count, Load load)
 {
     row_state result = {PK_NO_SCORE, 0, {}};
-    for (int begin = 0; begin < count; begin += BATCH) {
-        row_state batch[BATCH];
-        float largest = result.max;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            batch[i] = begin + i < count ? load(begin + i) : row_state{-INFINITY, 0, {}};
-            largest = fmaxf(largest, batch[i].max);
-        }
-        rebase(result, largest);
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) add(result, batch[i]);
+    for (int i = 0; i < count; i += 2) {
+        row_state one = load(i), two = load(i + 1);
+        rebase(result, fmaxf(result.max, fmaxf(one.max, two.max)));
+        add(result, one);
+        add(result, two);
     }
     return result;
 }
@@ -107,6 +106,40 @@ struct partial_rows {
     __device__ float *output(int row) const { return data + 2 * ROWS + row * stride; }
 };
 
+/* The parts of a row of D dims, whose quads are spread over neighbouring lanes. Whole warps call it. Beside full shared
+ * memory the L1 has room for few loads under way: a lane asks for the state of one part, on behalf of its neighbours.
+ */
+template <int D, int ROWS, typename Place>
+__device__ static inline row_state add_parts(int count, int row, int dim, Place part_at)
+{
+    constexpr int LANES = D < 128 ? D / 4 : 32;
+    constexpr int BATCH = LANES < 17 ? LANES : 17; /* 132 SMs are 33 parts for each of 4 heads, and 16 of 8 */
+    int lane = threadIdx.x % LANES;
+    row_state result = {PK_NO_SCORE, 0, {}};
+    for (int begin = 0; begin < count; begin += BATCH) {
+        float max = -INFINITY, sum = 0;
+        if (lane < BATCH && begin + lane < count) {
+            partial_rows<ROWS> from = part_at(begin + lane);
+            max = __ldcg(from.max() + row), sum = __ldcg(from.sum() + row);
+        }
+        float4 outputs[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            outputs[i] = begin + i < count ? __ldcg((const float4 *)(part_at(begin + i).output(row) + dim)) : float4{};
+        float largest = fmaxf(result.max, max);
+        for (int distance = 1; distance < LANES; distance *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        float weight = exp2_fast(max - largest);
+        sum *= weight;
+        for (int distance = 1; distance < LANES; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        rebase(result, largest);
+        result.sum += sum;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) add(result.output, __shfl_sync(~0u, weight, i, LANES), outputs[i]);
+    }
+    return result;
+}
+
 /* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA is the last. */
 template <typename Kind, int D, int ROWS>
 __device__ static void merge_unit(const decode_tile &tile, int unit_index, float *shared, int warp_stride,
@@ -122,7 +155,7 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
 
     for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
         int row = item / QUADS, dim = item % QUADS * 4;
-        row_state state = add_up<2>(blockDim.x / 32, [&](int i) {
+        row_state state = add_up(blockDim.x / 32, [&](int i) {
             partial_rows<ROWS> from = {shared + i * warp_stride, row_stride};
             return row_state{from.max()[row], from.sum()[row], *(float4 *)(from.output(row) + dim)};
         });
@@ -146,13 +179,10 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
     }
     __syncthreads();
     if (!is_last) return;
-    for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
-        int row = item / QUADS, dim = item % QUADS * 4;
-        write_row<Kind>(tile, row, dim, add_up<16>(num_parts, [&](int i) {
-                            partial_rows<ROWS> from = part_at(i);
-                            return row_state{__ldcg(from.max() + row), __ldcg(from.sum() + row),
-                                             __ldcg((const float4 *)(from.output(row) + dim))};
-                        }));
+    for (int item = threadIdx.x; item / 32 * 32 < num_items; item += blockDim.x) {
+        int row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
+        row_state state = add_parts<D, ROWS>(num_parts, row, dim, part_at);
+        if (item < num_items) write_row<Kind>(tile, row, dim, state);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Stream, Event, Graph, pinned memory, memory_info: on a GPU, and what each says where there is none."""
+"""Stream, Event, Graph, pinned memory, memory_info, reload_context: on a GPU, and what each says where there is none."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def busy(stream: Stream, milliseconds: float = 20) -> None:
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 @pytest.mark.parametrize(
     "make",
-    [Stream, Event, pagedkv.memory_info, lambda: pagedkv.empty(3, pinned=True)],
-    ids=["Stream", "Event", "memory_info", "pinned"],
+    [Stream, Event, pagedkv.memory_info, pagedkv.reload_context, lambda: pagedkv.empty(3, pinned=True)],
+    ids=["Stream", "Event", "memory_info", "reload_context", "pinned"],
 )
 def test_what_is_missing_is_said(make):
     expected = NotImplementedError if "CPU only" in pagedkv.build_info()["cuda_problem"] else BufferError
@@ -49,9 +49,9 @@ def test_what_is_missing_is_said(make):
     assert str(caught.value) == pagedkv.build_info()["cuda_problem"]
 
 
-@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), pagedkv.memory_info])
+@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), pagedkv.memory_info, pagedkv.reload_context])
 def test_the_cpu_has_none(what):
-    with pytest.raises(NotImplementedError, match="(Stream|Event|memory_info) is not available on cpu"):
+    with pytest.raises(NotImplementedError, match="(Stream|Event|memory_info|reload_context) is not available on cpu"):
         what("cpu")
     with pytest.raises(ValueError, match="device: 'tpu' is not a device"):
         what("tpu")
@@ -269,6 +269,22 @@ def test_memory_info(cuda):
     assert pagedkv.memory_info("cuda:0") == (free - (1 << 30), total)
     del block
     assert pagedkv.memory_info() == (free, total)
+
+
+@pytest.mark.gpu
+def test_reload_context_changes_nothing(cuda, rng):
+    x, out = on_gpu(rng.standard_normal((3, 8)).astype(np.float32)), pagedkv.empty((3, 4), device="cuda")
+    expected = pagedkv.silu_and_mul(x).tolist()
+    stream, graph = Stream(), Graph()
+    with graph.capture(stream):
+        pagedkv.silu_and_mul(x, out=out)
+    before = pagedkv.memory_info()[0]
+    for _ in range(3):
+        pagedkv.reload_context("cuda:0")
+    assert before - pagedkv.memory_info()[0] <= 64 << 20
+    graph.replay(stream)
+    stream.synchronize()
+    assert out.tolist() == expected == pagedkv.silu_and_mul(x).tolist()
 
 
 @pytest.mark.gpu

@@ -298,7 +298,7 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
     X(attention) X(plan_attention) X(qkv_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
     X(gather) X(rms_norm) X(linear) X(linear_fuses) X(linear_algorithms) X(qk_norm_rope_store) X(silu_and_mul) \
     X(sample) X(take_sampled) X(count_tokens) X(token_logprobs) \
-    X(memory_info) X(allocate_pinned) X(release_pinned) \
+    X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \
     X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)

@@ -213,6 +213,8 @@ class ModelRunner:
                     decodes.graph = Graph()
                     with decodes.graph.capture(self.stream):
                         self.run(inputs)
+        if self.has_graphs:
+            pagedkv.reload_context(self.device)  # a launch is faster then than after all this
         pagedkv.synchronize(self.device)
 
     def _new_decodes(self, num_seqs: int) -> Decodes:

@@ -19,6 +19,12 @@ __device__ static inline unsigned long long lab_now()
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
     return t;
 }
+__device__ static inline unsigned lab_sm()
+{
+    unsigned sm;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+    return sm;
+}
 """
 HOST = """
 #include <algorithm>
@@ -40,8 +46,8 @@ void report()
     std::vector<double> waited;
     for (int c = 0; c < n; c++) waited.push_back(at(c, 8) - begin + (at(c, 2) - at(c, 0)) * ratio);
     double zero = *std::min_element(waited.begin(), waited.end());
-    printf("  %d ctas, %.2f GHz, from first start to last end %.2f us; us after the first waited (min 10%% 50%% 90%% max):",
-           n, 1 / ratio, (end - begin) / 1e3);
+    printf("  %d ctas, %.2f GHz, from first start to last end %.2f us; us after the first waited (which is %.2f of the globaltimer's us; min 10%% 50%% 90%% max):",
+           n, 1 / ratio, (end - begin) / 1e3, (begin % 1000000000 + zero) / 1e3);
     for (int i = 0; i < 7; i++) {
         std::vector<double> t;
         for (int c = 0; c < n; c++) t.push_back((at(c, 8) - begin + (at(c, i) - at(c, 0)) * ratio - zero) / 1e3);
@@ -64,6 +70,19 @@ void report()
         }
         printf(" %d", busy);
     }
+    std::vector<double> last(256, 0), first(256, 1e18), count(256, 0);
+    for (int c = 0; c < n; c++) {
+        int sm = (int)at(c, 10) & 255;
+        count[sm]++, last[sm] = std::max(last[sm], (at(c, 9) - begin) / 1e3), first[sm] = std::min(first[sm], (at(c, 8) - begin) / 1e3);
+    }
+    std::vector<double> ends, starts, counts;
+    for (int sm = 0; sm < 256; sm++)
+        if (count[sm]) ends.push_back(last[sm]), starts.push_back(first[sm]), counts.push_back(count[sm]);
+    for (auto *v : {&starts, &ends, &counts}) std::sort(v->begin(), v->end());
+    int m = (int)ends.size();
+    printf("\\n   %d SMs (min 10%% 50%% 90%% max): first start", m);
+    for (auto *v : {&starts, &ends, &counts})
+        printf(" %.1f|%.1f|%.1f|%.1f|%.1f%s", (*v)[0], (*v)[m / 10], (*v)[m / 2], (*v)[m * 9 / 10], (*v)[m - 1], v == &starts ? ", last end" : v == &ends ? ", CTAs" : "");
     printf("\\n");
 }
 """
@@ -78,14 +97,13 @@ def insert(anchor: str, mark: str, *, behind: bool = True, count: int = 1) -> No
 
 
 insert("// --- kernels\n", DEVICE)
-insert("        bool starts_early =", "        MARK(0); if (threadIdx.x == 0) lab_times[blockIdx.x & 65535][8] = lab_now(), lab_times[blockIdx.x & 65535][9] = 0;\n", behind=False)
+insert("        bool starts_early =", "        MARK(0); if (threadIdx.x == 0) lab_times[blockIdx.x & 65535][8] = lab_now(), lab_times[blockIdx.x & 65535][9] = 0, lab_times[blockIdx.x & 65535][10] = lab_sm();\n", behind=False)
 insert("            load_next(stage);\n        }\n", "        MARK(1);\n")
-insert("        begin();\n        int planned_context", "", behind=False)
 text = text.replace("        begin();\n        int planned_context", "        begin();\n        MARK(2);\n        int planned_context")
-text = text.replace("            __syncwarp();\n            compute_chunk", "            __syncwarp();\n            if (stage == 0 && first_key < lab_first + step) MARK(3);\n            compute_chunk")
+insert("            this->compute_chunk", "            if (stage == 0 && first_key < lab_first + step) MARK(3);\n", behind=False)
 text = text.replace("        for (int stage = 0; first_key < end_key;", "        int lab_first = first_key;\n        for (int stage = 0; first_key < end_key;")
 insert("        copy_async_wait<0>();\n", "        MARK(4);\n", behind=False)
-insert("        leave_results();\n        __syncthreads();\n", "        MARK(5);\n")
+insert("        __syncthreads();\n        merge_unit", "        MARK(5);\n", behind=False)
 insert("        if (threadIdx.x == 0 && context != planned_context)\n", "        MARK(6); if (threadIdx.x == 0) lab_times[blockIdx.x & 65535][9] = lab_now();\n", behind=False)
 text = text.replace("        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;\n", "        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;\n        lab_grid = shape.num_units * args->num_kv_heads;\n")
 folder = Path(sys.argv[1])

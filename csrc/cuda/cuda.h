@@ -141,7 +141,7 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
                                           void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
                                           pk_stream stream, Args... args)
 {
-    const bool is_small = (int64_t)grid.x * grid.y * grid.z <= 128;
+    const int64_t num_threads = (int64_t)grid.x * grid.y * grid.z * cta.x * cta.y * cta.z;
     cudaLaunchAttribute attributes[3] = {};
     unsigned count = 0;
     if (may_start_early) {
@@ -154,7 +154,7 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
     }
     /* An SM must be empty to divide its L1 anew, and no kernel can start early on it then: so those of a small step ask
      * for the same division. Many rows stream through the L1 and are faster with all of it. */
-    if (is_small || smem_bytes >= 16 << 10) {
+    if (num_threads <= 1 << 16 || smem_bytes >= 16 << 10) {
         attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
         attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     }

@@ -42,7 +42,8 @@ def simple_kernel(q, k_cache, v_cache, *rest, **arguments):
 @pytest.mark.parametrize("num_splits", [0, 4])
 @pytest.mark.parametrize(("batch", "context", "heads"), [
     (1, 1, (16, 8)), (1, 40000, (16, 8)), (1, 9000, (64, 4)), (1, 5000, (4, 4)), (2, 7000, (160, 1)), (9, 3000, (8, 2)),
-    (40, 0, (32, 8)), (150, 0, (16, 8)), (250, 0, (16, 8)), (700, 0, (4, 2)), (1500, 0, (4, 1))])  # fmt: skip
+    (40, 0, (32, 8)), (72, 0, (16, 8)), (150, 0, (16, 8)), (250, 0, (16, 8)), (700, 0, (4, 2)),
+    (1500, 0, (4, 1))])  # fmt: skip
 def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
     tensors = make_pool(torch, batch, context or 2000, *heads, 128, 16)
     lens = rng.integers(0, 2001, batch) * (rng.random(batch) < 0.9) if context == 0 else np.full(batch, context)

@@ -150,19 +150,22 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
 
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
-     * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. With
-     * num_splits the bits may not depend on the batch, so the shape of a CTA may not, either. */
+     * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. Where the
+     * smallest CTAs would be hardly more than fit at a time, the few of the second wave take as long as the first:
+     * those twice as large end sooner. With num_splits the bits may not depend on the batch, so the shape of a CTA may
+     * not, either. */
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
-    int64_t slots = 1;
+    int64_t slots = 1, most_slots = device->num_sms * most_ctas / heads;
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
-        if (is_filled && !(ctas == 1 && are_few_parts) && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta)
-            break;
+        bool is_hardly_more = 2 * ctas == most_ctas && segments > most_slots && 2 * segments < 3 * most_slots;
+        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || is_hardly_more;
+        if (is_good && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;

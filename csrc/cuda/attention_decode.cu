@@ -299,8 +299,10 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     {
         bool starts_early = args.plan && args.past_is_constant;
         if (!starts_early) begin();
-        /* One or two sequences leave SMs idle, where the product behind may fetch its weight while that ahead runs. */
-        if (TAKES_HEADS && args.num_seqs <= 2) pk_let_next_kernel_start();
+        /* One or two sequences leave SMs idle, where the product behind may fetch its weight while that ahead runs. A
+         * large weight would only stand in the way of the few bytes that are waited for here. */
+        bool is_small = args.num_q_heads * args.head_dim <= 2048;
+        if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!read_unit(unit_index)) {

@@ -223,33 +223,6 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         load_angles<true>(token.cosine, token.sine, rope.cos_sin + position * args.head_dim + dim, half, 8);
     }
 
-    /* As pk_squares_of with a warp a row, to the bit, but up to 8 loads are under way at once: all else waits for them.
-     */
-    template <typename T>
-    __device__ float squares_beside() const
-    {
-        constexpr int VEC = pk_packed<T>::COUNT, BATCH = 8;
-        const pk_rms_arg &rms = params.rope.rms;
-        const T *x = (const T *)rms.x + rows.unit.seq * rms.stride;
-        float sum = 0, values[VEC];
-        if (!rms.x) return 0;
-        for (int64_t first = lane * VEC; first < rms.row_size; first += BATCH * 32 * VEC) {
-            pk_packed<T> pieces[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-                int64_t at = first + b * 32 * VEC;
-                if (at < rms.row_size) pieces[b] = pk_packed<T>::template load<true>(x + at, VEC);
-            }
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-                if (first + b * 32 * VEC >= rms.row_size) break;
-                pieces[b].unpack(values);
-                for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
-            }
-        }
-        return sum;
-    }
-
     /* Leaves the queries where load_queries looks for them, and behind them the key and the value. */
     template <typename T>
     __device__ void take_heads(const new_token &token) const
@@ -271,7 +244,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
             if (is_there) x = piece::template load<true>(qkv + head * head_dim, half, 8);
             const T *weight = (const T *)(kind == QUERY ? rope.q_weight : rope.k_weight);
             if (is_there && weight) weights = piece::template load<true>(weight + dim, half, 8);
-            float squares = squares_beside<T>();
+            float squares = pk_squares_of<T, true, 8>(rope.rms, rows.unit.seq, 32, lane);
             float scale = pk_rms_scale(rope.rms, 32, lane, squares);
             piece turned =
                 turn_head(x, scale, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);

@@ -147,18 +147,30 @@ __device__ static inline float pk_sum_over(int num_threads, int thread, float va
     return value;
 }
 
-/* A thread's part of the squares of rms.x's row, and what the rows beside it are multiplied by, from those of all. */
-template <typename T, bool IS_ALIGNED>
+/* A thread's part of the squares of rms.x's row, and what the rows beside it are multiplied by, from those of all.
+ * BATCH: loads that are under way at once where all else waits for them; the bits are the same. */
+template <typename T, bool IS_ALIGNED, int BATCH = 1>
 __device__ static inline float pk_squares_of(const pk_rms_arg &rms, int64_t row, int num_threads, int thread)
 {
     constexpr int VEC = pk_packed<T>::COUNT;
     const T *x = (const T *)rms.x + row * rms.stride;
     float sum = 0, values[VEC];
     if (!rms.x) return 0;
-#pragma unroll 4
-    for (int64_t at = thread * VEC; at < rms.row_size; at += num_threads * VEC) {
-        pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at).unpack(values);
-        for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
+#pragma unroll(BATCH == 1 ? 4 : 1)
+    for (int64_t first = thread * VEC; first < rms.row_size; first += BATCH * num_threads * VEC) {
+        pk_packed<T> pieces[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int64_t at = first + b * num_threads * VEC;
+            if (BATCH == 1 || at < rms.row_size)
+                pieces[b] = pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if (BATCH > 1 && first + b * num_threads * VEC >= rms.row_size) break;
+            pieces[b].unpack(values);
+            for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
+        }
     }
     return sum;
 }

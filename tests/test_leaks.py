@@ -27,7 +27,7 @@ def check(name, case, shared=(), runs=200):
     gc.collect()
     for _ in range(20): case()
     best = None
-    for attempt in range(8):  # caches may still be filling; a leak grows by a block or more each run
+    for attempt in range(40):  # caches may still be filling; a leak grows by a block or more each run, for ever
         gc.collect()
         references = [sys.getrefcount(o) for o in shared]
         before = sys.getallocatedblocks()

@@ -42,16 +42,17 @@ pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *ou
     return gather("x", x, "indices", indices, out, stream, err);
 }
 
-pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
-                      pk_stream stream, pk_error *err)
+/* rms_norm; eps NULL: scale_columns, which does not divide. */
+static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_view *weight, const double *eps,
+                            const pk_view *residual, pk_output *out, pk_stream stream, pk_error *err)
 {
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "weight", weight, "D", PK_SAME);
+    PK_EXPECT(&env, weight_name, weight, "D", PK_SAME);
     if (residual) PK_EXPECT(&env, "residual", residual, "T D", PK_SAME | PK_WRITABLE);
-    if (!(eps >= 0) || isinf((float)eps))
-        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", eps);
+    if (eps && (!(*eps >= 0) || isinf((float)*eps)))
+        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", *eps);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
@@ -65,33 +66,22 @@ pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const
         .x_stride = x->stride[0],
         .residual_stride = residual ? residual->stride[0] : 0,
         .out_stride = out->view.stride[0],
-        .divides = true,
-        .eps = (float)eps,
+        .divides = eps != NULL,
+        .eps = eps ? (float)*eps : 0,
         .dtype = x->dtype,
     };
     return backend->rms_norm(&args, stream, err);
 }
 
+pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
+                      pk_stream stream, pk_error *err)
+{
+    return weigh_rows(x, "weight", weight, &eps, residual, out, stream, err);
+}
+
 pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err)
 {
-    pk_env env;
-    pk_env_init(&env, err);
-    PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "factors", factors, "D", PK_SAME);
-    const pk_backend *backend;
-    PK_BACKEND_OP(env.device, rms_norm, &backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
-    pk_rms_norm_args args = {
-        .x = x->data,
-        .weight = factors->data,
-        .out = out->view.data,
-        .num_rows = pk_dim(&env, 'T'),
-        .row_size = pk_dim(&env, 'D'),
-        .x_stride = x->stride[0],
-        .out_stride = out->view.stride[0],
-        .dtype = x->dtype,
-    };
-    return backend->rms_norm(&args, stream, err);
+    return weigh_rows(x, "factors", factors, NULL, NULL, out, stream, err);
 }
 
 pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err)

@@ -1,11 +1,11 @@
 /* dense.cu - the row-wise operations: gather (embedding), rms_norm with residual, silu_and_mul.
  *
  * Bytes are all they cost, and few of them in a decode step, where what counts is the way from the first load to the
- * last store. So a thread takes 16 bytes of each operand and no loop. A row of rms_norm stays in registers between the
- * sum and the scaling; it belongs to a CTA (short rows to a warp). Rounding follows csrc/cpu/dense.c step by step; only
- * the order of the sum of squares differs, and it depends on the row's size alone. Views that are not 16-byte aligned
- * go element by element, rows of rms_norm too long for registers through a plain loop. What is reached:
- * benchmarks/results/dense-cuda.json.
+ * last store. So a thread takes 16 bytes of each operand and no loop, but four times 16 where the threads of an SM
+ * would have too few bytes under way. A row of rms_norm stays in registers between the sum and the scaling; it belongs
+ * to a CTA (short rows to a warp). Rounding follows csrc/cpu/dense.c step by step; only the order of the sum of squares
+ * differs, and it depends on the row's size alone. Views that are not 16-byte aligned go element by element, rows of
+ * rms_norm too long for registers through a plain loop. What is reached: benchmarks/results/dense-cuda.json.
  */
 #include "cuda/pack.h"
 
@@ -21,12 +21,18 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     int num_pieces = (int)((args.row_size + VEC - 1) / VEC), step = PIECES * blockDim.x;
     const T *x_row = (const T *)args.x + row * args.x_stride, *weight_row = (const T *)args.weight;
     T *residual_row = (T *)args.residual + row * args.residual_stride, *out_row = (T *)args.out + row * args.out_stride;
-    packed x[PIECES], addend[PIECES], weight[PIECES];
+    packed x[PIECES], addend[PIECES], own[PIECES];
+    packed(&weight)[PIECES] = PIECES == 1 ? own : addend; /* four of each would leave too few threads an SM */
     auto for_pieces = [&](int first, auto body) {
         for (int p = 0; p < PIECES; p++) {
             int piece = first + p * blockDim.x;
             if (piece < num_pieces) body(p, (int64_t)piece * VEC, args.row_size - (int64_t)piece * VEC);
         }
+    };
+    auto load = [&](packed *to, const T *from, int first) {
+        for_pieces(first, [&](int p, int64_t at, int64_t count) {
+            to[p] = packed::template load<IS_ALIGNED>(from + at, count);
+        });
     };
     if (blockIdx.x == 0) for_pieces(threadIdx.x, [&](int, int64_t at, int64_t) { pk_prefetch_to_l2(weight_row + at); });
     /* A few rows leave room for the product behind, which may fetch its weight. */
@@ -37,11 +43,9 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
 
     float sum = 0;
     for (int first = threadIdx.x; first < num_pieces; first += step) {
-        for_pieces(first, [&](int p, int64_t at, int64_t count) {
-            x[p] = packed::template load_streaming<IS_ALIGNED>(x_row + at, count);
-            if (args.residual) addend[p] = packed::template load_streaming<IS_ALIGNED>(residual_row + at, count);
-            weight[p] = packed::template load<IS_ALIGNED>(weight_row + at, count);
-        });
+        load(x, x_row, first);
+        if (args.residual) load(addend, residual_row, first);
+        if (PIECES == 1 || !args.residual) load(weight, weight_row, first);
         for_pieces(first, [&](int p, int64_t at, int64_t count) {
             float values[VEC], addends[VEC];
             x[p].unpack(values);
@@ -58,11 +62,8 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     float scale = 1; /* scale_columns */
     if (args.divides) scale = rsqrtf(pk_sum_over(blockDim.x, threadIdx.x, sum) / (float)args.row_size + args.eps);
     for (int first = threadIdx.x; first < num_pieces; first += step) {
-        if (step < num_pieces)
-            for_pieces(first, [&](int p, int64_t at, int64_t count) {
-                x[p] = packed::template load<IS_ALIGNED>((args.residual ? residual_row : x_row) + at, count);
-                weight[p] = packed::template load<IS_ALIGNED>(weight_row + at, count);
-            });
+        if (step < num_pieces) load(x, args.residual ? residual_row : x_row, first);
+        if (step < num_pieces || (PIECES > 1 && args.residual)) load(weight, weight_row, first);
         for_pieces(first, [&](int p, int64_t at, int64_t count) {
             float values[VEC];
             x[p].unpack(values);
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     if (count > 0) {
-        gate = packed::template load_streaming<IS_ALIGNED>(x, count);
-        up = packed::template load_streaming<IS_ALIGNED>(x + args.row_size, count);
+        gate = packed::template load<IS_ALIGNED>(x, count);
+        up = packed::template load<IS_ALIGNED>(x + args.row_size, count);
     }
     float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, row, blockDim.x, threadIdx.x);
     float scale = pk_rms_scale(args.rms, blockDim.x, threadIdx.x, squares), gates[VEC], ups[VEC];
@@ -129,12 +130,13 @@ pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_er
         bool is_aligned =
             pk_are_multiples(VEC, args->row_size, args->x_stride, args->residual_stride, args->out_stride) &&
             pk_are_multiples(16, args->x, args->residual, args->weight, args->out);
-        /* By the size alone: a row's bits do not depend on how many rows there are. */
+        /* By sizes alone: a row's bits do not depend on how many rows there are. A residual is twice as much to load,
+         * and more under way than 48 KB an SM is slower again. */
         int64_t num_pieces = pk_ceil_div(args->row_size, VEC);
-        int pieces = num_pieces <= 512 || !is_aligned ? 1 : 2;
+        int pieces = num_pieces <= (args->residual ? 512 : 128) || !is_aligned ? 1 : 4;
         auto kernel = !is_aligned   ? rms_norm_kernel<T, 1, false>
                       : pieces == 1 ? rms_norm_kernel<T, 1, true>
-                                    : rms_norm_kernel<T, 2, true>;
+                                    : rms_norm_kernel<T, 4, true>;
         unsigned threads = whole_warps(pk_ceil_div(num_pieces, pieces));
         dim3 cta(threads < 512 ? threads : 512, threads == 32 ? 4 : 1);
         return pk_cuda_launch_early(err, "rms_norm_kernel", kernel, scope.device,

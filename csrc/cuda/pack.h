@@ -77,8 +77,8 @@ struct pk_packed {
             return load_streaming<false>(from, count);
     }
 
-    /* What is read once and not soon again: leaves the L1 to weights and tables. Where it may not be aligned: the first
-     * `count` elements one by one, the others are 0. */
+    /* What is read once and not soon again; faster in merge.cu alone. Where it may not be aligned: the first `count`
+     * elements one by one, the others are 0. */
     template <bool IS_ALIGNED = true>
     __device__ static pk_packed load_streaming(const T *from, int64_t count = COUNT)
     {
@@ -133,17 +133,18 @@ struct pk_packed {
     }
 };
 
-/* The sum of the values of a row's threads, the same bits in all of them. Rows of more than a warp own the whole CTA.
+/* The sum of the values of a row's threads, the same bits in all of them: a warp's, or those of a CTA of up to 16
+ * warps.
  */
 __device__ static inline float pk_sum_over(int num_threads, int thread, float value)
 {
-    __shared__ float warp_sums[32];
+    __shared__ float warp_sums[16];
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     if (num_threads == 32) return value;
     if (thread % 32 == 0) warp_sums[thread / 32] = value;
     __syncthreads();
-    value = 0;
-    for (int warp = 0; warp < num_threads / 32; warp++) value += warp_sums[warp];
+    value = thread % 16 < num_threads / 32 ? warp_sums[thread % 16] : 0;
+    for (int offset = 8; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
 

@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(128, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
         int head = piece / pieces_per_head, dim = (piece - head * pieces_per_head) * VEC, count = head_dim - dim;
         const T *key = (const T *)args.key + token * args.key_token_stride + head * args.key_head_stride + dim;
         const T *value = (const T *)args.value + token * args.value_token_stride + head * args.value_head_stride + dim;
-        packed k = packed::template load_streaming<IS_ALIGNED>(key, count);
-        packed v = packed::template load_streaming<IS_ALIGNED>(value, count);
+        packed k = packed::template load<IS_ALIGNED>(key, count);
+        packed v = packed::template load<IS_ALIGNED>(value, count);
         pk_cache_divisor k_divisor(args.k_scale, IS_SCALED, head), v_divisor(args.v_scale, IS_SCALED, head);
         if (!is_slot) break;
         int64_t k_at = pk_cache_offset(args, slot, args.k_block_stride, args.k_slot_stride);

@@ -1,10 +1,10 @@
 /* attention_plan.cu - cuts a ragged batch into units of decode attention (attention_plan.h): one CTA, once a step.
  *
- * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most
- * twice an SM's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and what is under
- * way at the end still draws the whole bandwidth. What a CTA has under way at once is never cut: to merge parts takes
- * longer. With num_splits every sequence has up to that many parts, whose number and borders depend on its own length
- * alone.
+ * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most one
+ * and a half times a CTA's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and
+ * what is under way at the end still draws the whole bandwidth. What a CTA has under way at once is never cut: to merge
+ * parts takes longer. With num_splits every sequence has up to that many parts, whose number and borders depend on its
+ * own length alone.
  */
 #include "cuda/attention_plan.h"
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(THREADS)
         }
         if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
     } else if (threadIdx.x == 0) {
-        length = 2 * (total / shape.slots + 1);
+        length = (3 * (total / shape.slots + 1) + 1) / 2;
     }
     __syncthreads();
 
@@ -152,8 +152,8 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
      * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. Where the
      * smallest CTAs would be hardly more than fit at a time, the few of the second wave take as long as the first:
-     * those twice as large end sooner. With num_splits the bits may not depend on the batch, so the shape of a CTA may
-     * not, either. */
+     * those twice as large end sooner (not with fp8, whose steps are twice as long). With num_splits the bits may not
+     * depend on the batch, so the shape of a CTA may not, either. */
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
@@ -163,17 +163,18 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
         slots = device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
-        bool is_hardly_more = 2 * ctas == most_ctas && segments > most_slots && 2 * segments < 3 * most_slots;
+        bool is_hardly_more =
+            bytes > 1 && 2 * ctas == most_ctas && segments > most_slots && 2 * segments < 3 * most_slots;
         bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || is_hardly_more;
         if (is_good && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
-    shape->is_one_wave = shape->num_splits == 0 && 2 * segments <= slots;
+    shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= 2 * slots;
     int64_t units = shape->num_splits    ? segments * shape->num_splits
                     : shape->is_one_wave ? slots
-                                         : segments + slots / 2;
-    int64_t parts = shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots;
+                                         : segments + slots * 2 / 3; /* a length goes into all steps so often */
+    int64_t parts = shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots * 4 / 3; /* of what is cut */
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
         return pk_fail(err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);

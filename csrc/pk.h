@@ -394,7 +394,8 @@ typedef struct pk_backend {
     pk_status (*rms_norm)(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
     pk_status (*linear)(const pk_linear_args *args, pk_stream stream, pk_error *err);
     bool (*linear_fuses)(const pk_linear_args *args); /* whether linear does what is_gated asks for */
-    /* The algorithms for such a linear, or, with NULL for `choices`, the one that later calls like it use. */
+    /* The algorithms for such a linear; those near `algorithm`, where it is given, too; or, with NULL for `choices`, the
+     * one that later calls like it use. */
     pk_status (*linear_algorithms)(const pk_linear_args *args, pk_linear_choices *choices,
                                    const pk_linear_algorithm *algorithm, pk_error *err);
     pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);

@@ -206,7 +206,9 @@ def test_every_algorithm_is_right(rng):
     expected = oracle.linear(get(x), get(weight))
     library, algorithms = pagedkv.linear_algorithms(x, weight, out=out)
     assert "cuBLASLt" in library and algorithms
-    for algorithm in algorithms:
+    near = pagedkv.linear_algorithms(x, weight, near=algorithms[0], out=out)[1]
+    assert len(set(algorithms)) == len(algorithms) and len(set(near)) == len(near) > 0
+    for algorithm in algorithms + near:
         pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
         pagedkv.linear(x, weight, out=out)
         np.testing.assert_allclose(get(out), expected, atol=1e-3, rtol=1e-4)
@@ -221,6 +223,10 @@ def test_what_is_no_algorithm_is_refused(rng):
         pagedkv.use_linear_algorithm(x, weight, b"abc", out=out)
     with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
         pagedkv.use_linear_algorithm(x, weight, b"\xff" * 64, out=out)
+    with pytest.raises(ValueError, match="near: has 3 bytes but must have 64"):
+        pagedkv.linear_algorithms(x, weight, near=b"abc", out=out)
+    with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
+        pagedkv.linear_algorithms(x, weight, near=b"\xff" * 64, out=out)
     np.testing.assert_array_equal(get(pagedkv.linear(x, weight, out=out)), expected)
     with pytest.raises(ValueError, match="algorithm: none is used for such a call"):
         pagedkv.use_linear_algorithm(x[:0], weight, b"\xff" * 64, out=out[:0])

@@ -117,6 +117,7 @@ static bool resolve(pk_cublaslt *table, void *library, const char **missing)
         {"cublasLtMatmulPreferenceDestroy", (void **)&table->preference_destroy},
         {"cublasLtMatmulPreferenceSetAttribute", (void **)&table->preference_set},
         {"cublasLtMatmulAlgoGetHeuristic", (void **)&table->heuristic},
+        {"cublasLtMatmulAlgoConfigSetAttribute", (void **)&table->config_set},
         {"cublasLtMatmulAlgoCheck", (void **)&table->check},
         {"cublasLtMatmul", (void **)&table->matmul},
     };

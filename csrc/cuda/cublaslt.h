@@ -22,6 +22,12 @@ enum {
     PK_LT_PREFERENCE_ALIGNMENT_A = 5, /* uint32_t bytes; then B, C, D */
 };
 
+enum {
+    PK_LT_CONFIG_SWIZZLING = 4, /* uint32_t, 1: tiles in an order that spares the L2 */
+    PK_LT_CONFIG_CLUSTER = 8,   /* uint16_t, a pk_lt_cluster */
+};
+enum pk_lt_cluster { PK_LT_CLUSTER_1X1 = 2, PK_LT_CLUSTER_2X1 = 3, PK_LT_CLUSTER_1X2 = 5 };
+
 typedef struct {
     pk_linear_algorithm algo; /* the library's documentation lets it be kept on disk */
     size_t workspace_bytes;
@@ -44,6 +50,7 @@ struct pk_cublaslt {
     int (*preference_set)(pk_lt_preference, int attribute, const void *, size_t);
     int (*heuristic)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
                      pk_lt_preference, int wanted, pk_lt_heuristic *, int *found);
+    int (*config_set)(pk_linear_algorithm *, int attribute, const void *, size_t);
     int (*check)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
                  const pk_linear_algorithm *, pk_lt_heuristic *);
     int (*matmul)(pk_lt_handle, pk_lt_desc, const void *alpha, const void *a, pk_lt_layout, const void *b, pk_lt_layout,

@@ -127,11 +127,10 @@ static cudaDataType_t data_type_of(pk_dtype dtype)
     } while (0)
 
 /* The library's guesses, the best one first. */
-static pk_status guess(const pk_cublaslt *lt, const plan *plan, int wanted, pk_lt_heuristic *guesses, int *found,
-                       pk_error *err)
+static pk_status guess(const pk_cublaslt *lt, const plan *plan, uint64_t workspace_bytes, int wanted,
+                       pk_lt_heuristic *guesses, int *found, pk_error *err)
 {
     const plan_key *key = &plan->key;
-    const uint64_t workspace_bytes = PK_SCRATCH_BYTES;
     const uint32_t alignments[] = {key->weight_alignment, key->x_alignment, key->out_alignment, key->out_alignment};
     pk_lt_preference preference;
     LT(err, lt->preference_create(&preference));
@@ -161,7 +160,7 @@ static pk_status make_plan(const pk_cublaslt *lt, plan *plan, const plan_key *ke
                               (uint64_t)key->num_rows, key->out_stride));
     pk_lt_heuristic best;
     int found;
-    PK_TRY(guess(lt, plan, 1, &best, &found, err));
+    PK_TRY(guess(lt, plan, PK_SCRATCH_BYTES, 1, &best, &found, err));
     plan->algo = best.algo;
     return PK_OK;
 }
@@ -252,24 +251,47 @@ bool pk_cuda_linear_fuses(const pk_linear_args *args)
 
 // --- the choice of an algorithm
 
-static pk_status list_algorithms(const pk_cublaslt *lt, const plan *plan, pk_linear_choices *choices, pk_error *err)
+static void append(pk_linear_choices *choices, const pk_linear_algorithm *algorithm)
 {
     const int most = sizeof choices->algorithms / sizeof *choices->algorithms;
-    pk_lt_heuristic guesses[most];
-    PK_TRY(guess(lt, plan, most, guesses, &choices->count, err));
-    for (int i = 0; i < choices->count; i++) choices->algorithms[i] = guesses[i].algo;
+    for (int i = 0; i < choices->count; i++)
+        if (memcmp(&choices->algorithms[i], algorithm, sizeof *algorithm) == 0) return;
+    if (choices->count < most) choices->algorithms[choices->count++] = *algorithm;
+}
+
+/* Asked with and without a workspace, since it lists but a few: sums divided among CTAs hide others that are faster. */
+static pk_status list_algorithms(const pk_cublaslt *lt, const plan *plan, pk_linear_choices *choices, pk_error *err)
+{
+    pk_lt_heuristic guesses[16];
+    int found;
+    PK_TRY(guess(lt, plan, PK_SCRATCH_BYTES, 16, guesses, &found, err));
+    for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
+    pk_error ignored; /* there may be none */
+    if (guess(lt, plan, 0, 16, guesses, &found, &ignored) != PK_OK) return PK_OK;
+    for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
     return PK_OK;
 }
 
-static pk_status use_algorithm(const pk_cublaslt *lt, plan *plan, const pk_linear_algorithm *algorithm, pk_error *err)
+static bool accepts(const pk_cublaslt *lt, const plan *plan, const pk_linear_algorithm *algorithm)
 {
     pk_lt_heuristic checked = {};
     int result = lt->check(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out, plan->out,
                            algorithm, &checked);
-    if (result != 0 || checked.status != 0 || checked.workspace_bytes > PK_SCRATCH_BYTES)
-        return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
-    plan->algo = *algorithm;
-    return PK_OK;
+    return result == 0 && checked.status == 0 && checked.workspace_bytes <= PK_SCRATCH_BYTES;
+}
+
+/* Those that deal out the same tiles in another way. */
+static void list_neighbours(const pk_cublaslt *lt, const plan *plan, const pk_linear_algorithm *algorithm,
+                            pk_linear_choices *choices)
+{
+    for (uint16_t cluster : {PK_LT_CLUSTER_1X1, PK_LT_CLUSTER_2X1, PK_LT_CLUSTER_1X2})
+        for (uint32_t swizzling = 0; swizzling < 2; swizzling++) {
+            pk_linear_algorithm other = *algorithm;
+            if (lt->config_set(&other, PK_LT_CONFIG_CLUSTER, &cluster, sizeof cluster) == 0 &&
+                lt->config_set(&other, PK_LT_CONFIG_SWIZZLING, &swizzling, sizeof swizzling) == 0 &&
+                accepts(lt, plan, &other))
+                append(choices, &other);
+        }
 }
 
 pk_status pk_cuda_linear_algorithms(const pk_linear_args *args, pk_linear_choices *choices,
@@ -293,8 +315,14 @@ pk_status pk_cuda_linear_algorithms(const pk_linear_args *args, pk_linear_choice
     plan_key key = key_of(args, scope.device);
     pthread_mutex_lock(&lock);
     pk_status status = find_plan(lt, &key, &plan, err);
-    if (status == PK_OK)
-        status = choices ? list_algorithms(lt, plan, choices, err) : use_algorithm(lt, plan, algorithm, err);
+    if (status == PK_OK && algorithm && !accepts(lt, plan, algorithm))
+        status = pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
+    if (status == PK_OK && choices && algorithm)
+        list_neighbours(lt, plan, algorithm, choices);
+    else if (status == PK_OK && choices)
+        status = list_algorithms(lt, plan, choices, err);
+    else if (status == PK_OK)
+        plan->algo = *algorithm;
     pthread_mutex_unlock(&lock);
     return status;
 }

@@ -125,22 +125,41 @@ static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t n
     return py_call_end(&call, py_output_result(&out));
 }
 
+/* Whether there is one; or call->has_failed. */
+static bool read_algorithm(py_call *call, int index, pk_linear_algorithm *algorithm)
+{
+    char *bytes;
+    Py_ssize_t size;
+    if (call->has_failed || !call->given[index] || call->given[index] == Py_None) return false;
+    call->has_failed = PyBytes_AsStringAndSize(call->given[index], &bytes, &size) < 0;
+    if (!call->has_failed && size != sizeof *algorithm) {
+        PyErr_Format(PyExc_ValueError, "%s: has %zd bytes but must have %zu", call->signature->texts[index], size,
+                     sizeof *algorithm);
+        call->has_failed = true;
+    }
+    if (!call->has_failed) memcpy(algorithm, bytes, sizeof *algorithm);
+    return !call->has_failed;
+}
+
 PyDoc_STRVAR(
     linear_algorithms_doc,
-    "linear_algorithms($module, x, weight, *, out)\n--\n\n"
+    "linear_algorithms($module, x, weight, *, near=None, out)\n--\n\n"
     "(library, algorithms): what could compute linear(x, weight, out=out) on a GPU. `library` names the GPU and the\n"
     "version of cuBLASLt, and the algorithms, bytes for use_linear_algorithm, are good for these alone; its own\n"
-    "favourite comes first. No algorithms where own kernels answer. Nothing is computed. See tune_linear." PY_DOC_ERRORS);
+    "favourite comes first. With `near`, one of them, those that compute the same tiles in another order or other\n"
+    "clusters. No algorithms where own kernels answer. Nothing is computed. See tune_linear." PY_DOC_ERRORS);
 static PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { X, WEIGHT, OUT };
+    enum { X, WEIGHT, NEAR, OUT };
     py_call call;
     pk_linear_choices choices;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_linear_algorithms, -1, args, nargs, kwnames) < 0)
         return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const pk_view *out = py_call_tensor(&call, OUT);
-    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, &choices, NULL, &call.err));
+    pk_linear_algorithm near;
+    bool has_near = read_algorithm(&call, NEAR, &near);
+    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, &choices, has_near ? &near : NULL, &call.err));
     if (call.has_failed || call.status != PK_OK) return py_call_end(&call, NULL);
     PyObject *list = PyList_New(choices.count);
     for (int i = 0; list && i < choices.count; i++) {
@@ -161,18 +180,11 @@ static PyObject *py_use_linear_algorithm(PyObject *module, PyObject *const *args
     enum { X, WEIGHT, ALGORITHM, OUT };
     py_call call;
     pk_linear_algorithm algorithm;
-    char *bytes;
-    Py_ssize_t size;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_use_linear_algorithm, -1, args, nargs, kwnames) < 0)
         return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const pk_view *out = py_call_tensor(&call, OUT);
-    if (!call.has_failed && PyBytes_AsStringAndSize(call.given[ALGORITHM], &bytes, &size) < 0) call.has_failed = true;
-    if (!call.has_failed && size != sizeof algorithm) {
-        PyErr_Format(PyExc_ValueError, "algorithm: has %zd bytes but must have %zu", size, sizeof algorithm);
-        call.has_failed = true;
-    }
-    if (!call.has_failed) memcpy(&algorithm, bytes, sizeof algorithm);
+    read_algorithm(&call, ALGORITHM, &algorithm);
     PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, NULL, &algorithm, &call.err));
     return py_call_end(&call, call.has_failed ? NULL : Py_NewRef(Py_None));
 }

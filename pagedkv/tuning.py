@@ -2,8 +2,9 @@
 
 The library's own guess is made without looking at a clock. Here its best guesses are timed as a model runs them: in a
 CUDA graph that walks over the weights of many layers, so that none comes from the cache, and that counts every node a
-plan adds. The file lies in the user's cache folder, or where PAGEDKV_CACHE_DIR says; there is one for each kind of GPU
-and version of the library. One that cannot be read is as good as none, and is written anew.
+plan adds; and in turns, because a GPU that multiplies for long reaches its power limit and becomes slower, so that the
+first one timed would win. The file lies in the user's cache folder, or where PAGEDKV_CACHE_DIR says; there is one for
+each kind of GPU and version of the library. One that cannot be read is as good as none, and is written anew.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, Graph, Stream, Tensor
 
-MAX_ALGORITHMS = 8  # of a product: the library's favourites
-COLD_BYTES, MIN_CALLS = 192 << 20, 4  # of weights, and calls, in a graph: more than a cache holds
-NUM_WINDOWS = 3  # replays of a graph, of which the median counts
+COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands, and calls, in a graph: more than a cache holds
+NUM_WINDOWS = 7  # replays of each graph, of which the median counts
+HOPELESS = 1.1  # times the least time, in two replays: not timed any further
+NUM_RANDOM_ROWS = 256  # of x; those behind repeat them
 
 
-def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: str | None = None) -> int:
+def tune_linear(
+    weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: str | None = None, add_to_out: bool = False
+) -> int:
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
     weights: [out_features, in_features] each, on one GPU, unchanged; those alike in shape and strides are timed in
-    turn, so give all layers. out_dtype: "float32", or None for that of the weights. It holds for this process and for
-    x and out that are contiguous and aligned to 256 bytes. Products that own kernels compute have no choice, nor has
-    the CPU. What the file does not know takes some 10 ms each; the GPU should have nothing else to do meanwhile.
+    turn, so give all layers. out_dtype: "float32", or None for that of the weights. add_to_out: what most calls will
+    say; the choice holds for both. It holds for this process and for x and out that are contiguous and aligned to 256
+    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 30
+    ms each, with many rows the time of 150 such products; the GPU should have nothing else to do meanwhile.
 
     Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
     """
@@ -45,7 +50,6 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
     rows, num_measured, known = sorted(set(num_rows)), 0, _Known()
     for (shape, strides, dtype), layers in alike.items():
         outputs, size = shape
-        layers = layers[: max(MIN_CALLS, COLD_BYTES // max(layers[0].nbytes, 1))]
         stream = Stream(layers[0].device)
         most, has_numbers = max(rows, default=0), False
         all_x = pagedkv.empty((most, size), dtype, layers[0].device)
@@ -56,13 +60,14 @@ def tune_linear(weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: s
             if not algorithms:
                 continue
             product = f"{count} rows, weight {outputs}x{size} stride {strides[0]}, {dtype} to {out.dtype}"
+            product += ", added" if add_to_out else ""
             if not _use(x, layers[0], known.get(library, product), out):
                 if not has_numbers:
-                    numbers = np.random.default_rng(0).standard_normal((most, size), np.float32)
-                    all_x.copy_(pagedkv.asarray(numbers, dtype))
+                    _fill(all_x)
                     has_numbers = True
-                times = {each: _microseconds(stream, x, layers, each, out) for each in algorithms[:MAX_ALGORITHMS]}
-                best = min(times, key=times.__getitem__)
+                num_cold = COLD_BYTES // max(layers[0].nbytes + x.nbytes + out.nbytes, 1)
+                some = layers[: max(MIN_CALLS, num_cold)]
+                best = _fastest(stream, x, some, algorithms, out, add_to_out)
                 _use(x, layers[0], best, out)
                 known.put(library, product, best)
                 num_measured += 1
@@ -79,27 +84,54 @@ def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> boo
     return algorithm is not None
 
 
-def _microseconds(stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithm: bytes, out: Tensor) -> float:
-    """Of one call, cold; infinity if the algorithm does not run."""
-    if not _use(x, layers[0], algorithm, out):
-        return float("inf")
-    graph, num_calls = Graph(), max(MIN_CALLS, len(layers))
+def _fill(x: Tensor) -> None:
+    """With numbers: zeros would take less power, and so less time."""
+    numbers = np.random.default_rng(0).standard_normal((min(len(x), NUM_RANDOM_ROWS), x.shape[1]), np.float32)
+    first = x[: len(numbers)].copy_(pagedkv.asarray(numbers, x.dtype))
+    for start in range(len(first), len(x), len(first)):
+        rest = x[start : start + len(first)]
+        rest.copy_(first[: len(rest)])
+
+
+def _fastest(
+    stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Sequence[bytes], out: Tensor, add_to_out: bool
+) -> bytes:
+    """The one whose calls, cold, take the least time. The library's first, where none runs."""
+    graphs: dict[bytes, Graph] = {}
+    for algorithm in algorithms:
+        if _use(x, layers[0], algorithm, out):
+            graph = _capture(stream, x, layers, out, add_to_out)
+            if graph is not None:
+                graphs[algorithm] = graph
+    if not graphs:
+        return algorithms[0]
+    times: dict[bytes, list[float]] = {each: [] for each in graphs}
     start, end = Event(timing=True, device=x.device), Event(timing=True, device=x.device)
+    for window in range(1 + NUM_WINDOWS):
+        if window == 2:
+            bound = HOPELESS * min(map(min, times.values()))
+            times = {algorithm: both for algorithm, both in times.items() if min(both) < bound}
+        for algorithm in times:
+            start.record(stream)
+            graphs[algorithm].replay(stream)
+            end.record(stream)
+            end.synchronize()
+            times[algorithm].append(start.elapsed_ms(end))
+    return min(times, key=lambda each: statistics.median(times[each][1:]))
+
+
+def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, add_to_out: bool) -> Graph | None:
+    """Calls of the algorithm in use; None where it does not run."""
+    graph = Graph()
     try:
-        pagedkv.linear(x, layers[0], out=out, stream=stream)  # loads what a capture cannot
+        for adds in (False, add_to_out):  # loads what a capture cannot; and out holds numbers then
+            pagedkv.linear(x, layers[0], add_to_out=adds, out=out, stream=stream)
         with graph.capture(stream):
-            for i in range(num_calls):
-                pagedkv.linear(x, layers[i % len(layers)], out=out)
+            for i in range(max(MIN_CALLS, len(layers))):
+                pagedkv.linear(x, layers[i % len(layers)], add_to_out=add_to_out, out=out)
     except pagedkv.CudaError:
-        return float("inf")
-    times = []
-    for _ in range(1 + NUM_WINDOWS):
-        start.record(stream)
-        graph.replay(stream)
-        end.record(stream)
-        end.synchronize()
-        times.append(start.elapsed_ms(end) / num_calls * 1e3)
-    return statistics.median(times[1:])
+        return None
+    return graph
 
 
 _unsaved: dict[tuple[str, str], str] = {}  # what no file could keep, for the next call of this process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 
 import numpy as np
@@ -140,6 +141,20 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
         assert [window for window, _ in given] == 3 * windows
         expected = llm._runner._decodes[1].plans
         assert [p for _, p in given] == 4 * [None] + 2 * [expected[window] for window in windows]
+
+
+def test_the_sizes_that_are_tuned(tmp_path, monkeypatch):
+    """Those of the graphs and of a step full of prompts, of which the head takes only rows that are sampled."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(cache))
+    sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 1536}
+    folder = write_model(tmp_path / "model", num_attention_heads=8, head_dim=64, **sizes)
+    LLM(folder, device="cuda", dtype="bfloat16", max_num_seqs=100, max_num_batched_tokens=333, **POOL).close()
+    most: dict[str, int] = {}
+    for product in json.loads(next(cache.iterdir()).read_text()):
+        rows, weight = product.split(" rows, weight ")
+        most[weight] = max(most.get(weight, 0), int(rows))
+    assert sorted(most.values()) == [100, 333, 333, 333, 333]
 
 
 def test_fp8_cache(folder):

@@ -243,6 +243,7 @@ def test_tuning_is_kept_in_a_file(rng, tmp_path, monkeypatch):
     assert "cuBLASLt" in path.name and len(json.loads(path.read_text())) == 2
     assert pagedkv.tune_linear(layers, [200, 300]) == 0
     assert pagedkv.tune_linear(layers, [200], out_dtype="float32") == 1
+    assert pagedkv.tune_linear(layers, [200], add_to_out=True) == 1
     np.testing.assert_allclose(get(pagedkv.linear(x, weight)), expected, atol=0.1, rtol=1e-2)
     known = json.loads(path.read_text())
     for damage in ("", "[]", "{", json.dumps(dict.fromkeys(known, 7)), json.dumps(dict.fromkeys(known, "zz")),

@@ -172,12 +172,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Chooses algorithms, and runs the largest steps on a pool of one page, so that what the operations need beside it
         is allocated."""
-        self.model.tune(self.batch_sizes)
+        num_tokens = len(self.buffers.residual)
+        self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # of prompts most steps are full
         self.caches = self._empty_caches(1, self.device)
         with self.stream:
             self.run(self._idle_decodes(self.max_num_seqs)[1])
             pagedkv.synchronize(self.device)
-            num_tokens = len(self.buffers.residual)
             host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
             host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
             host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0

@@ -196,16 +196,18 @@ class Qwen3:
         ignored = {"lm_head.weight"} | {name for name in checkpoint.files if name.endswith("rotary_emb.inv_freq")}
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
-        """Chooses how a GPU multiplies so many tokens with the weights (see pagedkv.tune_linear)."""
+    def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
+        """Chooses how a GPU computes the products of so many tokens, and rows of logits (see pagedkv.tune_linear)."""
 
         def large(*weights: Tensor) -> list[Tensor]:
             return [weight for weight in weights if weight.nbytes >= 1 << 20]  # else the time is that of a launch
 
-        layers = [(layer.attention, layer.mlp) for layer in self.layers]
-        weights = [each for a, m in layers for each in large(a.qkv_weight, a.o_weight, m.gate_up_weight, m.down_weight)]
-        pagedkv.tune_linear(weights, num_tokens)
-        pagedkv.tune_linear(large(self.head), num_tokens, out_dtype="float32")
+        attentions, mlps = [layer.attention for layer in self.layers], [layer.mlp for layer in self.layers]
+        into_new = [each.qkv_weight for each in attentions] + [each.gate_up_weight for each in mlps]
+        into_residual = [each.o_weight for each in attentions] + [each.down_weight for each in mlps]
+        pagedkv.tune_linear(large(*into_new), num_tokens)
+        pagedkv.tune_linear(large(*into_residual), num_tokens, add_to_out=True)
+        pagedkv.tune_linear(large(self.head), num_rows, out_dtype="float32")
 
     def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""

@@ -2,10 +2,11 @@
  *
  * Bytes are all they cost, and few of them in a decode step, where what counts is the way from the first load to the
  * last store. So a thread takes 16 bytes of each operand and no loop, but four times 16 where the threads of an SM
- * would have too few bytes under way. A row of rms_norm stays in registers between the sum and the scaling; it belongs
- * to a CTA (short rows to a warp). Rounding follows csrc/cpu/dense.c step by step; only the order of the sum of squares
- * differs, and it depends on the row's size alone. Views that are not 16-byte aligned go element by element, rows of
- * rms_norm too long for registers through a plain loop. What is reached: benchmarks/results/dense-cuda.json.
+ * would have too few bytes under way; in silu_and_mul of many rows it walks along its row. A row of rms_norm stays in
+ * registers between the sum and the scaling; it belongs to a CTA (short rows to a warp). Rounding follows
+ * csrc/cpu/dense.c step by step; only the order of the sum of squares differs, and it depends on the row's size alone.
+ * Views that are not 16-byte aligned go element by element, rows of rms_norm too long for registers through a plain
+ * loop. What is reached: benchmarks/results/dense-cuda.json.
  */
 #include "cuda/pack.h"
 
@@ -74,31 +75,35 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     }
 }
 
-/* Grid: rows x parts of a row, as of gather. */
+/* Grid: rows x parts of a row. Of many rows a CTA has all parts, one behind the other: the squares are read once. */
 template <typename T, bool IS_ALIGNED>
 __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args args)
 {
     using packed = pk_packed<T>;
     constexpr int VEC = packed::COUNT;
-    int64_t row = blockIdx.x, at = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * VEC, count = args.row_size - at;
-    const T *x = (const T *)args.x + row * args.x_stride + at;
+    int64_t row = blockIdx.x, at = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * VEC;
+    const T *x = (const T *)args.x + row * args.x_stride;
     packed gate = {}, up = {};
+    auto load = [&](int64_t from) {
+        if (from >= args.row_size) return;
+        gate = packed::template load<IS_ALIGNED>(x + from, args.row_size - from);
+        up = packed::template load<IS_ALIGNED>(x + args.row_size + from, args.row_size - from);
+    };
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    if (count > 0) {
-        gate = packed::template load<IS_ALIGNED>(x, count);
-        up = packed::template load<IS_ALIGNED>(x + args.row_size, count);
-    }
+    load(at);
     float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, row, blockDim.x, threadIdx.x);
     float scale = pk_rms_scale(args.rms, blockDim.x, threadIdx.x, squares), gates[VEC], ups[VEC];
-    if (count <= 0) return;
-    gate.unpack(gates);
-    up.unpack(ups);
-    for (int i = 0; i < VEC; i++) gates[i] = pk_silu<T>(gates[i] * scale), ups[i] *= scale;
-    /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
-    packed::pack(gates).unpack(gates);
-    for (int i = 0; i < VEC; i++) gates[i] *= ups[i];
-    packed::pack(gates).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, count);
+    for (int64_t next; at < args.row_size; at = next) {
+        gate.unpack(gates);
+        up.unpack(ups);
+        load(next = at + (int64_t)gridDim.y * blockDim.x * VEC);
+        for (int i = 0; i < VEC; i++) gates[i] = pk_silu<T>(gates[i] * scale), ups[i] *= scale;
+        /* rounded before the product: the activation is a tensor of its own in transformers' MLP */
+        packed::pack(gates).unpack(gates);
+        for (int i = 0; i < VEC; i++) gates[i] *= ups[i];
+        packed::pack(gates).template store<IS_ALIGNED>((T *)args.out + row * args.out_stride + at, args.row_size - at);
+    }
 }
 
 /* Unit is what is copied at once: 16 bytes, or one element. Strides and sizes count units. */
@@ -166,6 +171,9 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_er
                           pk_are_multiples(16, args->x, args->out, args->rms.x);
         auto kernel = is_aligned ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
         dim3 cta, grid = row_grid(args->num_rows, pk_ceil_div(args->row_size, VEC), &cta);
+        /* A CTA or two an SM are enough, and the fewer there are of a row, the less often its squares are read. */
+        int64_t enough = pk_ceil_div(2 * scope.device->num_sms, args->num_rows);
+        if (grid.y > enough) grid.y = (unsigned)enough;
         return pk_cuda_launch_early(err, "silu_and_mul_kernel", kernel, scope.device, grid, cta, 0, stream, *args);
     });
 }

@@ -27,6 +27,7 @@ from pagedkv import Event, Graph, Stream, Tensor
 COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands, and calls, in a graph: more than a cache holds
 NUM_WINDOWS = 7  # replays of each graph, of which the median counts
 HOPELESS = 1.1  # times the least time, in two replays: not timed any further
+NUM_FAVOURITES = 4  # whose tiles are dealt out in other ways, too
 NUM_RANDOM_ROWS = 256  # of x; those behind repeat them
 
 
@@ -38,8 +39,8 @@ def tune_linear(
     weights: [out_features, in_features] each, on one GPU, unchanged; those alike in shape and strides are timed in
     turn, so give all layers. out_dtype: "float32", or None for that of the weights. add_to_out: what most calls will
     say; the choice holds for both. It holds for this process and for x and out that are contiguous and aligned to 256
-    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 30
-    ms each, with many rows the time of 150 such products; the GPU should have nothing else to do meanwhile.
+    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 60
+    ms each, with many rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
 
     Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
     """
@@ -67,7 +68,9 @@ def tune_linear(
                     has_numbers = True
                 num_cold = COLD_BYTES // max(layers[0].nbytes + x.nbytes + out.nbytes, 1)
                 some = layers[: max(MIN_CALLS, num_cold)]
-                best = _fastest(stream, x, some, algorithms, out, add_to_out)
+                best = _fastest(stream, x, some, algorithms, out, add_to_out)[:NUM_FAVOURITES]
+                near = [each for one in best for each in pagedkv.linear_algorithms(x, layers[0], near=one, out=out)[1]]
+                best = _fastest(stream, x, some, dict.fromkeys(best + near), out, add_to_out)[0]
                 _use(x, layers[0], best, out)
                 known.put(library, product, best)
                 num_measured += 1
@@ -94,9 +97,9 @@ def _fill(x: Tensor) -> None:
 
 
 def _fastest(
-    stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Sequence[bytes], out: Tensor, add_to_out: bool
-) -> bytes:
-    """The one whose calls, cold, take the least time. The library's first, where none runs."""
+    stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Iterable[bytes], out: Tensor, add_to_out: bool
+) -> list[bytes]:
+    """Those whose calls, cold, take the least time, the best first. As they are, where none runs."""
     graphs: dict[bytes, Graph] = {}
     for algorithm in algorithms:
         if _use(x, layers[0], algorithm, out):
@@ -104,7 +107,7 @@ def _fastest(
             if graph is not None:
                 graphs[algorithm] = graph
     if not graphs:
-        return algorithms[0]
+        return list(algorithms)
     times: dict[bytes, list[float]] = {each: [] for each in graphs}
     start, end = Event(timing=True, device=x.device), Event(timing=True, device=x.device)
     for window in range(1 + NUM_WINDOWS):
@@ -117,7 +120,7 @@ def _fastest(
             end.record(stream)
             end.synchronize()
             times[algorithm].append(start.elapsed_ms(end))
-    return min(times, key=lambda each: statistics.median(times[each][1:]))
+    return sorted(times, key=lambda each: statistics.median(times[each][1:]))
 
 
 def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, add_to_out: bool) -> Graph | None:

@@ -138,7 +138,7 @@ pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_er
         /* By sizes alone: a row's bits do not depend on how many rows there are. A residual is twice as much to load,
          * and more under way than 48 KB an SM is slower again. */
         int64_t num_pieces = pk_ceil_div(args->row_size, VEC);
-        int pieces = num_pieces <= (args->residual ? 512 : 128) || !is_aligned ? 1 : 4;
+        int pieces = num_pieces <= (args->residual ? 512 : 128) ? 1 : 4;
         auto kernel = !is_aligned   ? rms_norm_kernel<T, 1, false>
                       : pieces == 1 ? rms_norm_kernel<T, 1, true>
                                     : rms_norm_kernel<T, 4, true>;

@@ -10,7 +10,7 @@ import pytest
 from pools import get, put, put_sliceable
 
 import pagedkv
-from pagedkv import Graph, Stream
+from pagedkv import Graph, Stream, tuning
 
 HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
 GPU = "cuda:0"
@@ -255,6 +255,26 @@ def test_tuning_is_kept_in_a_file(rng, tmp_path, monkeypatch):
     path.parent.write_text("a file where the folder should be")
     assert pagedkv.tune_linear(layers, [200]) == 1
     assert pagedkv.tune_linear(layers, [200]) == 0, "this process knows it all the same"
+
+
+def test_what_is_chosen(monkeypatch):
+    """The library's fastest, unless what is near a fast one is faster by more than a measurement errs."""
+    times = {b"a": 10.0, b"b": 11.0, b"c": 12.0, b"d": 13.0, b"e": 14.0, b"x": 9.8, b"y": 9.0}
+    near_a = {b"a": [b"a", b"x"]}
+    monkeypatch.setattr(tuning, "_times", lambda _s, _x, _l, algorithms, *_: {each: times[each] for each in algorithms})
+    monkeypatch.setattr(pagedkv, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
+
+    def choose():
+        return tuning._choose(None, None, [None], [b"c", b"a", b"b", b"e", b"d"], None, False)
+
+    neighbours = near_a
+    assert choose() == b"a", "2 % are too little"
+    neighbours = near_a | {b"d": [b"y"]}
+    assert choose() == b"y"
+    neighbours = near_a | {b"e": [b"y"]}
+    assert choose() == b"a", "only what is near the four fastest is timed"
+    monkeypatch.setattr(tuning, "_times", lambda *_: {})
+    assert choose() == b"c", "where nothing runs, the library's favourite"
 
 
 def test_the_cpu_has_no_choice(rng):

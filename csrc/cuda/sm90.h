@@ -123,6 +123,16 @@ __device__ __forceinline__ void copy_5d(uint32_t smem, const CUtensorMap *map, u
         : "memory");
 }
 
+__device__ __forceinline__ void copy_5d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2,
+                                        int c3, int c4, uint64_t policy)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+        : "memory");
+}
+
 // --- bulk copies of bytes, multiples of 16 at aligned places
 
 __device__ __forceinline__ void copy_bytes(uint32_t smem, const void *from, uint32_t bytes, uint32_t barrier)

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -217,18 +218,18 @@ class LLM:
             runner = self._runner
             if runner is None:
                 raise RuntimeError("this LLM is closed")
-            sequences: list[Sequence] = []
+            requests: dict[int, tuple[Prompt, Iterable[int], Sequence]] = {}
             try:
-                for (ids, error), one in zip(encoded, params, strict=True):
-                    sequences.append(self._submit(ids, error, one, start_time))
-                self._run(runner, sequences, use_tqdm)
-            finally:
-                self.scheduler.abort(sequences)  # after an error or an interrupt nothing keeps pages
-        token_ids = [ids for ids, _ in encoded]
-        return [self._output(*each) for each in zip(all_prompts, token_ids, sequences, strict=True)]
+                for prompt, (ids, error), one in zip(all_prompts, encoded, params, strict=True):
+                    seq = self._submit(ids, error, one, start_time)
+                    requests[seq.id] = prompt, ids, seq
+                outputs = self._run(runner, requests, use_tqdm)
+            finally:  # after an error or an interrupt nothing keeps pages
+                self.scheduler.abort([seq for _, _, seq in requests.values()])
+        return [outputs.get(id) or self._output(*request) for id, request in requests.items()]
 
     def _submit(
-        self, token_ids: list[int], error: ValueError | None, params: SamplingParams, start_time: float
+        self, token_ids: Iterable[int], error: ValueError | None, params: SamplingParams, start_time: float
     ) -> Sequence:
         """Queues the request, or ends it at once: it wants no token, or it can never be served."""
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -247,32 +248,33 @@ class LLM:
             self.scheduler.add(seq)
         return seq
 
-    def _run(self, runner: ModelRunner, sequences: list[Sequence], use_tqdm: bool) -> None:
-        """Until all have ended. Texts are decoded while the device computes."""
-        pipeline, finished = Pipeline(runner, self.scheduler, self.stats), list[Sequence]()
-        with _progress_bar(len(sequences), use_tqdm) as bar:
-            bar.update(sum(seq.finish_reason is not None for seq in sequences))
+    def _run(
+        self, runner: ModelRunner, requests: dict[int, tuple[Prompt, Iterable[int], Sequence]], use_tqdm: bool
+    ) -> dict[int, RequestOutput]:
+        """Until all have ended. Outputs are made while the device computes, but those of the last ones."""
+        pipeline, outputs = Pipeline(runner, self.scheduler, self.stats), dict[int, RequestOutput]()
+        finished = [seq for _, _, seq in requests.values() if seq.finish_reason is not None]
+        with _progress_bar(len(requests), use_tqdm) as bar:
+            bar.update(len(finished))
             while pipeline.has_work:
                 pipeline.launch()
                 for seq in finished:
-                    self._detokenize(seq)
+                    outputs[seq.id] = self._output(*requests[seq.id])
                 finished = pipeline.take()
                 bar.update(len(finished))
+        return outputs
 
-    def _detokenize(self, seq: Sequence) -> None:
-        """The text of a finished sequence, once."""
-        if seq.text is None and self.tokenizer.exists:
-            end = -1 if seq.finish_reason == "stop" else None
-            seq.text = self.tokenizer.decode(seq.tokens[seq.num_prompt_tokens : end].tolist())
-
-    def _output(self, prompt: Prompt, token_ids: list[int], seq: Sequence) -> RequestOutput:
+    def _output(self, prompt: Prompt, token_ids: Iterable[int], seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None and seq.finish_time is not None
-        self._detokenize(seq)
+        text = None
+        if self.tokenizer.exists:
+            end = -1 if seq.finish_reason == "stop" else None
+            text = self.tokenizer.decode(seq.tokens[seq.num_prompt_tokens : end].tolist())
         ttft = None if seq.first_token_time is None else seq.first_token_time - seq.start_time
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            text=seq.text,
+            prompt_token_ids=list(token_ids),
+            text=text,
             token_ids=seq.tokens[seq.num_prompt_tokens :].tolist(),
             logprobs=seq.logprobs,
             finish_reason=seq.finish_reason,

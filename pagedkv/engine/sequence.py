@@ -18,7 +18,7 @@ class Sequence:
     __slots__ = (
         "id", "params", "seed", "eos_token_ids", "tokens", "num_prompt_tokens", "max_num_tokens", "num_tokens",
         "num_computed", "num_in_pages", "is_swapped", "source", "num_cached", "num_preemptions", "retry_step",
-        "finish_reason", "error", "text", "logprobs", "start_time", "first_token_time", "finish_time",
+        "finish_reason", "error", "logprobs", "start_time", "first_token_time", "finish_time",
     )  # fmt: skip
 
     def __init__(
@@ -38,7 +38,6 @@ class Sequence:
         self.retry_step = 0  # not worth an attempt to admit before this step
         self.finish_reason: str | None = None
         self.error: Exception | None = None
-        self.text: str | None = None  # of the new tokens, once it is finished
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.start_time = start_time
         self.first_token_time: float | None = None

@@ -11,7 +11,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
 
-    @property
+    @cached_property
     def exists(self) -> bool:
         return self.path.is_file()
 

@@ -18,6 +18,9 @@ pk_status pk_expect_scale(pk_env *env, const char *name, pk_scale scale, pk_dtyp
 pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_cache, const pk_view *slot_mapping,
                           pk_scale k_scale, pk_scale v_scale, pk_store_args *args);
 
+/* What is added to a mean of squares: finite as a float, too, and not negative. */
+pk_status pk_expect_eps(const char *name, double eps, pk_error *err);
+
 /* All of qk_norm_rope_store but the work, which is the backend's. */
 pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_backend **backend,
                             pk_qk_norm_rope_store_args *args, pk_error *err);

@@ -1,6 +1,6 @@
 /* ops_dense.c - validation of the row-wise operations: embedding, gather_rows, rms_norm, scale_columns, silu_and_mul.
  */
-#include "pk.h"
+#include "ops.h"
 
 #include <math.h>
 
@@ -42,6 +42,12 @@ pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *ou
     return gather("x", x, "indices", indices, out, stream, err);
 }
 
+pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
+{
+    if (eps >= 0 && !isinf((float)eps)) return PK_OK;
+    return pk_fail(err, PK_EVALUE, "%s is %g but must be finite and at least 0", name, eps);
+}
+
 /* rms_norm; eps NULL: scale_columns, which does not divide. */
 static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_view *weight, const double *eps,
                             const pk_view *residual, pk_output *out, pk_stream stream, pk_error *err)
@@ -51,8 +57,7 @@ static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_
     PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
     PK_EXPECT(&env, weight_name, weight, "D", PK_SAME);
     if (residual) PK_EXPECT(&env, "residual", residual, "T D", PK_SAME | PK_WRITABLE);
-    if (eps && (!(*eps >= 0) || isinf((float)*eps)))
-        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", *eps);
+    if (eps) PK_TRY(pk_expect_eps("eps", *eps, err));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);

@@ -1,7 +1,5 @@
 /* ops_linear.c - validation of linear: out = x @ weight.T + bias. */
-#include "pk.h"
-
-#include <math.h>
+#include "ops.h"
 
 /* Whether two matrices of one dtype have an element in common. Column ranges of one buffer do not. */
 static bool overlap(const pk_view *a, const pk_view *b)
@@ -69,8 +67,7 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
     if (rms_eps) {
-        if (!(*rms_eps >= 0) || isinf((float)*rms_eps))
-            return pk_fail(err, PK_EVALUE, "rms_eps is %g but must be finite and at least 0", *rms_eps);
+        PK_TRY(pk_expect_eps("rms_eps", *rms_eps, err));
         if (!gate_up || bias) return pk_fail(err, PK_EVALUE, "rms_eps: needs gate_up, and no bias");
     }
     if (gate_up) {

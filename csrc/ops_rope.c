@@ -1,8 +1,6 @@
 /* ops_rope.c - validation of qk_norm_rope_store: what stands between a fused qkv projection and attention. */
 #include "ops.h"
 
-#include <math.h>
-
 pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_backend **backend,
                             pk_qk_norm_rope_store_args *args, pk_error *err)
 {
@@ -29,8 +27,7 @@ pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_bac
     }
     PK_EXPECT(&env, "cos_sin", call->cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
     PK_EXPECT(&env, "positions", call->positions, "T", PK_ACCEPT_I32);
-    if (!(call->eps >= 0) || isinf((float)call->eps))
-        return pk_fail(err, PK_EVALUE, "eps is %g but must be finite and at least 0", call->eps);
+    PK_TRY(pk_expect_eps("eps", call->eps, err));
 
     int64_t width = pk_dim(&env, 'W'), num_kv_heads = pk_dim(&env, 'H'), head_dim = pk_dim(&env, 'D');
     if (head_dim < 2 || head_dim % 2)

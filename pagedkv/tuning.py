@@ -40,8 +40,8 @@ def tune_linear(
     weights: [out_features, in_features] each, on one GPU, unchanged; those alike in shape and strides are timed in
     turn, so give all layers. out_dtype: "float32", or None for that of the weights. add_to_out: what most calls will
     say; the choice holds for both. It holds for this process and for x and out that are contiguous and aligned to 256
-    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 60
-    ms each, with many rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
+    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 40
+    to 100 ms each, with many rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
 
     Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
     """

@@ -18,6 +18,9 @@ struct prefill_batch {
     int block_shift;               /* log2(block_size), or -1 */
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
+
+    /* Every sequence is one item of a KV head: its keys are read once. */
+    __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
 
 /* num_positions 0: behind the end of the list. */
@@ -165,8 +168,8 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->window_right = prefill_window(args->window_right);
     int cache_bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     batch->chunk_keys = (float)device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
-    /* Sequences of one item share nothing: no chunks, which a CTA walks through one behind the other. */
-    if (args->max_seqlen_q <= batch->positions) batch->chunk_keys = INFINITY;
+    /* No chunks, which a CTA walks through one behind the other. */
+    if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
     int64_t most_items = (args->num_tokens / batch->positions + args->num_seqs) * args->num_kv_heads;
     if (most_items < *num_ctas) *num_ctas = most_items;
     return PK_OK;

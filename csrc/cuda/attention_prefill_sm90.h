@@ -150,8 +150,8 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
                 barrier_arrive_expect(full, shape::kv_bytes);
             }
             __syncwarp();
-            /* What no other item reads need not stay in L2. (evict_normal would be slower than no hint.) */
-            if (lane < boxes && params.batch.args.max_seqlen_q <= params.batch.positions)
+            /* What is read once need not stay in L2. (evict_normal would be slower than no hint.) */
+            if (lane < boxes && params.batch.reads_keys_once())
                 copy_5d(to + lane * params.box_rows * head_dim * 2, &map, full, 0, 0, item.kv_head * head_columns,
                         found.group, found.page, evict_first_policy());
             else if (lane < boxes)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_CACHE_MEMORY = 4 << 30
 
+Request = tuple[Prompt, Iterable[int], Sequence]  # a prompt, its token ids, and what becomes of it
+
 
 class LLM:
     """Continuous batching for a Qwen3 folder in the Hugging Face layout.
@@ -218,7 +220,7 @@ class LLM:
             runner = self._runner
             if runner is None:
                 raise RuntimeError("this LLM is closed")
-            requests: dict[int, tuple[Prompt, Iterable[int], Sequence]] = {}
+            requests: dict[int, Request] = {}
             try:
                 for prompt, (ids, error), one in zip(all_prompts, encoded, params, strict=True):
                     seq = self._submit(ids, error, one, start_time)
@@ -248,9 +250,7 @@ class LLM:
             self.scheduler.add(seq)
         return seq
 
-    def _run(
-        self, runner: ModelRunner, requests: dict[int, tuple[Prompt, Iterable[int], Sequence]], use_tqdm: bool
-    ) -> dict[int, RequestOutput]:
+    def _run(self, runner: ModelRunner, requests: dict[int, Request], use_tqdm: bool) -> dict[int, RequestOutput]:
         """Until all have ended. Outputs are made while the device computes, but those of the last ones."""
         pipeline, outputs = Pipeline(runner, self.scheduler, self.stats), dict[int, RequestOutput]()
         finished = [seq for _, _, seq in requests.values() if seq.finish_reason is not None]
@@ -264,18 +264,17 @@ class LLM:
                 bar.update(len(finished))
         return outputs
 
-    def _output(self, prompt: Prompt, token_ids: Iterable[int], seq: Sequence) -> RequestOutput:
+    def _output(self, prompt: Prompt, prompt_token_ids: Iterable[int], seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None and seq.finish_time is not None
-        text = None
+        token_ids, text = seq.tokens[seq.num_prompt_tokens :].tolist(), None
         if self.tokenizer.exists:
-            end = -1 if seq.finish_reason == "stop" else None
-            text = self.tokenizer.decode(seq.tokens[seq.num_prompt_tokens : end].tolist())
+            text = self.tokenizer.decode(token_ids[:-1] if seq.finish_reason == "stop" else token_ids)
         ttft = None if seq.first_token_time is None else seq.first_token_time - seq.start_time
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=list(prompt_token_ids),
             text=text,
-            token_ids=seq.tokens[seq.num_prompt_tokens :].tolist(),
+            token_ids=token_ids,
             logprobs=seq.logprobs,
             finish_reason=seq.finish_reason,
             error=seq.error,

@@ -147,7 +147,7 @@ static pk_status bind_plan_rows(pk_env *env, const pk_backend *backend, const pk
     int64_t *num_rows = &env->size['P' - 'A'];
     *num_rows = 0;
     env->bound_by['P' - 'A'] = "a batch of these shapes";
-    return backend->plan_attention ? backend->plan_attention(args, num_rows, NULL, env->err) : PK_OK;
+    return backend->plan_attention ? backend->plan_attention(env->device, args, num_rows, NULL, env->err) : PK_OK;
 }
 
 static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, pk_attention_args *args)
@@ -187,7 +187,7 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
     const pk_backend *backend;
     pk_attention_args args;
     PK_TRY(read_forward(call, &backend, &args, err));
-    return backend->attention(&args, stream, err);
+    return backend->attention(call->q->device, &args, stream, err);
 }
 
 pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
@@ -204,7 +204,7 @@ pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_
     call.k_scale = rope->k_scale;
     call.v_scale = rope->v_scale;
     PK_TRY(read_forward(&call, &backend, &args, err));
-    return backend->qkv_attention(&rope_args, &args, stream, err);
+    return backend->qkv_attention(call.q->device, &rope_args, &args, stream, err);
 }
 
 pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err)
@@ -218,5 +218,5 @@ pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_
     PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32);
     PK_TRY(take_plan(&env, "out", &call->out->view, &args));
     int64_t num_rows = pk_dim(&env, 'P');
-    return num_rows == 0 ? PK_OK : backend->plan_attention(&args, &num_rows, stream, err);
+    return num_rows == 0 ? PK_OK : backend->plan_attention(env.device, &args, &num_rows, stream, err);
 }

@@ -119,7 +119,7 @@ pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *p
         .num_pairs = pairs->shape[0],
         .pairs_are_int64 = pairs->dtype == PK_I64,
     };
-    return backend->copy_blocks(&args, stream, err);
+    return backend->copy_blocks(caches[0].device, &args, stream, err);
 }
 
 /* Both sides must lay a block out in the same way: a swap copies bytes. */
@@ -160,7 +160,8 @@ pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches,
     }
     PK_TRY(check_conflicts("pairs", pairs, is_one_pool, err));
     const pk_backend *backend; /* the GPU moves the bytes where one side is there */
-    PK_BACKEND_OP(src[0].device.type == PK_CPU ? dst[0].device : src[0].device, swap_blocks, &backend, err);
+    pk_device device = src[0].device.type == PK_CPU ? dst[0].device : src[0].device;
+    PK_BACKEND_OP(device, swap_blocks, &backend, err);
     pk_blocks_args args = {
         .num_caches = num_caches,
         .src = src,
@@ -169,5 +170,5 @@ pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches,
         .num_pairs = pairs->shape[0],
         .pairs_are_int64 = pairs->dtype == PK_I64,
     };
-    return backend->swap_blocks(&args, stream, err);
+    return backend->swap_blocks(device, &args, stream, err);
 }

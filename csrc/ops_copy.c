@@ -68,5 +68,5 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
     const pk_backend *backend;
     PK_BACKEND_OP(device, copy, &backend, err);
     pk_copy_args args = {.src = *src, .dst = *dst};
-    return backend->copy(&args, stream, err);
+    return backend->copy(device, &args, stream, err);
 }

@@ -29,7 +29,7 @@ static pk_status gather(const char *table_name, const pk_view *table, const char
         .ids_are_int64 = ids->dtype == PK_I64,
         .ids_name = ids_name,
     };
-    return backend->gather(&args, stream, err);
+    return backend->gather(env.device, &args, stream, err);
 }
 
 pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream, pk_error *err)
@@ -75,7 +75,7 @@ static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_
         .eps = eps ? (float)*eps : 0,
         .dtype = x->dtype,
     };
-    return backend->rms_norm(&args, stream, err);
+    return backend->rms_norm(env.device, &args, stream, err);
 }
 
 pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
@@ -111,5 +111,5 @@ pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk
         .out_stride = out->view.stride[0],
         .dtype = x->dtype,
     };
-    return backend->silu_and_mul(&args, stream, err);
+    return backend->silu_and_mul(env.device, &args, stream, err);
 }

@@ -36,8 +36,8 @@ static pk_linear_args args_of(const pk_env *env, const pk_view *x, const pk_view
     };
 }
 
-static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *args, const pk_view *gate_up,
-                                   pk_stream stream, pk_error *err)
+static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, pk_linear_args *args,
+                                   const pk_view *gate_up, pk_stream stream, pk_error *err)
 {
     const pk_silu_args silu = {
         .x = gate_up->data,
@@ -52,8 +52,8 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_linear_args *ar
     args->out = gate_up->data;
     args->out_stride = gate_up->stride[0];
     args->is_gated = args->divides_by_rms = false;
-    PK_TRY(backend->linear(args, stream, err));
-    return backend->silu_and_mul(&silu, stream, err);
+    PK_TRY(backend->linear(device, args, stream, err));
+    return backend->silu_and_mul(device, &silu, stream, err);
 }
 
 pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
@@ -93,9 +93,9 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     args.is_gated = gate_up != NULL;
     args.divides_by_rms = rms_eps != NULL;
     args.rms_eps = rms_eps ? (float)*rms_eps : 0;
-    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(&args)))
-        return multiply_and_gate(backend, &args, gate_up, stream, err);
-    return backend->linear(&args, stream, err);
+    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args)))
+        return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
+    return backend->linear(env.device, &args, stream, err);
 }
 
 pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
@@ -109,5 +109,5 @@ pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
     pk_linear_args args = args_of(&env, x, weight, out);
-    return backend->linear_algorithms(&args, choices, algorithm, err);
+    return backend->linear_algorithms(env.device, &args, choices, algorithm, err);
 }

@@ -32,5 +32,5 @@ pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_out
         .head_dim = pk_dim(&env, 'D'),
         .dtype = o->dtype,
     };
-    return backend->merge_attention_states(&args, stream, err);
+    return backend->merge_attention_states(env.device, &args, stream, err);
 }

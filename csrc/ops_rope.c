@@ -63,5 +63,5 @@ pk_status pk_qk_norm_rope_store(const pk_qk_norm_rope_store_call *call, pk_strea
     const pk_backend *backend;
     pk_qk_norm_rope_store_args args;
     PK_TRY(pk_read_rope_call(call, &backend, &args, err));
-    return backend->qk_norm_rope_store(&args, stream, err);
+    return backend->qk_norm_rope_store(call->qkv->device, &args, stream, err);
 }

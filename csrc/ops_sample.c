@@ -75,7 +75,7 @@ pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err)
     PK_BACKEND_OP(env.device, sample, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", call->out, "T", PK_I32, PK_ACCEPT_I32);
     args.out = call->out->view.data;
-    return backend->sample(&args, stream, err);
+    return backend->sample(env.device, &args, stream, err);
 }
 
 pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts, pk_stream stream,
@@ -99,7 +99,7 @@ pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, 
         .prompt_is_int64 = prompt_ids->dtype == PK_I64,
         .output_is_int64 = output_ids->dtype == PK_I64,
     };
-    return backend->count_tokens(&args, stream, err);
+    return backend->count_tokens(env.device, &args, stream, err);
 }
 
 pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
@@ -130,5 +130,5 @@ pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int
         .logits_stride = logits->stride[0],
         .dtype = logits->dtype,
     };
-    return backend->token_logprobs(&args, stream, err);
+    return backend->token_logprobs(env.device, &args, stream, err);
 }

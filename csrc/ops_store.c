@@ -98,5 +98,5 @@ pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_vi
     args.value_head_stride = value->stride[1];
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, store_kvcache, &backend, err);
-    return backend->store_kvcache(&args, stream, err);
+    return backend->store_kvcache(env.device, &args, stream, err);
 }

@@ -15,5 +15,5 @@ pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_s
         .num_tokens = pk_dim(&env, 'T'),
         .num_rows = pk_dim(&env, 'R'),
     };
-    return backend->take_sampled(&args, stream, err);
+    return backend->take_sampled(env.device, &args, stream, err);
 }

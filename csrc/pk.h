@@ -372,38 +372,41 @@ typedef void *pk_stream; /* cudaStream_t; ignored by the CPU */
 typedef void *pk_event;  /* cudaEvent_t */
 typedef void *pk_graph;  /* cudaGraphExec_t */
 
-/* One entry an operation. A backend that lacks one leaves it NULL; the dispatcher says so by name. */
+/* One entry an operation, of tensors that are on `device`. A backend that lacks one leaves it NULL; the dispatcher says
+ * so by name. */
 typedef struct pk_backend {
     const char *name;                                                                  /* "cpu", "cuda" */
     pk_status (*allocate)(pk_device device, size_t bytes, void **data, pk_error *err); /* 64-byte aligned or better */
     void (*release)(pk_device device, void *data);
     pk_status (*synchronize)(pk_device device, pk_error *err);
     pk_status (*check_errors)(pk_device device, pk_error *err); /* raises and clears what kernels recorded */
-    pk_status (*copy)(const pk_copy_args *args, pk_stream stream, pk_error *err);
-    pk_status (*store_kvcache)(const pk_store_args *args, pk_stream stream, pk_error *err);
-    pk_status (*attention)(const pk_attention_args *args, pk_stream stream, pk_error *err);
+    pk_status (*copy)(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
+    pk_status (*store_kvcache)(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
+    pk_status (*attention)(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err);
     /* The rows of a plan, by shapes alone; fills args->plan, where that is given. NULL: there is nothing to prepare. */
-    pk_status (*plan_attention)(const pk_attention_args *args, int64_t *num_rows, pk_stream stream, pk_error *err);
+    pk_status (*plan_attention)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_stream stream,
+                                pk_error *err);
     /* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or in two by way of q_out. */
-    pk_status (*qkv_attention)(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
-                               pk_error *err);
-    pk_status (*copy_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
-    pk_status (*swap_blocks)(const pk_blocks_args *args, pk_stream stream, pk_error *err);
-    pk_status (*merge_attention_states)(const pk_merge_args *args, pk_stream stream, pk_error *err);
-    pk_status (*gather)(const pk_gather_args *args, pk_stream stream, pk_error *err);
-    pk_status (*rms_norm)(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
-    pk_status (*linear)(const pk_linear_args *args, pk_stream stream, pk_error *err);
-    bool (*linear_fuses)(const pk_linear_args *args); /* whether linear does what is_gated asks for */
-    /* The algorithms for such a linear; those near `algorithm`, where it is given, too; or, with NULL for `choices`, the
-     * one that later calls like it use. */
-    pk_status (*linear_algorithms)(const pk_linear_args *args, pk_linear_choices *choices,
+    pk_status (*qkv_attention)(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                               pk_stream stream, pk_error *err);
+    pk_status (*copy_blocks)(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err);
+    pk_status (*swap_blocks)(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err);
+    pk_status (*merge_attention_states)(pk_device device, const pk_merge_args *args, pk_stream stream, pk_error *err);
+    pk_status (*gather)(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err);
+    pk_status (*rms_norm)(pk_device device, const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
+    pk_status (*linear)(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err);
+    bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
+    /* The algorithms for such a linear; those near `algorithm`, where it is given, too; or, with NULL for `choices`,
+     * the one that later calls like it use. */
+    pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
                                    const pk_linear_algorithm *algorithm, pk_error *err);
-    pk_status (*qk_norm_rope_store)(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
-    pk_status (*silu_and_mul)(const pk_silu_args *args, pk_stream stream, pk_error *err);
-    pk_status (*sample)(const pk_sample_args *args, pk_stream stream, pk_error *err);
-    pk_status (*take_sampled)(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
-    pk_status (*count_tokens)(const pk_count_args *args, pk_stream stream, pk_error *err);
-    pk_status (*token_logprobs)(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
+    pk_status (*qk_norm_rope_store)(pk_device device, const pk_qk_norm_rope_store_args *args, pk_stream stream,
+                                    pk_error *err);
+    pk_status (*silu_and_mul)(pk_device device, const pk_silu_args *args, pk_stream stream, pk_error *err);
+    pk_status (*sample)(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err);
+    pk_status (*take_sampled)(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
+    pk_status (*count_tokens)(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
+    pk_status (*token_logprobs)(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
     /* What a device has that works beside the host; the CPU has none of it. The functions named *_synchronize wait. */
     pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
     pk_status (*reload_context)(pk_device device, pk_error *err); /* waits, then is put away and taken back */

@@ -295,9 +295,9 @@ static void execute(const cpu_plan *plan, const pk_attention_kernel *kernel)
     }
 }
 
-pk_status pk_cpu_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     PK_TRY(check_queries(args, err));
     PK_TRY(check_keys(args, err));
     if (args->num_seqs == 0 || args->num_tokens == 0) return PK_OK;

@@ -13,9 +13,9 @@ static int64_t pair_at(const pk_blocks_args *args, int64_t pair, int side)
     return args->pairs_are_int64 ? ((const int64_t *)args->pairs)[at] : ((const int32_t *)args->pairs)[at];
 }
 
-pk_status pk_cpu_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream, (void)err;
+    (void)device, (void)stream, (void)err;
     for (int i = 0; i < args->num_caches; i++) {
         const pk_view *src = &args->src[i], *dst = &args->dst[i];
         if (pk_view_numel(src) == 0) continue;

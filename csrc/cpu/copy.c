@@ -57,9 +57,9 @@ static int fuse(const pk_view *src, const pk_view *dst, int64_t *shape, int64_t 
     return count;
 }
 
-pk_status pk_cpu_copy(const pk_copy_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream, (void)err;
+    (void)device, (void)stream, (void)err;
     int64_t shape[PK_MAX_DIMS] = {1}, src_stride[PK_MAX_DIMS] = {1}, dst_stride[PK_MAX_DIMS] = {1};
     int ndim = fuse(&args->src, &args->dst, shape, src_stride, dst_stride);
     if (ndim == 0) ndim = 1;

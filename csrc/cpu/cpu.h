@@ -33,21 +33,23 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
                         const void *value, int64_t value_head_stride);
 
 /* --- entries of the backend's table */
-pk_status pk_cpu_copy(const pk_copy_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_attention(const pk_attention_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err); /* swap_blocks too */
-pk_status pk_cpu_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
-                               pk_error *err);
-pk_status pk_cpu_linear(const pk_linear_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream,
+                             pk_error *err); /* swap_blocks too */
+pk_status pk_cpu_merge_attention_states(pk_device device, const pk_merge_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_rms_norm(pk_device device, const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_store_args *args, pk_stream stream,
+                                    pk_error *err);
+pk_status pk_cpu_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                               pk_stream stream, pk_error *err);
+pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
 
 #endif

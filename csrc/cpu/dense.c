@@ -19,9 +19,9 @@ static int64_t id_at(const void *ids, bool are_int64, int64_t i)
     return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
 }
 
-pk_status pk_cpu_gather(const pk_gather_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     for (int64_t t = 0; t < args->num_ids; t++) {
         int64_t id = id_at(args->ids, args->ids_are_int64, t);
         if (id < 0 || id >= args->num_rows)
@@ -81,9 +81,9 @@ float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype)
     return 1.0f / sqrtf(sum / (float)rms->row_size + rms->eps);
 }
 
-pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_rms_norm(pk_device device, const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
     int num_threads = args->num_rows * size > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
     /* the weights in fp32, then two rows of scratch a thread */
@@ -114,9 +114,9 @@ pk_status pk_cpu_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_err
     return PK_OK;
 }
 
-pk_status pk_cpu_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream, (void)err;
+    (void)device, (void)stream, (void)err;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
 #pragma omp parallel for schedule(static) if (args->num_rows * size > PARALLEL_ELEMENTS / 4)
     for (int64_t t = 0; t < args->num_rows; t++) {

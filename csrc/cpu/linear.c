@@ -153,9 +153,9 @@ static void run_blocks(const pk_linear_args *args, const linear_plan *plan, cons
     }
 }
 
-pk_status pk_cpu_linear(const pk_linear_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     int64_t size = args->in_features, num_rows = args->num_rows;
     if (num_rows >= min_onednn_rows(args->dtype) && pk_cpu_onednn_linear(args)) return PK_OK;
     linear_plan plan = make_plan(args);

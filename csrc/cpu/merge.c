@@ -38,9 +38,9 @@ static void merge_row(const pk_merge_args *args, int64_t token, int64_t head)
     }
 }
 
-pk_status pk_cpu_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_merge_attention_states(pk_device device, const pk_merge_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream, (void)err;
+    (void)device, (void)stream, (void)err;
     int64_t num_rows = args->num_tokens * args->num_heads;
     bool is_large = num_rows * args->head_dim * args->num_parts > PARALLEL_ELEMENTS;
 #pragma omp parallel for schedule(static) if (is_large)

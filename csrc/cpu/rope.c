@@ -58,9 +58,10 @@ static void scale_values(const pk_store_args *store, const char *x, char *out, f
     }
 }
 
-pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_store_args *args, pk_stream stream,
+                                    pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     const pk_store_args *store = &args->store;
     PK_TRY(check_positions(args, err));
     PK_TRY(pk_cpu_check_slots(store, err));
@@ -94,9 +95,9 @@ pk_status pk_cpu_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_s
     return PK_OK;
 }
 
-pk_status pk_cpu_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
-                               pk_error *err)
+pk_status pk_cpu_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                               pk_stream stream, pk_error *err)
 {
-    PK_TRY(pk_cpu_qk_norm_rope_store(rope, stream, err));
-    return pk_cpu_attention(args, stream, err);
+    PK_TRY(pk_cpu_qk_norm_rope_store(device, rope, stream, err));
+    return pk_cpu_attention(device, args, stream, err);
 }

@@ -199,9 +199,9 @@ static pk_status check_rows(const pk_sample_args *args, pk_error *err)
     return PK_OK;
 }
 
-pk_status pk_cpu_sample(const pk_sample_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     PK_TRY(check_rows(args, err));
     int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
     if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
@@ -244,9 +244,9 @@ static pk_status check_ids(const char *name, const void *ids, bool are_int64, in
     return PK_OK;
 }
 
-pk_status pk_cpu_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     const void *prompt = args->prompt_ids, *output = args->output_ids;
     PK_TRY(check_ids("prompt_ids", prompt, args->prompt_is_int64, args->num_prompt, args->vocab_size, err));
     PK_TRY(check_ids("output_ids", output, args->output_is_int64, args->num_output, args->vocab_size, err));
@@ -277,9 +277,9 @@ static double find_best(const void *logits, const pk_logprobs_args *args, float 
     return sum;
 }
 
-pk_status pk_cpu_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     for (int64_t i = 0; i < args->num_rows; i++)
         if (args->token_ids[i] >= args->vocab_size)
             return pk_fail(err, PK_EVALUE, "token_ids[%lld] is %d but must be below %lld", (long long)i,

@@ -43,9 +43,9 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
     }
 }
 
-pk_status pk_cpu_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     PK_TRY(pk_cpu_check_slots(args, err));
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     bool is_large = args->num_tokens * args->num_kv_heads * args->head_dim > PARALLEL_ELEMENTS;

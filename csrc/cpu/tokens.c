@@ -1,9 +1,9 @@
 /* tokens.c - token_ids[t] = sampled[-1 - token_ids[t]] where token_ids[t] is negative. */
 #include "cpu/cpu.h"
 
-pk_status pk_cpu_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err)
 {
-    (void)stream;
+    (void)device, (void)stream;
     for (int64_t t = 0; t < args->num_tokens; t++) {
         int64_t row = -1 - (int64_t)args->token_ids[t];
         if (row >= args->num_rows)

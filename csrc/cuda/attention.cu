@@ -55,47 +55,45 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     return {false, {0, few}, {few, INT64_MAX}};
 }
 
-pk_status pk_cuda_attention(const pk_attention_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_attention(const pk_attention_args *args, const pk_cuda_call &call)
 {
     if (!has_work(args)) return PK_OK;
-    pk_cuda_scope scope(args->q, err);
-    if (scope.status != PK_OK) return scope.status;
-    attention_route route = choose_route(args, scope.device);
-    if (route.is_simple) return pk_cuda_attention_simple(args, scope.device, stream, err);
-    if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, scope.device, stream, err));
+    attention_route route = choose_route(args, call.device);
+    if (route.is_simple) return pk_cuda_attention_simple(args, call);
+    if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, call));
     if (!route.prefill.max_rows) return PK_OK;
-    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(args, scope.device);
+    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(args, call.device);
     auto prefill = is_hopper ? pk_cuda_attention_prefill_sm90 : pk_cuda_attention_prefill_sm80;
-    return prefill(args, route.prefill, scope.device, stream, err);
+    return prefill(args, route.prefill, call);
 }
 
 /* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
  * itself: behind a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
  * take nothing can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
-pk_status pk_cuda_qkv_attention(const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args, pk_stream stream,
-                                pk_error *err)
+pk_status pk_cuda_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                                pk_stream stream, pk_error *err)
 {
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
     bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
     int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
     if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
         group <= decode_rows(group, args->head_dim) && are_heads_aligned(rope)) {
-        pk_cuda_scope scope(rope->qkv, err);
-        if (scope.status != PK_OK) return scope.status;
-        attention_route route = choose_route(args, scope.device);
-        if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, scope.device, stream, err, rope);
+        attention_route route = choose_route(args, call.device);
+        if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }
-    PK_TRY(pk_cuda_qk_norm_rope_store(rope, stream, err));
-    return pk_cuda_attention(args, stream, err);
+    PK_TRY(pk_cuda_qk_norm_rope_store(rope, call));
+    return pk_cuda_attention(args, call);
 }
 
 /* The plan: what the decode kernels need once a step. */
-pk_status pk_cuda_plan_attention(const pk_attention_args *args, int64_t *num_rows, pk_stream stream, pk_error *err)
+pk_status pk_cuda_plan_attention(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_stream stream,
+                                 pk_error *err)
 {
     *num_rows = 0;
     if (!has_work(args)) return PK_OK;
-    pk_cuda_scope scope(args->q, err);
-    if (scope.status != PK_OK) return scope.status;
-    attention_route route = choose_route(args, scope.device);
-    if (!route.decode.max_rows) return PK_OK;
-    return pk_cuda_plan_decode(args, route.decode, scope.device, num_rows, stream, err);
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
+    attention_route route = choose_route(args, call.device);
+    return route.decode.max_rows ? pk_cuda_plan_decode(args, route.decode, call, num_rows) : PK_OK;
 }

@@ -24,18 +24,16 @@ struct row_filter {
 
 /* Each for the sequences of its filter. Hopper's prefill applies to some of the arguments that fit the tensor cores,
  * the other two to all of them. */
-typedef pk_status attention_launcher(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                     pk_stream stream, pk_error *err);
+typedef pk_status attention_launcher(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call);
 attention_launcher pk_cuda_attention_prefill_sm90, pk_cuda_attention_prefill_sm80;
 /* With `rope`, which the caller has found to fit: for a token a sequence, qk_norm_rope_store is done inside. */
-pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err, const pk_qk_norm_rope_store_args *rope = nullptr);
+pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                   const pk_qk_norm_rope_store_args *rope = nullptr);
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
-pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
-                                   pk_error *err);
+pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_call &call);
 /* The rows of the decode kernel's plan; fills args->plan, where that is given. */
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                              int64_t *num_rows, pk_stream stream, pk_error *err);
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                              int64_t *num_rows);
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f

@@ -368,8 +368,7 @@ __global__ void __launch_bounds__(decode_warps_per_sm(D, Kind::CACHE_BYTES) * 32
 // --- launchers
 
 template <typename Kind>
-static pk_status launch_decode(const pk_attention_args *args, const decode_params &params, const pk_cuda_device *device,
-                               pk_stream stream, pk_error *err)
+static pk_status launch_decode(const pk_attention_args *args, const decode_params &params, const pk_cuda_call &call)
 {
     const decode_shape &shape = params.shape;
     auto launch_kernel = [&](auto d, auto nt, auto takes_heads) {
@@ -378,12 +377,12 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
         using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
         auto kernel = attention_decode_kernel<Kind, D, NT, TAKES_HEADS>;
         static uint64_t done;
-        PK_TRY(pk_cuda_allow_smem(err, kernel, device->smem_per_cta, device->index, &done));
+        PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
         int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
         int smem_bytes = warps * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
-        return pk_cuda_launch_early(err, "attention_decode_kernel", kernel, device,
-                                    pk_cuda_grid(shape.num_units * args->num_kv_heads), dim3(warps * 32),
-                                    (size_t)smem_bytes, stream, *args, params);
+        dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
+        return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), (size_t)smem_bytes,
+                                    *args, params);
     };
     auto launch = [&](auto d, auto nt) {
         return params.rope.qkv ? launch_kernel(d, nt, std::true_type()) : launch_kernel(d, nt, std::false_type());
@@ -396,13 +395,13 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
     return launch(std::integral_constant<int, 256>(), one);
 }
 
-pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                   pk_stream stream, pk_error *err, const pk_qk_norm_rope_store_args *rope)
+pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                   const pk_qk_norm_rope_store_args *rope)
 {
     decode_params params = {};
     if (rope) params.rope = *rope;
-    PK_TRY(pk_cuda_prepare_decode(args, filter, device, stream, &params.shape, &params.workspace, err));
-    params.bad_id = device->bad_id;
+    PK_TRY(pk_cuda_prepare_decode(args, filter, call, &params.shape, &params.workspace));
+    params.bad_id = call.device->bad_id;
     params.group = make_divider(params.shape.group);
     params.num_heads = make_divider(args->num_kv_heads);
     params.block_size = make_divider(args->block_size);
@@ -410,5 +409,5 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
                   : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>
                                                  : launch_decode<kind_bf16>;
-    return launch(args, params, device, stream, err);
+    return launch(args, params, call);
 }

@@ -135,8 +135,8 @@ static int sign(std::initializer_list<int64_t> numbers)
     return (int)((uint32_t)hash | 1);
 }
 
-static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                            decode_shape *shape, pk_error *err)
+static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                            decode_shape *shape)
 {
     int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     int64_t heads = args->num_kv_heads;
@@ -157,16 +157,16 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
-    int64_t slots = 1, most_slots = device->num_sms * most_ctas / heads;
+    int64_t slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
-        slots = device->num_sms * ctas / heads;
+        slots = call.device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
         bool is_hardly_more =
             bytes > 1 && 2 * ctas == most_ctas && segments > most_slots && 2 * segments < 3 * most_slots;
         bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || is_hardly_more;
-        if (is_good && warps / ctas * warp_bytes + 16384 <= device->smem_per_cta) break;
+        if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
@@ -176,7 +176,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
                                          : segments + slots * 2 / 3; /* a length goes into all steps so often */
     int64_t parts = shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots * 4 / 3; /* of what is cut */
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
-        return pk_fail(err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
+        return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
     shape->slots = (int)slots;
     shape->num_segments = (int)segments;
@@ -188,14 +188,14 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     return PK_OK;
 }
 
-static pk_status find_workspace(const pk_attention_args *args, const decode_shape &shape, const pk_cuda_device *device,
-                                pk_stream stream, decode_workspace *workspace, pk_error *err)
+static pk_status find_workspace(const pk_attention_args *args, const decode_shape &shape, const pk_cuda_call &call,
+                                decode_workspace *workspace)
 {
     size_t unit_bytes = shape.num_units * sizeof(attention_unit);
     size_t slots = (size_t)shape.max_slots * args->num_kv_heads;
     size_t partial_bytes = slots * (2 + shape.head_dim) * shape.rows * sizeof(float);
     pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err, unit_bytes + partial_bytes));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, unit_bytes + partial_bytes));
     workspace->arrivals = scratch.counters;
     workspace->units = (attention_unit *)(args->plan ? args->plan : scratch.data);
     workspace->partials = (float *)((char *)scratch.data + unit_bytes);
@@ -203,29 +203,28 @@ static pk_status find_workspace(const pk_attention_args *args, const decode_shap
 }
 
 static pk_status launch_plan(const pk_attention_args *args, const decode_shape &shape,
-                             const decode_workspace &workspace, const pk_cuda_device *device, pk_stream stream,
-                             pk_error *err)
+                             const decode_workspace &workspace, const pk_cuda_call &call)
 {
-    return pk_cuda_launch_early(err, "decode_plan_kernel", decode_plan_kernel, device, dim3(1), dim3(THREADS), 0,
-                                stream, *args, shape, workspace, device->bad_id);
+    return pk_cuda_launch_early(call, "decode_plan_kernel", decode_plan_kernel, dim3(1), dim3(THREADS), 0, *args, shape,
+                                workspace, call.device->bad_id);
 }
 
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                              int64_t *num_rows, pk_stream stream, pk_error *err)
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                              int64_t *num_rows)
 {
     decode_shape shape = {};
     decode_workspace workspace = {};
-    PK_TRY(fill_shape(args, filter, device, &shape, err));
+    PK_TRY(fill_shape(args, filter, call, &shape));
     *num_rows = shape.num_units;
     if (!args->plan) return PK_OK;
-    PK_TRY(find_workspace(args, shape, device, stream, &workspace, err));
-    return launch_plan(args, shape, workspace, device, stream, err);
+    PK_TRY(find_workspace(args, shape, call, &workspace));
+    return launch_plan(args, shape, workspace, call);
 }
 
-pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                 pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err)
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                 decode_shape *shape, decode_workspace *workspace)
 {
-    PK_TRY(fill_shape(args, filter, device, shape, err));
-    PK_TRY(find_workspace(args, *shape, device, stream, workspace, err));
-    return args->plan ? PK_OK : launch_plan(args, *shape, *workspace, device, stream, err);
+    PK_TRY(fill_shape(args, filter, call, shape));
+    PK_TRY(find_workspace(args, *shape, call, workspace));
+    return args->plan ? PK_OK : launch_plan(args, *shape, *workspace, call);
 }

@@ -53,8 +53,8 @@ struct decode_workspace {
 };
 
 /* Both of a call; makes the plan, where the caller gave none. */
-pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                 pk_stream stream, decode_shape *shape, decode_workspace *workspace, pk_error *err);
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                 decode_shape *shape, decode_workspace *workspace);
 
 /* Divides numbers below 2^31 by one that the host knows, rounding down. */
 struct divider {

@@ -149,16 +149,15 @@ struct prefill_schedule {
 static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
 
 /* `rows`: of an item, at least the heads of a group. num_ctas: at most that many, or as many as there can be items. */
-static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter,
-                                           const pk_cuda_device *device, pk_stream stream, int rows,
-                                           prefill_batch *batch, int64_t *num_ctas, pk_error *err)
+static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                           int rows, prefill_batch *batch, int64_t *num_ctas)
 {
     pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch));
     batch->args = *args;
     batch->filter = filter;
     batch->counters = scratch.counters;
-    batch->bad_id = device->bad_id;
+    batch->bad_id = call.device->bad_id;
     batch->group = (int)(args->num_q_heads / args->num_kv_heads);
     batch->positions = rows / batch->group;
     batch->block_shift = -1;
@@ -167,7 +166,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->window_left = prefill_window(args->window_left);
     batch->window_right = prefill_window(args->window_right);
     int cache_bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
-    batch->chunk_keys = (float)device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
+    batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
     /* No chunks, which a CTA walks through one behind the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
     int64_t most_items = (args->num_tokens / batch->positions + args->num_seqs) * args->num_kv_heads;

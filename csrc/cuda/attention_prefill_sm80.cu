@@ -356,28 +356,25 @@ __global__ void __launch_bounds__(prefill_sm80_cta<Kind, D>::THREADS, prefill_sm
 // --- launchers
 
 template <typename Kind, int D>
-static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                pk_stream stream, pk_error *err)
+static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     using cta = prefill_sm80_cta<Kind, D>;
     static uint64_t done;
     auto kernel = attention_prefill_sm80_kernel<Kind, D>;
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
     prefill_batch batch;
-    int64_t num_ctas = (int64_t)device->num_sms * cta::CTAS_PER_SM;
-    PK_TRY(make_prefill_batch(args, filter, device, stream, cta::ROWS, &batch, &num_ctas, err));
-    PK_TRY(pk_cuda_allow_smem(err, kernel, smem_bytes, device->index, &done));
-    return pk_cuda_launch(err, "attention_prefill_sm80_kernel", kernel, dim3((unsigned)num_ctas), dim3(cta::THREADS),
-                          smem_bytes, stream, batch);
+    int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
+    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, &batch, &num_ctas));
+    PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));
+    return pk_cuda_launch(call, "attention_prefill_sm80_kernel", kernel, dim3((unsigned)num_ctas), dim3(cta::THREADS),
+                          smem_bytes, batch);
 }
 
-pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                         pk_stream stream, pk_error *err)
+pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     auto launch = [&](auto kind) {
-        return for_head_dim<64, 96, 128, 256>(args->head_dim, [&](auto dim) {
-            return launch_prefill<decltype(kind), dim()>(args, filter, device, stream, err);
-        });
+        return for_head_dim<64, 96, 128, 256>(
+            args->head_dim, [&](auto dim) { return launch_prefill<decltype(kind), dim()>(args, filter, call); });
     };
     if (args->cache_dtype == PK_F8E4M3) return launch(kind_fp8());
     return args->cache_dtype == PK_F16 ? launch(kind_f16()) : launch(kind_bf16());

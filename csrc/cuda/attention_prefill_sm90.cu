@@ -72,14 +72,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
 // --- launchers
 
 template <int head_dim, typename T>
-static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                pk_stream stream, pk_error *err)
+static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     using shape = tiling<head_dim>;
     static uint64_t smem_allowed;
     prefill_params params = {};
-    int64_t num_ctas = device->num_sms;
-    PK_TRY(make_prefill_batch(args, filter, device, stream, ROWS, &params.batch, &num_ctas, err));
+    int64_t num_ctas = call.device->num_sms;
+    PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch, &num_ctas));
     params.box_shift = 3;
     while (args->block_size % (2 << params.box_shift) == 0 && shape::tile % (2 << params.box_shift) == 0)
         params.box_shift++;
@@ -91,7 +90,7 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
     int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
-    PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, err));
+    PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, call.err));
     auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, int64_t block_stride,
                          int64_t slot_stride, int64_t head_stride) {
         int64_t head_columns = head_stride / shape::column;
@@ -99,16 +98,16 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                             args->block_size / 8, args->num_blocks};
         int64_t strides[5] = {1, slot_stride, shape::column, 8 * slot_stride, block_stride};
         int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
-        return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, err);
+        return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, call.err);
     };
     PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_block_stride, args->k_slot_stride,
                      args->k_head_stride));
     PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
                      args->v_head_stride));
     auto kernel = attention_prefill_kernel<head_dim, T>;
-    PK_TRY(pk_cuda_allow_smem(err, kernel, shape::smem_bytes, device->index, &smem_allowed));
-    return pk_cuda_launch(err, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas), dim3(NUM_THREADS),
-                          shape::smem_bytes, stream, params);
+    PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
+    return pk_cuda_launch(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas), dim3(NUM_THREADS),
+                          shape::smem_bytes, params);
 }
 
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)
@@ -125,12 +124,11 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
            args->num_q_heads / args->num_kv_heads <= ROWS && args->softmax_scale > 0 && !args->alibi_slopes;
 }
 
-pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_device *device,
-                                         pk_stream stream, pk_error *err)
+pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     auto launch = [&](auto kind) {
         return for_head_dim<64, 96, 128, 256>(args->head_dim, [&](auto dim) {
-            return launch_prefill<dim(), typename decltype(kind)::Element>(args, filter, device, stream, err);
+            return launch_prefill<dim(), typename decltype(kind)::Element>(args, filter, call);
         });
     };
     return args->dtype == PK_F16 ? launch(kind_f16()) : launch(kind_bf16());

@@ -64,20 +64,19 @@ __global__ void __launch_bounds__(WARPS * 32)
 
 // --- launchers
 
-pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_device *device, pk_stream stream,
-                                   pk_error *err)
+pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_call &call)
 {
     if (args->num_seqs > 65535 || args->num_q_heads > 65535)
-        return pk_fail(err, PK_EUNSUPPORTED,
+        return pk_fail(call.err, PK_EUNSUPPORTED,
                        "attention: %lld sequences and %lld heads, but fp32 or unaligned views take "
                        "at most 65535 of each",
                        (long long)args->num_seqs, (long long)args->num_q_heads);
     dim3 grid((unsigned)pk_ceil_div(args->max_seqlen_q, WARPS), (unsigned)args->num_q_heads, (unsigned)args->num_seqs);
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         auto kernel =
             args->cache_dtype == PK_F8E4M3 ? attention_simple_kernel<T, __nv_fp8_e4m3> : attention_simple_kernel<T, T>;
-        return pk_cuda_launch(err, "attention_simple_kernel", kernel, grid, dim3(WARPS * 32), 0, stream, *args,
-                              device->bad_id);
+        return pk_cuda_launch(call, "attention_simple_kernel", kernel, grid, dim3(WARPS * 32), 0, *args,
+                              call.device->bad_id);
     });
 }

@@ -5,7 +5,6 @@
  */
 #include "cuda/sm90.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -108,39 +107,17 @@ static pk_status enter(int index, int *previous, pk_error *err)
         *previous = current;
     }
     if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return PK_OK;
-    pthread_mutex_lock(&lock);
-    pk_status status = devices[index].is_ready ? PK_OK : make_ready(&devices[index], index, err);
-    pthread_mutex_unlock(&lock);
-    return status;
+    const pk_cuda_lock held(&lock);
+    return devices[index].is_ready ? PK_OK : make_ready(&devices[index], index, err);
 }
 
-static pk_status find_device(const void *pointer, int *index, pk_error *err)
+pk_cuda_call::pk_cuda_call(pk_device device, pk_stream stream, pk_error *err)
+    : device(&devices[device.index].device), stream((cudaStream_t)stream), err(err)
 {
-    int count;
-    *index = 0;
-    PK_TRY(pk_cuda_probe(&count, err));
-    if (count == 1) return PK_OK; /* asking costs half a microsecond: only where there is a choice */
-    cudaPointerAttributes attributes;
-    PK_CUDA(err, cudaPointerGetAttributes(&attributes, pointer));
-    if (attributes.device > 0) *index = attributes.device;
-    return PK_OK;
+    status = enter(device.index, &previous, err);
 }
 
-pk_cuda_scope::pk_cuda_scope(int index, pk_error *err)
-{
-    status = enter(index, &previous, err);
-    device = &devices[index].device;
-}
-
-pk_cuda_scope::pk_cuda_scope(const void *pointer, pk_error *err)
-{
-    int index;
-    status = find_device(pointer, &index, err);
-    if (status == PK_OK) status = enter(index, &previous, err);
-    device = &devices[index].device;
-}
-
-pk_cuda_scope::~pk_cuda_scope()
+pk_cuda_call::~pk_cuda_call()
 {
     if (previous >= 0) cudaSetDevice(previous);
 }
@@ -175,12 +152,11 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
 pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {
     *data = nullptr;
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
     pk_cuda_outside_capture relaxed;
     cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
     if (error == cudaSuccess) return PK_OK;
-    *data = nullptr;
     if (error != cudaErrorMemoryAllocation) return pk_cuda_fail(err, "cudaMalloc", error);
     cudaGetLastError();
     size_t free_bytes = 0, total_bytes = 0;
@@ -196,48 +172,39 @@ void pk_cuda_release(pk_device device, void *data)
     PK_ON_DEVICE(device, nullptr, cudaFree(data));
 }
 
-static pk_status find_scratch(device_state *state, pk_stream stream, size_t bytes, pk_cuda_scratch *scratch,
-                              pk_error *err)
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
 {
     constexpr size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    device_state *state = &devices[call.device->index];
+    if (bytes < PK_SCRATCH_BYTES) bytes = PK_SCRATCH_BYTES;
+    const pk_cuda_lock held(&lock);
     for (int i = 0; i < state->num_pieces; i++)
-        if (state->pieces[i].stream == stream && state->pieces[i].bytes >= bytes) {
+        if (state->pieces[i].stream == call.stream && state->pieces[i].bytes >= bytes) {
             *scratch = state->pieces[i].scratch;
             return PK_OK;
         }
     if (state->num_pieces == MAX_PIECES)
-        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
+        return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
                        state->device.index, (int)MAX_PIECES);
     pk_cuda_outside_capture relaxed;
     void *data;
-    PK_CUDA(err, cudaMalloc(&data, counter_bytes + bytes));
-    PK_CUDA(err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
-    PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
+    PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + bytes));
+    PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
+    PK_CUDA(call.err, cudaStreamSynchronize(state->own_stream));
     *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
-    state->pieces[state->num_pieces++] = {stream, *scratch, bytes};
+    state->pieces[state->num_pieces++] = {call.stream, *scratch, bytes};
     return PK_OK;
-}
-
-pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err,
-                             size_t bytes)
-{
-    pthread_mutex_lock(&lock);
-    pk_status status = find_scratch(&devices[device->index], stream,
-                                    bytes > PK_SCRATCH_BYTES ? bytes : PK_SCRATCH_BYTES, scratch, err);
-    pthread_mutex_unlock(&lock);
-    return status;
 }
 
 void pk_cuda_release_scratch(pk_device device, pk_stream stream)
 {
     device_state *state = &devices[device.index];
-    pthread_mutex_lock(&lock);
+    const pk_cuda_lock held(&lock);
     for (int i = state->num_pieces - 1; i >= 0; i--) {
         if (state->pieces[i].stream != stream) continue;
         if (cudaFree(state->pieces[i].scratch.counters) != cudaSuccess) cudaGetLastError();
         state->pieces[i] = state->pieces[--state->num_pieces];
     }
-    pthread_mutex_unlock(&lock);
 }
 
 // --- waiting, and what kernels reported
@@ -257,8 +224,8 @@ pk_status pk_cuda_reload_context(pk_device device, pk_error *err)
     cudaDriverEntryPointQueryResult found;
     CUcontext other;
     PK_TRY(pk_cuda_synchronize(device, err));
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
     PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxCreate", (void **)&create, 3020, cudaEnableDefault, &found));
     PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxDestroy", (void **)&destroy, 4000, cudaEnableDefault, &found));
     if (create && destroy && create(&other, 0, device.index) == CUDA_SUCCESS)
@@ -272,17 +239,15 @@ pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
     static const char *const formats[PK_NUM_BAD_KINDS] = {"kernels recorded a bad id of an unknown kind",
                                                           PK_BAD_KINDS(PK_BAD_FORMAT)};
     PK_TRY(pk_cuda_synchronize(device, err));
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
     device_state *state = &devices[device.index];
-    pk_cuda_bad_id *host = state->bad_id_host, *on_device = scope.device->bad_id;
-    pthread_mutex_lock(&lock); /* the pinned copy is shared */
-    cudaError_t error = cudaMemcpyAsync(host, on_device, sizeof *host, cudaMemcpyDeviceToHost, state->own_stream);
-    if (error == cudaSuccess) error = cudaMemsetAsync(on_device, 0, sizeof *host, state->own_stream);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(state->own_stream);
-    pk_cuda_bad_id bad_id = *host;
-    pthread_mutex_unlock(&lock);
-    if (error != cudaSuccess) return pk_cuda_fail(err, "check_errors", error);
+    pk_cuda_bad_id *host = state->bad_id_host, *on_device = call.device->bad_id;
+    const pk_cuda_lock held(&lock); /* the pinned copy is shared */
+    PK_CUDA(err, cudaMemcpyAsync(host, on_device, sizeof *host, cudaMemcpyDeviceToHost, state->own_stream));
+    PK_CUDA(err, cudaMemsetAsync(on_device, 0, sizeof *host, state->own_stream));
+    PK_CUDA(err, cudaStreamSynchronize(state->own_stream));
+    const pk_cuda_bad_id bad_id = *host;
     if (bad_id.kind == 0) return PK_OK;
     pk_error what;
     pk_fail(&what, PK_EVALUE, formats[bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0], (long long)bad_id.index,
@@ -290,5 +255,13 @@ pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
     return pk_fail(err, PK_EVALUE, "%s (first of possibly many on cuda:%d)", what.message, device.index);
 }
 
+template <auto LAUNCHER, typename Args>
+static pk_status launch(pk_device device, const Args *args, pk_stream stream, pk_error *err)
+{
+    const pk_cuda_call call(device, stream, err);
+    return call.status == PK_OK ? LAUNCHER(args, call) : call.status;
+}
+
 #define PK_CUDA_ENTRY(entry) pk_cuda_##entry,
-const pk_backend pk_cuda_backend = {"cuda", PK_CUDA_ENTRIES(PK_CUDA_ENTRY)};
+#define PK_CUDA_OP_ENTRY(op) launch<pk_cuda_##op>,
+const pk_backend pk_cuda_backend = {"cuda", PK_CUDA_ENTRIES(PK_CUDA_ENTRY, PK_CUDA_OP_ENTRY)};

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(CTA_THREADS) copy_blocks_kernel(const __grid_c
 
 /* Launch after launch on one stream: where one pair's destination is a later pair's source, the order counts only
  * inside a launch, and there it is undefined. */
-static pk_status copy_all(const pk_blocks_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, const pk_cuda_call &call)
 {
     for (int64_t pair = 0; pair < args->num_pairs; pair += PAIRS_PER_LAUNCH)
         for (int cache = 0; cache < args->num_caches; cache += CACHES_PER_LAUNCH) {
@@ -75,46 +75,34 @@ static pk_status copy_all(const pk_blocks_args *args, const pk_cuda_device *devi
             int64_t ctas = pk_ceil_div(largest / (is_aligned ? 16 : 1), CTA_THREADS * 4);
             dim3 grid((unsigned)(ctas < 64 ? ctas : 64), (unsigned)num_pairs, (unsigned)num_caches);
             auto kernel = is_aligned ? copy_blocks_kernel<uint4> : copy_blocks_kernel<uint8_t>;
-            PK_TRY(pk_cuda_launch_early(err, "copy_blocks_kernel", kernel, device, grid, dim3(CTA_THREADS), 0, stream,
-                                        params));
+            PK_TRY(pk_cuda_launch_early(call, "copy_blocks_kernel", kernel, grid, dim3(CTA_THREADS), 0, params));
         }
     return PK_OK;
 }
 
-pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err)
-{
-    if (args->num_caches == 0 || args->num_pairs == 0) return PK_OK;
-    pk_cuda_scope scope(args->dst[0].device.index, err);
-    return scope.status != PK_OK ? scope.status : copy_all(args, scope.device, stream, err);
-}
-
 /* Whether the device's kernels can read and write the view's memory at its own address: it is pinned, or theirs. */
-static pk_status is_reachable(const pk_view *view, int device, bool *is_so, pk_error *err)
+static pk_status is_reachable(const pk_view *view, const pk_cuda_call &call, bool *is_so)
 {
     cudaPointerAttributes attributes;
-    PK_CUDA(err, cudaPointerGetAttributes(&attributes, view->data));
-    bool is_foreign = attributes.type == cudaMemoryTypeDevice && attributes.device != device;
+    PK_CUDA(call.err, cudaPointerGetAttributes(&attributes, view->data));
+    bool is_foreign = attributes.type == cudaMemoryTypeDevice && attributes.device != call.device->index;
     *is_so = attributes.devicePointer == view->data && !is_foreign;
     return PK_OK;
 }
 
-pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, const pk_cuda_call &call)
 {
     if (args->num_caches == 0) return PK_OK;
-    const pk_view *on_device = args->dst[0].device.type == PK_CUDA ? args->dst : args->src;
-    const pk_view *other = on_device == args->dst ? args->src : args->dst;
-    pk_cuda_scope scope(on_device->device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    const pk_view *other = args->dst[0].device.type == PK_CUDA ? args->src : args->dst;
     bool is_near = true;
-    for (int i = 0; i < args->num_caches && is_near; i++)
-        PK_TRY(is_reachable(&other[i], on_device->device.index, &is_near, err));
-    if (is_near) return copy_all(args, scope.device, stream, err);
+    for (int i = 0; i < args->num_caches && is_near; i++) PK_TRY(is_reachable(&other[i], call, &is_near));
+    if (is_near) return pk_cuda_copy_blocks(args, call);
     for (int64_t pair = 0; pair < args->num_pairs; pair++)
         for (int i = 0; i < args->num_caches; i++) {
             pool_pair pools = pool_pair_of(args, i);
-            PK_CUDA(err, cudaMemcpyAsync(pools.dst + block_at(args, 2 * pair + 1) * pools.dst_stride,
-                                         pools.src + block_at(args, 2 * pair) * pools.src_stride,
-                                         (size_t)pools.block_bytes, cudaMemcpyDefault, (cudaStream_t)stream));
+            PK_CUDA(call.err, cudaMemcpyAsync(pools.dst + block_at(args, 2 * pair + 1) * pools.dst_stride,
+                                              pools.src + block_at(args, 2 * pair) * pools.src_stride,
+                                              (size_t)pools.block_bytes, cudaMemcpyDefault, call.stream));
         }
     return PK_OK;
 }

@@ -29,7 +29,7 @@ __global__ void copy_strided_kernel(const pk_view dst, const pk_view src, int64_
 
 // --- launchers
 
-static pk_status copy_strided(const pk_copy_args *args, int64_t numel, pk_stream stream, pk_error *err)
+static pk_status copy_strided(const pk_copy_args *args, int64_t numel, const pk_cuda_call &call)
 {
     pk_dtype from = args->src.dtype, to = args->dst.dtype;
     size_t bytes = pk_dtype_bytes(from);
@@ -37,8 +37,7 @@ static pk_status copy_strided(const pk_copy_args *args, int64_t numel, pk_stream
     dim3 grid((unsigned)(ctas < 65536 ? ctas : 65536));
     auto launch = [&](auto *dst, auto *src) {
         auto kernel = copy_strided_kernel<std::remove_pointer_t<decltype(dst)>, std::remove_pointer_t<decltype(src)>>;
-        return pk_cuda_launch(err, "copy_strided_kernel", kernel, grid, dim3(256), 0, stream, args->dst, args->src,
-                              numel);
+        return pk_cuda_launch(call, "copy_strided_kernel", kernel, grid, dim3(256), 0, args->dst, args->src, numel);
     };
     if (from == to && bytes == 1) return launch((uint8_t *)nullptr, (uint8_t *)nullptr);
     if (from == to && bytes == 2) return launch((uint16_t *)nullptr, (uint16_t *)nullptr);
@@ -46,33 +45,30 @@ static pk_status copy_strided(const pk_copy_args *args, int64_t numel, pk_stream
     if (from == to && bytes == 8) return launch((uint64_t *)nullptr, (uint64_t *)nullptr);
     auto convert = [&](auto *src) {
         if (to == PK_F8E4M3) return launch((__nv_fp8_e4m3 *)nullptr, src);
-        return pk_for_float_dtype(err, to, [&](auto *dst) { return launch(dst, src); });
+        return pk_for_float_dtype(call.err, to, [&](auto *dst) { return launch(dst, src); });
     };
-    return from == PK_F8E4M3 ? convert((__nv_fp8_e4m3 *)nullptr) : pk_for_float_dtype(err, from, convert);
+    return from == PK_F8E4M3 ? convert((__nv_fp8_e4m3 *)nullptr) : pk_for_float_dtype(call.err, from, convert);
 }
 
-pk_status pk_cuda_copy(const pk_copy_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_copy(const pk_copy_args *args, const pk_cuda_call &call)
 {
     const pk_view *src = &args->src, *dst = &args->dst;
     int64_t numel = pk_view_numel(src);
     if (numel == 0) return PK_OK;
-    pk_cuda_scope scope(dst->device.type == PK_CUDA ? dst->device.index : src->device.index, err);
-    if (scope.status != PK_OK) return scope.status;
     bool is_one_device = src->device.type == dst->device.type && src->device.index == dst->device.index;
     bool are_plain_bytes = src->dtype == dst->dtype && pk_view_is_contiguous(src) && pk_view_is_contiguous(dst);
     size_t bytes = pk_dtype_bytes(src->dtype);
     /* A few bytes to pinned memory are there 5 us sooner by a kernel than by a copy engine, for which the card signals
      * twice. The other way the engine is faster. */
     bool is_note = src->device.type == PK_CUDA && dst->is_pinned && are_plain_bytes && numel * bytes <= NOTE_BYTES;
-    if (is_note || (is_one_device && !are_plain_bytes)) return copy_strided(args, numel, stream, err);
+    if (is_note || (is_one_device && !are_plain_bytes)) return copy_strided(args, numel, call);
     if (are_plain_bytes)
-        PK_CUDA(err,
-                cudaMemcpyAsync(dst->data, src->data, (size_t)numel * bytes, cudaMemcpyDefault, (cudaStream_t)stream));
+        PK_CUDA(call.err, cudaMemcpyAsync(dst->data, src->data, (size_t)numel * bytes, cudaMemcpyDefault, call.stream));
     else /* rows */
-        PK_CUDA(err, cudaMemcpy2DAsync(dst->data, (size_t)dst->stride[0] * bytes, src->data,
-                                       (size_t)src->stride[0] * bytes, (size_t)src->shape[1] * bytes,
-                                       (size_t)src->shape[0], cudaMemcpyDefault, (cudaStream_t)stream));
+        PK_CUDA(call.err, cudaMemcpy2DAsync(dst->data, (size_t)dst->stride[0] * bytes, src->data,
+                                            (size_t)src->stride[0] * bytes, (size_t)src->shape[1] * bytes,
+                                            (size_t)src->shape[0], cudaMemcpyDefault, call.stream));
     /* The host reads what it asked for as soon as the call is back, unless the memory is there for not waiting. */
-    if (dst->device.type == PK_CPU && !dst->is_pinned) PK_CUDA(err, cudaStreamSynchronize((cudaStream_t)stream));
+    if (dst->device.type == PK_CPU && !dst->is_pinned) PK_CUDA(call.err, cudaStreamSynchronize(call.stream));
     return PK_OK;
 }

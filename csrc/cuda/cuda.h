@@ -1,13 +1,11 @@
-/* cuda.h - what the .cu files share: errors, the device a call runs on, the status word, launches, conversions.
+/* cuda.h - what the .cu files share: errors, the status word, calls and their launches, conversions.
  *
  * A launcher reads so:
  *
- *     pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err)
+ *     pk_status pk_cuda_count_tokens(const pk_count_args *args, const pk_cuda_call &call)
  *     {
- *         pk_cuda_scope scope(args->k_cache, err);               // the right device is current until the end
- *         if (scope.status != PK_OK) return scope.status;
- *         PK_CUDA(err, cudaMemsetAsync(...));                    // "cudaMemsetAsync: cudaErrorX (what it says)"
- *         return PK_CUDA_LAUNCH(err, store_kernel, grid, cta, smem_bytes, stream, *args, scope.device->bad_id);
+ *         PK_CUDA(call.err, cudaMemsetAsync(...)); // "cudaMemsetAsync: cudaErrorX (what it says)"
+ *         return pk_cuda_launch(call, "count_tokens_kernel", count_tokens_kernel, grid, cta, 0, *args, ...);
  *     }
  *
  * No launcher synchronises or allocates device memory (pk_cuda_scratch_of says what it does instead). Host code here is
@@ -25,6 +23,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <pthread.h>
 
 #include <type_traits>
 
@@ -78,7 +77,7 @@ static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_
     bad_id->limit = limit;
 }
 
-// --- the device of a call
+// --- a call
 
 struct pk_cuda_device {
     int index, num_sms, compute_capability; /* 90 for a Hopper */
@@ -87,26 +86,28 @@ struct pk_cuda_device {
     pk_cuda_bad_id *bad_id; /* device memory */
 };
 
-/* Makes the device that owns `pointer` (or device `index`) current, and the caller's again at the end of the scope. */
-struct pk_cuda_scope {
+/* What a launcher gets beside its arguments. The device is current until the end, then the caller's is again; where it
+ * could not be made so, `status` is not PK_OK. */
+struct pk_cuda_call {
     pk_status status;
     const pk_cuda_device *device;
+    cudaStream_t stream;
+    pk_error *err;
     int previous = -1; /* the caller's device, where it is another */
 
-    pk_cuda_scope(const void *pointer, pk_error *err);
-    pk_cuda_scope(int index, pk_error *err);
-    ~pk_cuda_scope();
-    pk_cuda_scope(const pk_cuda_scope &) = delete;
-    pk_cuda_scope &operator=(const pk_cuda_scope &) = delete;
+    pk_cuda_call(pk_device device, pk_stream stream, pk_error *err);
+    ~pk_cuda_call();
+    pk_cuda_call(const pk_cuda_call &) = delete;
+    pk_cuda_call &operator=(const pk_cuda_call &) = delete;
 };
 
 /* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */
-template <typename Call>
-static pk_status pk_on_device(pk_device device, pk_error *err, const char *name, Call call)
+template <typename Body>
+static pk_status pk_on_device(pk_device device, pk_error *err, const char *name, Body body)
 {
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
-    cudaError_t error = call();
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    cudaError_t error = body();
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
 }
 #define PK_ON_DEVICE(device, err, call) pk_on_device((device), (err), #call, [&] { return call; })
@@ -116,6 +117,13 @@ struct pk_cuda_outside_capture {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
     ~pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
+/* Holds a mutex to the end of the scope. */
+struct pk_cuda_lock {
+    pthread_mutex_t *mutex;
+    explicit pk_cuda_lock(pthread_mutex_t *mutex) : mutex(mutex) { pthread_mutex_lock(mutex); }
+    ~pk_cuda_lock() { pthread_mutex_unlock(mutex); }
 };
 
 /* Scratch memory of one stream of one device, for what lives within one call. The counters are zero between calls:
@@ -128,27 +136,33 @@ struct pk_cuda_scratch {
     unsigned int *counters;
     void *data;
 };
-pk_status pk_cuda_scratch_of(const pk_cuda_device *device, pk_stream stream, pk_cuda_scratch *scratch, pk_error *err,
-                             size_t bytes = PK_SCRATCH_BYTES);
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes = PK_SCRATCH_BYTES);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 
 // --- launches
 
+/* A kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch, Hopper and
+ * newer), in clusters of so many CTAs; on older devices neither. In such a kernel every thread calls
+ * pk_wait_for_previous_kernel() before it reads or writes global memory: any of it, weights too, may come from a
+ * predecessor that let it start early. Before the wait there is only arithmetic, prefetching into L2, and reading what
+ * the caller promises to be constant. pk_let_next_kernel_start() allows the next one to do the same. With cluster_size
+ * 0 it starts behind the end of the one ahead. */
 template <typename... Params, typename... Args>
-static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool may_start_early, int cluster_size,
-                                          void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
-                                          pk_stream stream, Args... args)
+static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cluster_size, const char *name,
+                                                void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
+                                                Args... args)
 {
     const int64_t num_threads = (int64_t)grid.x * grid.y * grid.z * cta.x * cta.y * cta.z;
     cudaLaunchAttribute attributes[3] = {};
     unsigned count = 0;
-    if (may_start_early) {
+    if (!call.device->can_launch_early) cluster_size = 0;
+    if (cluster_size > 0) {
         attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     }
-    if (may_start_early && cluster_size > 1) {
+    if (cluster_size > 1) {
         attributes[count].id = cudaLaunchAttributeClusterDimension;
         attributes[count++].val.clusterDim = {(unsigned)cluster_size, 1, 1};
     }
@@ -158,35 +172,19 @@ static inline pk_status pk_cuda_launch_if(pk_error *err, const char *name, bool 
         attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
         attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     }
-    cudaLaunchConfig_t config = {grid, cta, smem_bytes, (cudaStream_t)stream, attributes, count};
+    cudaLaunchConfig_t config = {grid, cta, smem_bytes, call.stream, attributes, count};
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, name, error);
+    return error == cudaSuccess ? PK_OK : pk_cuda_fail(call.err, name, error);
 }
-
-template <typename Kernel, typename... Rest>
-static inline pk_status pk_cuda_launch(pk_error *err, const char *name, Kernel *kernel, Rest... rest)
+template <typename... Rest>
+static inline pk_status pk_cuda_launch_early(const pk_cuda_call &call, const char *name, Rest... rest)
 {
-    return pk_cuda_launch_if(err, name, false, 1, kernel, rest...);
+    return pk_cuda_launch_clusters(call, 1, name, rest...);
 }
-#define PK_CUDA_LAUNCH(err, kernel, ...) pk_cuda_launch((err), #kernel, kernel, __VA_ARGS__)
-
-/* Launches a kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch,
- * Hopper and newer). In such a kernel every thread calls pk_wait_for_previous_kernel() before it reads or writes global
- * memory: any of it, weights too, may come from a predecessor that let it start early. Before the wait there is only
- * arithmetic, prefetching into L2, and reading what the caller promises to be constant. pk_let_next_kernel_start()
- * allows the next one to do the same. */
-template <typename Kernel, typename... Rest>
-static inline pk_status pk_cuda_launch_early(pk_error *err, const char *name, Kernel *kernel,
-                                             const pk_cuda_device *device, Rest... rest)
+template <typename... Rest>
+static inline pk_status pk_cuda_launch(const pk_cuda_call &call, const char *name, Rest... rest)
 {
-    return pk_cuda_launch_if(err, name, device->can_launch_early, 1, kernel, rest...);
-}
-/* The same in clusters of so many CTAs, where the device can launch early. */
-template <typename Kernel, typename... Rest>
-static inline pk_status pk_cuda_launch_clusters(pk_error *err, const char *name, Kernel *kernel,
-                                                const pk_cuda_device *device, int cluster_size, Rest... rest)
-{
-    return pk_cuda_launch_if(err, name, device->can_launch_early, cluster_size, kernel, rest...);
+    return pk_cuda_launch_clusters(call, 0, name, rest...);
 }
 
 __device__ static inline void pk_wait_for_previous_kernel()
@@ -209,16 +207,16 @@ static inline dim3 pk_cuda_grid(int64_t ctas) { return dim3(ctas > INT32_MAX ? U
 /* Lets `kernel` ask for more than 48 KB of shared memory; a kernel's launcher calls it once a device: `done` is a
  * static bit mask of devices. */
 template <typename Kernel>
-static inline pk_status pk_cuda_allow_smem(pk_error *err, Kernel *kernel, size_t bytes, int device, uint64_t *done)
+static inline pk_status pk_cuda_allow_smem(const pk_cuda_call &call, Kernel *kernel, size_t bytes, uint64_t *done)
 {
-    uint64_t bit = 1ull << (device & 63);
-    if (device < 64 && (__atomic_load_n(done, __ATOMIC_RELAXED) & bit)) return PK_OK;
-    PK_CUDA(err, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    uint64_t bit = 1ull << call.device->index; /* below MAX_DEVICES */
+    if (__atomic_load_n(done, __ATOMIC_RELAXED) & bit) return PK_OK;
+    PK_CUDA(call.err,
+            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     __atomic_fetch_or(done, bit, __ATOMIC_RELAXED);
     return PK_OK;
 }
 
-static inline bool pk_is_aligned(const void *pointer, size_t bytes) { return (uintptr_t)pointer % bytes == 0; }
 /* Whether all pointers and sizes are multiples of `of`. */
 template <typename... Values>
 static inline bool pk_are_multiples(size_t of, Values... values)
@@ -291,19 +289,26 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 
 // --- the backend's table
 
+/* What defines an operation, and its entry in the table. */
+template <typename Args>
+using pk_cuda_launcher = pk_status(const Args *args, const pk_cuda_call &call);
+template <typename Args>
+pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args *, pk_stream, pk_error *));
+
 /* Its entries behind the name, in the order of pk_backend; pk_cuda_<entry> is in the file of its topic. */
 // clang-format off
-#define PK_CUDA_ENTRIES(X) \
-    X(allocate) X(release) X(synchronize) X(check_errors) X(copy) X(store_kvcache) \
-    X(attention) X(plan_attention) X(qkv_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
-    X(gather) X(rms_norm) X(linear) X(linear_fuses) X(linear_algorithms) X(qk_norm_rope_store) X(silu_and_mul) \
-    X(sample) X(take_sampled) X(count_tokens) X(token_logprobs) \
+#define PK_CUDA_ENTRIES(X, OP) \
+    X(allocate) X(release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
+    OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
+    OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
+    OP(sample) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \
     X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)
 // clang-format on
 #define PK_CUDA_DECLARE(entry) std::remove_pointer_t<decltype(pk_backend::entry)> pk_cuda_##entry;
-PK_CUDA_ENTRIES(PK_CUDA_DECLARE)
+#define PK_CUDA_DECLARE_OP(op) std::remove_pointer_t<decltype(pk_cuda_launcher_of(pk_backend::op))> pk_cuda_##op;
+PK_CUDA_ENTRIES(PK_CUDA_DECLARE, PK_CUDA_DECLARE_OP)
 
 #endif

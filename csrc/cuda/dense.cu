@@ -124,12 +124,10 @@ __global__ void __launch_bounds__(256) gather_kernel(const pk_gather_args args, 
 
 static unsigned whole_warps(int64_t threads) { return (unsigned)pk_ceil_div(threads, 32) * 32; }
 
-pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->row_size == 0) return PK_OK;
-    pk_cuda_scope scope(args->x, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         constexpr int VEC = 16 / sizeof(T);
         bool is_aligned =
@@ -144,8 +142,8 @@ pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, pk_stream stream, pk_er
                                     : rms_norm_kernel<T, 4, true>;
         unsigned threads = whole_warps(pk_ceil_div(num_pieces, pieces));
         dim3 cta(threads < 512 ? threads : 512, threads == 32 ? 4 : 1);
-        return pk_cuda_launch_early(err, "rms_norm_kernel", kernel, scope.device,
-                                    pk_cuda_grid(pk_ceil_div(args->num_rows, cta.y)), cta, 0, stream, *args);
+        dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows, cta.y));
+        return pk_cuda_launch_early(call, "rms_norm_kernel", kernel, grid, cta, 0, *args);
     });
 }
 
@@ -158,12 +156,10 @@ static dim3 row_grid(int64_t num_rows, int64_t num_units, dim3 *cta)
     return grid;
 }
 
-pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->row_size == 0) return PK_OK;
-    pk_cuda_scope scope(args->x, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         constexpr int VEC = 16 / sizeof(T);
         bool is_aligned = pk_are_multiples(VEC, args->row_size, args->x_stride, args->out_stride, args->rms.row_size,
@@ -172,17 +168,15 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, pk_stream stream, pk_er
         auto kernel = is_aligned ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
         dim3 cta, grid = row_grid(args->num_rows, pk_ceil_div(args->row_size, VEC), &cta);
         /* A CTA or two an SM are enough, and the fewer there are of a row, the less often its squares are read. */
-        int64_t enough = pk_ceil_div(2 * scope.device->num_sms, args->num_rows);
+        int64_t enough = pk_ceil_div(2 * call.device->num_sms, args->num_rows);
         if (grid.y > enough) grid.y = (unsigned)enough;
-        return pk_cuda_launch_early(err, "silu_and_mul_kernel", kernel, scope.device, grid, cta, 0, stream, *args);
+        return pk_cuda_launch_early(call, "silu_and_mul_kernel", kernel, grid, cta, 0, *args);
     });
 }
 
-pk_status pk_cuda_gather(const pk_gather_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_gather(const pk_gather_args *args, const pk_cuda_call &call)
 {
     if (args->num_ids == 0 || args->row_size == 0) return PK_OK;
-    pk_cuda_scope scope(args->out, err);
-    if (scope.status != PK_OK) return scope.status;
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), per_piece = 16 / bytes;
     auto launch = [&](auto unit, int64_t elements) {
         pk_gather_args units = *args;
@@ -190,8 +184,8 @@ pk_status pk_cuda_gather(const pk_gather_args *args, pk_stream stream, pk_error 
         units.table_stride /= elements;
         units.out_stride /= elements;
         dim3 cta, grid = row_grid(args->num_ids, units.row_size, &cta);
-        return pk_cuda_launch_early(err, "gather_kernel", gather_kernel<decltype(unit)>, scope.device, grid, cta, 0,
-                                    stream, units, scope.device->bad_id);
+        return pk_cuda_launch_early(call, "gather_kernel", gather_kernel<decltype(unit)>, grid, cta, 0, units,
+                                    call.device->bad_id);
     };
     if (pk_are_multiples((size_t)per_piece, args->row_size, args->table_stride, args->out_stride) &&
         pk_are_multiples(16, args->table, args->out))

@@ -61,8 +61,8 @@ void pk_cuda_event_destroy(pk_device device, pk_event event)
 
 pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err)
 {
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
     cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *is_done = error == cudaSuccess;
     if (error == cudaSuccess || error == cudaErrorNotReady) return PK_OK;
@@ -73,20 +73,20 @@ pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, p
 
 pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err)
 {
-    pk_cuda_scope scope(device.index, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
     cudaGraph_t captured = nullptr;
-    PK_CUDA(err, cudaStreamEndCapture((cudaStream_t)stream, &captured));
+    PK_CUDA(err, cudaStreamEndCapture(call.stream, &captured));
     size_t count = 0;
     cudaGraphExec_t exec = nullptr;
-    const char *call = "cudaGraphGetNodes";
+    const char *name = "cudaGraphGetNodes";
     cudaError_t error = cudaGraphGetNodes(captured, nullptr, &count);
-    if (error == cudaSuccess && graph) error = cudaGraphInstantiate(&exec, captured, 0), call = "cudaGraphInstantiate";
-    if (error == cudaSuccess && graph) error = cudaGraphUpload(exec, (cudaStream_t)stream), call = "cudaGraphUpload";
+    if (error == cudaSuccess && graph) error = cudaGraphInstantiate(&exec, captured, 0), name = "cudaGraphInstantiate";
+    if (error == cudaSuccess && graph) error = cudaGraphUpload(exec, call.stream), name = "cudaGraphUpload";
     cudaGraphDestroy(captured);
     if (error != cudaSuccess) {
         if (exec) cudaGraphExecDestroy(exec);
-        return pk_cuda_fail(err, call, error);
+        return pk_cuda_fail(err, name, error);
     }
     if (graph) *graph = exec, *num_nodes = (int64_t)count;
     return PK_OK;

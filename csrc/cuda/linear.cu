@@ -10,7 +10,6 @@
 #include "cuda/linear.h"
 #include "cuda/cublaslt.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -177,25 +176,21 @@ static pk_status find_plan(const pk_cublaslt *lt, const plan_key *key, plan **fo
     return status;
 }
 
-static pk_status multiply(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status multiply(const pk_linear_args *args, const pk_cuda_call &call)
 {
     const pk_cublaslt *lt;
     pk_cuda_scratch scratch;
     plan *plan;
-    PK_TRY(pk_cublaslt_load(&lt, err));
-    PK_TRY(pk_cuda_scratch_of(device, stream, &scratch, err));
-    plan_key key = key_of(args, device);
+    PK_TRY(pk_cublaslt_load(&lt, call.err));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch));
+    plan_key key = key_of(args, call.device);
     float alpha = 1, beta = args->bias || args->adds_to_out ? 1 : 0;
-    pthread_mutex_lock(&lock);
-    pk_status status = find_plan(lt, &key, &plan, err);
-    if (status == PK_OK) {
-        int result = lt->matmul(handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
-                                &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data,
-                                PK_SCRATCH_BYTES, (cudaStream_t)stream);
-        if (result != 0) status = pk_cublaslt_fail(err, "cublasLtMatmul", result);
-    }
-    pthread_mutex_unlock(&lock);
-    return status;
+    const pk_cuda_lock held(&lock);
+    PK_TRY(find_plan(lt, &key, &plan, call.err));
+    int result = lt->matmul(handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
+                            &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data,
+                            PK_SCRATCH_BYTES, call.stream);
+    return result == 0 ? PK_OK : pk_cublaslt_fail(call.err, "cublasLtMatmul", result);
 }
 
 static bool is_blas(const pk_linear_args *args)
@@ -209,18 +204,18 @@ static bool is_blas(const pk_linear_args *args)
 // --- launchers
 
 template <typename T, typename Out>
-static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
     if (args->in_features == 0 || (by_blas && args->bias)) { /* no inputs: the bias is all there is */
         dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
                   (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
-        PK_TRY(pk_cuda_launch(err, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, stream, *args));
+        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
     }
     if (args->in_features == 0) return PK_OK;
-    if (by_blas) return multiply(args, device, stream, err);
+    if (by_blas) return multiply(args, call);
     dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
-    return pk_cuda_launch(err, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, stream, *args);
+    return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
 static bool has_own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
@@ -228,25 +223,22 @@ static bool has_own_kernel(const pk_linear_args *args, const pk_cuda_device *dev
     return pk_cuda_linear_few_applies(args, device) || pk_cuda_linear_sm90_applies(args, device);
 }
 
-pk_status pk_cuda_linear(const pk_linear_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
-    pk_cuda_scope scope(args->out, err);
-    if (scope.status != PK_OK) return scope.status;
-    if (pk_cuda_linear_sm90_applies(args, scope.device)) return pk_cuda_linear_sm90(args, scope.device, stream, err);
-    if (pk_cuda_linear_few_applies(args, scope.device)) return pk_cuda_linear_few(args, scope.device, stream, err);
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    if (pk_cuda_linear_sm90_applies(args, call.device)) return pk_cuda_linear_sm90(args, call);
+    if (pk_cuda_linear_few_applies(args, call.device)) return pk_cuda_linear_few(args, call);
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        if (args->out_dtype == PK_F32) return launch<T, float>(args, scope.device, stream, err);
-        return launch<T, T>(args, scope.device, stream, err);
+        if (args->out_dtype == PK_F32) return launch<T, float>(args, call);
+        return launch<T, T>(args, call);
     });
 }
 
-bool pk_cuda_linear_fuses(const pk_linear_args *args)
+bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
 {
-    pk_error ignored;
-    pk_cuda_scope scope(args->out, &ignored);
-    return scope.status == PK_OK && has_own_kernel(args, scope.device);
+    pk_cuda_call call(device, nullptr, nullptr);
+    return call.status == PK_OK && has_own_kernel(args, call.device);
 }
 
 // --- the choice of an algorithm
@@ -264,11 +256,11 @@ static pk_status list_algorithms(const pk_cublaslt *lt, const plan *plan, pk_lin
 {
     pk_lt_heuristic guesses[16];
     int found;
-    PK_TRY(guess(lt, plan, PK_SCRATCH_BYTES, 16, guesses, &found, err));
-    for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
-    pk_error ignored; /* there may be none */
-    if (guess(lt, plan, 0, 16, guesses, &found, &ignored) != PK_OK) return PK_OK;
-    for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
+    for (uint64_t workspace_bytes : {(uint64_t)PK_SCRATCH_BYTES, (uint64_t)0}) {
+        pk_status status = guess(lt, plan, workspace_bytes, 16, guesses, &found, err);
+        if (status != PK_OK) return choices->count > 0 ? PK_OK : status; /* there may be none without */
+        for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
+    }
     return PK_OK;
 }
 
@@ -294,35 +286,33 @@ static void list_neighbours(const pk_cublaslt *lt, const plan *plan, const pk_li
         }
 }
 
-pk_status pk_cuda_linear_algorithms(const pk_linear_args *args, pk_linear_choices *choices,
+pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
                                     const pk_linear_algorithm *algorithm, pk_error *err)
 {
     const pk_cublaslt *lt;
     cudaDeviceProp properties;
     plan *plan;
-    pk_cuda_scope scope(args->out, err);
-    if (scope.status != PK_OK) return scope.status;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
     bool has_choice =
-        args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !has_own_kernel(args, scope.device);
+        args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !has_own_kernel(args, call.device);
     PK_TRY(pk_cublaslt_load(&lt, err));
     if (choices) {
-        PK_CUDA(err, cudaGetDeviceProperties(&properties, scope.device->index));
+        PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
         snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, lt->version());
         choices->count = 0;
         if (!has_choice) return PK_OK;
     }
     if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
-    plan_key key = key_of(args, scope.device);
-    pthread_mutex_lock(&lock);
-    pk_status status = find_plan(lt, &key, &plan, err);
-    if (status == PK_OK && algorithm && !accepts(lt, plan, algorithm))
-        status = pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
-    if (status == PK_OK && choices && algorithm)
+    plan_key key = key_of(args, call.device);
+    const pk_cuda_lock held(&lock);
+    PK_TRY(find_plan(lt, &key, &plan, err));
+    if (algorithm && !accepts(lt, plan, algorithm))
+        return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
+    if (choices && !algorithm) return list_algorithms(lt, plan, choices, err);
+    if (choices)
         list_neighbours(lt, plan, algorithm, choices);
-    else if (status == PK_OK && choices)
-        status = list_algorithms(lt, plan, choices, err);
-    else if (status == PK_OK)
+    else
         plan->algo = *algorithm;
-    pthread_mutex_unlock(&lock);
-    return status;
+    return PK_OK;
 }

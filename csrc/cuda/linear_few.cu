@@ -236,26 +236,25 @@ bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device
 }
 
 template <typename T, int EIGHTS, int WARPS>
-static pk_status launch(const linear_few_params &params, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status launch(const linear_few_params &params, const pk_cuda_call &call)
 {
     static uint64_t allowed;
     auto kernel = linear_few_kernel<T, EIGHTS, WARPS>;
-    PK_TRY(pk_cuda_allow_smem(err, kernel, most_smem(device), device->index, &allowed));
-    return pk_cuda_launch_early(err, "linear_few_kernel", kernel, device, dim3((unsigned)params.num_ctas),
-                                dim3(WARPS * 32), params.smem_bytes, stream, params);
+    PK_TRY(pk_cuda_allow_smem(call, kernel, most_smem(call.device), &allowed));
+    return pk_cuda_launch_early(call, "linear_few_kernel", kernel, dim3((unsigned)params.num_ctas), dim3(WARPS * 32),
+                                params.smem_bytes, params);
 }
 
 template <typename T>
-static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status choose(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    linear_few_params params = plan(args, device);
-    return params.num_warps == MANY_WARPS ? launch<T, 1, MANY_WARPS>(params, device, stream, err)
-           : args->num_rows <= 8          ? launch<T, 1, FEW_WARPS>(params, device, stream, err)
-                                          : launch<T, 2, FEW_WARPS>(params, device, stream, err);
+    linear_few_params params = plan(args, call.device);
+    return params.num_warps == MANY_WARPS ? launch<T, 1, MANY_WARPS>(params, call)
+           : args->num_rows <= 8          ? launch<T, 1, FEW_WARPS>(params, call)
+                                          : launch<T, 2, FEW_WARPS>(params, call);
 }
 
-pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, device, stream, err)
-                                  : choose<__half>(args, device, stream, err);
+    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
 }

@@ -307,12 +307,12 @@ static pk_status matrix_map(CUtensorMap *map, const char *name, const pk_linear_
 }
 
 template <typename T, int N>
-static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
-    const division all = divide(args, device);
-    const int64_t most_smem = (int64_t)device->smem_per_cta - 2048; /* the barriers have their own */
-    const int64_t room = (int64_t)device->num_sms * ctas_an_sm<N>;
+    const division all = divide(args, call.device);
+    const int64_t most_smem = (int64_t)call.device->smem_per_cta - 2048; /* the barriers have their own */
+    const int64_t room = (int64_t)call.device->num_sms * ctas_an_sm<N>;
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room;
 
@@ -331,25 +331,24 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_device *device
     params.sums_at = is_one_round ? 0 : (int)ring_bytes;
     params.inbox_at = (int)ring_bytes;
     PK_TRY(matrix_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
-                      (int)all.width, err));
-    PK_TRY(matrix_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, err));
+                      (int)all.width, call.err));
+    PK_TRY(matrix_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, call.err));
     auto kernel = linear_sm90_kernel<T, N>;
-    PK_TRY(pk_cuda_allow_smem(err, kernel, (size_t)most_smem, device->index, &smem_allowed));
-    return pk_cuda_launch_clusters(err, "linear_sm90_kernel", kernel, device, (int)all.num_splits,
+    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
+    return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,
                                    dim3((unsigned)(clusters * all.num_splits)), dim3(THREADS),
-                                   (size_t)(1024 + ring_bytes + sums_bytes), stream, params);
+                                   (size_t)(1024 + ring_bytes + sums_bytes), params);
 }
 
 template <typename T>
-static pk_status choose(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status choose(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return args->num_rows <= 16   ? launch<T, 16>(args, device, stream, err)
-           : args->num_rows <= 32 ? launch<T, 32>(args, device, stream, err)
-                                  : launch<T, 64>(args, device, stream, err);
+    return args->num_rows <= 16   ? launch<T, 16>(args, call)
+           : args->num_rows <= 32 ? launch<T, 32>(args, call)
+                                  : launch<T, 64>(args, call);
 }
 
-pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, device, stream, err)
-                                  : choose<__half>(args, device, stream, err);
+    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
 }

@@ -42,21 +42,19 @@ __global__ void __launch_bounds__(128) merge_attention_states_kernel(const pk_me
 
 // --- launchers
 
-pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, const pk_cuda_call &call)
 {
     int64_t num_rows = args->num_tokens * args->num_heads;
     if (num_rows == 0) return PK_OK;
-    pk_cuda_scope scope(args->out ? args->out : args->lse, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         constexpr int64_t VEC = 16 / sizeof(T);
-        bool is_aligned = args->head_dim % VEC == 0 && pk_is_aligned(args->parts, 16) && pk_is_aligned(args->out, 16);
+        bool is_aligned = args->head_dim % VEC == 0 && pk_are_multiples(16, args->parts, args->out);
         int64_t pieces = pk_ceil_div(args->head_dim, VEC);
         dim3 cta((unsigned)(pieces < 32 ? pieces : 32));
         cta.y = 128 / cta.x;
         auto kernel = is_aligned ? merge_attention_states_kernel<T, true> : merge_attention_states_kernel<T, false>;
-        return pk_cuda_launch(err, "merge_attention_states_kernel", kernel, pk_cuda_grid(pk_ceil_div(num_rows, cta.y)),
-                              cta, 0, stream, *args);
+        dim3 grid = pk_cuda_grid(pk_ceil_div(num_rows, cta.y));
+        return pk_cuda_launch(call, "merge_attention_states_kernel", kernel, grid, cta, 0, *args);
     });
 }

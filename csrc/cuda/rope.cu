@@ -124,21 +124,21 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
 // --- launchers
 
 template <typename T, typename Cache>
-static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_device *device, pk_stream stream,
-                        pk_error *err)
+static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_call &call)
 {
     constexpr int64_t VEC = 16 / sizeof(T);
     int64_t num_tokens = args->store.num_tokens, num_heads = args->num_q_heads + 2 * args->store.num_kv_heads;
     int64_t pieces = pk_ceil_div(args->store.head_dim / 2, VEC);
     if (pieces > 32)
-        return pk_fail(err, PK_EUNSUPPORTED, "qk_norm_rope_store: head_dim is %lld but CUDA takes up to %lld of %s",
+        return pk_fail(call.err, PK_EUNSUPPORTED,
+                       "qk_norm_rope_store: head_dim is %lld but CUDA takes up to %lld of %s",
                        (long long)args->store.head_dim, (long long)(64 * VEC), pk_dtype_name(args->store.dtype));
     dim3 cta(1);
     while (cta.x < pieces) cta.x *= 2;
     int64_t threads = pk_ceil_div(num_heads * cta.x, 32) * 32; /* of a token, in whole warps */
     cta.y = (unsigned)(threads < CTA_THREADS ? threads : CTA_THREADS) / cta.x;
     int64_t head_groups = pk_ceil_div(num_heads, cta.y);
-    bool are_few = num_tokens * head_groups <= device->num_sms * (THREADS_PER_SM / CTA_THREADS);
+    bool are_few = num_tokens * head_groups <= call.device->num_sms * (THREADS_PER_SM / CTA_THREADS);
     dim3 grid = pk_cuda_grid(num_tokens);
     grid.y = (unsigned)(are_few ? head_groups : pk_ceil_div(head_groups, MAX_HEADS));
     int64_t smem_bytes = (pk_ceil_div(head_groups, grid.y) - 1) * 32 * cta.x * cta.y;
@@ -146,18 +146,16 @@ static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_de
     auto kernel = !is_aligned ? qk_norm_rope_store_kernel<T, Cache, false, false>
                   : are_few   ? qk_norm_rope_store_kernel<T, Cache, true, true>
                               : qk_norm_rope_store_kernel<T, Cache, true, false>;
-    return pk_cuda_launch_early(err, "qk_norm_rope_store_kernel", kernel, device, grid, cta, (size_t)smem_bytes, stream,
-                                *args, device->bad_id);
+    return pk_cuda_launch_early(call, "qk_norm_rope_store_kernel", kernel, grid, cta, (size_t)smem_bytes, *args,
+                                call.device->bad_id);
 }
 
-pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, const pk_cuda_call &call)
 {
     if (args->store.num_tokens == 0 || args->num_q_heads + args->store.num_kv_heads == 0) return PK_OK;
-    pk_cuda_scope scope(args->qkv, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->store.dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->store.dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        if (args->store.cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, scope.device, stream, err);
-        return launch<T, T>(args, scope.device, stream, err);
+        if (args->store.cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, call);
+        return launch<T, T>(args, call);
     });
 }

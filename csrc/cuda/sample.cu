@@ -202,19 +202,16 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
 
 // --- launchers
 
-pk_status pk_cuda_sample(const pk_sample_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_sample(const pk_sample_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    pk_cuda_scope scope(args->logits, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const bool has_options = args->top_k || args->top_p || args->min_p || args->counts;
         const auto kernel = has_options ? sample_kernel<T, true> : sample_kernel<T, false>;
         const size_t smem_bytes = SAMPLE_WARPS * sizeof(warp_memory<pk_row_of_logits<T, true>>);
         static uint64_t is_allowed[2];
-        return pk_cuda_launch_rows(err, "sample_kernel", kernel, scope.device, args->num_rows, smem_bytes,
-                                   &is_allowed[has_options], stream, *args, pk_weight_bits(args->vocab_size),
-                                   scope.device->bad_id);
+        return pk_cuda_launch_rows(call, "sample_kernel", kernel, args->num_rows, smem_bytes, &is_allowed[has_options],
+                                   *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
     });
 }

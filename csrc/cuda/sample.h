@@ -251,15 +251,14 @@ __device__ static inline float pk_from_ordered(uint32_t key)
 /* A kernel with up to a cluster of CTAs a row: few rows are spread over the card, and the next kernel's CTAs still fit
  * beside them. */
 template <typename... Params, typename... Args>
-static pk_status pk_cuda_launch_rows(pk_error *err, const char *name, void (*kernel)(Params...),
-                                     const pk_cuda_device *device, int64_t num_rows, size_t smem_bytes,
-                                     uint64_t *is_smem_allowed, pk_stream stream, Args... args)
+static pk_status pk_cuda_launch_rows(const pk_cuda_call &call, const char *name, void (*kernel)(Params...),
+                                     int64_t num_rows, size_t smem_bytes, uint64_t *is_smem_allowed, Args... args)
 {
-    PK_TRY(pk_cuda_allow_smem(err, kernel, smem_bytes, device->index, is_smem_allowed));
-    int num_ctas = device->can_launch_early ? SAMPLE_CLUSTER : 1;
-    while (num_ctas > 1 && num_rows * num_ctas > device->num_sms) num_ctas /= 2;
-    return pk_cuda_launch_clusters(err, name, kernel, device, num_ctas, pk_cuda_grid(num_rows * num_ctas),
-                                   dim3(SAMPLE_THREADS), smem_bytes, stream, args...);
+    PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, is_smem_allowed));
+    int num_ctas = call.device->can_launch_early ? SAMPLE_CLUSTER : 1;
+    while (num_ctas > 1 && num_rows * num_ctas > call.device->num_sms) num_ctas /= 2;
+    return pk_cuda_launch_clusters(call, num_ctas, name, kernel, pk_cuda_grid(num_rows * num_ctas),
+                                   dim3(SAMPLE_THREADS), smem_bytes, args...);
 }
 
 #endif

@@ -71,16 +71,14 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     logprobs[place] = pk_from_ordered((uint32_t)(best[threadIdx.x] >> 32)) - greatest - log_sum;
 }
 
-pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    pk_cuda_scope scope(args->logits, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
         static uint64_t is_allowed;
-        return pk_cuda_launch_rows(err, "token_logprobs_kernel", token_logprobs_kernel<T>, scope.device, args->num_rows,
+        return pk_cuda_launch_rows(call, "token_logprobs_kernel", token_logprobs_kernel<T>, args->num_rows,
                                    SAMPLE_WARPS * sizeof(typename pk_row_of_logits<T, false>::buffers), &is_allowed,
-                                   stream, *args, pk_weight_bits(args->vocab_size), scope.device->bad_id);
+                                   *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
     });
 }

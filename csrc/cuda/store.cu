@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(128, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
 // --- launchers
 
 template <typename T, typename Cache>
-static pk_status launch(const pk_store_args *args, const pk_cuda_device *device, pk_stream stream, pk_error *err)
+static pk_status launch(const pk_store_args *args, const pk_cuda_call &call)
 {
     constexpr int VEC = 16 / sizeof(T);
     int64_t num_pieces = args->num_kv_heads * pk_ceil_div(args->head_dim, VEC);
@@ -55,19 +55,16 @@ static pk_status launch(const pk_store_args *args, const pk_cuda_device *device,
                       pk_are_multiples(VEC, args->head_dim, args->key_token_stride, args->key_head_stride,
                                        args->value_token_stride, args->value_head_stride);
     auto kernel = is_aligned ? store_kvcache_kernel<T, Cache, true> : store_kvcache_kernel<T, Cache, false>;
-    return pk_cuda_launch_early(err, "store_kvcache_kernel", kernel, device,
-                                pk_cuda_grid(pk_ceil_div(args->num_tokens, cta.y)), cta, 0, stream, *args,
-                                device->bad_id);
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_tokens, cta.y));
+    return pk_cuda_launch_early(call, "store_kvcache_kernel", kernel, grid, cta, 0, *args, call.device->bad_id);
 }
 
-pk_status pk_cuda_store_kvcache(const pk_store_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_store_kvcache(const pk_store_args *args, const pk_cuda_call &call)
 {
     if (args->num_tokens == 0 || args->num_kv_heads == 0 || args->head_dim == 0) return PK_OK;
-    pk_cuda_scope scope(args->key, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_for_float_dtype(err, args->dtype, [&](auto *type) {
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        if (args->cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, scope.device, stream, err);
-        return launch<T, T>(args, scope.device, stream, err);
+        if (args->cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, call);
+        return launch<T, T>(args, call);
     });
 }

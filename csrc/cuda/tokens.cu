@@ -33,23 +33,19 @@ static __global__ void count_tokens_kernel(const pk_count_args args, pk_cuda_bad
         atomicOr(&args.counts[id], 1);
 }
 
-pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_take_sampled(const pk_take_sampled_args *args, const pk_cuda_call &call)
 {
     if (args->num_tokens == 0) return PK_OK;
-    pk_cuda_scope scope(args->token_ids, err);
-    if (scope.status != PK_OK) return scope.status;
-    return pk_cuda_launch_early(err, "take_sampled_kernel", take_sampled_kernel, scope.device,
-                                pk_cuda_grid(pk_ceil_div(args->num_tokens, 256)), dim3(256), 0, stream, *args,
-                                scope.device->bad_id);
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_tokens, 256));
+    return pk_cuda_launch_early(call, "take_sampled_kernel", take_sampled_kernel, grid, dim3(256), 0, *args,
+                                call.device->bad_id);
 }
 
-pk_status pk_cuda_count_tokens(const pk_count_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cuda_count_tokens(const pk_count_args *args, const pk_cuda_call &call)
 {
-    pk_cuda_scope scope(args->counts, err);
-    if (scope.status != PK_OK) return scope.status;
-    PK_CUDA(err, cudaMemsetAsync(args->counts, 0, args->vocab_size * sizeof *args->counts, (cudaStream_t)stream));
+    PK_CUDA(call.err, cudaMemsetAsync(args->counts, 0, args->vocab_size * sizeof *args->counts, call.stream));
     int64_t ctas = pk_ceil_div(args->num_prompt + args->num_output, 256);
     if (ctas == 0) return PK_OK;
-    return PK_CUDA_LAUNCH(err, count_tokens_kernel, pk_cuda_grid(ctas), dim3(256), 0, stream, *args,
-                          scope.device->bad_id);
+    return pk_cuda_launch(call, "count_tokens_kernel", count_tokens_kernel, pk_cuda_grid(ctas), dim3(256), 0, *args,
+                          call.device->bad_id);
 }

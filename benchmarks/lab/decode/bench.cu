@@ -256,12 +256,12 @@ static bool check_one(uint64_t seed, int max_queries)
         MUST(cudaMallocHost((void **)&got, outs * 8 + 8));
     pk_error err = {PK_OK, ""};
     int64_t plan_rows = 0;
-    pk_status status = rng() % 2 ? pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err) : PK_OK;
+    pk_status status = rng() % 2 ? pk_cuda_backend.plan_attention({PK_CUDA, 0}, &a, &plan_rows, nullptr, &err) : PK_OK;
     if (plan_rows > 0) {
         MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
-        status = pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err);
+        status = pk_cuda_backend.plan_attention({PK_CUDA, 0}, &a, &plan_rows, nullptr, &err);
     }
-    if (status == PK_OK) status = pk_cuda_backend.attention(&a, nullptr, &err);
+    if (status == PK_OK) status = pk_cuda_backend.attention({PK_CUDA, 0}, &a, nullptr, &err);
     cudaError_t error = cudaDeviceSynchronize();
     if (a.num_tokens) {
         oracle<<<dim3(a.num_tokens, a.num_q_heads), 256>>>(a, (int *)seqs, (int *)queries, (int *)counts, expected,
@@ -395,10 +395,11 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     MUST(cudaDeviceSynchronize());
     if (is_planned) {
         int64_t plan_rows = 0;
-        if (pk_cuda_backend.plan_attention(&a, &plan_rows, nullptr, &err) != PK_OK)
+        if (pk_cuda_backend.plan_attention({PK_CUDA, 0}, &a, &plan_rows, nullptr, &err) != PK_OK)
             printf("%s\n", err.message), exit(1);
         MUST(cudaMalloc((void **)&a.plan, plan_rows * PK_PLAN_COLUMNS * sizeof(int32_t)));
-        if (pk_cuda_backend.plan_attention(&a, &plan_rows, stream, &err) != PK_OK) printf("%s\n", err.message), exit(1);
+        if (pk_cuda_backend.plan_attention({PK_CUDA, 0}, &a, &plan_rows, stream, &err) != PK_OK)
+            printf("%s\n", err.message), exit(1);
     }
     for (int pass = 0; pass < 2; pass++) { /* the first is the warm-up */
         if (pass) MUST(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -406,8 +407,9 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
             a.block_tables = tables[i % copies], store.slot_mapping = slots[i % copies];
             pk_status status = PK_OK;
             if (layer) product<<<64, 256, 0, stream>>>();
-            if (layer) status = pk_cuda_backend.qk_norm_rope_store(&rope, stream, &err);
-            if (!layer || strstr(layer, "attention")) status = pk_cuda_backend.attention(&a, stream, &err);
+            if (layer) status = pk_cuda_backend.qk_norm_rope_store({PK_CUDA, 0}, &rope, stream, &err);
+            if (!layer || strstr(layer, "attention"))
+                status = pk_cuda_backend.attention({PK_CUDA, 0}, &a, stream, &err);
             if (status != PK_OK) printf("%s\n", err.message), exit(1);
         }
     }

@@ -204,24 +204,18 @@ static instance make(const test_case &c, uint32_t seed)
     return it;
 }
 
-static pk_cuda_device *device()
-{
-    static pk_error err;
-    static pk_cuda_scope scope(0, &err);
-    if (scope.status != PK_OK) printf("%s\n", err.message), exit(2);
-    return (pk_cuda_device *)scope.device;
-}
-
 static bool is_sm80;
 
 static void launch(const test_case &c, const pk_attention_args &a, cudaStream_t stream)
 {
     pk_error err;
+    pk_cuda_call call({PK_CUDA, 0}, stream, &err);
+    if (call.status != PK_OK) printf("%s\n", err.message), exit(2);
     if (a.num_tokens == 0) return;
-    if (!is_sm80 && !pk_cuda_attention_prefill_sm90_applies(&a, device()))
+    if (!is_sm80 && !pk_cuda_attention_prefill_sm90_applies(&a, call.device))
         printf("%s: does not apply\n", c.name.c_str()), exit(2);
     auto prefill = is_sm80 ? pk_cuda_attention_prefill_sm80 : pk_cuda_attention_prefill_sm90;
-    if (prefill(&a, {(c.min_query - 1) * a.num_q_heads / a.num_kv_heads, INT64_MAX}, device(), stream, &err) != PK_OK)
+    if (prefill(&a, {(c.min_query - 1) * a.num_q_heads / a.num_kv_heads, INT64_MAX}, call) != PK_OK)
         printf("%s: %s\n", c.name.c_str(), err.message), exit(2);
 }
 
@@ -455,7 +449,6 @@ static void bench(const test_case &c, bool long_run)
 
 int main(int argc, char **argv)
 {
-    device();
     if (argc > 1 && !strcmp(argv[1], "sm80")) is_sm80 = true, argc--, argv++;
     if (argc > 1 && !strcmp(argv[1], "check"))
         return run_checks(argc > 2 ? (uint32_t)atoi(argv[2]) : (uint32_t)getpid(), argc > 3 ? argv[3] : "");

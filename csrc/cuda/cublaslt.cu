@@ -6,7 +6,6 @@
 
 #include <dlfcn.h>
 #include <glob.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,71 +99,39 @@ static void find_library(search *s)
     try_folder(s, "/usr/local/cuda", "lib64");
 }
 
-static bool resolve(pk_cublaslt *table, void *library, const char **missing)
+pk_cublaslt pk_lt;
+
+/* The name of a function that the library lacks, or NULL. */
+static const char *resolve(void *library)
 {
+#define PK_LT_SYMBOL(name, result, parameters) {"cublasLt" #name, (void **)&pk_lt.name},
     const struct {
         const char *name;
         void **function;
-    } symbols[] = {
-        {"cublasLtGetVersion", (void **)&table->version},
-        {"cublasLtCreate", (void **)&table->create},
-        {"cublasLtMatmulDescCreate", (void **)&table->desc_create},
-        {"cublasLtMatmulDescDestroy", (void **)&table->desc_destroy},
-        {"cublasLtMatmulDescSetAttribute", (void **)&table->desc_set},
-        {"cublasLtMatrixLayoutCreate", (void **)&table->layout_create},
-        {"cublasLtMatrixLayoutDestroy", (void **)&table->layout_destroy},
-        {"cublasLtMatmulPreferenceCreate", (void **)&table->preference_create},
-        {"cublasLtMatmulPreferenceDestroy", (void **)&table->preference_destroy},
-        {"cublasLtMatmulPreferenceSetAttribute", (void **)&table->preference_set},
-        {"cublasLtMatmulAlgoGetHeuristic", (void **)&table->heuristic},
-        {"cublasLtMatmulAlgoConfigSetAttribute", (void **)&table->config_set},
-        {"cublasLtMatmulAlgoCheck", (void **)&table->check},
-        {"cublasLtMatmul", (void **)&table->matmul},
-    };
-    for (const auto &symbol : symbols) {
-        *missing = symbol.name;
-        if (!(*symbol.function = dlsym(library, symbol.name))) return false;
-    }
-    return true;
+    } symbols[] = {PK_LT_FUNCTIONS(PK_LT_SYMBOL)};
+    for (const auto &symbol : symbols)
+        if (!(*symbol.function = dlsym(library, symbol.name))) return symbol.name;
+    return nullptr;
 }
 
-pk_status pk_cublaslt_load(const pk_cublaslt **library, pk_error *err)
+pk_status pk_cublaslt_load(pk_error *err)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static pk_cublaslt table; /* path is set last: then the rest is there */
-    static search s;
-    *library = &table;
-    if (__atomic_load_n(&table.path, __ATOMIC_ACQUIRE)) return PK_OK;
-    pthread_mutex_lock(&lock);
-    pk_status status = PK_OK;
-    if (!table.path) {
-        memset(&s, 0, sizeof s);
-        find_library(&s);
-        const char *missing = nullptr;
-        if (!s.library)
-            status = pk_fail(err, PK_EUNSUPPORTED, "linear needs libcublasLt.so.13 or .12 and found none: tried %s",
-                             s.tried);
-        else if (!resolve(&table, s.library, &missing))
-            status = pk_fail(err, PK_EUNSUPPORTED, "linear: %s has no %s", s.path, missing);
-        else
-            __atomic_store_n(&table.path, &s.path[0], __ATOMIC_RELEASE);
-    }
-    pthread_mutex_unlock(&lock);
-    return status;
+    static bool is_loaded;
+    const pk_cuda_lock held(&lock);
+    if (is_loaded) return PK_OK;
+    search s = {};
+    find_library(&s);
+    if (!s.library)
+        return pk_fail(err, PK_EUNSUPPORTED, "linear needs libcublasLt.so.13 or .12 and found none: tried %s", s.tried);
+    if (const char *missing = resolve(s.library))
+        return pk_fail(err, PK_EUNSUPPORTED, "linear: %s has no %s", s.path, missing);
+    is_loaded = true;
+    return PK_OK;
 }
 
-pk_status pk_cublaslt_fail(pk_error *err, const char *call, int status)
+pk_status pk_cublaslt_fail(pk_error *err, const char *function, int status)
 {
-    static const struct {
-        int status;
-        const char *name;
-    } names[] = {
-        {1, "NOT_INITIALIZED"}, {3, "ALLOC_FAILED"},   {7, "INVALID_VALUE"},
-        {8, "ARCH_MISMATCH"},   {11, "MAPPING_ERROR"}, {13, "EXECUTION_FAILED"},
-        {14, "INTERNAL_ERROR"}, {15, "NOT_SUPPORTED"}, {16, "LICENSE_ERROR"},
-    };
-    const char *name = "of an unknown kind";
-    for (const auto &known : names)
-        if (known.status == status) name = known.name;
-    return pk_fail(err, status == 3 ? PK_ENOMEM : PK_ECUDA, "%s: CUBLAS_STATUS_%s (%d)", call, name, status);
+    return pk_fail(err, status == 3 /* ALLOC_FAILED */ ? PK_ENOMEM : PK_ECUDA, "cublasLt%s: %s (%d)", function,
+                   pk_lt.GetStatusName(status), status);
 }

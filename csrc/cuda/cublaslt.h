@@ -36,34 +36,46 @@ typedef struct {
     int reserved[4];
 } pk_lt_heuristic;
 
-struct pk_cublaslt {
-    const char *path;        /* what was loaded */
-    size_t (*version)(void); /* 130100 */
-    int (*create)(pk_lt_handle *);
-    int (*desc_create)(pk_lt_desc *, int compute_type, cudaDataType_t scale_type);
-    int (*desc_destroy)(pk_lt_desc);
-    int (*desc_set)(pk_lt_desc, int attribute, const void *, size_t);
-    int (*layout_create)(pk_lt_layout *, cudaDataType_t, uint64_t rows, uint64_t columns, int64_t leading);
-    int (*layout_destroy)(pk_lt_layout);
-    int (*preference_create)(pk_lt_preference *);
-    int (*preference_destroy)(pk_lt_preference);
-    int (*preference_set)(pk_lt_preference, int attribute, const void *, size_t);
-    int (*heuristic)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
-                     pk_lt_preference, int wanted, pk_lt_heuristic *, int *found);
-    int (*config_set)(pk_linear_algorithm *, int attribute, const void *, size_t);
-    int (*check)(pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d,
-                 const pk_linear_algorithm *, pk_lt_heuristic *);
-    int (*matmul)(pk_lt_handle, pk_lt_desc, const void *alpha, const void *a, pk_lt_layout, const void *b, pk_lt_layout,
-                  const void *beta, const void *c, pk_lt_layout, void *d, pk_lt_layout, const pk_linear_algorithm *,
-                  void *workspace, size_t workspace_bytes, cudaStream_t);
-};
+/* Its functions: the name behind "cublasLt", what it returns (an int is a status, 0 for success), its parameters. */
+// clang-format off
+#define PK_LT_FUNCTIONS(X) \
+    X(GetVersion, size_t, (void)) /* 130100 */ \
+    X(GetStatusName, const char *, (int status)) \
+    X(Create, int, (pk_lt_handle *)) \
+    X(MatmulDescCreate, int, (pk_lt_desc *, int compute_type, cudaDataType_t scale_type)) \
+    X(MatmulDescDestroy, int, (pk_lt_desc)) \
+    X(MatmulDescSetAttribute, int, (pk_lt_desc, int attribute, const void *, size_t)) \
+    X(MatrixLayoutCreate, int, (pk_lt_layout *, cudaDataType_t, uint64_t rows, uint64_t columns, int64_t leading)) \
+    X(MatrixLayoutDestroy, int, (pk_lt_layout)) \
+    X(MatmulPreferenceCreate, int, (pk_lt_preference *)) \
+    X(MatmulPreferenceDestroy, int, (pk_lt_preference)) \
+    X(MatmulPreferenceSetAttribute, int, (pk_lt_preference, int attribute, const void *, size_t)) \
+    X(MatmulAlgoGetHeuristic, int, (pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, \
+                                    pk_lt_layout d, pk_lt_preference, int wanted, pk_lt_heuristic *, int *found)) \
+    X(MatmulAlgoConfigSetAttribute, int, (pk_linear_algorithm *, int attribute, const void *, size_t)) \
+    X(MatmulAlgoCheck, int, (pk_lt_handle, pk_lt_desc, pk_lt_layout a, pk_lt_layout b, pk_lt_layout c, pk_lt_layout d, \
+                             const pk_linear_algorithm *, pk_lt_heuristic *)) \
+    X(Matmul, int, (pk_lt_handle, pk_lt_desc, const void *alpha, const void *a, pk_lt_layout, const void *b, \
+                    pk_lt_layout, const void *beta, const void *c, pk_lt_layout, void *d, pk_lt_layout, \
+                    const pk_linear_algorithm *, void *workspace, size_t workspace_bytes, cudaStream_t))
+// clang-format on
+#define PK_LT_POINTER(name, result, parameters) result(*name) parameters;
+extern struct pk_cublaslt {
+    PK_LT_FUNCTIONS(PK_LT_POINTER)
+} pk_lt;
 
-/* Loaded at first use: what the process has loaded already (PyTorch brings one), the loader's own search, the nvidia-*
- * wheels, the CUDA toolkit. PAGEDKV_CUBLASLT names a file to take instead. The error lists every path that was tried.
- */
-pk_status pk_cublaslt_load(const pk_cublaslt **library, pk_error *err);
+/* Fills pk_lt at first use, from what the process has loaded already (PyTorch brings one), the loader's own search, the
+ * nvidia-* wheels, the CUDA toolkit. PAGEDKV_CUBLASLT names a file to take instead. The error lists every path that was
+ * tried. */
+pk_status pk_cublaslt_load(pk_error *err);
 
-/* Sets err to "cublasLtMatmul: CUBLAS_STATUS_X". */
-pk_status pk_cublaslt_fail(pk_error *err, const char *call, int status);
+/* Sets err to "cublasLtMatmul: CUBLAS_STATUS_X (its number)". */
+pk_status pk_cublaslt_fail(pk_error *err, const char *function, int status);
+
+#define PK_LT(err, function, ...)                                                         \
+    do {                                                                                  \
+        int pk_lt_status_ = pk_lt.function(__VA_ARGS__);                                  \
+        if (pk_lt_status_ != 0) return pk_cublaslt_fail((err), #function, pk_lt_status_); \
+    } while (0)
 
 #endif

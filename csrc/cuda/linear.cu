@@ -47,13 +47,14 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
 
 // --- plans of cuBLASLt
 
-/* Everything that a plan depends on; compared as bytes, so it is zeroed before it is filled. */
+/* Everything that a plan depends on. */
 struct plan_key {
     int64_t num_rows, in_features, out_features, x_stride, weight_stride, out_stride;
     uint32_t x_alignment, weight_alignment, out_alignment; /* bytes, up to 256 */
     int32_t device;
     pk_dtype dtype, out_dtype;
 };
+static_assert(std::has_unique_object_representations_v<plan_key>, "compared as bytes");
 
 struct plan {
     plan_key key;
@@ -75,21 +76,19 @@ static uint32_t alignment_of(const void *pointer)
 
 static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    plan_key key;
-    memset(&key, 0, sizeof key);
-    key.num_rows = args->num_rows;
-    key.in_features = args->in_features;
-    key.out_features = args->out_features;
-    key.x_stride = args->num_rows == 1 ? args->in_features : args->x_stride; /* of one row there is no stride */
-    key.weight_stride = args->out_features == 1 ? args->in_features : args->weight_stride;
-    key.out_stride = args->num_rows == 1 ? args->out_features : args->out_stride;
-    key.x_alignment = alignment_of(args->x);
-    key.weight_alignment = alignment_of(args->weight);
-    key.out_alignment = alignment_of(args->out);
-    key.device = device->index;
-    key.dtype = args->dtype;
-    key.out_dtype = args->out_dtype;
-    return key;
+    bool is_row = args->num_rows == 1, is_column = args->out_features == 1; /* of one row there is no stride */
+    return {args->num_rows,
+            args->in_features,
+            args->out_features,
+            is_row ? args->in_features : args->x_stride,
+            is_column ? args->in_features : args->weight_stride,
+            is_row ? args->out_features : args->out_stride,
+            alignment_of(args->x),
+            alignment_of(args->weight),
+            alignment_of(args->out),
+            device->index,
+            args->dtype,
+            args->out_dtype};
 }
 
 /* The key's plan, else an empty slot, else the plan whose place a new one takes. */
@@ -105,13 +104,12 @@ static plan *slot_of(const plan_key *key)
     return slot;
 }
 
-static void destroy(const pk_cublaslt *lt, plan *plan)
+static void destroy(plan *plan)
 {
-    if (plan->desc) lt->desc_destroy(plan->desc);
-    if (plan->weight) lt->layout_destroy(plan->weight);
-    if (plan->x) lt->layout_destroy(plan->x);
-    if (plan->out) lt->layout_destroy(plan->out);
-    memset(plan, 0, sizeof *plan);
+    if (plan->desc) pk_lt.MatmulDescDestroy(plan->desc);
+    for (pk_lt_layout layout : {plan->weight, plan->x, plan->out})
+        if (layout) pk_lt.MatrixLayoutDestroy(layout);
+    *plan = {};
 }
 
 static cudaDataType_t data_type_of(pk_dtype dtype)
@@ -119,78 +117,72 @@ static cudaDataType_t data_type_of(pk_dtype dtype)
     return dtype == PK_F32 ? CUDA_R_32F : dtype == PK_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
-#define LT(err, call)                                                         \
-    do {                                                                      \
-        int lt_status_ = (call);                                              \
-        if (lt_status_ != 0) return pk_cublaslt_fail(err, #call, lt_status_); \
-    } while (0)
-
 /* The library's guesses, the best one first. */
-static pk_status guess(const pk_cublaslt *lt, const plan *plan, uint64_t workspace_bytes, int wanted,
-                       pk_lt_heuristic *guesses, int *found, pk_error *err)
+static pk_status guess(const plan *plan, uint64_t workspace_bytes, int wanted, pk_lt_heuristic *guesses, int *found,
+                       pk_error *err)
 {
     const plan_key *key = &plan->key;
     const uint32_t alignments[] = {key->weight_alignment, key->x_alignment, key->out_alignment, key->out_alignment};
     pk_lt_preference preference;
-    LT(err, lt->preference_create(&preference));
-    int result = lt->preference_set(preference, PK_LT_PREFERENCE_WORKSPACE, &workspace_bytes, sizeof workspace_bytes);
+    PK_LT(err, MatmulPreferenceCreate, &preference);
+    int result = pk_lt.MatmulPreferenceSetAttribute(preference, PK_LT_PREFERENCE_WORKSPACE, &workspace_bytes,
+                                                    sizeof workspace_bytes);
     for (int i = 0; i < 4 && result == 0; i++)
-        result = lt->preference_set(preference, PK_LT_PREFERENCE_ALIGNMENT_A + i, &alignments[i], sizeof *alignments);
+        result = pk_lt.MatmulPreferenceSetAttribute(preference, PK_LT_PREFERENCE_ALIGNMENT_A + i, &alignments[i],
+                                                    sizeof *alignments);
     if (result == 0)
-        result = lt->heuristic(handles[key->device], plan->desc, plan->weight, plan->x, plan->out, plan->out,
-                               preference, wanted, guesses, found);
-    lt->preference_destroy(preference);
+        result = pk_lt.MatmulAlgoGetHeuristic(handles[key->device], plan->desc, plan->weight, plan->x, plan->out,
+                                              plan->out, preference, wanted, guesses, found);
+    pk_lt.MatmulPreferenceDestroy(preference);
     if (result == 0 && *found == 0) result = 15; /* NOT_SUPPORTED */
-    return result == 0 ? PK_OK : pk_cublaslt_fail(err, "cublasLtMatmulAlgoGetHeuristic", result);
+    return result == 0 ? PK_OK : pk_cublaslt_fail(err, "MatmulAlgoGetHeuristic", result);
 }
 
 /* Row-major out = x W^T is column-major out^T = (W^T)^T x^T: A is the weight, transposed; B is x. */
-static pk_status make_plan(const pk_cublaslt *lt, plan *plan, const plan_key *key, pk_error *err)
+static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
 {
     cudaDataType_t type = data_type_of(key->dtype);
     int32_t transposed = PK_LT_OP_T;
     plan->key = *key;
-    LT(err, lt->desc_create(&plan->desc, PK_LT_COMPUTE_F32, CUDA_R_32F));
-    LT(err, lt->desc_set(plan->desc, PK_LT_DESC_TRANSA, &transposed, sizeof transposed));
-    LT(err, lt->layout_create(&plan->weight, type, (uint64_t)key->in_features, (uint64_t)key->out_features,
-                              key->weight_stride));
-    LT(err, lt->layout_create(&plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride));
-    LT(err, lt->layout_create(&plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
-                              (uint64_t)key->num_rows, key->out_stride));
+    PK_LT(err, MatmulDescCreate, &plan->desc, PK_LT_COMPUTE_F32, CUDA_R_32F);
+    PK_LT(err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_TRANSA, &transposed, sizeof transposed);
+    PK_LT(err, MatrixLayoutCreate, &plan->weight, type, (uint64_t)key->in_features, (uint64_t)key->out_features,
+          key->weight_stride);
+    PK_LT(err, MatrixLayoutCreate, &plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride);
+    PK_LT(err, MatrixLayoutCreate, &plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
+          (uint64_t)key->num_rows, key->out_stride);
     pk_lt_heuristic best;
     int found;
-    PK_TRY(guess(lt, plan, PK_SCRATCH_BYTES, 1, &best, &found, err));
+    PK_TRY(guess(plan, PK_SCRATCH_BYTES, 1, &best, &found, err));
     plan->algo = best.algo;
     return PK_OK;
 }
 
 /* With `lock` held. */
-static pk_status find_plan(const pk_cublaslt *lt, const plan_key *key, plan **found, pk_error *err)
+static pk_status find_plan(const plan_key *key, plan **found, pk_error *err)
 {
     plan *plan = *found = slot_of(key);
     if (plan->desc && memcmp(&plan->key, key, sizeof *key) == 0) return PK_OK;
-    if (!handles[key->device]) LT(err, lt->create(&handles[key->device]));
-    destroy(lt, plan);
-    pk_status status = make_plan(lt, plan, key, err);
-    if (status != PK_OK) destroy(lt, plan);
+    if (!handles[key->device]) PK_LT(err, Create, &handles[key->device]);
+    destroy(plan);
+    pk_status status = make_plan(plan, key, err);
+    if (status != PK_OK) destroy(plan);
     return status;
 }
 
 static pk_status multiply(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    const pk_cublaslt *lt;
     pk_cuda_scratch scratch;
     plan *plan;
-    PK_TRY(pk_cublaslt_load(&lt, call.err));
+    PK_TRY(pk_cublaslt_load(call.err));
     PK_TRY(pk_cuda_scratch_of(call, &scratch));
     plan_key key = key_of(args, call.device);
     float alpha = 1, beta = args->bias || args->adds_to_out ? 1 : 0;
     const pk_cuda_lock held(&lock);
-    PK_TRY(find_plan(lt, &key, &plan, call.err));
-    int result = lt->matmul(handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
-                            &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data,
-                            PK_SCRATCH_BYTES, call.stream);
-    return result == 0 ? PK_OK : pk_cublaslt_fail(call.err, "cublasLtMatmul", result);
+    PK_TRY(find_plan(&key, &plan, call.err));
+    PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
+          &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data, PK_SCRATCH_BYTES, call.stream);
+    return PK_OK;
 }
 
 static bool is_blas(const pk_linear_args *args)
@@ -252,36 +244,35 @@ static void append(pk_linear_choices *choices, const pk_linear_algorithm *algori
 }
 
 /* Asked with and without a workspace, since it lists but a few: sums divided among CTAs hide others that are faster. */
-static pk_status list_algorithms(const pk_cublaslt *lt, const plan *plan, pk_linear_choices *choices, pk_error *err)
+static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, pk_error *err)
 {
     pk_lt_heuristic guesses[16];
     int found;
     for (uint64_t workspace_bytes : {(uint64_t)PK_SCRATCH_BYTES, (uint64_t)0}) {
-        pk_status status = guess(lt, plan, workspace_bytes, 16, guesses, &found, err);
+        pk_status status = guess(plan, workspace_bytes, 16, guesses, &found, err);
         if (status != PK_OK) return choices->count > 0 ? PK_OK : status; /* there may be none without */
         for (int i = 0; i < found; i++) append(choices, &guesses[i].algo);
     }
     return PK_OK;
 }
 
-static bool accepts(const pk_cublaslt *lt, const plan *plan, const pk_linear_algorithm *algorithm)
+static bool accepts(const plan *plan, const pk_linear_algorithm *algorithm)
 {
     pk_lt_heuristic checked = {};
-    int result = lt->check(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out, plan->out,
-                           algorithm, &checked);
+    int result = pk_lt.MatmulAlgoCheck(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out,
+                                       plan->out, algorithm, &checked);
     return result == 0 && checked.status == 0 && checked.workspace_bytes <= PK_SCRATCH_BYTES;
 }
 
 /* Those that deal out the same tiles in another way. */
-static void list_neighbours(const pk_cublaslt *lt, const plan *plan, const pk_linear_algorithm *algorithm,
-                            pk_linear_choices *choices)
+static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorithm, pk_linear_choices *choices)
 {
     for (uint16_t cluster : {PK_LT_CLUSTER_1X1, PK_LT_CLUSTER_2X1, PK_LT_CLUSTER_1X2})
         for (uint32_t swizzling = 0; swizzling < 2; swizzling++) {
             pk_linear_algorithm other = *algorithm;
-            if (lt->config_set(&other, PK_LT_CONFIG_CLUSTER, &cluster, sizeof cluster) == 0 &&
-                lt->config_set(&other, PK_LT_CONFIG_SWIZZLING, &swizzling, sizeof swizzling) == 0 &&
-                accepts(lt, plan, &other))
+            if (pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_CLUSTER, &cluster, sizeof cluster) == 0 &&
+                pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_SWIZZLING, &swizzling, sizeof swizzling) == 0 &&
+                accepts(plan, &other))
                 append(choices, &other);
         }
 }
@@ -289,29 +280,28 @@ static void list_neighbours(const pk_cublaslt *lt, const plan *plan, const pk_li
 pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
                                     const pk_linear_algorithm *algorithm, pk_error *err)
 {
-    const pk_cublaslt *lt;
     cudaDeviceProp properties;
     plan *plan;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
     bool has_choice =
         args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !has_own_kernel(args, call.device);
-    PK_TRY(pk_cublaslt_load(&lt, err));
+    PK_TRY(pk_cublaslt_load(err));
     if (choices) {
         PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
-        snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, lt->version());
+        snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
         choices->count = 0;
         if (!has_choice) return PK_OK;
     }
     if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
     plan_key key = key_of(args, call.device);
     const pk_cuda_lock held(&lock);
-    PK_TRY(find_plan(lt, &key, &plan, err));
-    if (algorithm && !accepts(lt, plan, algorithm))
+    PK_TRY(find_plan(&key, &plan, err));
+    if (algorithm && !accepts(plan, algorithm))
         return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
-    if (choices && !algorithm) return list_algorithms(lt, plan, choices, err);
+    if (choices && !algorithm) return list_algorithms(plan, choices, err);
     if (choices)
-        list_neighbours(lt, plan, algorithm, choices);
+        list_neighbours(plan, algorithm, choices);
     else
         plan->algo = *algorithm;
     return PK_OK;

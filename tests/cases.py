@@ -113,6 +113,10 @@ ATTENTION_CASES: list[AttentionCase] = [
     replace(_CHUNKS, name="chunks, window both sides", window_size=(20, 33), causal=False, head_dim=64),
     replace(_CHUNKS, name="chunks, not causal, sinks", causal=False, sinks=True),
     replace(_CHUNKS, name="chunks, softcap, alibi", softcap=10.0, alibi="per_seq"),
+    replace(_CHUNKS, name="chunks, softcap", softcap=10.0),
+    *(replace(_CHUNKS, name=f"chunks, block size {b}", block_size=b) for b in (8, 64, 256)),
+    *(replace(_CHUNKS, name=f"chunks, float16 with an fp8 cache, scale {s}", dtype="float16", cache_dtype="float8_e4m3fn", scales=s)
+      for s in (None, "heads")),
     replace(_CHUNKS, name="chunks, negative scale", softmax_scale=-0.1),
     replace(_CHUNKS, name="chunks, large scale", softmax_scale=0.7),
     replace(_CHUNKS, name="chunks, masked page", masked_page=True, sinks=True, block_size=24),

@@ -142,7 +142,8 @@ __device__ static inline uint32_t transpose_8x8(uint32_t x)
 }
 
 /* The arithmetic of a kernel: Element is what the tensor cores multiply, and IS_FP8 says that the cache holds e4m3,
- * which is exact in fp16: one conversion instruction for two elements, and 16-bit tensor cores from there on. */
+ * which is exact in 16 bits: in fp16 by one conversion instruction for two elements; in bf16, by two more each, where
+ * queries stay as they are (Hopper's prefill). */
 template <typename Element_, bool IS_FP8_>
 struct attention_kind {
     using Element = Element_;
@@ -156,6 +157,7 @@ struct attention_kind {
 using kind_bf16 = attention_kind<__nv_bfloat16, false>;
 using kind_f16 = attention_kind<__half, false>;
 using kind_fp8 = attention_kind<__half, true>;
+using kind_fp8_in_bf16 = attention_kind<__nv_bfloat16, true>;
 
 /* Calls body with the smallest head dim of a kernel (given in rising order) that holds the arguments'. */
 template <int D, int... LARGER, typename Body>

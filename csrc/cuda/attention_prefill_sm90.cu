@@ -6,6 +6,7 @@
  *     warps 1, 2    tiles of K, of V by TMA
  *     warpgroups    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
  *     1 and 2
+ *     warpgroup 3   with an fp8 cache: tiles from e4m3 to the dtype of Q, two warps those of K, two those of V
  *
  * A tile is 128 keys (64 for head_dim 256); three stages of K, two of V, two of Q. A page arrives by one TMA box: the
  * tensor map splits a slot into (slot / 8, slot % 8) and a head into columns of 64 elements, so that the box of any
@@ -17,16 +18,21 @@
  * products of the other. Tiles run from the last visible key to the first: the masked ones come first. What bounds it
  * is the softmax of one warpgroup, 64 exponentials a thread and tile; hence softmax() looks for no maxima.
  *
+ * An fp8 cache has the same tiles and stages: bytes arrive in the upper half of the room that their elements need, and
+ * are written over from the front (convert_tiles()). In Q's dtype, bf16 or fp16, e4m3 is exact; those who compute
+ * know only the scales. head_dim 256 is left to attention_prefill_sm80.cu: a kernel of 512 threads may not have the
+ * registers of its accumulators.
+ *
  * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
  * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 741, 1 x 4096 613, 16 x 1024 480, ragged 16
- * of 100 to 1,024 tokens 380. Attempts: benchmarks/lab/prefill/NOTES.md.
+ * of 100 to 1,024 tokens 380; fp8 577, 463, 346, 219. Attempts: benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill_sm90_consumer.h"
 
 // --- kernels
 
-template <int head_dim, typename T>
-__global__ void __launch_bounds__(NUM_THREADS, 1)
+template <int head_dim, typename Kind>
+__global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
     attention_prefill_kernel(const __grid_constant__ prefill_params params)
 {
 #ifdef PK_SM90A
@@ -37,17 +43,21 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
     uint32_t k_smem = smem + shape::q_stages * shape::q_bytes, v_smem = k_smem + shape::k_stages * shape::kv_bytes;
 
     if (threadIdx.x == 0) {
-        constexpr int consumers = 4 * WARPGROUPS; /* warps */
+        constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
         auto init = [](auto &barriers, int arrivals) {
             for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
         };
         init(shared.item_full, 1);
         init(shared.q_full, 1);
-        init(shared.q_empty, 32 * (consumers + 2)); /* and the warps that bring tiles: all lanes read the item */
-        init(shared.k.full, 1);
-        init(shared.k.empty, consumers);
-        init(shared.v.full, 1);
-        init(shared.v.empty, consumers);
+        init(shared.q_empty, 32 * (CONSUMER_WARPS + tile_bringers + converters)); /* all lanes read the item */
+        init(shared.k.full, Kind::IS_FP8 ? converters / 2 : 1);
+        init(shared.k.empty, CONSUMER_WARPS);
+        init(shared.v.full, Kind::IS_FP8 ? converters / 2 : 1);
+        init(shared.v.empty, CONSUMER_WARPS);
+        if (Kind::IS_FP8) {
+            init(shared.k.converting, 1);
+            init(shared.v.converting, 1);
+        }
         barrier_init_fence();
         prefetch_tensor_map(&params.q_map);
         prefetch_tensor_map(&params.k_map);
@@ -59,19 +69,25 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
         if (threadIdx.x < 32)
             produce_items<head_dim>(params, &shared, smem);
         else if (threadIdx.x < 64)
-            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
+            produce_tiles<Kind::IS_FP8>(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
         else if (threadIdx.x < 96)
-            produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
-    } else {
-        take_registers<CONSUMER_REGISTERS>();
-        consumer<head_dim, T>{params, &shared, smem}.run();
+            produce_tiles<Kind::IS_FP8>(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
+    } else if (threadIdx.x < 32 * (4 + CONSUMER_WARPS)) {
+        take_registers<cta_shape<Kind::IS_FP8>::consumer_registers>();
+        consumer<head_dim, Kind>{params, &shared, smem}.run();
+    } else if constexpr (Kind::IS_FP8) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x / 32 % 4 < 2)
+            convert_tiles<typename Kind::Element>(&shared, &shared.k, k_smem);
+        else
+            convert_tiles<typename Kind::Element>(&shared, &shared.v, v_smem);
     }
 #endif
 }
 
 // --- launchers
 
-template <int head_dim, typename T>
+template <int head_dim, typename Kind>
 static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     using shape = tiling<head_dim>;
@@ -80,7 +96,8 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     int64_t num_ctas = call.device->num_sms;
     PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch, &num_ctas));
     params.box_shift = 3;
-    while (args->block_size % (2 << params.box_shift) == 0 && shape::tile % (2 << params.box_shift) == 0)
+    constexpr int most_rows = shape::tile / (Kind::IS_FP8 ? 2 : 1); /* of a box: those of a warp that converts */
+    while (args->block_size % (2 << params.box_shift) == 0 && most_rows % (2 << params.box_shift) == 0)
         params.box_shift++;
     params.box_rows = 1 << params.box_shift;
     params.k_head_columns = (int)(args->k_head_stride / shape::column);
@@ -98,26 +115,27 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                             args->block_size / 8, args->num_blocks};
         int64_t strides[5] = {1, slot_stride, shape::column, 8 * slot_stride, block_stride};
         int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
-        return pk_cuda_tensor_map(map, name, args->dtype, data, 5, sizes, strides, box, call.err);
+        return pk_cuda_tensor_map(map, name, args->cache_dtype, data, 5, sizes, strides, box, call.err);
     };
     PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_block_stride, args->k_slot_stride,
                      args->k_head_stride));
     PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
                      args->v_head_stride));
-    auto kernel = attention_prefill_kernel<head_dim, T>;
+    auto kernel = attention_prefill_kernel<head_dim, Kind>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
-    return pk_cuda_launch(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas), dim3(NUM_THREADS),
-                          shape::smem_bytes, params);
+    return pk_cuda_launch(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
+                          dim3(cta_shape<Kind::IS_FP8>::threads), shape::smem_bytes, params);
 }
 
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)
 {
     int64_t dim = args->head_dim;
+    bool is_fp8 = args->cache_dtype == PK_F8E4M3;
     for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->k_block_stride, args->k_slot_stride,
                            args->k_head_stride, args->v_block_stride, args->v_slot_stride, args->v_head_stride})
         if (stride <= 0) return false; /* the tensor maps want them so */
-    return device->compute_capability == 90 && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
-           args->cache_dtype == args->dtype && args->block_size % 8 == 0 &&
+    return device->compute_capability == 90 && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
+           (args->cache_dtype == args->dtype || is_fp8) && args->block_size % 8 == 0 &&
            pk_are_multiples(dim % 64 ? 32 : 64, args->k_head_stride, args->v_head_stride) && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
            args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&
@@ -127,9 +145,11 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     auto launch = [&](auto kind) {
-        return for_head_dim<64, 96, 128, 256>(args->head_dim, [&](auto dim) {
-            return launch_prefill<dim(), typename decltype(kind)::Element>(args, filter, call);
-        });
+        constexpr int largest = decltype(kind)::IS_FP8 ? 128 : 256;
+        return for_head_dim<64, 96, 128, largest>(
+            args->head_dim, [&](auto dim) { return launch_prefill<dim(), decltype(kind)>(args, filter, call); });
     };
-    return args->dtype == PK_F16 ? launch(kind_f16()) : launch(kind_bf16());
+    bool is_f16 = args->dtype == PK_F16;
+    if (args->cache_dtype == PK_F8E4M3) return is_f16 ? launch(kind_fp8()) : launch(kind_fp8_in_bf16());
+    return is_f16 ? launch(kind_f16()) : launch(kind_bf16());
 }

@@ -10,10 +10,17 @@
 enum {
     ROWS = 128, /* of an item: 64 for each of the two warpgroups that compute */
     WARPGROUPS = 2,
-    NUM_THREADS = 128 + 128 * WARPGROUPS,
-    PRODUCER_REGISTERS = 40, /* 128 * 40 + 256 * 232 = 384 * 168: what the launch gives */
-    CONSUMER_REGISTERS = 232,
+    CONSUMER_WARPS = 4 * WARPGROUPS,
+    PRODUCER_REGISTERS = 40,
     ITEM_SLOTS = 4
+};
+
+/* Threads of a CTA, and registers: what the first warpgroup (and with fp8 the last) gives away others take. */
+template <bool IS_FP8>
+struct cta_shape {
+    static constexpr int producers = IS_FP8 ? 256 : 128, consumers = 128 * WARPGROUPS, threads = producers + consumers;
+    static constexpr int launched_with = 65536 / threads / 8 * 8; /* registers a thread */
+    static constexpr int consumer_registers = (threads * launched_with - producers * PRODUCER_REGISTERS) / consumers;
 };
 
 /* Shapes of one head_dim: what the tensor maps, the matrix descriptors and the registers must agree on. */
@@ -25,6 +32,7 @@ struct tiling {
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
+    static constexpr int part_bytes = kv_bytes / 4; /* of e4m3 in half a tile of keys */
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
 
     /* Tiles of keys that an item goes through. Rows that see nothing have one, too, and write zeros. */
@@ -45,7 +53,8 @@ struct prefill_params {
 template <int stages>
 struct tile_ring {
     uint64_t full[stages], empty[stages];
-    uint32_t bad_boxes[stages]; /* boxes of a tile whose page does not exist: masked */
+    uint64_t converting[stages]; /* fp8: the bytes of a tile are there */
+    uint32_t bad_boxes[stages];  /* boxes of a tile whose page does not exist: masked */
 };
 
 template <int head_dim>
@@ -125,11 +134,12 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
 }
 
 /* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. */
-template <int head_dim, int stages>
+template <bool IS_FP8, int head_dim, int stages>
 __device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
                                      prefill_shared<head_dim> *shared, tile_ring<stages> *ring, uint32_t smem)
 {
     using shape = tiling<head_dim>;
+    constexpr int bytes = IS_FP8 ? 1 : 2; /* of an element */
     int lane = threadIdx.x & 31, boxes = shape::tile >> params.box_shift;
     ring_position<ITEM_SLOTS> slot;
     ring_position<shape::q_stages> q;
@@ -142,22 +152,84 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
         int n = shape::last_tile(item);
         page_lookup found = look_up<shape::tile>(params, item, n);
         for (; n >= shape::first_tile(item); n--, stage.advance()) {
-            uint32_t full = smem_address(&ring->full[stage.at]), to = smem + stage.at * shape::kv_bytes;
+            uint32_t full = smem_address(IS_FP8 ? &ring->converting[stage.at] : &ring->full[stage.at]);
+            uint32_t to = smem + stage.at * shape::kv_bytes;
             unsigned bad = __ballot_sync(~0u, found.is_bad);
             barrier_wait(smem_address(&ring->empty[stage.at]), stage.parity ^ 1);
             if (lane == 0) {
                 ring->bad_boxes[stage.at] = bad;
-                barrier_arrive_expect(full, shape::kv_bytes);
+                barrier_arrive_expect(full, shape::tile * head_dim * bytes);
             }
             __syncwarp();
+            to += lane * params.box_rows * head_dim * bytes;
+            if (IS_FP8) to += lane * params.box_rows < shape::tile / 2 ? shape::part_bytes : 2 * shape::part_bytes;
             /* What is read once need not stay in L2. (evict_normal would be slower than no hint.) */
             if (lane < boxes && params.batch.reads_keys_once())
-                copy_5d(to + lane * params.box_rows * head_dim * 2, &map, full, 0, 0, item.kv_head * head_columns,
-                        found.group, found.page, evict_first_policy());
+                copy_5d(to, &map, full, 0, 0, item.kv_head * head_columns, found.group, found.page,
+                        evict_first_policy());
             else if (lane < boxes)
-                copy_5d(to + lane * params.box_rows * head_dim * 2, &map, full, 0, 0, item.kv_head * head_columns,
-                        found.group, found.page);
+                copy_5d(to, &map, full, 0, 0, item.kv_head * head_columns, found.group, found.page);
             found = look_up<shape::tile>(params, item, n - 1);
+        }
+    }
+}
+
+/* Eight e4m3 as T, exactly; NaN stays NaN. */
+template <typename T>
+__device__ __forceinline__ uint4 widened(uint2 eight)
+{
+    uint2 low = fp8_to_f16(eight.x), high = fp8_to_f16(eight.y);
+    uint32_t pairs[4] = {low.x, low.y, high.x, high.y};
+    if constexpr (!std::is_same_v<T, __half>)
+        for (uint32_t &pair : pairs) {
+            float2 x = pk_to_floats(*(__half2 *)&pair);
+            pair = pk_pack_pair<T>(x.x, x.y);
+        }
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+/* Two warps for the keys, two for the values, each for half of every tile: its bytes lie in the upper half of where
+ * their elements belong, in the same order (without the swizzle), and are read from the front just before what they
+ * become is written over them. */
+template <typename T, int head_dim, int stages>
+__device__ static void convert_tiles(prefill_shared<head_dim> *shared, tile_ring<stages> *ring, uint32_t smem)
+{
+    using shape = tiling<head_dim>;
+    constexpr int in_flight = 4, bytes_at_once = in_flight * 32 * 8;
+    static_assert(shape::part_bytes % bytes_at_once == 0, "half a tile is read in whole steps");
+    int lane = threadIdx.x & 31;
+    smem += threadIdx.x / 32 % 2 * 2 * shape::part_bytes;
+    ring_position<ITEM_SLOTS> slot;
+    ring_position<shape::q_stages> q;
+    ring_position<stages> stage;
+    for (;; slot.advance(), q.advance()) {
+        barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
+        prefill_item item = shared->item[slot.at];
+        barrier_arrive(smem_address(&shared->q_empty[q.at]));
+        if (!item.num_positions) return;
+        for (int n = shape::last_tile(item); n >= shape::first_tile(item); n--, stage.advance()) {
+            uint32_t to = smem + stage.at * shape::kv_bytes, from = to + shape::part_bytes + lane * 8;
+            barrier_wait(smem_address(&ring->converting[stage.at]), stage.parity);
+#pragma unroll 1
+            for (int i = 0; i < shape::part_bytes; i += bytes_at_once) {
+                uint2 bytes[in_flight];
+                for (int j = 0; j < in_flight; j++)
+                    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                                 : "=r"(bytes[j].x), "=r"(bytes[j].y)
+                                 : "r"(from + i + j * 32 * 8)
+                                 : "memory");
+                __syncwarp();
+                for (int j = 0; j < in_flight; j++) {
+                    uint4 x = widened<T>(bytes[j]);
+                    uint32_t at = to + 2 * i + swizzled<shape::row_bytes>((j * 32 + lane) * 16);
+                    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z),
+                                 "r"(x.w)
+                                 : "memory");
+                }
+            }
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(smem_address(&ring->full[stage.at]));
         }
     }
 }

@@ -7,10 +7,10 @@
 #include "cuda/attention_prefill_sm90.h"
 
 #ifdef PK_SM90A
-template <int head_dim, typename T>
+template <int head_dim, typename Kind>
 struct consumer {
     using shape = tiling<head_dim>;
-    using kind = attention_kind<T, false>;
+    using T = typename Kind::Element;
     static constexpr int tile = shape::tile;
     static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
 
@@ -27,6 +27,7 @@ struct consumer {
     int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
     int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
     float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
+    float k_scale = 1;                                                               /* of the item, with fp8 */
 
     ring_position<ITEM_SLOTS> slot;
     ring_position<shape::q_stages> q;
@@ -61,6 +62,10 @@ struct consumer {
         unmasked_begin = (visible_begin(batch, last) + tile - 1) / tile;
         unmasked_end = visible_end(batch, first, item.context_len) / tile;
         tail_tile = item.context_len % tile ? item.context_len / tile : -1;
+        if (Kind::IS_FP8) {
+            k_scale = pk_scale_of(args.k_scale, item.seq, item.kv_head);
+            if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
+        }
         for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
             float sink = args.sinks ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E : -INFINITY;
             offset[r] = fmaxf(sink, PK_NO_SCORE);
@@ -123,7 +128,9 @@ struct consumer {
     {
         if (args.softcap > 0) {
             for (int i = 0; i < tile / 2; i++) /* tanh */
-                s[i] = 1.0f - __fdividef(2.0f, exp2_fast(s[i] * params.cap_scale) + 1.0f);
+                s[i] = 1.0f - __fdividef(2.0f, exp2_fast(s[i] * (params.cap_scale * k_scale)) + 1.0f);
+        } else if (!(k_scale > 0)) { /* offsets and masks want `scale` to be positive */
+            for (int i = 0; i < tile / 2; i++) s[i] *= k_scale;
         }
         if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
         const prefill_item &item = shared->item[slot.at];
@@ -142,7 +149,6 @@ struct consumer {
     /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */
     __device__ __forceinline__ void score_again(const bool (&wanted)[2])
     {
-        auto swizzled = [](uint32_t at) { return at ^ (at >> 3 & (shape::row_bytes == 128 ? 0x70 : 0x30)); };
         uint32_t q_row = q_smem + q.at * shape::q_bytes + (first_row - lane / 4 + lane % 16) * shape::row_bytes;
         uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane % 8 * shape::row_bytes +
                          lane / 16 * shape::columns * shape::group_bytes;
@@ -154,10 +160,12 @@ struct consumer {
             for (int i = 0; i < head_dim; i += 16) {
                 uint32_t a[4], b[4];
                 int column = i / shape::column, at = i % shape::column * 2;
-                ldmatrix_x4(a, swizzled(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
-                ldmatrix_x4(b, swizzled(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
-                kind::mma(d[0], a, {b[0], b[1]});
-                kind::mma(d[1], a, {b[2], b[3]});
+                ldmatrix_x4(a,
+                            swizzled<shape::row_bytes>(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
+                ldmatrix_x4(b,
+                            swizzled<shape::row_bytes>(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
+                Kind::mma(d[0], a, {b[0], b[1]});
+                Kind::mma(d[1], a, {b[2], b[3]});
             }
             for (int i = 0; i < 8; i++) scores[4 * j + i] = d[i / 4][i % 4];
         }
@@ -244,7 +252,7 @@ struct consumer {
 
     __device__ __forceinline__ void pack_p()
     {
-        for (int i = 0; i < tile / 4; i++) p[i] = kind::pack(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < tile / 4; i++) p[i] = Kind::pack(s[2 * i], s[2 * i + 1]);
     }
 
     __device__ __forceinline__ void scale_o(const float (&factor)[2])
@@ -255,7 +263,8 @@ struct consumer {
     __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
     {
         for (int r = 0; r < 2; r++) {
-            float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : 1 / sum; /* NaN shows */
+            float v_scale = Kind::IS_FP8 ? pk_scale_of(args.v_scale, item.seq, item.kv_head) : 1;
+            float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : v_scale / sum; /* NaN shows */
             int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
             T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
             bool is_row = position[r] < item.num_positions;
@@ -265,7 +274,7 @@ struct consumer {
             for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
                 uint32_t x[4];
                 for (int i = 0; i < 4; i++)
-                    x[i] = kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
+                    x[i] = Kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
                 for (int i = 0; i < 4; i += 2) {
                     uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
                     (lane & 1 ? x[i] : x[i + 1]) = got;

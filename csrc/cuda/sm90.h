@@ -11,9 +11,9 @@
 
 #include <cuda.h>
 
-/* How bulk tensor copies read a tensor of 2-byte elements. Sizes and strides from the innermost dimension outwards;
- * strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes, of 64 where it has so few. `name`:
- * the argument that an error is about. */
+/* How bulk tensor copies read a tensor of 2-byte elements or e4m3. Sizes and strides from the innermost dimension
+ * outwards; strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes, of 64 where it has so
+ * few; of e4m3, which no product reads, it is not. `name`: the argument that an error is about. */
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
                              const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err);
 
@@ -188,6 +188,13 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t smem, int leading, int s
     static_assert(row_bytes == 128 || row_bytes == 64, "only these two swizzles are used");
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
            (uint64_t)(row_bytes == 128 ? 1 : 2) << 62;
+}
+
+/* Where a byte of such a matrix lies that without the swizzle would be at `at`, counted from a border of 1,024. */
+template <int row_bytes>
+__device__ __forceinline__ uint32_t swizzled(uint32_t at)
+{
+    return at ^ (at >> 3 & (row_bytes == 128 ? 0x70 : 0x30));
 }
 
 /* d[64, N] (+)= a[64, 16] b[16, N] of one warpgroup. smem_smem: a and b K-major in shared memory (Q K^T);

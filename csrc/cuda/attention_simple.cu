@@ -72,8 +72,8 @@ pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_
                        "at most 65535 of each",
                        (long long)args->num_seqs, (long long)args->num_q_heads);
     dim3 grid((unsigned)pk_ceil_div(args->max_seqlen_q, WARPS), (unsigned)args->num_q_heads, (unsigned)args->num_seqs);
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         auto kernel =
             args->cache_dtype == PK_F8E4M3 ? attention_simple_kernel<T, __nv_fp8_e4m3> : attention_simple_kernel<T, T>;
         return pk_cuda_launch(call, "attention_simple_kernel", kernel, grid, dim3(WARPS * 32), 0, *args,

@@ -152,30 +152,7 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
     return pk_fail(err, PK_ECUDA, "cuTensorMapEncodeTiled: CUresult %d for %s", (int)result, name);
 }
 
-// --- memory
-
-pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
-{
-    *data = nullptr;
-    pk_cuda_call call(device, nullptr, err);
-    PK_TRY(call.status);
-    pk_cuda_outside_capture relaxed;
-    cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
-    if (error == cudaSuccess) return PK_OK;
-    if (error != cudaErrorMemoryAllocation) return pk_cuda_fail(err, "cudaMalloc", error);
-    cudaGetLastError();
-    size_t free_bytes = 0, total_bytes = 0;
-    PK_CUDA(err, cudaMemGetInfo(&free_bytes, &total_bytes));
-    return pk_fail(err, PK_ENOMEM, "cudaMalloc: cuda:%d cannot give %zu bytes (%zu of %zu are free)", device.index,
-                   bytes, free_bytes, total_bytes);
-}
-
-/* Nobody can be told of a failure here; cudaFree fails only after a sticky error, which every later call reports. */
-void pk_cuda_release(pk_device device, void *data)
-{
-    pk_cuda_outside_capture relaxed;
-    PK_ON_DEVICE(device, nullptr, cudaFree(data));
-}
+// --- scratch memory
 
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
 {

@@ -27,7 +27,7 @@ static pool_pair pool_pair_of(const pk_blocks_args *args, int cache)
 /* Which block of its pool: 2 * i is the source of pair i, 2 * i + 1 where it goes. */
 static int64_t block_at(const pk_blocks_args *args, int64_t i)
 {
-    return args->pairs_are_int64 ? ((const int64_t *)args->pairs)[i] : ((const int32_t *)args->pairs)[i];
+    return pk_id_at(args->pairs, args->pairs_are_int64, i);
 }
 
 // --- kernels

@@ -35,19 +35,19 @@ static pk_status copy_strided(const pk_copy_args *args, int64_t numel, const pk_
     size_t bytes = pk_dtype_bytes(from);
     int64_t ctas = pk_ceil_div(numel, 256);
     dim3 grid((unsigned)(ctas < 65536 ? ctas : 65536));
-    auto launch = [&](auto *dst, auto *src) {
-        auto kernel = copy_strided_kernel<std::remove_pointer_t<decltype(dst)>, std::remove_pointer_t<decltype(src)>>;
+    auto launch = [&](auto dst, auto src) {
+        auto kernel = copy_strided_kernel<decltype(dst), decltype(src)>;
         return pk_cuda_launch(call, "copy_strided_kernel", kernel, grid, dim3(256), 0, args->dst, args->src, numel);
     };
-    if (from == to && bytes == 1) return launch((uint8_t *)nullptr, (uint8_t *)nullptr);
-    if (from == to && bytes == 2) return launch((uint16_t *)nullptr, (uint16_t *)nullptr);
-    if (from == to && bytes == 4) return launch((uint32_t *)nullptr, (uint32_t *)nullptr);
-    if (from == to && bytes == 8) return launch((uint64_t *)nullptr, (uint64_t *)nullptr);
-    auto convert = [&](auto *src) {
-        if (to == PK_F8E4M3) return launch((__nv_fp8_e4m3 *)nullptr, src);
-        return pk_for_float_dtype(call.err, to, [&](auto *dst) { return launch(dst, src); });
+    if (from == to && bytes == 1) return launch(uint8_t(), uint8_t());
+    if (from == to && bytes == 2) return launch(uint16_t(), uint16_t());
+    if (from == to && bytes == 4) return launch(uint32_t(), uint32_t());
+    if (from == to && bytes == 8) return launch(uint64_t(), uint64_t());
+    auto convert = [&](auto src) {
+        if (to == PK_F8E4M3) return launch(__nv_fp8_e4m3(), src);
+        return pk_for_float_dtype(call.err, to, [&](auto dst) { return launch(dst, src); });
     };
-    return from == PK_F8E4M3 ? convert((__nv_fp8_e4m3 *)nullptr) : pk_for_float_dtype(call.err, from, convert);
+    return from == PK_F8E4M3 ? convert(__nv_fp8_e4m3()) : pk_for_float_dtype(call.err, from, convert);
 }
 
 pk_status pk_cuda_copy(const pk_copy_args *args, const pk_cuda_call &call)

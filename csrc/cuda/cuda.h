@@ -272,18 +272,23 @@ __device__ static inline float pk_silu(float x)
     return __fdividef(x, 1.0f + __expf(-x));
 }
 
+__host__ __device__ static inline int64_t pk_id_at(const void *ids, bool are_int64, int64_t i)
+{
+    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
 __device__ static inline float pk_scale_of(const pk_scale_arg &scale, int64_t seq, int64_t head)
 {
     return scale.data ? scale.data[seq * scale.seq_stride + head * scale.head_stride] : scale.value;
 }
 
-/* Calls body with a null pointer of the C++ type of a float dtype: the one choice by dtype. */
+/* Calls body with a number of the C++ type of a float dtype: the one choice by dtype. */
 template <typename Body>
 static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body body)
 {
-    if (dtype == PK_F32) return body((float *)nullptr);
-    if (dtype == PK_F16) return body((__half *)nullptr);
-    if (dtype == PK_BF16) return body((__nv_bfloat16 *)nullptr);
+    if (dtype == PK_F32) return body(float());
+    if (dtype == PK_F16) return body(__half());
+    if (dtype == PK_BF16) return body(__nv_bfloat16());
     return pk_fail(err, PK_EDTYPE, "%s is not a float dtype of the cuda backend", pk_dtype_name(dtype));
 }
 

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(256) gather_kernel(const pk_gather_args args, 
     Unit *out = (Unit *)args.out + row * args.out_stride;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
-    int64_t id = args.ids_are_int64 ? ((const int64_t *)args.ids)[row] : ((const int32_t *)args.ids)[row];
+    int64_t id = pk_id_at(args.ids, args.ids_are_int64, row);
     bool is_valid = id >= 0 && id < args.num_rows;
     if (!is_valid && at == 0) pk_record_bad_id(bad_id, PK_BAD_ID, row, id, args.num_rows);
     if (at < args.row_size) out[at] = is_valid ? ((const Unit *)args.table)[id * args.table_stride + at] : Unit();
@@ -127,8 +127,8 @@ static unsigned whole_warps(int64_t threads) { return (unsigned)pk_ceil_div(thre
 pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->row_size == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         constexpr int VEC = 16 / sizeof(T);
         bool is_aligned =
             pk_are_multiples(VEC, args->row_size, args->x_stride, args->residual_stride, args->out_stride) &&
@@ -159,8 +159,8 @@ static dim3 row_grid(int64_t num_rows, int64_t num_units, dim3 *cta)
 pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->row_size == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         constexpr int VEC = 16 / sizeof(T);
         bool is_aligned = pk_are_multiples(VEC, args->row_size, args->x_stride, args->out_stride, args->rms.row_size,
                                            args->rms.stride) &&

@@ -1,4 +1,4 @@
-/* graph.cu - what the host orders and waits by: streams, events, CUDA graphs, pinned memory. */
+/* graph.cu - what the host orders and waits by: streams, events, CUDA graphs; and the memory of both. */
 #include "cuda/cuda.h"
 
 // --- what is one call of the runtime
@@ -28,7 +28,36 @@ PK_RUNTIME_CALL(capture_begin, cudaStreamBeginCapture((cudaStream_t)stream, cuda
 PK_RUNTIME_CALL(graph_launch, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream), pk_graph graph,
                 pk_stream stream)
 
+/* Nobody can be told of a failure here; these fail only after a sticky error, which every later call reports. */
+#define PK_RUNTIME_RELEASE(entry, call, what)          \
+    void pk_cuda_##entry(pk_device device, void *what) \
+    {                                                  \
+        pk_cuda_outside_capture relaxed;               \
+        PK_ON_DEVICE(device, nullptr, call);           \
+    }
+
+PK_RUNTIME_RELEASE(release, cudaFree(data), data)
+PK_RUNTIME_RELEASE(release_pinned, cudaFreeHost(data), data)
+PK_RUNTIME_RELEASE(event_destroy, cudaEventDestroy((cudaEvent_t)event), event)
+PK_RUNTIME_RELEASE(graph_destroy, cudaGraphExecDestroy((cudaGraphExec_t)graph), graph)
+
 // --- memory
+
+pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
+{
+    *data = nullptr;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    pk_cuda_outside_capture relaxed;
+    cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
+    if (error == cudaSuccess) return PK_OK;
+    if (error != cudaErrorMemoryAllocation) return pk_cuda_fail(err, "cudaMalloc", error);
+    cudaGetLastError();
+    size_t free_bytes = 0, total_bytes = 0;
+    PK_CUDA(err, cudaMemGetInfo(&free_bytes, &total_bytes));
+    return pk_fail(err, PK_ENOMEM, "cudaMalloc: cuda:%d cannot give %zu bytes (%zu of %zu are free)", device.index,
+                   bytes, free_bytes, total_bytes);
+}
 
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err)
 {
@@ -36,12 +65,6 @@ pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, p
     *data = nullptr;
     /* pinned for every device */
     return PK_ON_DEVICE(device, err, cudaHostAlloc(data, bytes ? bytes : 1, cudaHostAllocPortable));
-}
-
-void pk_cuda_release_pinned(pk_device device, void *data)
-{
-    pk_cuda_outside_capture relaxed;
-    PK_ON_DEVICE(device, nullptr, cudaFreeHost(data));
 }
 
 // --- streams and events
@@ -52,11 +75,6 @@ void pk_cuda_stream_destroy(pk_device device, pk_stream stream)
     PK_ON_DEVICE(device, nullptr, cudaStreamSynchronize((cudaStream_t)stream));
     pk_cuda_release_scratch(device, stream); /* the next stream may get the same handle */
     PK_ON_DEVICE(device, nullptr, cudaStreamDestroy((cudaStream_t)stream));
-}
-
-void pk_cuda_event_destroy(pk_device device, pk_event event)
-{
-    PK_ON_DEVICE(device, nullptr, cudaEventDestroy((cudaEvent_t)event));
 }
 
 pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, pk_error *err)
@@ -90,10 +108,4 @@ pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *grap
     }
     if (graph) *graph = exec, *num_nodes = (int64_t)count;
     return PK_OK;
-}
-
-void pk_cuda_graph_destroy(pk_device device, pk_graph graph)
-{
-    pk_cuda_outside_capture relaxed;
-    PK_ON_DEVICE(device, nullptr, cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }

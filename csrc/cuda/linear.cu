@@ -199,12 +199,11 @@ template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
-    if (args->in_features == 0 || (by_blas && args->bias)) { /* no inputs: the bias is all there is */
+    if (by_blas && args->bias) {
         dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
                   (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
         PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
     }
-    if (args->in_features == 0) return PK_OK;
     if (by_blas) return multiply(args, call);
     dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
     return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
@@ -220,8 +219,8 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
     if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
     if (pk_cuda_linear_sm90_applies(args, call.device)) return pk_cuda_linear_sm90(args, call);
     if (pk_cuda_linear_few_applies(args, call.device)) return pk_cuda_linear_few(args, call);
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         if (args->out_dtype == PK_F32) return launch<T, float>(args, call);
         return launch<T, T>(args, call);
     });

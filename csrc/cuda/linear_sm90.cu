@@ -277,25 +277,21 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
     return {width, tiles, units, splits};
 }
 
-/* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
- * least divided. */
-static bool is_faster(const pk_linear_args *args, const pk_cuda_device *device)
-{
-    division all = divide(args, device);
-    bool is_short = all.num_units <= MAX_UNITS * all.num_splits;
-    return args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS && (is_short || all.num_splits > 1);
-}
-
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
     bool are_rows_apart = args->x_stride >= args->in_features && args->weight_stride >= args->in_features;
     bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
-    return device->compute_capability == 90 && device->can_launch_early && is_16_bit && are_rows_apart &&
+    /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
+     * least divided. */
+    division all = divide(args, device);
+    bool is_faster =
+        args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS && (all.num_units <= MAX_UNITS || all.num_splits > 1);
+    return is_faster && device->compute_capability == 90 && device->can_launch_early && is_16_bit && are_rows_apart &&
            args->in_features > 0 && args->in_features <= 1 << 20 && args->out_features <= 1 << 30 &&
            pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride, args->bias) &&
            pk_are_multiples(16, args->x, args->weight) && args->out_features % outputs == 0 &&
-           pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out) && is_faster(args, device);
+           pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
 }
 
 static pk_status matrix_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,

@@ -31,8 +31,10 @@ __global__ void __launch_bounds__(128) merge_attention_states_kernel(const pk_me
 #pragma unroll 4
         for (int64_t part = 0; part < args.num_parts; part++) {
             float weight = expf(part_lses[part * num_rows] - lse), values[VEC];
-            packed::template load_streaming<IS_ALIGNED>(parts + part * num_rows * args.head_dim, args.head_dim - dim)
-                .unpack(values);
+            const T *from = parts + part * num_rows * args.head_dim;
+            packed piece = IS_ALIGNED ? packed{__ldcs((const uint4 *)from)}
+                                      : packed::template load<false>(from, args.head_dim - dim);
+            piece.unpack(values);
             for (int i = 0; i < VEC; i++) merged[i] += weight > 0 ? weight * values[i] : 0;
         }
         packed::pack(merged).template store<IS_ALIGNED>((T *)args.out + row * args.head_dim + dim, args.head_dim - dim);
@@ -46,8 +48,8 @@ pk_status pk_cuda_merge_attention_states(const pk_merge_args *args, const pk_cud
 {
     int64_t num_rows = args->num_tokens * args->num_heads;
     if (num_rows == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         constexpr int64_t VEC = 16 / sizeof(T);
         bool is_aligned = args->head_dim % VEC == 0 && pk_are_multiples(16, args->parts, args->out);
         int64_t pieces = pk_ceil_div(args->head_dim, VEC);

@@ -68,22 +68,12 @@ struct pk_packed {
     __device__ word &operator[](int i) { return ((word *)&bits)[i]; }
     __device__ const word &operator[](int i) const { return ((const word *)&bits)[i]; }
 
+    /* Where it may not be aligned: the first `count` elements one by one, the others are 0. */
     template <bool IS_ALIGNED = true>
     __device__ static pk_packed load(const T *from, int64_t count = COUNT)
     {
-        if constexpr (IS_ALIGNED)
-            return {*(const uint4 *)from};
-        else
-            return load_streaming<false>(from, count);
-    }
-
-    /* What is read once and not soon again; faster in merge.cu alone. Where it may not be aligned: the first `count`
-     * elements one by one, the others are 0. */
-    template <bool IS_ALIGNED = true>
-    __device__ static pk_packed load_streaming(const T *from, int64_t count = COUNT)
-    {
         if constexpr (IS_ALIGNED) {
-            return {__ldcs((const uint4 *)from)};
+            return {*(const uint4 *)from};
         } else {
             pk_packed x = {};
             for (int i = 0; i < COUNT; i++)

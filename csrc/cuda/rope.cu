@@ -153,8 +153,8 @@ static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_ca
 pk_status pk_cuda_qk_norm_rope_store(const pk_qk_norm_rope_store_args *args, const pk_cuda_call &call)
 {
     if (args->store.num_tokens == 0 || args->num_q_heads + args->store.num_kv_heads == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->store.dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->store.dtype, [&](auto zero) {
+        using T = decltype(zero);
         if (args->store.cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, call);
         return launch<T, T>(args, call);
     });

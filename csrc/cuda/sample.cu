@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
 pk_status pk_cuda_sample(const pk_sample_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         const bool has_options = args->top_k || args->top_p || args->min_p || args->counts;
         const auto kernel = has_options ? sample_kernel<T, true> : sample_kernel<T, false>;
         const size_t smem_bytes = SAMPLE_WARPS * sizeof(warp_memory<pk_row_of_logits<T, true>>);

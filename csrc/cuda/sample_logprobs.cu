@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
 pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         static uint64_t is_allowed;
         return pk_cuda_launch_rows(call, "token_logprobs_kernel", token_logprobs_kernel<T>, args->num_rows,
                                    SAMPLE_WARPS * sizeof(typename pk_row_of_logits<T, false>::buffers), &is_allowed,

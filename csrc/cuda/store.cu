@@ -62,8 +62,8 @@ static pk_status launch(const pk_store_args *args, const pk_cuda_call &call)
 pk_status pk_cuda_store_kvcache(const pk_store_args *args, const pk_cuda_call &call)
 {
     if (args->num_tokens == 0 || args->num_kv_heads == 0 || args->head_dim == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto *type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
         if (args->cache_dtype == PK_F8E4M3) return launch<T, __nv_fp8_e4m3>(args, call);
         return launch<T, T>(args, call);
     });

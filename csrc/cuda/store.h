@@ -7,8 +7,7 @@
 
 __device__ static inline int64_t pk_load_slot(const pk_store_args &args, int64_t token)
 {
-    return args.slots_are_int64 ? ((const int64_t *)args.slot_mapping)[token]
-                                : ((const int32_t *)args.slot_mapping)[token];
+    return pk_id_at(args.slot_mapping, args.slots_are_int64, token);
 }
 
 /* Whether anything is stored there: a negative slot is padding, one out of range pk_check_slot records. */

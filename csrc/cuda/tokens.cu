@@ -24,7 +24,7 @@ static __global__ void count_tokens_kernel(const pk_count_args args, pk_cuda_bad
     bool is_output = i >= args.num_prompt, is_int64 = is_output ? args.output_is_int64 : args.prompt_is_int64;
     const void *ids = is_output ? args.output_ids : args.prompt_ids;
     if (is_output) i -= args.num_prompt;
-    int64_t id = is_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+    int64_t id = pk_id_at(ids, is_int64, i);
     if (id < 0 || id >= args.vocab_size)
         pk_record_bad_id(bad_id, PK_BAD_ID, i, id, args.vocab_size);
     else if (is_output)

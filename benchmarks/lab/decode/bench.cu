@@ -312,7 +312,8 @@ static bool check_one(uint64_t seed, int max_queries)
 __attribute__((weak)) void report();
 
 /* PK_LAYER=product,attention: each attention comes after a kernel of 3 us that does not let the next start early (as
- * cuBLAS's), and qk_norm_rope_store; PK_LAYER=product: those two alone. */
+ * cuBLAS's), and qk_norm_rope_store; PK_LAYER=product: those two alone. PK_HEADS_FIRST=1: a page's rows of one head are
+ * neighbours. */
 __global__ void product()
 {
     for (long long begin = clock64(); clock64() - begin < 5000;) {
@@ -340,6 +341,8 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     int copies = std::max(1, (int)std::ceil(600e6 / bytes));
     pk_attention_args a;
     set_dims(a, s, blocks * copies, max_blocks);
+    if (getenv("PK_HEADS_FIRST"))
+        a.k_slot_stride = a.v_slot_stride = head_dim, a.k_head_stride = a.v_head_stride = block_size * head_dim;
     a.num_splits = num_splits, a.past_is_constant = is_planned && !getenv("PK_PAST_MAY_CHANGE");
     size_t cache_count = (size_t)(a.num_blocks * a.k_block_stride);
     void *q, *k, *v, *out;

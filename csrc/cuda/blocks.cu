@@ -7,6 +7,8 @@
  */
 #include "cuda/pack.h"
 
+#include <algorithm>
+
 enum { PAIRS_PER_LAUNCH = 128, CACHES_PER_LAUNCH = 64, CTA_THREADS = 256 }; /* parameters end at 4 KB */
 
 /* From a pool to another, or to itself. A block's memory is gapless; the blocks may lie apart. */
@@ -61,15 +63,14 @@ pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, const pk_cuda_call &ca
             copy_blocks_params params;
             int64_t largest = 0;
             bool is_aligned = true;
-            int num_pairs = 0, num_caches = 0;
-            for (; num_pairs < PAIRS_PER_LAUNCH && pair + num_pairs < args->num_pairs; num_pairs++)
-                for (int i = 0; i < 2; i++)
-                    params.blocks[2 * num_pairs + i] = (int32_t)block_at(args, 2 * (pair + num_pairs) + i);
-            for (; num_caches < CACHES_PER_LAUNCH && cache + num_caches < args->num_caches; num_caches++) {
-                pool_pair pools = params.pools[num_caches] = pool_pair_of(args, cache + num_caches);
+            int num_pairs = (int)std::min<int64_t>(args->num_pairs - pair, PAIRS_PER_LAUNCH);
+            int num_caches = std::min<int>(args->num_caches - cache, CACHES_PER_LAUNCH);
+            for (int i = 0; i < 2 * num_pairs; i++) params.blocks[i] = (int32_t)block_at(args, 2 * pair + i);
+            for (int i = 0; i < num_caches; i++) {
+                pool_pair pools = params.pools[i] = pool_pair_of(args, cache + i);
                 is_aligned = is_aligned && pk_are_multiples(16, pools.src, pools.dst, pools.block_bytes,
                                                             pools.src_stride, pools.dst_stride);
-                largest = pools.block_bytes > largest ? pools.block_bytes : largest;
+                largest = std::max(largest, pools.block_bytes);
             }
             if (largest == 0) continue;
             int64_t ctas = pk_ceil_div(largest / (is_aligned ? 16 : 1), CTA_THREADS * 4);

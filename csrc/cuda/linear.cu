@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(256) fill_bias_kernel(const pk_linear_args arg
 {
     int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= args.out_features) return;
-    float bias = args.bias ? pk_to_float(((const T *)args.bias)[column]) : 0;
+    float bias = pk_to_float(((const T *)args.bias)[column]);
     for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y) {
         Out *out = (Out *)args.out + row * args.out_stride + column;
         *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + bias : bias);
@@ -209,16 +209,17 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
-static bool has_own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
+/* Or NULL: cuBLASLt's. */
+static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    return pk_cuda_linear_few_applies(args, device) || pk_cuda_linear_sm90_applies(args, device);
+    if (pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
+    return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
 }
 
 pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
-    if (pk_cuda_linear_sm90_applies(args, call.device)) return pk_cuda_linear_sm90(args, call);
-    if (pk_cuda_linear_few_applies(args, call.device)) return pk_cuda_linear_few(args, call);
+    if (auto launch_own = own_kernel(args, call.device)) return launch_own(args, call);
     return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
         using T = decltype(zero);
         if (args->out_dtype == PK_F32) return launch<T, float>(args, call);
@@ -229,7 +230,7 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
 {
     pk_cuda_call call(device, nullptr, nullptr);
-    return call.status == PK_OK && has_own_kernel(args, call.device);
+    return call.status == PK_OK && own_kernel(args, call.device);
 }
 
 // --- the choice of an algorithm
@@ -283,8 +284,7 @@ pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args
     plan *plan;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    bool has_choice =
-        args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !has_own_kernel(args, call.device);
+    bool has_choice = args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, call.device);
     PK_TRY(pk_cublaslt_load(err));
     if (choices) {
         PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));

@@ -6,10 +6,10 @@
 
 /* linear_few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
-pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_call &call);
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
 
 /* linear_sm90.cu: 9 to 64 rows on Hopper; knows all that linear fuses, too. */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
-pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call);
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;
 
 #endif

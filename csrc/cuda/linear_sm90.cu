@@ -8,10 +8,8 @@
  * that writes them, which adds them in their order. How many divide them depends on the weight and on whether there are
  * more than 32 rows: on one side of that border a row's bits do not depend on the other rows.
  *
- * The time of a small weight is that of one kernel waiting for another. So with `weight_is_constant` as much of the
- * weight as the ring holds is on its way before the kernel ahead has ended, the next kernel may start at once (two CTAs
- * have room on an SM, of this kernel and the next), and what stands between two products is done here: gate and up
- * meet in one tile, divided by the root mean square of their row of x, and out may be added to, and is asked for early.
+ * What is on its way before the kernel ahead has ended, and what of the work between two products is done here, is as
+ * in linear_few.cu. Two CTAs have room on an SM, of this kernel and the next, which may start at once.
  *
  * No fence covers a cluster's global memory: such a one takes half a microsecond. Attempts, and why not more rows:
  * benchmarks/lab/linear/NOTES-sm90.md.
@@ -19,6 +17,8 @@
 #include "cuda/linear.h"
 #include "cuda/pack.h"
 #include "cuda/sm90.h"
+
+#include <algorithm>
 
 enum {
     TILE = 64 /* outputs, or gate and up of half as many */,
@@ -294,14 +294,6 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
 }
 
-static pk_status matrix_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
-                            int64_t rows, int64_t stride, int box_rows, pk_error *err)
-{
-    int64_t sizes[2] = {args->in_features, rows}, strides[2] = {1, stride};
-    int box[2] = {LINE, box_rows};
-    return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, err);
-}
-
 template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
@@ -312,13 +304,10 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room;
 
-    const int64_t sums_bytes = N * PITCH * 4;
-    const int64_t needed = pk_ceil_div(all.num_units, all.num_splits);
-    int64_t stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / stage_bytes<N>;
-    if (is_one_round && stages > needed) stages = needed;
-    if (stages > MAX_STAGES) stages = MAX_STAGES;
-    int64_t ring_bytes = stages * stage_bytes<N>;
-    if (ring_bytes < sums_bytes) ring_bytes = sums_bytes;
+    const int64_t sums_bytes = N * PITCH * 4, needed = pk_ceil_div(all.num_units, all.num_splits);
+    const int64_t most_stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / stage_bytes<N>;
+    const int64_t stages = std::min({is_one_round ? needed : most_stages, most_stages, (int64_t)MAX_STAGES});
+    const int64_t ring_bytes = std::max(stages * stage_bytes<N>, sums_bytes);
     linear_sm90_params params = {};
     params.args = *args;
     params.num_tiles = (int)all.num_tiles;
@@ -326,9 +315,13 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     params.num_stages = (int)stages;
     params.sums_at = is_one_round ? 0 : (int)ring_bytes;
     params.inbox_at = (int)ring_bytes;
-    PK_TRY(matrix_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
-                      (int)all.width, call.err));
-    PK_TRY(matrix_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, call.err));
+    auto fill = [&](CUtensorMap *map, const char *name, const void *data, int64_t rows, int64_t stride, int box_rows) {
+        const int64_t sizes[] = {args->in_features, rows}, strides[] = {1, stride};
+        const int box[] = {LINE, box_rows};
+        return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, call.err);
+    };
+    PK_TRY(fill(&params.weight_map, "weight", args->weight, args->out_features, args->weight_stride, (int)all.width));
+    PK_TRY(fill(&params.x_map, "x", args->x, args->num_rows, args->x_stride, N));
     auto kernel = linear_sm90_kernel<T, N>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
     return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,

@@ -37,13 +37,13 @@ static void try_path(search *s, const char *path, int flags)
         remember(s, path);
 }
 
-/* Every file that matches `folder/tail/libcublasLt.so.*`; the folder may be a pattern too. */
+/* Every file that matches `folder/tail/libcublasLt.so.*`; both may be patterns. */
 static void try_folder(search *s, const char *folder, const char *tail)
 {
     char pattern[1024];
-    for (size_t i = 0; i < sizeof SONAMES / sizeof *SONAMES && !s->library; i++) {
+    for (const char *soname : SONAMES) {
         glob_t found;
-        if (snprintf(pattern, sizeof pattern, "%s/%s/%s", folder, tail, SONAMES[i]) >= (int)sizeof pattern) return;
+        if (s->library || snprintf(pattern, sizeof pattern, "%s/%s/%s", folder, tail, soname) >= 1024) return;
         if (glob(pattern, 0, nullptr, &found) != 0)
             remember(s, pattern);
         else
@@ -52,51 +52,46 @@ static void try_folder(search *s, const char *folder, const char *tail)
     }
 }
 
-static void try_site_packages(search *s, const char *folder)
+/* Two folders above a file, which is cut there. */
+static const char *root_of(char *path)
 {
-    try_folder(s, folder, "nvidia/cu1[0-9]/lib");
-    try_folder(s, folder, "nvidia/cublas/lib");
-}
-
-/* The site-packages that this extension lies in, that of an active virtual environment, that of the interpreter. */
-static void try_wheels(search *s)
-{
-    char folder[1024];
-    Dl_info self;
-    if (dladdr((const void *)SONAMES, &self) && self.dli_fname) {
-        snprintf(folder, sizeof folder, "%s", self.dli_fname);
-        for (int up = 0; up < 2; up++)
-            if (char *slash = strrchr(folder, '/')) *slash = 0;
-        if (*folder) try_site_packages(s, folder);
-    }
-    const char *environment = getenv("VIRTUAL_ENV");
-    if (environment && snprintf(folder, sizeof folder, "%s/lib/python3*/site-packages", environment) < 1024)
-        try_site_packages(s, folder);
-    ssize_t length = readlink("/proc/self/exe", folder, sizeof folder - 40);
-    if (length <= 0) return;
-    folder[length] = 0;
     for (int up = 0; up < 2; up++)
-        if (char *slash = strrchr(folder, '/')) *slash = 0;
-    strcat(folder, "/lib/python3*/site-packages");
-    try_site_packages(s, folder);
+        if (char *slash = strrchr(path, '/')) *slash = 0;
+    return path;
 }
 
 static void find_library(search *s)
 {
     const char *given = getenv("PAGEDKV_CUBLASLT");
-    if (given && *given) {
-        try_path(s, given, 0);
-        return;
-    }
+    if (given && *given) return try_path(s, given, 0);
     for (const char *soname : SONAMES) try_path(s, soname, RTLD_NOLOAD);
     for (const char *soname : SONAMES) try_path(s, soname, 0);
-    if (!s->library) try_wheels(s);
-    for (const char *variable : {"CUDA_HOME", "CUDA_PATH"})
-        if (const char *home = getenv(variable)) {
-            try_folder(s, home, "lib64");
-            try_folder(s, home, "targets/*/lib");
-        }
-    try_folder(s, "/usr/local/cuda", "lib64");
+
+    char extension[1024] = "", interpreter[1024] = "";
+    Dl_info self;
+    if (dladdr((const void *)SONAMES, &self) && self.dli_fname)
+        snprintf(extension, sizeof extension, "%s", self.dli_fname);
+    if (readlink("/proc/self/exe", interpreter, sizeof interpreter - 1) < 0) *interpreter = 0;
+    const char *site = root_of(extension), *base = root_of(interpreter), *environment = getenv("VIRTUAL_ENV");
+    const char *home = getenv("CUDA_HOME"), *path = getenv("CUDA_PATH");
+#define SITE_PACKAGES "lib/python3*/site-packages/"
+    const struct {
+        const char *folder, *tail;
+    } places[] = {
+        {site, "nvidia/cu1[0-9]/lib"}, /* that this extension lies in */
+        {site, "nvidia/cublas/lib"},
+        {environment, SITE_PACKAGES "nvidia/cu1[0-9]/lib"},
+        {environment, SITE_PACKAGES "nvidia/cublas/lib"},
+        {base, SITE_PACKAGES "nvidia/cu1[0-9]/lib"},
+        {base, SITE_PACKAGES "nvidia/cublas/lib"},
+        {home, "lib64"},
+        {home, "targets/*/lib"},
+        {path, "lib64"},
+        {path, "targets/*/lib"},
+        {"/usr/local/cuda", "lib64"},
+    };
+    for (const auto &place : places)
+        if (place.folder && *place.folder) try_folder(s, place.folder, place.tail);
 }
 
 pk_cublaslt pk_lt;

@@ -1,10 +1,10 @@
 /* attention_plan.cu - cuts a ragged batch into units of decode attention (attention_plan.h): one CTA, once a step.
  *
- * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most one
- * and a half times a CTA's share, so that only outliers are cut; the hardware hands out the CTAs, longest first, and
- * what is under way at the end still draws the whole bandwidth. What a CTA has under way at once is never cut: to merge
- * parts takes longer. With num_splits every sequence has up to that many parts, whose number and borders depend on its
- * own length alone.
+ * Few sequences: the shortest part length with which all parts still fill the machine once. More, up to a CTA's share
+ * and a half: only outliers are cut. Many: up to three quarters of it, with fp8 a half, for even ends; the hardware
+ * hands out the CTAs, longest first, and what is under way at the end still draws the whole bandwidth. What a CTA has
+ * under way at once is never cut: to merge parts takes longer. With num_splits every sequence has up to that many
+ * parts, whose number and borders depend on its own length alone.
  */
 #include "cuda/attention_plan.h"
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(THREADS)
         }
         if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
     } else if (threadIdx.x == 0) {
-        length = (3 * (total / shape.slots + 1) + 1) / 2;
+        length = ((total / shape.slots + 1) * shape.quarters + 3) / 4;
     }
     __syncthreads();
 
@@ -151,30 +151,34 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
 
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
      * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. Where the
-     * smallest CTAs would be hardly more than fit at a time, the few of the second wave take as long as the first:
-     * those twice as large end sooner (not with fp8, whose steps are twice as long). With num_splits the bits may not
-     * depend on the batch, so the shape of a CTA may not, either. */
+     * smallest CTAs would leave much of their last wave empty, those twice as large end sooner (fp8, whose steps are
+     * twice as long, gains less). With num_splits the bits may not depend on the batch, so the shape of a CTA may not,
+     * either. */
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
+    auto waves_between = [&](int tenths, int other) {
+        return 10 * segments > tenths * most_slots && 10 * segments < other * most_slots;
+    };
+    bool ends_sooner_by_half = bytes == 1 ? waves_between(10, 13) : waves_between(5, 15) || waves_between(22, 25);
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = call.device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
-        bool is_hardly_more =
-            bytes > 1 && 2 * ctas == most_ctas && segments > most_slots && 2 * segments < 3 * most_slots;
-        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || is_hardly_more;
+        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half);
         if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
     shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= 2 * slots;
-    int64_t units = shape->num_splits    ? segments * shape->num_splits
-                    : shape->is_one_wave ? slots
-                                         : segments + slots * 2 / 3; /* a length goes into all steps so often */
-    int64_t parts = shape->num_splits == 1 ? 0 : shape->num_splits ? units : slots * 4 / 3; /* of what is cut */
+    shape->quarters = 6;
+    if (bytes > 1 ? segments > slots : segments >= 2 * slots) shape->quarters = bytes > 1 ? 3 : 2;
+    int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
+    int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
+    if (shape->is_one_wave) units = slots;
+    if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);

@@ -32,6 +32,7 @@ struct decode_shape {
     int num_segments; /* at most, per head: tiles of all sequences */
     int num_units;    /* rows of the plan */
     bool is_one_wave; /* few sequences: their parts fill the machine once and no more */
+    int quarters;     /* else of a slot's share of all steps: the longest part */
     int num_splits;   /* parts of every sequence, or 0 */
     int signature;    /* never 0 */
     row_filter filter;

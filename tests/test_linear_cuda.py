@@ -216,6 +216,30 @@ def test_every_algorithm_is_right(rng):
 
 @gpu
 @needs_gpu
+def test_an_algorithm_serves_fewer_rows_too(rng):
+    """More than half as many. Seen by the bits: algorithms add in different orders."""
+    differed = []
+    for i in range(8):
+        x, weight, out = product(rng, rows=600, size=4096 + 8 * i)  # nothing is chosen for this size yet
+        algorithms = pagedkv.linear_algorithms(x, weight, out=out)[1]
+        algorithm = algorithms[i % len(algorithms)]
+        pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
+        few, few_out = x[:301], out[:301]
+        by_rule = get(pagedkv.linear(few, weight, out=few_out))
+
+        def bits_of(one):
+            pagedkv.use_linear_algorithm(few, weight, one, out=few_out)
+            return get(pagedkv.linear(few, weight, out=few_out))
+
+        np.testing.assert_array_equal(by_rule, bits_of(algorithm))
+        guess = pagedkv.linear_algorithms(few, weight, out=few_out)[1][0]
+        differed.append(not np.array_equal(by_rule, bits_of(guess)))
+        np.testing.assert_allclose(by_rule, oracle.linear(get(few), get(weight)), atol=1e-2, rtol=1e-3)
+    assert any(differed)  # else this test cannot tell
+
+
+@gpu
+@needs_gpu
 def test_what_is_no_algorithm_is_refused(rng):
     x, weight, out = product(rng)
     expected = get(pagedkv.linear(x, weight, out=out))

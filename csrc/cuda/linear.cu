@@ -61,6 +61,7 @@ struct plan {
     pk_lt_desc desc; /* NULL: the slot is empty */
     pk_lt_layout weight, x, out;
     pk_linear_algorithm algo;
+    bool is_chosen; /* by use_linear_algorithm */
 };
 
 enum { MAX_PLANS = 4096, MAX_PROBES = 16, MAX_DEVICES = 64 };
@@ -138,6 +139,28 @@ static pk_status guess(const plan *plan, uint64_t workspace_bytes, int wanted, p
     return result == 0 ? PK_OK : pk_cublaslt_fail(err, "MatmulAlgoGetHeuristic", result);
 }
 
+static bool accepts(const plan *plan, const pk_linear_algorithm *algorithm)
+{
+    pk_lt_heuristic checked = {};
+    int result = pk_lt.MatmulAlgoCheck(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out,
+                                       plan->out, algorithm, &checked);
+    return result == 0 && checked.status == 0 && checked.workspace_bytes <= PK_SCRATCH_BYTES;
+}
+
+/* What was measured to be best for more rows, if less than twice as many, beats a guess (benchmarks/lab/engine). */
+static const plan *chosen_for_more_rows(const plan_key *key)
+{
+    const plan *least = nullptr;
+    for (const plan &each : plans) {
+        int64_t rows = each.key.num_rows;
+        plan_key same = each.key;
+        same.num_rows = key->num_rows;
+        bool is_near = each.is_chosen && rows > key->num_rows && rows < 2 * key->num_rows;
+        if (is_near && memcmp(&same, key, sizeof same) == 0 && (!least || rows < least->key.num_rows)) least = &each;
+    }
+    return least;
+}
+
 /* Row-major out = x W^T is column-major out^T = (W^T)^T x^T: A is the weight, transposed; B is x. */
 static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
 {
@@ -151,6 +174,11 @@ static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
     PK_LT(err, MatrixLayoutCreate, &plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride);
     PK_LT(err, MatrixLayoutCreate, &plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
           (uint64_t)key->num_rows, key->out_stride);
+    const struct plan *chosen = chosen_for_more_rows(key);
+    if (chosen && accepts(plan, &chosen->algo)) {
+        plan->algo = chosen->algo;
+        return PK_OK;
+    }
     pk_lt_heuristic best;
     int found;
     PK_TRY(guess(plan, PK_SCRATCH_BYTES, 1, &best, &found, err));
@@ -256,14 +284,6 @@ static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, p
     return PK_OK;
 }
 
-static bool accepts(const plan *plan, const pk_linear_algorithm *algorithm)
-{
-    pk_lt_heuristic checked = {};
-    int result = pk_lt.MatmulAlgoCheck(handles[plan->key.device], plan->desc, plan->weight, plan->x, plan->out,
-                                       plan->out, algorithm, &checked);
-    return result == 0 && checked.status == 0 && checked.workspace_bytes <= PK_SCRATCH_BYTES;
-}
-
 /* Those that deal out the same tiles in another way. */
 static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorithm, pk_linear_choices *choices)
 {
@@ -302,6 +322,6 @@ pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args
     if (choices)
         list_neighbours(plan, algorithm, choices);
     else
-        plan->algo = *algorithm;
+        plan->algo = *algorithm, plan->is_chosen = true;
     return PK_OK;
 }

@@ -174,7 +174,8 @@ PyDoc_STRVAR(
     use_linear_algorithm_doc,
     "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
     "Lets later calls like linear(x, weight, out=out) (same shapes, strides, dtypes and alignment; any bias) use one of\n"
-    "linear_algorithms(x, weight, out=out). ValueError if cuBLASLt does not accept it for them." PY_DOC_ERRORS);
+    "linear_algorithms(x, weight, out=out); and those of fewer rows, but more than half as many, that have none of their\n"
+    "own and come later for the first time. ValueError if cuBLASLt does not accept it for them." PY_DOC_ERRORS);
 static PyObject *py_use_linear_algorithm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, ALGORITHM, OUT };

@@ -1,6 +1,6 @@
 """LLM end to end: nano-vllm's workload beside the device's floor, and where a decode step's time goes.
 
-    python benchmarks/engine.py [--models 0.6B 8B] [--device cuda] [--parts nano steps] [--block-size 16]
+    python benchmarks/engine.py [--models 0.6B 8B] [--device cuda] [--parts nano steps] [--block-size 256]
                                 [--kv-cache-dtype fp8] [--runs 3]
 
 nano   256 requests at once (pagedkv/bench.py), random weights: a few tokens of each to warm up, then the runs
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["nano", "steps"], choices=["nano", "steps"])
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=bench.BLOCK_SIZE, help="tokens in a page")
     parser.add_argument("--runs", type=int, default=3, help="of the workload (default: 3)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")

@@ -1,7 +1,7 @@
 """The workload of nano-vllm's bench.py, and the least time that a device needs for it.
 
 256 requests at once: prompts of U(100, 1024) ids of 0..10000, U(100, 1024) new tokens each, temperature 0.6,
-end-of-sequence ignored, drawn with Python's random, seed 0: 142,827 prompt and 133,966 new tokens
+end-of-sequence ignored, drawn with Python's random, seed 0: 142,827 prompt and 133,966 new tokens; pages of 256 tokens
 (https://github.com/GeeeekExplorer/nano-vllm/blob/main/bench.py). Random weights do the same work as a model's own.
 """
 
@@ -26,6 +26,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.models.weights import ITEM_BYTES
 
 MAX_LEN = 1024  # of a prompt, and of its continuation
+BLOCK_SIZE = 256  # nano-vllm's own
 
 # Shapes of published models, by their size: hidden, intermediate, layers, query heads, KV heads, tied embeddings.
 SHAPES = {
@@ -180,6 +181,7 @@ def make_llm(folder: Path, workload: Workload, **options: Any) -> LLM:
         "max_num_seqs": num_requests,
         "max_num_batched_tokens": max(16384, num_requests),
         "max_model_len": 2 * MAX_LEN,
+        "block_size": BLOCK_SIZE,
     }
     return LLM(folder, **(sizes | options))
 

@@ -243,6 +243,22 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):
     assert len({tuple(tokens) for tokens in results[0]}) == 5
 
 
+def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):
+    """Its pages have their heads first in memory."""
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (9, 40, 90, 40, 40)]
+    prompts[4] = prompts[3]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    results = []
+    for options in ({"num_blocks": 200}, {"num_blocks": 36, "swap_space": 1 << 20}):
+        with engine(folder, ("cpu", 0), kv_cache_dtype="fp8", **options) as llm:
+            results.append([output.token_ids for output in generate(llm, prompts, params)])
+            assert (llm.scheduler.num_swaps > 0) == ("swap_space" in options)
+            caches = [cache for pair in llm._runner.caches for cache in pair]
+            assert all(cache.strides[1] == cache.shape[3] for cache in caches)
+    assert results[0] == results[1]
+
+
 def test_unseeded_requests_draw_from_the_engine(folder, place):
     params = SamplingParams(temperature=1.0, max_tokens=20)
     tokens = []

@@ -119,6 +119,24 @@ def test_view(rng):
     assert pagedkv.empty((0, 3)).view((3, 0)).shape == (3, 0)
 
 
+def test_transpose(rng):
+    array = random_array(rng, (2, 3, 4, 5), "int32")
+    tensor = pagedkv.asarray(array)
+    for dims in [(0, 1), (1, 2), (3, 1), (-1, 0), (2, -2), (1, 1), (-4, 3)]:
+        turned = tensor.transpose(*dims)
+        expected = array.swapaxes(*dims)
+        assert (turned.shape, turned.data_ptr()) == (expected.shape, tensor.data_ptr())
+        assert (turned.numpy() == expected).all() and turned.tolist() == expected.tolist()
+    tensor.transpose(0, 1)[2, 1].copy_(pagedkv.asarray(np.full((4, 5), 7, np.int32)))
+    assert (tensor.numpy()[1, 2] == 7).all()
+    assert pagedkv.empty((0, 3)).transpose(0, 1).shape == (3, 0)
+    for dims in [(4, 0), (0, -5)]:
+        with pytest.raises(IndexError, match=r"dim[01]: -?\d is none of the 4 dimensions"):
+            tensor.transpose(*dims)
+    with pytest.raises(TypeError):
+        tensor.transpose(0, 1.0)
+
+
 def test_view_as_another_dtype(rng):
     """The bytes stay what they are."""
     array = random_array(rng, (4, 6), "int32")

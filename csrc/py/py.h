@@ -46,7 +46,7 @@
     X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
     X(use_linear_algorithm)                                                                                           \
     X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(take_sampled) X(count_tokens) X(token_logprobs)                 \
-    X(Tensor_copy_) X(Tensor_view) X(Tensor___dlpack__)                                                               \
+    X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \
     X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
     X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
     X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)                    \

@@ -291,6 +291,29 @@ static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t n
     return view_of(self, &view);
 }
 
+PyDoc_STRVAR(
+    transpose_doc,
+    "transpose($self, dim0, dim1)\n--\n\n"
+    "The same memory with two dimensions exchanged; negative ones count from the end (IndexError if there is none).");
+static PyObject *tensor_transpose(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[2];
+    Py_ssize_t dims[2];
+    const pk_view *from = py_tensor_view(self);
+    pk_view view = *from;
+    if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_transpose], args, nargs, kwnames, given) < 0) return NULL;
+    for (int i = 0; i < 2; i++) {
+        dims[i] = PyNumber_AsSsize_t(given[i], PyExc_IndexError);
+        if (dims[i] == -1 && PyErr_Occurred()) return NULL;
+        if (dims[i] < 0) dims[i] += view.ndim;
+        if (dims[i] < 0 || dims[i] >= view.ndim)
+            return PyErr_Format(PyExc_IndexError, "dim%d: %R is none of the %d dimensions", i, given[i], view.ndim);
+    }
+    for (int i = 0; i < 2; i++)
+        view.shape[dims[i]] = from->shape[dims[1 - i]], view.stride[dims[i]] = from->stride[dims[1 - i]];
+    return view_of(self, &view);
+}
+
 // --- elements
 
 PyDoc_STRVAR(
@@ -454,6 +477,7 @@ PyDoc_STRVAR(
 static PyMethodDef tensor_methods[] = {
     PY_METHOD("copy_", tensor_copy, copy_doc),
     PY_METHOD("view", tensor_view, view_doc),
+    PY_METHOD("transpose", tensor_transpose, transpose_doc),
     PY_METHOD("__dlpack__", py_tensor_dlpack, py_tensor_dlpack_doc),
     {"__dlpack_device__", py_tensor_dlpack_device, METH_NOARGS, py_tensor_dlpack_device_doc},
     {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS, array_doc},

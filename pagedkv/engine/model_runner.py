@@ -162,10 +162,15 @@ class ModelRunner:
     # --- memory
 
     def _empty_caches(self, num_blocks: int, device: str, *, pinned: bool = False) -> list[tuple[Tensor, Tensor]]:
-        page = (num_blocks, self.block_size, self.config.num_kv_heads, self.config.head_dim)
+        """[num_blocks, block_size, num_kv_heads, head_dim] each, for every layer. In fp8 the rows of a head are neighbours
+        in memory: 128 bytes alone in every 1,024 are read 2 to 3 % slower."""
+        block_size, num_heads, head_dim = self.block_size, self.config.num_kv_heads, self.config.head_dim
+        is_heads_first = self.kv_cache_dtype == "float8_e4m3fn"
+        page = (num_heads, block_size) if is_heads_first else (block_size, num_heads)
 
         def cache() -> Tensor:
-            return pagedkv.empty(page, self.kv_cache_dtype, device, pinned=pinned)
+            memory = pagedkv.empty((num_blocks, *page, head_dim), self.kv_cache_dtype, device, pinned=pinned)
+            return memory.transpose(1, 2) if is_heads_first else memory
 
         return [(cache(), cache()) for _ in range(self.config.num_layers)]
 

@@ -174,6 +174,32 @@ def test_a_plan_for_something_else(torch, rng):
             assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens, plan=fresh), good)
 
 
+@pytest.mark.parametrize(("head_dim", "page", "k_scale"), [
+    (64, 8, 1.0), (96, 24, 1.0), (128, 16, 1.0), (128, 16, -0.7), (128, 16, 0.0), (128, 256, 1.0), (256, 16, 1.0)])
+def test_prompts_over_an_fp8_pool(torch, head_dim, page, k_scale):
+    """Many items of several tiles, NaN behind the last keys; then NaN that is not to be hidden."""
+    lens = torch.tensor([900, 65, 1300, 128, 3, 700], device="cuda", dtype=torch.int32)
+    starts = torch.nn.functional.pad(lens.cumsum(0).int(), (1, 0))
+    _, *caches, tables = make_pool(torch, len(lens), 1300, 8, 4, head_dim, page)
+    for i, cache in enumerate(caches):
+        keys = cache[tables.long()].flatten(1, 2)  # [seqs, keys, heads, dim]
+        keys[torch.arange(keys.shape[1], device="cuda") >= lens[:, None]] = float("nan")
+        cache[tables.long()] = keys.view(*tables.shape, *cache.shape[1:])
+        caches[i] = cache.to(torch.float8_e4m3fn)
+    q = torch.randn(int(starts[-1]), 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    arguments = dict(cu_seqlens_q=starts, max_seqlen_q=1300)
+    scales = torch.full((4,), k_scale, device="cuda")
+    out = pagedkv.paged_attention_fwd(q, *caches, tables, lens, k_scale=scales, **arguments)
+    expected = simple_kernel(q.float() * k_scale, *caches, tables, lens, **arguments)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+    caches[0].view(torch.uint8)[tables[0, 0], 1, 3, 5] = 0xFF
+    caches[1].view(torch.uint8)[tables[2, 0], 0, 2, 7] = 0x7F
+    is_nan = pagedkv.paged_attention_fwd(q, *caches, tables, lens, **arguments).isnan()
+    assert is_nan[1:900, 6:].all() and is_nan[starts[2] : starts[3], 4:6, 7].all()
+    assert is_nan.sum() == 899 * 2 * head_dim + 1300 * 2
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
     """Alone, among others (with fewer and more queries), and on other page sizes."""

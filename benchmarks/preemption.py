@@ -23,6 +23,7 @@ from pagedkv import SamplingParams, bench
 
 NARROW = (256, 512, 2, 4, 2, True)  # a shape of pagedkv.bench
 SHARE = 0.6
+BLOCK_SIZE = 16  # with pages of 256 a request waits for its first ones, and none is preempted
 
 
 def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
@@ -33,7 +34,7 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
 
     def run(name: str, num_seqs: int = len(workload.prompts), **extra) -> None:
         nonlocal used, page_bytes
-        with bench.make_llm(folder, workload, load_format="dummy", **options, **extra) as llm:
+        with bench.make_llm(folder, workload, load_format="dummy", block_size=BLOCK_SIZE, **options, **extra) as llm:
             llm.scheduler.max_num_seqs = num_seqs
             bench.warm_up(llm, workload)
             swaps, llm.stats.peak_used_blocks = llm.scheduler.num_swaps, 0

@@ -73,13 +73,14 @@ ROWS = [
 def table() -> str:
     """Markdown, with the commits of the files that it was made from."""
     lines = ["| one H200, bfloat16, random weights | pagedkv | nano-vllm | floor | of it |", "|---|---|---|---|---|"]
-    commits = set()
+    commits, ceilings = set(), []
     for row in ROWS:
         path = RESULTS / f"{row.file}.json"
         if not path.exists():
             continue
         recorded = json.loads(path.read_text())
         commits.add(recorded["commit"][:7])
+        ceilings += [recorded["ceiling"]["bytes_per_second"] / 1e9] if "ceiling" in recorded else []
         value = row.value(recorded["rows"][0])
         peer, floor = (row.form.format(each) if each else "" for each in (row.peer, row.floor))
         share = ""
@@ -88,7 +89,8 @@ def table() -> str:
         lines.append(f"| {row.name} | {row.form.format(value)} | {peer} | {floor} | {share} |")
     if not commits:
         return "Nothing is recorded yet."
-    return "\n".join(lines) + f"\n\nRecorded at {', '.join(sorted(commits))}."
+    reads = f", on cards that read {min(ceilings):,.0f} to {max(ceilings):,.0f} GB/s" if ceilings else ""
+    return "\n".join(lines) + f"\n\nRecorded at {', '.join(sorted(commits))}{reads}."
 
 
 def main() -> None:

@@ -46,7 +46,8 @@ class LLM:
     dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
     kv_cache_dtype          "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time
                             that a GPU's decode spends reading it
-    block_size              tokens in a page
+    block_size              tokens in a page, and the least that prompts share of their cache; a GPU reads pages of 256
+                            0.5 to 1 % faster
     num_blocks              pages in the pool; None: as many as kv_cache_memory holds
     kv_cache_memory         bytes; None: on a GPU what gpu_memory_utilization leaves; on the CPU what max_num_seqs
                             sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, at

@@ -185,6 +185,19 @@ def test_bad_file(tmp_path, case):
         SafetensorsFile(path).tensor("a")
 
 
+@pytest.mark.parametrize("offsets", [[0, 24], [20, 44], [12, 36], [24, 48]])
+def test_tensors_that_share_bytes(tmp_path, offsets):
+    path = tmp_path / "model.safetensors"
+    a, b = np.arange(12, dtype=np.float32).reshape(2, 6)
+    data = safetensors_bytes({"a": a, "b": b, "none": np.zeros((0, 3), np.float32)})
+    path.write_bytes(corrupt_header(data, lambda h: h["b"].update(data_offsets=offsets)))
+    if offsets == [24, 48]:  # as they were
+        assert SafetensorsFile(path).tensor("b").tolist() == list(range(6, 12))
+        return
+    with pytest.raises(CheckpointError, match="model.safetensors: tensors 'a' and 'b' share byte"):
+        SafetensorsFile(path)
+
+
 def test_quantised_dtype_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(safetensors_bytes({"a": np.zeros(4, np.uint8)}, {"a": "F8_E4M3"}))

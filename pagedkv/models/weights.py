@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 from collections.abc import Set
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(data, np.uint8)
         self.header, self.data_start = self._read_header()
+        self._check_overlaps()
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         num_bytes = len(self.bytes)
@@ -56,6 +58,17 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: the header is no JSON object")
         header.pop("__metadata__", None)
         return header, 8 + length
+
+    def _check_overlaps(self) -> None:
+        """An entry that is damaged otherwise is told of when it is asked for."""
+        places = []
+        for name, entry in self.header.items():
+            offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+            if isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(n, int) for n in offsets):
+                places += [(*offsets, name)] if offsets[0] < offsets[1] else []
+        for (_, end, first), (begin, _, second) in pairwise(sorted(places)):
+            if begin < end:
+                raise CheckpointError(f"{self.path}: tensors {first!r} and {second!r} share byte {begin}")
 
     def tensor(self, name: str) -> pagedkv.Tensor:
         """A view of one tensor in the dtype that the file has."""

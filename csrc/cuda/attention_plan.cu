@@ -1,9 +1,9 @@
 /* attention_plan.cu - cuts a ragged batch into units of decode attention (attention_plan.h): one CTA, once a step.
  *
- * Few sequences: the shortest part length with which all parts still fill the machine once. More, up to a CTA's share
- * and a half: only outliers are cut. Many: up to three quarters of it, with fp8 a half, for even ends; the hardware
- * hands out the CTAs, longest first, and what is under way at the end still draws the whole bandwidth. What a CTA has
- * under way at once is never cut: to merge parts takes longer. With num_splits every sequence has up to that many
+ * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most one
+ * and a half times a CTA's share, so that only outliers are cut, and less where even ends are worth more than what it
+ * takes to merge; the hardware hands out the CTAs, longest first, and what is under way at the end still draws the
+ * whole bandwidth. What a CTA has under way at once is never cut. With num_splits every sequence has up to that many
  * parts, whose number and borders depend on its own length alone.
  */
 #include "cuda/attention_plan.h"
@@ -173,8 +173,9 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
     shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= 2 * slots;
-    shape->quarters = 6;
-    if (bytes > 1 ? segments > slots : segments >= 2 * slots) shape->quarters = bytes > 1 ? 3 : 2;
+    shape->quarters = 6; /* less is measured to pay (benchmarks/lab/engine/NOTES.md) */
+    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = 3;
+    if (bytes == 1 && segments >= 2 * slots) shape->quarters = 2;
     int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     if (shape->is_one_wave) units = slots;

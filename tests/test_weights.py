@@ -185,15 +185,14 @@ def test_bad_file(tmp_path, case):
         SafetensorsFile(path).tensor("a")
 
 
-@pytest.mark.parametrize("offsets", [[0, 24], [20, 44], [12, 36], [24, 48]])
+@pytest.mark.parametrize("offsets", [[0, 24], [20, 44], [12, 36]])
 def test_tensors_that_share_bytes(tmp_path, offsets):
     path = tmp_path / "model.safetensors"
     a, b = np.arange(12, dtype=np.float32).reshape(2, 6)
     data = safetensors_bytes({"a": a, "b": b, "none": np.zeros((0, 3), np.float32)})
+    path.write_bytes(data)
+    assert SafetensorsFile(path).tensor("b").tolist() == list(range(6, 12))
     path.write_bytes(corrupt_header(data, lambda h: h["b"].update(data_offsets=offsets)))
-    if offsets == [24, 48]:  # as they were
-        assert SafetensorsFile(path).tensor("b").tolist() == list(range(6, 12))
-        return
     with pytest.raises(CheckpointError, match="model.safetensors: tensors 'a' and 'b' share byte"):
         SafetensorsFile(path)
 

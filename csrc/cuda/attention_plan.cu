@@ -158,8 +158,8 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
-    auto waves_between = [&](int tenths, int other) {
-        return 10 * segments > tenths * most_slots && 10 * segments < other * most_slots;
+    auto waves_between = [&](int least_tenths, int most_tenths) {
+        return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
     };
     bool ends_sooner_by_half = bytes == 1 ? waves_between(10, 13) : waves_between(5, 15) || waves_between(22, 25);
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {

@@ -111,6 +111,17 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
     }
 }
 
+/* The next item, for the warps that bring and convert its tiles; they tell that it has been read. */
+template <int head_dim>
+__device__ __forceinline__ prefill_item read_item(prefill_shared<head_dim> *shared,
+                                                  const ring_position<ITEM_SLOTS> &slot, int q_stage)
+{
+    barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
+    prefill_item item = shared->item[slot.at];
+    barrier_arrive(smem_address(&shared->q_empty[q_stage]));
+    return item;
+}
+
 /* The page of one lane's box of a tile, looked up ahead of its copy. */
 struct page_lookup {
     int page, group; /* page -1: reads as zeros */
@@ -145,9 +156,7 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
     ring_position<shape::q_stages> q;
     ring_position<stages> stage;
     for (;; slot.advance(), q.advance()) {
-        barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
-        prefill_item item = shared->item[slot.at];
-        barrier_arrive(smem_address(&shared->q_empty[q.at])); /* has read the item */
+        prefill_item item = read_item(shared, slot, q.at);
         if (!item.num_positions) return;
         int n = shape::last_tile(item);
         page_lookup found = look_up<shape::tile>(params, item, n);
@@ -203,9 +212,7 @@ __device__ static void convert_tiles(prefill_shared<head_dim> *shared, tile_ring
     ring_position<shape::q_stages> q;
     ring_position<stages> stage;
     for (;; slot.advance(), q.advance()) {
-        barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
-        prefill_item item = shared->item[slot.at];
-        barrier_arrive(smem_address(&shared->q_empty[q.at]));
+        prefill_item item = read_item(shared, slot, q.at);
         if (!item.num_positions) return;
         for (int n = shape::last_tile(item); n >= shape::first_tile(item); n--, stage.advance()) {
             uint32_t to = smem + stage.at * shape::kv_bytes, from = to + shape::part_bytes + lane * 8;

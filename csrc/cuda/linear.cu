@@ -153,10 +153,10 @@ static const plan *chosen_for_more_rows(const plan_key *key)
     const plan *least = nullptr;
     for (const plan &each : plans) {
         int64_t rows = each.key.num_rows;
+        if (!each.is_chosen || rows <= key->num_rows || rows >= 2 * key->num_rows) continue;
         plan_key same = each.key;
         same.num_rows = key->num_rows;
-        bool is_near = each.is_chosen && rows > key->num_rows && rows < 2 * key->num_rows;
-        if (is_near && memcmp(&same, key, sizeof same) == 0 && (!least || rows < least->key.num_rows)) least = &each;
+        if (memcmp(&same, key, sizeof same) == 0 && (!least || rows < least->key.num_rows)) least = &each;
     }
     return least;
 }

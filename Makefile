@@ -46,7 +46,7 @@ format: ## C and CUDA sources by clang-format 14
 # Small cases, each line less than a minute. initcheck sees nothing of what cuBLAS's kernels write by bulk copies, hence
 # not linear; attention under racecheck with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
-OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample linear zero_rows)
+OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample sample_linear linear zero_rows)
 SMALL := not large and (bfloat16 or not sample and not linear)
 ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
 CASES := (case or oracle) and (cuda:0 or fp8 or bfloat16)

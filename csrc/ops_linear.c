@@ -1,17 +1,17 @@
-/* ops_linear.c - validation of linear: out = x @ weight.T + bias. */
+/* ops_linear.c - validation of linear: out = x @ weight.T + bias, and of sample_linear, which samples of a product. */
 #include "ops.h"
 
-/* Whether two matrices of one dtype have an element in common. Column ranges of one buffer do not. */
+/* Whether two matrices, or a matrix and a row, have memory in common. Column ranges of one buffer do not. */
 static bool overlap(const pk_view *a, const pk_view *b)
 {
-    if (a->dtype != b->dtype || pk_view_numel(a) == 0 || pk_view_numel(b) == 0) return false;
-    int64_t bytes = (int64_t)pk_dtype_bytes(a->dtype);
+    if (pk_view_numel(a) == 0 || pk_view_numel(b) == 0) return false;
+    int64_t a_bytes = (int64_t)pk_dtype_bytes(a->dtype), b_bytes = (int64_t)pk_dtype_bytes(b->dtype);
     intptr_t a_first = (intptr_t)a->data, b_first = (intptr_t)b->data;
-    int64_t a_row = a->stride[0] * bytes, b_row = b->stride[0] * bytes;
+    int64_t a_row = a->stride[0] * a_bytes, b_row = b->stride[0] * b_bytes;
     intptr_t a_last = a_first + (a->shape[0] - 1) * a_row, b_last = b_first + (b->shape[0] - 1) * b_row;
     intptr_t a_low = a_first < a_last ? a_first : a_last, a_high = (a_first < a_last ? a_last : a_first);
     intptr_t b_low = b_first < b_last ? b_first : b_last, b_high = (b_first < b_last ? b_last : b_first);
-    int64_t a_width = a->shape[1] * bytes, b_width = b->shape[1] * bytes;
+    int64_t a_width = (a->ndim > 1 ? a->shape[1] : 1) * a_bytes, b_width = (b->ndim > 1 ? b->shape[1] : 1) * b_bytes;
     if (a_high + a_width <= b_low || b_high + b_width <= a_low) return false;
     if (a_row != b_row || a_row <= 0) return true;
     int64_t distance = (b_low - a_low) % a_row; /* from a's columns to b's, in one row */
@@ -19,15 +19,15 @@ static bool overlap(const pk_view *a, const pk_view *b)
     return distance < a_width || distance + b_width > a_row;
 }
 
-static pk_linear_args args_of(const pk_env *env, const pk_view *x, const pk_view *weight, const pk_view *out)
+static pk_linear_args args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
 {
     return (pk_linear_args){
         .x = x->data,
         .weight = weight->data,
         .out = out->data,
-        .num_rows = pk_dim(env, 'T'),
-        .in_features = pk_dim(env, 'K'),
-        .out_features = pk_dim(env, 'N'),
+        .num_rows = x->shape[0],
+        .in_features = x->shape[1],
+        .out_features = weight->shape[0],
         .x_stride = x->stride[0],
         .weight_stride = weight->stride[0],
         .out_stride = out->stride[0],
@@ -86,7 +86,7 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     if (overlap(x, &out->view)) return pk_fail(err, PK_ELAYOUT, "out: overlaps x, which is read while it is written");
     if (gate_up && overlap(x, gate_up))
         return pk_fail(err, PK_ELAYOUT, "gate_up: overlaps x, which is read while it is written");
-    pk_linear_args args = args_of(&env, x, weight, &out->view);
+    pk_linear_args args = args_of(x, weight, &out->view);
     args.bias = bias ? bias->data : NULL;
     args.weight_is_constant = options->weight_is_constant;
     args.adds_to_out = options->adds_to_out;
@@ -108,6 +108,27 @@ pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk
     PK_EXPECT(&env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
-    pk_linear_args args = args_of(&env, x, weight, out);
+    pk_linear_args args = args_of(x, weight, out);
     return backend->linear_algorithms(env.device, &args, choices, algorithm, err);
+}
+
+pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_is_constant, const pk_sample_call *call,
+                           pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend;
+    pk_sample_linear_args args;
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "weight", weight, "V K", PK_SAME);
+    PK_BACKEND_OP(env.device, linear, &backend, err);
+    PK_TRY(pk_read_sample_call(&env, call, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
+    const char *overlaps = overlap(x, call->logits) ? "logits" : overlap(x, &call->out->view) ? "out" : NULL;
+    if (overlaps) return pk_fail(err, PK_ELAYOUT, "%s: overlaps x, which is read while it is written", overlaps);
+    args.linear = args_of(x, weight, call->logits);
+    args.linear.weight_is_constant = weight_is_constant;
+    if (backend->sample_linear_fuses && backend->sample_linear_fuses(env.device, &args))
+        return backend->sample_linear(env.device, &args, stream, err);
+    PK_TRY(backend->linear(env.device, &args.linear, stream, err));
+    return backend->sample(env.device, &args.sample, stream, err);
 }

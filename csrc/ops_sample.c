@@ -1,6 +1,6 @@
 /* ops_sample.c - validation of sample, count_tokens and token_logprobs. What is computed is defined in csrc/sampling.h.
  */
-#include "pk.h"
+#include "ops.h"
 
 #include <stdio.h>
 
@@ -41,40 +41,48 @@ static pk_status expect_counts(pk_env *env, const pk_sample_call *call, pk_sampl
     return PK_OK;
 }
 
-pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err)
+pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, const pk_backend **backend,
+                              pk_sample_args *args)
 {
-    pk_env env;
-    pk_env_init(&env, err);
-    PK_EXPECT(&env, "logits", call->logits, "T V", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "temperatures", call->temperatures, "T", PK_ACCEPT_F32);
-    PK_EXPECT(&env, "seeds", call->seeds, "T", PK_ACCEPT_I64);
-    PK_EXPECT(&env, "positions", call->positions, "T", PK_ACCEPT_I32);
-    PK_TRY(check_vocab_size(&env, "logits", 1, err));
-    pk_sample_args args = {
+    PK_EXPECT(env, "logits", call->logits, "T V", flags);
+    PK_EXPECT(env, "temperatures", call->temperatures, "T", PK_ACCEPT_F32);
+    PK_EXPECT(env, "seeds", call->seeds, "T", PK_ACCEPT_I64);
+    PK_EXPECT(env, "positions", call->positions, "T", PK_ACCEPT_I32);
+    PK_TRY(check_vocab_size(env, "logits", 1, env->err));
+    *args = (pk_sample_args){
         .logits = call->logits->data,
         .temperatures = call->temperatures->data,
         .seeds = call->seeds->data,
         .positions = call->positions->data,
-        .num_rows = pk_dim(&env, 'T'),
-        .vocab_size = pk_dim(&env, 'V'),
+        .num_rows = pk_dim(env, 'T'),
+        .vocab_size = pk_dim(env, 'V'),
         .logits_stride = call->logits->stride[0],
         .dtype = call->logits->dtype,
     };
     const void *top_k, *top_p, *min_p, *repetition, *presence, *frequency, *slots;
-    PK_TRY(expect_per_row(&env, "top_k", call->top_k, PK_ACCEPT_I32, &top_k));
-    PK_TRY(expect_per_row(&env, "top_p", call->top_p, PK_ACCEPT_F32, &top_p));
-    PK_TRY(expect_per_row(&env, "min_p", call->min_p, PK_ACCEPT_F32, &min_p));
-    PK_TRY(expect_per_row(&env, "repetition_penalties", call->repetition_penalties, PK_ACCEPT_F32, &repetition));
-    PK_TRY(expect_per_row(&env, "presence_penalties", call->presence_penalties, PK_ACCEPT_F32, &presence));
-    PK_TRY(expect_per_row(&env, "frequency_penalties", call->frequency_penalties, PK_ACCEPT_F32, &frequency));
-    PK_TRY(expect_per_row(&env, "slots", call->slots, PK_ACCEPT_I32, &slots));
-    PK_TRY(expect_counts(&env, call, &args));
-    args.top_k = top_k, args.top_p = top_p, args.min_p = min_p, args.slots = slots;
-    args.repetition_penalties = repetition, args.presence_penalties = presence, args.frequency_penalties = frequency;
+    PK_TRY(expect_per_row(env, "top_k", call->top_k, PK_ACCEPT_I32, &top_k));
+    PK_TRY(expect_per_row(env, "top_p", call->top_p, PK_ACCEPT_F32, &top_p));
+    PK_TRY(expect_per_row(env, "min_p", call->min_p, PK_ACCEPT_F32, &min_p));
+    PK_TRY(expect_per_row(env, "repetition_penalties", call->repetition_penalties, PK_ACCEPT_F32, &repetition));
+    PK_TRY(expect_per_row(env, "presence_penalties", call->presence_penalties, PK_ACCEPT_F32, &presence));
+    PK_TRY(expect_per_row(env, "frequency_penalties", call->frequency_penalties, PK_ACCEPT_F32, &frequency));
+    PK_TRY(expect_per_row(env, "slots", call->slots, PK_ACCEPT_I32, &slots));
+    PK_TRY(expect_counts(env, call, args));
+    args->top_k = top_k, args->top_p = top_p, args->min_p = min_p, args->slots = slots;
+    args->repetition_penalties = repetition, args->presence_penalties = presence, args->frequency_penalties = frequency;
+    PK_BACKEND_OP(env->device, sample, backend, env->err);
+    PK_EXPECT_OUTPUT(env, "out", call->out, "T", PK_I32, PK_ACCEPT_I32);
+    args->out = call->out->view.data;
+    return PK_OK;
+}
+
+pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err)
+{
+    pk_env env;
     const pk_backend *backend;
-    PK_BACKEND_OP(env.device, sample, &backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", call->out, "T", PK_I32, PK_ACCEPT_I32);
-    args.out = call->out->view.data;
+    pk_sample_args args;
+    pk_env_init(&env, err);
+    PK_TRY(pk_read_sample_call(&env, call, PK_ANY_FLOAT, &backend, &args));
     return backend->sample(env.device, &args, stream, err);
 }
 

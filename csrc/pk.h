@@ -331,6 +331,13 @@ typedef struct {
     pk_dtype dtype;
 } pk_sample_args;
 
+/* sample_linear: sample of linear's product. The two meet in memory for the logits, linear.out and sample.logits, of
+ * float32; nobody reads there afterwards. No penalties, filters or counts; no bias or gate. */
+typedef struct {
+    pk_linear_args linear;
+    pk_sample_args sample;
+} pk_sample_linear_args;
+
 /* take_sampled: token_ids[t] = max(sampled[-1 - token_ids[t]], 0) where token_ids[t] is negative */
 typedef struct {
     int32_t *token_ids;     /* [num_tokens] */
@@ -404,6 +411,9 @@ typedef struct pk_backend {
                                     pk_error *err);
     pk_status (*silu_and_mul)(pk_device device, const pk_silu_args *args, pk_stream stream, pk_error *err);
     pk_status (*sample)(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err);
+    /* Both NULL where nothing does the two in one; sample_linear is called only where sample_linear_fuses. */
+    pk_status (*sample_linear)(pk_device device, const pk_sample_linear_args *args, pk_stream stream, pk_error *err);
+    bool (*sample_linear_fuses)(pk_device device, const pk_sample_linear_args *args);
     pk_status (*take_sampled)(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
     pk_status (*count_tokens)(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
     pk_status (*token_logprobs)(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
@@ -530,6 +540,9 @@ typedef struct {
     pk_output *out;
 } pk_sample_call;
 pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err);
+/* call->logits is memory for x @ weight.T; the call has nothing optional. */
+pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_is_constant, const pk_sample_call *call,
+                           pk_stream stream, pk_error *err);
 pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts, pk_stream stream,
                           pk_error *err);
 pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,

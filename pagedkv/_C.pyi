@@ -285,6 +285,18 @@ def sample(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
+def sample_linear(
+    x: _T,
+    weight: _Tensor,
+    temperatures: _Tensor,
+    seeds: _Tensor,
+    positions: _Tensor,
+    *,
+    logits: _Tensor,
+    weight_is_constant: bool = False,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def count_tokens(
     prompt_ids: _Tensor, output_ids: _Tensor, counts: _Tensor, *, stream: _Stream = None
 ) -> None: ...

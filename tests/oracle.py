@@ -164,8 +164,8 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_c
 # --- sampling
 
 
-def philox4x32(counter, key, rounds: int = 10) -> list[int]:
-    """Philox4x32 of Salmon et al. 2011, in Python integers: 4 words from 4 words of counter and 2 of key."""
+def philox4x32(counter, key, rounds: int = 10) -> list:
+    """Philox4x32 of Salmon et al. 2011: 4 words from 4 words of counter, integers or arrays of uint64, and 2 of key."""
     c, k, mask = list(counter), list(key), 0xFFFFFFFF
     for _ in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
@@ -181,7 +181,8 @@ def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
 
     def words(count, stream):
-        return np.array([w for c in range(-(-count // 4)) for w in philox4x32((c, position, stream, 0), key)][:count])
+        counters = np.arange(-(-count // 4), dtype=np.uint64)
+        return np.stack(philox4x32((counters, position, stream, 0), key), axis=-1).reshape(-1)[:count].astype(np.int64)
 
     def exponential(word):
         return -np.log1p(-np.minimum((word + 0.5) * 2.0**-32, 1 - 2.0**-24))

@@ -171,6 +171,8 @@ BUFFER = floats(6, 20)
     (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True), ValueError, "add_to_out: needs out"),
     (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True, gate_up=floats(2, 4), out=floats(2, 2)),
      ValueError, "add_to_out: not with gate_up"),
+    (lambda: pagedkv.linear(BUFFER[:, :4].view(np.float16), np.zeros((4, 8), np.float16), out=BUFFER[:, 3:7]),
+     BufferError, "out: overlaps x"),
     (lambda: pagedkv.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
 ])  # fmt: skip
 def test_refusals(call, error, message):

@@ -22,6 +22,8 @@ CALLS = {
     "qkv_attention_fwd": lambda t: pagedkv.qkv_attention_fwd(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32),
         t(0, 2, dtype=np.int32), t(0, dtype=np.int32)),
+    "sample_linear": lambda t: pagedkv.sample_linear(
+        t(0, 8), t(11, 8), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32), logits=t(0, 11)),
     "sample": lambda t: pagedkv.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
 }  # fmt: skip
 

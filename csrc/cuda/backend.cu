@@ -244,6 +244,6 @@ static pk_status launch(pk_device device, const Args *args, pk_stream stream, pk
     return call.status == PK_OK ? LAUNCHER(args, call) : call.status;
 }
 
-#define PK_CUDA_ENTRY(entry) pk_cuda_##entry,
-#define PK_CUDA_OP_ENTRY(op) launch<pk_cuda_##op>,
-const pk_backend pk_cuda_backend = {"cuda", PK_CUDA_ENTRIES(PK_CUDA_ENTRY, PK_CUDA_OP_ENTRY)};
+#define PK_CUDA_ENTRY(entry) .entry = pk_cuda_##entry,
+#define PK_CUDA_OP_ENTRY(op) .op = launch<pk_cuda_##op>,
+const pk_backend pk_cuda_backend = {.name = "cuda", PK_CUDA_ENTRIES(PK_CUDA_ENTRY, PK_CUDA_OP_ENTRY)};

@@ -40,6 +40,12 @@ PyObject *py_call_end(py_call *call, PyObject *result)
     return call->has_failed ? NULL : py_raise(call->state, &call->err);
 }
 
+void py_call_ensure_blas(py_call *call, const pk_view *x)
+{
+    if (!call->has_failed && x->device.type == PK_CPU && x->ndim == 2)
+        call->has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
+}
+
 void py_call_release_gil(py_call *call)
 {
     pk_cpu_adopt_num_threads();

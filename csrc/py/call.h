@@ -70,6 +70,9 @@ void py_call_output(py_call *call, int parameter, py_output *output);
 /* A new reference to what the operation wrote; NULL where the call failed. Call it once for every py_call_output. */
 PyObject *py_output_result(py_output *output);
 
+/* Before a product with so many rows as `x`: imports NumPy where that brings the BLAS of the CPU. */
+void py_call_ensure_blas(py_call *call, const pk_view *x);
+
 /* Releases the GIL around an operation of the CPU that is not trivially small. It is kept for CUDA: launches are short,
  * and taking it back costs up to milliseconds where other threads want it. */
 void py_call_release_gil(py_call *call);

@@ -118,8 +118,7 @@ static PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t n
         .adds_to_out = py_call_bool(&call, ADD_TO_OUT, false),
         .weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false),
     };
-    if (!call.has_failed && x->device.type == PK_CPU && x->ndim == 2)
-        call.has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
+    py_call_ensure_blas(&call, x);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_linear(x, weight, &options, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));

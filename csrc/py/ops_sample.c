@@ -1,5 +1,5 @@
 /* ops_sample.c - sampling, for Python: bind, make views, call. No rule about shapes is here: those are in
- * csrc/ops_sample.c; what is computed is defined in csrc/sampling.h. */
+ * csrc/ops_sample.c and ops_linear.c; what is computed is defined in csrc/sampling.h. */
 #include "py/call.h"
 #include "py/docs.h"
 
@@ -33,12 +33,11 @@ PyDoc_STRVAR(
     "row's token is -1 and check_errors() raises.\n\n"
     "The draw takes the largest x + temperature * g, computed in float32, the lowest token of equals; the first where x\n"
     "is inf. The g are independent Gumbel variates of Philox4x32-10 (Salmon et al. 2011) with the low and the high half\n"
-    "of the seed as key: g = -log(E(u) / 8 + (v % 8 != y % 8) * E(((z(v) >> 1) + 0.5) * 2**-31)) of token v with\n"
-    "E(w) = -log(1 - min(w, 1 - 2**-24)); y 16 bits b % 8 (low ones first) of the words at counter (b // 8, position,\n"
-    "0, 0) for b = v // 8; z(v) word v % 4 at counter (v // 4, position, 1, 0); and u = ((y >> 3) +\n"
-    "((z(8 * b + y % 8) >> 9) + 0.5) * 2**-23) * 2**-13: the least of 8 exponential variates, and what the others have\n"
-    "more. So a row's token depends on its logits, parameters, seed and position only: not on the batch, on chunking,\n"
-    "on threads or on the device. A temperature above 1e28 is taken as 1e28.");
+    "of the seed as key: g = -log(E(y) / 16 + (v % 16 != (y * 0x9E3779B9 % 2**32) >> 28) * E(z)) of token v with\n"
+    "E(w) = -log(1 - min((w + 0.5) * 2**-32, 1 - 2**-24)), y word b % 4 at counter (b // 4, position, 0, 0) for\n"
+    "b = v // 16, and z word v % 4 at counter (v // 4, position, 1, 0): the least of 16 exponential variates, and what\n"
+    "the others have more. So a row's token depends on its logits, parameters, seed and position only: not on the batch,\n"
+    "on chunking, on threads or on the device. A temperature above 1e28 is taken as 1e28.");
 static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum {
@@ -77,6 +76,40 @@ static PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t n
     };
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_sample(&request, call.stream, &call.err));
+    return py_call_end(&call, py_output_result(&out));
+}
+
+PyDoc_STRVAR(
+    sample_linear_doc,
+    "sample_linear($module, x, weight, temperatures, seeds, positions, *, logits, weight_is_constant=False, out=None, "
+    "stream=None)\n--\n\n"
+    "The tokens that sample takes of the logits x @ weight.T, accumulated in float32: the head of a model and the draw.\n\n"
+    "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [vocab_size, in_features] of x's dtype.\n"
+    "temperatures, seeds, positions: one number a row, see sample. Returns out, [num_rows] int32.\n"
+    "logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where a\n"
+    "kernel of a GPU does all of it, no logits are ever in memory. It adds in an order of its own, so a near tie may\n"
+    "fall the other way than with linear and sample.\n"
+    "weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "What sample refuses is refused as there: by name on the CPU, with -1 and check_errors() on CUDA.");
+static PyObject *py_sample_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { X, WEIGHT, TEMPERATURES, SEEDS, POSITIONS, LOGITS, WEIGHT_IS_CONSTANT, OUT, STREAM };
+    py_call call;
+    py_output out;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_sample_linear, STREAM, args, nargs, kwnames) < 0)
+        return NULL;
+    const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
+    const pk_sample_call request = {
+        .temperatures = py_call_tensor(&call, TEMPERATURES),
+        .seeds = py_call_tensor(&call, SEEDS),
+        .positions = py_call_tensor(&call, POSITIONS),
+        .logits = py_call_writable(&call, LOGITS),
+        .out = &out.base,
+    };
+    const bool weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false);
+    py_call_ensure_blas(&call, x);
+    py_call_output(&call, OUT, &out);
+    PY_CALL_RUN(&call, pk_sample_linear(x, weight, weight_is_constant, &request, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));
 }
 
@@ -128,6 +161,7 @@ static PyObject *py_token_logprobs(PyObject *module, PyObject *const *args, Py_s
 
 PyMethodDef py_sample_functions[] = {
     PY_METHOD("sample", py_sample, sample_doc),
+    PY_METHOD("sample_linear", py_sample_linear, sample_linear_doc),
     PY_METHOD("count_tokens", py_count_tokens, count_tokens_doc),
     PY_METHOD("token_logprobs", py_token_logprobs, token_logprobs_doc),
     {NULL, NULL, 0, NULL},

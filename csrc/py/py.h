@@ -45,7 +45,8 @@
     X(store_kvcache) X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
     X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
     X(use_linear_algorithm)                                                                                           \
-    X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(take_sampled) X(count_tokens) X(token_logprobs)                 \
+    X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(sample_linear) X(take_sampled) X(count_tokens)                  \
+    X(token_logprobs)                                                                                                 \
     X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \
     X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
     X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \

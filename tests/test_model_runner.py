@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, write_model
 
@@ -39,7 +40,7 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
             step.lengths.append(length)
         if n:
             step.num_decodes = len(sequences)
-            step.sources = [pending[1].sequences.index(seq) for seq in step.sequences]
+            step.sources = np.array([pending[1].sequences.index(seq) for seq in step.sequences])
         launched = runner.launch(step)
         if pending:
             take(*pending, sequences, tokens)

@@ -106,13 +106,13 @@ class Engine:
 
     def known_tokens(self, step: Step, i: int) -> list[int]:
         seq = step.sequences[i]
-        source = step.sources[i] if i < step.num_decodes else -1
-        if source < 0:
+        if i >= step.num_decodes or i in step.known:
             assert len(seq.tokens) >= step.starts[i] + step.lengths[i]
             return list(seq.tokens)
         assert self.behind and len(seq.tokens) == step.starts[i]
-        assert self.launched[0][source] is seq
-        return [*seq.tokens, self.launched[1][source]]
+        row = step.sources[i]
+        assert self.launched[0][row] is seq
+        return [*seq.tokens, self.launched[1][row]]
 
     def move_pages(self, step: Step) -> None:
         size = self.manager.block_size
@@ -381,11 +381,11 @@ def test_the_token_behind_an_early_end_is_dropped():
     goes_on = engine.submit([4, 5, 6, 7], 9)
     engine.step()
     step = engine.step()  # its tokens are not known yet, so both decode
-    assert step.sequences == [ends, goes_on] and step.sources == [0, 1]
+    assert step.sequences == [ends, goes_on] and step.sources.tolist() == [0, 1]
     assert (list(ends.tokens[3:]), ends.finish_reason) == ([first], "stop")
     assert engine.manager.stats()["num_seqs"] == 1  # its pages are free while the step that needs none of them runs
     step = engine.step()
-    assert (step.sequences, step.sources) == ([goes_on], [1])
+    assert (step.sequences, step.sources.tolist(), step.known) == ([goes_on], [1], [])
     engine.finish()
     assert list(ends.tokens[3:]) == [first]
 

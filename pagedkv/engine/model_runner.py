@@ -297,12 +297,9 @@ class ModelRunner:
             host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
             host.next_positions[:] = arrays.context_lens[step.sampled]
         end = num_decodes
-        host.token_ids[:end] = step.sources
-        np.subtract(-1, host.token_ids[:end], out=host.token_ids[:end])
-        if -1 in step.sources:
-            for i, source in enumerate(step.sources):
-                if source < 0:
-                    host.token_ids[i] = step.sequences[i].tokens[-1]
+        np.subtract(-1, step.sources, out=host.token_ids[:end])
+        if step.known:
+            host.token_ids[step.known] = [step.sequences[i].tokens[-1] for i in step.known]
         for i in range(num_decodes, num_seqs):
             start, length = step.starts[i], step.lengths[i]
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]

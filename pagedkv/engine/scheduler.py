@@ -51,12 +51,14 @@ class Step:
     lengths: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # indices of the sequences that get a token
     num_decodes: int = 0  # the first so many compute one token that was sampled
-    sources: list[int] = field(default_factory=list)  # of every decode: its token is in this row of what the step
-    # before sampled; -1: it is known, and in Sequence.tokens
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # of the decodes: their tokens are in
+    # these rows of what the step before sampled
+    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.tokens
     is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
-    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but a
-    # stop token ends one of the sequences
-    stop_ids: frozenset[int] = frozenset()  # of its decodes
+    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
+    # one of end_ids ends one of the sequences
+    end_ids: frozenset[int] = frozenset()  # tokens that end one of its decodes; -1 stands for none
+    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get behind it at least
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
@@ -80,14 +82,25 @@ class Step:
 
     def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         """The next token of each, as the first of the step; `ends` are their num_tokens."""
+        self._plan(decodes, ids, ends)
+        self.starts = [end - 1 for end in ends]
+        self.sources = np.array([seq.source for seq in decodes], np.int32)
+        self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if len(seq.tokens) == end]
+        for row, seq in enumerate(decodes):
+            seq.source = row
+
+    def go_on(self, last: Step, ends: list[int]) -> None:
+        """The same behind a step that decoded nothing but these sequences."""
+        self._plan(last.sequences.copy(), last.ids.copy(), ends)
+        self.starts = last.ends.copy()
+        self.sources = np.arange(self.num_decodes, dtype=np.int32)
+        self.known = self.sampled.copy() if len(self.sequences[0].tokens) == ends[0] else []
+
+    def _plan(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         self.num_decodes = len(decodes)
         self.sequences, self.ids, self.ends = decodes, ids, ends
-        self.starts = [end - 1 for end in ends]
-        self.lengths = [1] * len(decodes)
-        self.sampled = list(range(len(decodes)))
-        self.sources = [seq.source if len(seq.tokens) < end else -1 for seq, end in zip(decodes, ends, strict=True)]
-        for row, seq, end in zip(self.sampled, decodes, ends, strict=True):
-            seq.source = row
+        self.lengths, self.sampled = [1] * len(decodes), list(range(len(decodes)))
+        for seq, end in zip(decodes, ends, strict=True):
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1
 
@@ -137,9 +150,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
-        self._retire()
         step = Step()
-        has_room = self._grow(step)
+        has_room = self._go_on(step) or self._grow(step)
         budget = self.max_num_batched_tokens - step.num_decodes
         if len(self.running) > step.num_decodes:
             for seq in self.running:
@@ -156,14 +168,29 @@ class Scheduler:
 
     def _follow(self, step: Step) -> None:
         """What the step has in common with the one before need not be done again."""
-        last = self._last
-        step.is_same_batch = step.num_decodes == len(step.sequences) and step.sequences == self._last_sampled
-        if step.is_same_batch and last.num_decodes == len(last.sequences):
-            last.goes_on, step.stop_ids = True, last.stop_ids
-        else:
-            step.stop_ids = frozenset().union(*(seq.eos_token_ids for seq in step.sequences[: step.num_decodes]))
+        last, only_decodes = self._last, step.num_decodes == len(step.sequences)
+        step.is_same_batch = only_decodes and step.sequences == self._last_sampled
+        if step.is_same_batch and last.num_left:
+            last.goes_on, step.end_ids, step.num_left = True, last.end_ids, last.num_left - 1
+        elif only_decodes:
+            step.end_ids = frozenset([-1]).union(*(seq.eos_token_ids for seq in step.sequences))
+            step.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in step.sequences)
         self._last = step
         self._last_sampled = step.sequences if step.is_same_batch else [step.sequences[i] for i in step.sampled]
+
+    def _go_on(self, step: Step) -> bool:
+        """As _grow() does, where the step before only decoded and nothing has happened to its sequences; or nothing."""
+        last = self._last
+        if not last.num_left or self.running != last.sequences:
+            return False
+        ends = [end + 1 for end in last.ends]
+        try:
+            step.copies = self.manager.reserve_batch(last.ids, ends)
+        except OutOfBlocks:
+            return False
+        step.go_on(last, ends)
+        self._append_known(step)
+        return True
 
     def _retire(self) -> None:
         """Sequences whose last token is sampled need no page any more."""
@@ -183,6 +210,7 @@ class Scheduler:
 
         Returns whether all had room.
         """
+        self._retire()
         decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
         preempted: list[np.ndarray] = []
         has_room = True
@@ -199,10 +227,13 @@ class Scheduler:
             step.swap_out = np.concatenate(preempted)
         if decodes:
             step.add_decodes(decodes, ids, ends)
-            if -1 in step.sources:
-                known = [seq for seq, source in zip(decodes, step.sources, strict=True) if source < 0]
-                self.manager.append_batch([seq.id for seq in known], [seq.tokens[-1] for seq in known])
+            self._append_known(step)
         return has_room
+
+    def _append_known(self, step: Step) -> None:
+        if step.known:
+            known = [step.sequences[i] for i in step.known]
+            self.manager.append_batch([seq.id for seq in known], [seq.tokens[-1] for seq in known])
 
     def _preempt_last(self, swapped: list[np.ndarray]) -> Sequence:
         seq = self.running.pop()
@@ -300,7 +331,7 @@ class Scheduler:
 
         The next step may have been scheduled meanwhile, but no further one.
         """
-        if step.goes_on and min(tokens) >= 0 and step.stop_ids.isdisjoint(tokens):
+        if step.goes_on and step.end_ids.isdisjoint(tokens):
             for seq, token in zip(step.sequences, tokens, strict=True):
                 seq.tokens.append(token)
             self.manager.append_batch(step.ids, tokens)

@@ -49,9 +49,9 @@ def summary(llm: LLM, requests: list[traces.Request], sequences: list[Sequence],
     served = [seq for seq in sequences if seq.error is None]
     first = [(seq.first_token_time - seq.start_time) * 1e3 for seq in served]
     each = [
-        (seq.finish_time - seq.first_token_time) * 1e3 / (len(seq.tokens) - seq.num_prompt_tokens - 1)
+        (seq.finish_time - seq.first_token_time) * 1e3 / (len(seq.new_tokens) - 1)
         for seq in served
-        if len(seq.tokens) > seq.num_prompt_tokens + 1
+        if len(seq.new_tokens) > 1
     ]
     stats = llm.manager.stats()
     return {
@@ -60,7 +60,7 @@ def summary(llm: LLM, requests: list[traces.Request], sequences: list[Sequence],
         "seconds": seconds,
         "prompt_tokens": sum(seq.num_prompt_tokens for seq in served),
         "hit_tokens": stats["hit_tokens"],
-        "new_tokens": sum(len(seq.tokens) - seq.num_prompt_tokens for seq in served),
+        "new_tokens": sum(len(seq.new_tokens) for seq in served),
         "preemptions": llm.scheduler.num_preemptions,
         "first_token_ms": {f"p{p}": float(np.percentile(first, p)) for p in (50, 90, 99)},
         "token_ms": {f"p{p}": float(np.percentile(each, p)) for p in (50, 90, 99)},

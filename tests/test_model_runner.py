@@ -51,7 +51,7 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
 
 def take(launched, step: Step, sequences: list[Sequence], tokens: list[list[int]]) -> None:
     for seq, token in zip(step.sequences, launched.tokens(), strict=True):
-        seq.tokens.append(token)
+        seq.new_tokens.append(token)
         tokens[sequences.index(seq)].append(token)
 
 

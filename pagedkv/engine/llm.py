@@ -267,7 +267,7 @@ class LLM:
 
     def _output(self, prompt: Prompt, prompt_token_ids: Iterable[int], seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None and seq.finish_time is not None
-        token_ids, text = seq.tokens[seq.num_prompt_tokens :].tolist(), None
+        token_ids, text = seq.new_tokens, None
         if self.tokenizer.exists:
             text = self.tokenizer.decode(token_ids[:-1] if seq.finish_reason == "stop" else token_ids)
         ttft = None if seq.first_token_time is None else seq.first_token_time - seq.start_time

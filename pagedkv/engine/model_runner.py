@@ -239,7 +239,7 @@ class ModelRunner:
     # --- a step
 
     def launch(self, step: Step) -> Launched:
-        """Starts the step. A token of a sequence that is not in Sequence.tokens yet is taken from the launch before."""
+        """Starts the step. A token of a sequence that is not in Sequence.new_tokens yet is taken from the launch before."""
         self._turn = turn = 1 - self._turn
         event, num_rows = self.events[turn], len(step.sampled)
         if event is not None:
@@ -299,7 +299,7 @@ class ModelRunner:
         end = num_decodes
         np.subtract(-1, step.sources, out=host.token_ids[:end])
         if step.known:
-            host.token_ids[step.known] = [step.sequences[i].tokens[-1] for i in step.known]
+            host.token_ids[step.known] = [step.sequences[i].new_tokens[-1] for i in step.known]
         for i in range(num_decodes, num_seqs):
             start, length = step.starts[i], step.lengths[i]
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]

@@ -78,6 +78,7 @@ class SamplingOptions:
         if self._counts is None:
             self._counts = pagedkv.empty(self._counts_shape, "int32", self._device)
             self._token_ids = pagedkv.empty(self._max_model_len, "int32", self._device)
-        ids = self._token_ids[: len(seq.tokens)].copy_(np.asarray(seq.tokens))
+        tokens = np.asarray(seq.tokens)
+        ids = self._token_ids[: len(tokens)].copy_(tokens)
         end = seq.num_prompt_tokens
         pagedkv.count_tokens(ids[:end], ids[end:], self._counts[self._slots[seq.id]])

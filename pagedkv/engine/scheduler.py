@@ -53,7 +53,7 @@ class Step:
     num_decodes: int = 0  # the first so many compute one token that was sampled
     sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # of the decodes: their tokens are in
     # these rows of what the step before sampled
-    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.tokens
+    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.new_tokens
     is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
     goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
     # one of end_ids ends one of the sequences
@@ -85,7 +85,7 @@ class Step:
         self._plan(decodes, ids, ends)
         self.starts = [end - 1 for end in ends]
         self.sources = np.array([seq.source for seq in decodes], np.int32)
-        self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if len(seq.tokens) == end]
+        self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if seq.num_known == end]
         for row, seq in enumerate(decodes):
             seq.source = row
 
@@ -94,7 +94,7 @@ class Step:
         self._plan(last.sequences.copy(), last.ids.copy(), ends)
         self.starts = last.ends.copy()
         self.sources = np.arange(self.num_decodes, dtype=np.int32)
-        self.known = self.sampled.copy() if len(self.sequences[0].tokens) == ends[0] else []
+        self.known = self.sampled.copy() if self.sequences[0].num_known == ends[0] else []
 
     def _plan(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         self.num_decodes = len(decodes)
@@ -233,7 +233,7 @@ class Scheduler:
     def _append_known(self, step: Step) -> None:
         if step.known:
             known = [step.sequences[i] for i in step.known]
-            self.manager.append_batch([seq.id for seq in known], [seq.tokens[-1] for seq in known])
+            self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
 
     def _preempt_last(self, swapped: list[np.ndarray]) -> Sequence:
         seq = self.running.pop()
@@ -255,7 +255,7 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
             seq = self.waiting[0]
-            if len(seq.tokens) < seq.num_tokens or self._was_refused(seq):
+            if seq.num_known < seq.num_tokens or self._was_refused(seq):
                 break  # its newest token is not known yet, or it did not fit
             if self._waits_for_prefix(seq):
                 passed.append(self.waiting.popleft())
@@ -333,7 +333,7 @@ class Scheduler:
         """
         if step.goes_on and step.end_ids.isdisjoint(tokens):
             for seq, token in zip(step.sequences, tokens, strict=True):
-                seq.tokens.append(token)
+                seq.new_tokens.append(token)
             self.manager.append_batch(step.ids, tokens)
             return []
         sequences = step.sequences
@@ -347,7 +347,7 @@ class Scheduler:
             seq.append(token, now)
             if seq.finish_reason is not None:
                 finished.append(seq)
-            elif len(seq.tokens) <= seq.num_in_pages:
+            elif seq.num_known <= seq.num_in_pages:
                 ids.append(seq.id)
                 grown.append(token)
         if ids:

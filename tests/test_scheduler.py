@@ -44,7 +44,7 @@ class Engine:
             self.manager, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=10_000
         )
         self.behind = behind
-        self.in_flight: deque[tuple[Step, list[int]]] = deque()
+        self.in_flight: deque[tuple[Step, tuple, list[int]]] = deque()  # and its plan, and what is sampled
         self.launched: tuple[list[Sequence], list[int]] = [], []  # the step before: who sampled, and what
         self.slots = [STALE] * (num_blocks * block_size)
         self.host_slots = [STALE] * (num_host_blocks * block_size)
@@ -67,13 +67,16 @@ class Engine:
         assert sum(step.lengths) <= scheduler.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert step.lengths[: step.num_decodes] == [1] * step.num_decodes
+        assert all(i < step.num_decodes for i in step.known)
         assert step.copies is None or len(step.copies) == 0
         if step.sequences:
-            self.in_flight.append((step, self.launch(step)))
+            self.in_flight.append((step, plan_of(step), self.launch(step)))
             scheduler.commit(step)
             self.manager.check()
         if len(self.in_flight) > self.behind or not step.sequences:
-            scheduler.update(*self.in_flight.popleft(), now=float(scheduler.step_number))
+            planned, plan, tokens = self.in_flight.popleft()
+            assert plan_of(planned) == plan, "a later step changed it"
+            scheduler.update(planned, tokens, now=float(scheduler.step_number))
         self.manager.check()
         return step
 
@@ -133,6 +136,12 @@ class Engine:
         assert self.manager.num_free_blocks == self.manager.num_blocks
         assert self.manager.num_free_host_blocks == self.manager.num_host_blocks
         assert len(self.manager) == 0
+
+
+def plan_of(step: Step) -> tuple:
+    """What must not change while the step is on its way."""
+    lists = step.sequences, step.ids, step.starts, step.ends, step.lengths, step.sampled, step.known
+    return tuple(list(one) for one in lists)
 
 
 def next_token(tokens) -> int:

@@ -383,6 +383,18 @@ def test_one_step_behind_costs_nothing_where_lengths_say_the_end():
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_sequence_that_arrives_beside_a_batch_that_goes_on(behind):
+    engine = Engine(20, 2, behind=behind, caching=False)
+    first = engine.submit([1, 2, 3], 9)
+    for _ in range(4):
+        engine.step()
+    second = engine.submit([4, 5, 6, 7], 9)
+    step = engine.step()
+    assert (step.sequences, step.lengths, step.num_decodes) == ([first, second], [1, 4], 1)
+    engine.finish()
+
+
 def test_the_token_behind_an_early_end_is_dropped():
     engine = Engine(20, 2, behind=1, caching=False)
     first = next_token([1, 2, 3])

@@ -200,6 +200,20 @@ def test_prompts_over_an_fp8_pool(torch, head_dim, page, k_scale):
     assert is_nan.sum() == 899 * 2 * head_dim + 1300 * 2
 
 
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (1, 0, 39)])
+def test_a_q_with_room_for_the_most_tokens_of_every_sequence(torch, lengths):
+    """Where its rows are all in use nobody decodes; where they are not, one token is answered all the same."""
+    starts = torch.tensor([0, *np.cumsum(lengths)], device="cuda", dtype=torch.int32)
+    lens = torch.tensor([300, 70, 90], device="cuda", dtype=torch.int32)
+    q, *others = make_pool(torch, 120, 300, 16, 8, 128, 16)
+    arguments = dict(cu_seqlens_q=starts, max_seqlen_q=40)
+    out = torch.full_like(q, 5.0)
+    pagedkv.paged_attention_fwd(q, *others[:2], others[2][:3], lens, out=out, **arguments)
+    expected = simple_kernel(q, *others[:2], others[2][:3], lens, **arguments)
+    torch.testing.assert_close(out[: sum(lengths)].float(), expected[: sum(lengths)], rtol=2e-2, atol=2e-2)
+    assert (out[sum(lengths) :] == 5.0).all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
     """Alone, among others (with fewer and more queries), and on other page sizes."""

@@ -50,8 +50,11 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
     if (most_rows <= (has_many_items ? 16 : 32) || is_long_and_thin || !fits_prefill) return {false, all, none};
 
-    /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. */
-    int64_t few = args->num_seqs > 1 && args->cu_seqlens_q ? pk_ceil_div(group, 8) * 8 : 0;
+    /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
+     * for the most tokens of each there are none, or some of its rows are nobody's: then prefill takes all. */
+    bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q && args->num_splits == 0;
+    bool is_mix = args->num_seqs > 1 && args->cu_seqlens_q && !are_all_long;
+    int64_t few = is_mix ? pk_ceil_div(group, 8) * 8 : 0;
     return {false, {0, few}, {few, INT64_MAX}};
 }
 

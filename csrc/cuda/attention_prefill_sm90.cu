@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         prefetch_tensor_map(&params.v_map);
     }
     __syncthreads();
+    pk_wait_for_previous_kernel();
     if (threadIdx.x < 128) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32)
@@ -123,8 +124,8 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                      args->v_head_stride));
     auto kernel = attention_prefill_kernel<head_dim, Kind>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
-    return pk_cuda_launch(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
-                          dim3(cta_shape<Kind::IS_FP8>::threads), shape::smem_bytes, params);
+    return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
+                                dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
 }
 
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)

@@ -143,7 +143,7 @@ __device__ static inline uint32_t transpose_8x8(uint32_t x)
 
 /* The arithmetic of a kernel: Element is what the tensor cores multiply, and IS_FP8 says that the cache holds e4m3,
  * which is exact in 16 bits: in fp16 by one conversion instruction for two elements; in bf16, by two more each, where
- * queries stay as they are (Hopper's prefill). */
+ * queries stay as they are (K of Hopper's prefill). */
 template <typename Element_, bool IS_FP8_>
 struct attention_kind {
     using Element = Element_;

@@ -6,7 +6,7 @@
  *     warps 1, 2    tiles of K, of V by TMA
  *     warpgroups    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
  *     1 and 2
- *     warpgroup 3   with an fp8 cache: tiles from e4m3 to the dtype of Q, two warps those of K, two those of V
+ *     warpgroup 3   with an fp8 cache: tiles from e4m3 to 16 bits, two warps those of K, two those of V
  *
  * A tile is 128 keys (64 for head_dim 256); three stages of K, two of V, two of Q. A page arrives by one TMA box: the
  * tensor map splits a slot into (slot / 8, slot % 8) and a head into columns of 64 elements, so that the box of any
@@ -19,9 +19,9 @@
  * is the softmax of one warpgroup, 64 exponentials a thread and tile; hence softmax() looks for no maxima.
  *
  * An fp8 cache has the same tiles and stages: bytes arrive in the upper half of the room that their elements need, and
- * are written over from the front (convert_tiles()). In Q's dtype, bf16 or fp16, e4m3 is exact; those who compute
- * know only the scales. head_dim 256 is left to attention_prefill_sm80.cu: a kernel of 512 threads may not have the
- * registers of its accumulators.
+ * are written over from the front (convert_tiles()): K in Q's dtype, bf16 or fp16, V (and P) in fp16, which costs less
+ * than bf16. e4m3 is exact in both; those who compute know only the scales. head_dim 256 is left to
+ * attention_prefill_sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
  *
  * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
  * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 747, 1 x 4096 614, 16 x 1024 448, ragged 16
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         if (threadIdx.x / 32 % 4 < 2)
             convert_tiles<typename Kind::Element>(&shared, &shared.k, k_smem);
         else
-            convert_tiles<typename Kind::Element>(&shared, &shared.v, v_smem);
+            convert_tiles<__half>(&shared, &shared.v, v_smem);
     }
 #endif
 }

@@ -11,6 +11,7 @@ template <int head_dim, typename Kind>
 struct consumer {
     using shape = tiling<head_dim>;
     using T = typename Kind::Element;
+    using V = std::conditional_t<Kind::IS_FP8, __half, T>; /* P, too */
     static constexpr int tile = shape::tile;
     static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
 
@@ -102,7 +103,7 @@ struct consumer {
         pin(o);
         wgmma_fence();
         for (int i = 0; i < tile; i += 16)
-            wgmma<T, head_dim>::regs_smem(o, p + i / 4, b + i / 8 * shape::columns * shape::group_bytes / 16,
+            wgmma<V, head_dim>::regs_smem(o, p + i / 4, b + i / 8 * shape::columns * shape::group_bytes / 16,
                                           i > 0 || add);
         wgmma_commit();
     }
@@ -252,7 +253,7 @@ struct consumer {
 
     __device__ __forceinline__ void pack_p()
     {
-        for (int i = 0; i < tile / 4; i++) p[i] = Kind::pack(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < tile / 4; i++) p[i] = pk_pack_pair<V>(s[2 * i], s[2 * i + 1]);
     }
 
     __device__ __forceinline__ void scale_o(const float (&factor)[2])

@@ -16,6 +16,7 @@ from test_qwen3 import poison, record_logits
 import pagedkv
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.model_runner import batch_sizes
+from pagedkv.models.qwen3 import Qwen3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,6 +104,45 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
             again = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             assert (llm.scheduler.num_preemptions > 0) == (options.get("num_blocks") == 40 and name != "wide_pages")
         assert alone == again == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
+    """Each kind has graphs of its own; a size's graph of logits is captured once, behind the first step that wants it.
+    Those of other steps may be anything."""
+    rng, sample = np.random.default_rng(6), Qwen3.sample
+    nothing = pagedkv.asarray(np.full((20, VOCAB_SIZE), np.nan, np.float32), device="cuda")
+    pagedkv.synchronize()
+
+    def sample_and_spoil(self, *args, logits, out):
+        sample(self, *args, logits=logits, out=out)
+        logits.copy_(nothing[: len(logits)])
+
+    monkeypatch.setattr(Qwen3, "sample", sample_and_spoil)
+    prompts = [rng.integers(VOCAB_SIZE, size=1 + i % 9).tolist() for i in range(30)]
+    plain = [SamplingParams(temperature=i % 3 / 2, max_tokens=5 + i, seed=i, ignore_eos=True) for i in range(30)]
+    filtered = SamplingParams(temperature=0.8, top_k=9, repetition_penalty=1.2, max_tokens=9, seed=1, ignore_eos=True)
+    reported = SamplingParams(temperature=0, logprobs=3, max_tokens=20, ignore_eos=True)
+    mixed = [filtered, reported] + plain[2:]
+    tokens, reports = [], []
+    for enforce_eager in (False, True):
+        options = {"dtype": dtype, "max_num_seqs": 20, "enforce_eager": enforce_eager, "enable_prefix_caching": False}
+        with LLM(folder, device="cuda", **POOL | options) as llm:
+            all_decodes = llm._runner._decodes.values()
+            outputs = llm.generate(prompts, plain, use_tqdm=False)
+            assert all(decodes.logits_graph is None for decodes in all_decodes)
+            graphs = []
+            for params in (mixed, plain, mixed):
+                outputs += llm.generate(prompts, params, use_tqdm=False)
+                graphs.append([decodes.logits_graph for decodes in all_decodes])
+            pagedkv.check_errors()
+        assert graphs[0] == graphs[1] == graphs[2]
+        assert any(graphs[0]) != enforce_eager and not all(graphs[0])
+        tokens.append([output.token_ids for output in outputs])
+        reports.append([output.logprobs for output in outputs])
+    assert tokens[0] == tokens[1] and reports[0] == reports[1]
+    assert tokens[0][:30] == tokens[0][60:90] and tokens[0][30:60] == tokens[0][90:]
+    assert dtype == "bfloat16" or tokens[0][2:30] == tokens[0][32:60]
 
 
 @pytest.mark.parametrize("form", ["tied", "bias", "window", "wide_heads"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, write_model
 
+import pagedkv
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.scheduler import Step
 from pagedkv.engine.sequence import Sequence
@@ -64,3 +65,13 @@ def test_a_step_reads_the_tokens_of_the_one_before(folder, rng, temperature):
         llm.manager.reset_prefix_cache()
         sequences = [Sequence(100 + i, prompts[i], params[i], i, frozenset(), 0.0) for i in range(3)]
         assert steps_one_behind(llm, sequences) == expected
+
+
+def test_the_model_samples_of_its_logits(folder, rng):
+    with LLM(folder, num_blocks=10) as llm:
+        model, config, rows = llm._runner.model, llm.config, 50
+    hidden = rng.standard_normal((rows, config.hidden_size), np.float32)
+    numbers = rng.uniform(0, 2, rows).astype(np.float32), np.arange(rows), np.arange(rows, dtype=np.int32)
+    room, out = np.empty((rows, config.vocab_size), np.float32), np.empty(rows, np.int32)
+    model.sample(hidden, *numbers, logits=room, out=out)
+    np.testing.assert_array_equal(out, pagedkv.sample(model.logits(hidden, out=room), *numbers))

@@ -64,7 +64,8 @@ class LLM:
     seed                    of the seeds drawn for requests without one; None: from the operating system
 
     To look at: `config`, `stats` (EngineStats), `manager` (the BlockManager), `max_model_len`, `dtype`, `memory` (on a
-    GPU, bytes by what they are for, as the driver counts them).
+    GPU, bytes by what they are for, as the driver counts them at the start; graphs of steps that filter, penalise or
+    report tokens follow when they are needed, for which there is room).
     """
 
     def __init__(

@@ -11,13 +11,17 @@ On a GPU a step is three things on one stream: a copy of the step's arrays, whic
 model; a copy of the sampled tokens to pinned memory, with an event behind it. A step that only decodes is padded to one
 of a few batch sizes, each of which is a CUDA graph from the embedding to the sampled token. A padding row has no keys
 and writes none. The host has two sets of arrays and fills them in turn, since a GPU may still read the last one.
+
+Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
+write logits. Otherwise they are written, and the graph ends there: it is captured behind the first such step of its
+size. What the rows ask for follows it (see SamplingOptions).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +36,7 @@ from .sampling_params import MAX_LOGPROBS
 from .scheduler import Step
 
 ALIGN = 64  # bytes: where each array of a step begins
-GRAPH_BYTES = 8 << 20  # of device memory that a captured graph takes at most
+GRAPH_BYTES = 8 << 20  # of device memory that the two graphs of a batch size take at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class StepInputs:
     temperatures: Tensor  # [num_rows] float32
     seeds: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] of the tokens to be sampled
+    needs_logits: bool  # in memory, before anything is sampled
 
 
 class Launched:
@@ -90,13 +95,19 @@ class Arrays:
         return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
 
     def inputs(
-        self, block_tables: Any, max_seqlen_q: int, plans: dict[tuple[int, int], Tensor] | None = None
+        self,
+        block_tables: Any,
+        max_seqlen_q: int,
+        plans: dict[tuple[int, int], Tensor] | None = None,
+        *,
+        needs_logits: bool = False,
     ) -> StepInputs:
         batch = Batch(
             self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
             max_seqlen_q, plans or {},
         )  # fmt: skip
-        return StepInputs(batch, self.last_tokens, self.temperatures, self.seeds, self.next_positions)
+        numbers = self.temperatures, self.seeds, self.next_positions
+        return StepInputs(batch, self.last_tokens, *numbers, needs_logits)
 
 
 @dataclass(slots=True)
@@ -106,7 +117,8 @@ class Decodes:
     host: list[Arrays]
     device: Arrays
     plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    graph: Graph | None = None
+    graph: Graph | None = None  # ends with the sampled tokens
+    logits_graph: Graph | None = None  # ends with the logits
 
 
 class ModelRunner:
@@ -181,7 +193,9 @@ class ModelRunner:
         self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # of prompts most steps are full
         self.caches = self._empty_caches(1, self.device)
         with self.stream:
-            self.run(self._idle_decodes(self.max_num_seqs)[1])
+            inputs = self._idle_decodes(self.max_num_seqs)[1]
+            for needs_logits in (False, True):
+                self.run(replace(inputs, needs_logits=needs_logits))
             pagedkv.synchronize(self.device)
             host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
             host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
@@ -215,12 +229,17 @@ class ModelRunner:
                 self._decodes[num_seqs] = decodes
                 if self.has_graphs:
                     self.run(inputs)  # what is chosen or allocated at an operation's first use
-                    decodes.graph = Graph()
-                    with decodes.graph.capture(self.stream):
-                        self.run(inputs)
+                    decodes.graph = self._capture(inputs)
         if self.has_graphs:
             pagedkv.reload_context(self.device)  # a launch is faster then than after all this
         pagedkv.synchronize(self.device)
+
+    def _capture(self, inputs: StepInputs) -> Graph:
+        """Of such a step, which has run before; nothing is computed."""
+        graph = Graph()
+        with graph.capture(self.stream):
+            self._compute(inputs)
+        return graph
 
     def _new_decodes(self, num_seqs: int) -> Decodes:
         sizes = (None, num_seqs, num_seqs)
@@ -247,20 +266,23 @@ class ModelRunner:
         with self.stream:
             self.move_pages(step)
             inputs = self.fill(step)
-            graph = None
-            if inputs.last_tokens is None:
-                graph = self._decodes[len(inputs.batch.token_ids)].graph
+            decodes = graph = None
+            if self.has_graphs and inputs.last_tokens is None:
+                decodes = self._decodes[len(inputs.batch.token_ids)]
+                graph = decodes.logits_graph if inputs.needs_logits else decodes.graph
             if graph is None:
                 self.run(inputs)
             else:
                 graph.replay()
-                if self.options.arguments:  # the graph knows none of them: once more, in place of its tokens
-                    self._sample(self.logits, inputs)
+                if inputs.needs_logits:
+                    self._sample(inputs)
             best = self._find_best(num_rows, turn)
             if num_rows:
                 self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
             if event is not None:
                 event.record()
+            if decodes is not None and graph is None:
+                decodes.logits_graph = self._capture(inputs)  # for the next one; the GPU has this one to compute
         return Launched(self.known[turn].numpy()[:num_rows], event, best)
 
     def move_pages(self, step: Step) -> None:
@@ -315,7 +337,9 @@ class ModelRunner:
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, self._turn)
-        return there.inputs(self._upload_tables(arrays.block_tables, size), arrays.max_seqlen_q, plans)
+        tables = self._upload_tables(arrays.block_tables, size)
+        needs_logits = self.options.need_logits or not self.is_gpu  # see _sample
+        return there.inputs(tables, arrays.max_seqlen_q, plans, needs_logits=needs_logits)
 
     def _upload(self, host: Arrays, turn: int) -> None:
         if self.is_gpu:
@@ -337,19 +361,31 @@ class ModelRunner:
 
     def run(self, inputs: StepInputs) -> None:
         """Computes the step; its tokens are in `sampled` then."""
+        self._compute(inputs)
+        if inputs.needs_logits:
+            self._sample(inputs)
+
+    def _compute(self, inputs: StepInputs) -> None:
+        """The step, as far as the logits where it needs them, otherwise with its tokens."""
         num_rows = len(inputs.temperatures)
         pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
         hidden = self.forward(inputs.batch)
-        if num_rows:
-            if inputs.last_tokens is not None:
-                hidden = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
-            self._sample(self.model.logits(hidden, out=self.logits[:num_rows]), inputs)
+        if not num_rows:
+            return
+        if inputs.last_tokens is not None:
+            hidden = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
+        logits = self.logits[:num_rows]
+        if inputs.needs_logits:
+            self.model.logits(hidden, out=logits)
+        else:
+            numbers = inputs.temperatures, inputs.seeds, inputs.positions
+            self.model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
 
-    def _sample(self, logits: Tensor, inputs: StepInputs) -> None:
-        """Into `sampled`; -1 for a row without a token (its logits hold NaN or nothing finite), which ends no other."""
+    def _sample(self, inputs: StepInputs) -> None:
+        """From `logits` into `sampled`; -1 for a row without a token (NaN, or nothing finite), which ends no other."""
 
         def sample(start: int, end: int) -> None:
-            given = logits, inputs.temperatures, inputs.seeds, inputs.positions
+            given = self.logits, inputs.temperatures, inputs.seeds, inputs.positions
             options = {
                 name: value if name == "counts" else value[start:end] for name, value in self.options.arguments.items()
             }
@@ -358,7 +394,7 @@ class ModelRunner:
         num_rows = len(inputs.temperatures) if self.options.num_rows is None else self.options.num_rows
         try:
             sample(0, num_rows)
-        except ValueError:  # only the CPU raises. It names the first such row; there may be more
+        except ValueError:  # only the CPU raises. It names the first such row; the others are there in the logits
             for i in range(num_rows):
                 try:
                     sample(i, i + 1)

@@ -38,6 +38,11 @@ class SamplingOptions:
         self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
         self._arrays = pagedkv.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
 
+    @property
+    def need_logits(self) -> bool:
+        """Whether rows ask for more than a temperature and a seed, which needs the logits in memory."""
+        return bool(self.arguments) or self.num_logprobs is not None
+
     def set_rows(self, sequences: list[Sequence]) -> None:
         """The batch is another one: these sequences are sampled, in this order."""
         params = [seq.params for seq in sequences]

@@ -244,3 +244,11 @@ class Qwen3:
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size]"""
         return pagedkv.linear(hidden, self.head, weight_is_constant=True, out=out)
+
+    def sample(
+        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
+    ) -> Tensor:
+        """The tokens that pagedkv.sample takes of logits(hidden), for which `logits` is memory: int32 [num_rows]"""
+        return pagedkv.sample_linear(
+            hidden, self.head, temperatures, seeds, positions, logits=logits, weight_is_constant=True, out=out
+        )

@@ -141,18 +141,22 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
     return PK_OK;
 }
 
-/* Binds P to the rows of the plan: what follows from shapes alone. */
-static pk_status bind_plan_rows(pk_env *env, const pk_backend *backend, const pk_attention_args *args)
+/* The rows of the plan, which follow from shapes alone. */
+static pk_status count_plan_rows(const pk_env *env, const pk_backend *backend, const pk_attention_args *args,
+                                 int64_t *num_rows)
 {
-    int64_t *num_rows = &env->size['P' - 'A'];
     *num_rows = 0;
-    env->bound_by['P' - 'A'] = "a batch of these shapes";
     return backend->plan_attention ? backend->plan_attention(env->device, args, num_rows, NULL, env->err) : PK_OK;
 }
 
-static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, pk_attention_args *args)
+/* More rows than the plan has are left as they are. */
+static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, int64_t num_rows,
+                           pk_attention_args *args)
 {
     PK_EXPECT(env, name, plan, "P 12", PK_ACCEPT_I32 | PK_DENSE);
+    if (plan->shape[0] < num_rows)
+        return pk_fail(env->err, PK_ESHAPE, "%s: has %lld rows but a batch of these shapes needs %lld", name,
+                       (long long)plan->shape[0], (long long)num_rows);
     if ((uintptr_t)plan->data % 16) return pk_fail(env->err, PK_ELAYOUT, "%s: must be aligned to 16 bytes", name);
     args->plan = plan->data;
     return PK_OK;
@@ -178,8 +182,9 @@ static pk_status read_forward(const pk_attention_call *call, const pk_backend **
         args->lse_head_stride = call->lse->view.stride[0];
     }
     if (!call->plan) return PK_OK;
-    PK_TRY(bind_plan_rows(&env, *backend, args));
-    return take_plan(&env, "plan", call->plan, args);
+    int64_t num_rows;
+    PK_TRY(count_plan_rows(&env, *backend, args, &num_rows));
+    return take_plan(&env, "plan", call->plan, num_rows, args);
 }
 
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
@@ -214,9 +219,10 @@ pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_
     PK_TRY(read_call(&env, call, &args, err));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, attention, &backend, err);
-    PK_TRY(bind_plan_rows(&env, backend, &args));
+    int64_t num_rows;
+    PK_TRY(count_plan_rows(&env, backend, &args, &num_rows));
+    if (!call->out->is_given) env.size['P' - 'A'] = num_rows;
     PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32);
-    PK_TRY(take_plan(&env, "out", &call->out->view, &args));
-    int64_t num_rows = pk_dim(&env, 'P');
+    PK_TRY(take_plan(&env, "out", &call->out->view, num_rows, &args));
     return num_rows == 0 ? PK_OK : backend->plan_attention(env.device, &args, &num_rows, stream, err);
 }

@@ -84,6 +84,10 @@ def test_a_plan_of_the_cpu_has_no_rows():
     plan = pagedkv.plan_attention(q, cache, cache, tables, lens)
     assert (type(plan), plan.shape, plan.dtype) == (np.ndarray, (0, 12), np.int32)
     assert pagedkv.plan_attention(q, cache, cache, tables, lens, out=plan) is plan
+    larger = np.full((5, 12), 7, np.int32)
+    assert pagedkv.plan_attention(q, cache, cache, tables, lens, out=larger) is larger and (larger == 7).all()
+    planned, alone = (pagedkv.paged_attention_fwd(q, cache, cache, tables, lens, plan=plan) for plan in (larger, None))
+    assert np.array_equal(planned, alone)
 
 
 # The list is float32, which the tensor cores of the CUDA kernels do not multiply. In 16 bits: test_attention_cuda.py.

@@ -6,7 +6,7 @@ import numpy as np
 import pagedkv
 import pytest
 from cases import ATTENTION_CASES, AttentionCase
-from pools import make_batch
+from pools import make_batch, put
 from test_attention import check, run
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +74,30 @@ def test_a_plan_covers_every_key_once(torch, rng):
             assert [first for *_, first, _ in sorted(parts)] == borders[:-1]
             assert borders[-1] in (-(-lens[seq] // step) for step in (32, 64, 128))  # two to eight warps
             assert len(parts) == 1 or borders[-1] > 3  # what a CTA has room for is not cut
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (64, 4), (4, 4), (64, 1), (1, 1)])
+def test_a_plan_in_memory_that_steps_share(torch, rng, heads):
+    """It has no more rows than is promised. Those behind it stay, and those of the step before do no harm."""
+    group, longest = heads[0] // heads[1], 2500
+    q, *tensors = make_pool(torch, 300, longest, *heads, 64, 16)
+    queries = ([1] * 300, [300, 1, 77, 1, 1], [1] * 40, [3] * 100, [1999] + [1] * 250, [17], [40, 0, 1, 2], [9] * 60,
+               [100] + [1] * 20, [0], [1])  # fmt: skip
+    rows_of = {i: sum(lens) * group // 8 + len(lens) + 4096 for i, lens in enumerate(queries)}
+    memory = torch.full((max(rows_of.values()), 12), -7, device="cuda", dtype=torch.int32)
+    for i, lens_q in enumerate(queries):
+        q = torch.randn(sum(lens_q), *q.shape[1:], device="cuda", dtype=torch.bfloat16)
+        contexts = np.array(lens_q) + rng.integers(0, 500, len(lens_q))
+        contexts, offsets = (put(x.astype(np.int32), "cuda:0") for x in (contexts, np.cumsum([0, *lens_q])))
+        batch = q, *tensors[:2], tensors[2][: len(lens_q)], contexts
+        ragged = {"cu_seqlens_q": offsets, "max_seqlen_q": max(lens_q)}
+        num_rows, before = len(pagedkv.plan_attention(*batch, **ragged)), memory.clone()
+        assert num_rows <= rows_of[i]
+        assert pagedkv.plan_attention(*batch, **ragged, out=memory) is memory
+        assert torch.equal(memory[num_rows:], before[num_rows:])
+        planned = pagedkv.paged_attention_fwd(*batch, **ragged, plan=memory)
+        assert torch.equal(planned, pagedkv.paged_attention_fwd(*batch, **ragged))
+    pagedkv.check_errors()
 
 
 def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
@@ -144,8 +168,10 @@ def test_a_plan_for_something_else(torch, rng):
     good = pagedkv.paged_attention_fwd(*tensors, lens)
     plan = pagedkv.plan_attention(*tensors, lens)
 
-    with pytest.raises(ValueError, match=r"plan: dim 0 is \d+ but a batch of these shapes has P=160"):
+    with pytest.raises(ValueError, match=r"plan: has \d+ rows but a batch of these shapes needs 160"):
         pagedkv.paged_attention_fwd(*tensors, lens, num_splits=8, plan=plan)
+    with pytest.raises(ValueError, match=r"out: has \d+ rows but a batch of these shapes needs 160"):
+        pagedkv.plan_attention(*tensors, lens, num_splits=8, out=plan)
     with pytest.raises(TypeError, match="plan: dtype is int64"):
         pagedkv.paged_attention_fwd(*tensors, lens, plan=plan.long())
     with pytest.raises(BufferError, match="plan: is on cpu"):

@@ -133,10 +133,9 @@ TABLE = [
     ("attention", dict(out="here"), TypeError, "out: must be a tensor"),
     ("plan", dict(context_lens=np.zeros(3, I32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
     ("plan", dict(num_splits=257), ValueError, "num_splits is 257 but must be 0 to 256"),
-    ("plan", dict(out=np.zeros((1, 12), I32)), ValueError, "out: dim 0 is 1 but a batch of these shapes has P=0"),
+    ("plan", dict(out=np.zeros((1, 11), I32)), ValueError, "out: dim 1 is 11 but must be 12"),
     ("plan", dict(out=np.zeros((0, 12), F32)), TypeError, "out: dtype is float32 but must be one of int32"),
     ("attention", dict(k_scale=np.ones(1, F32)), ValueError, "k_scale: "),
-    ("attention", dict(plan=np.zeros((1, 12), I32)), ValueError, "plan: dim 0 is 1 but a batch of these shapes has P=0"),
     ("attention", dict(plan=np.zeros((0, 11), I32)), ValueError, "plan: dim 1 is 11 but must be 12"),
     ("attention", dict(plan=np.zeros((0, 12), F32)), TypeError, "plan: dtype is float32 but must be one of int32"),
     ("copy", dict(caches=[]), None, ""),
@@ -209,7 +208,7 @@ TABLE = [
     ("qkv", dict(context_lens=np.zeros(3, I32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
     ("qkv", dict(cu_seqlens_q=None), ValueError, "q: has 5 tokens, which 2 sequences cannot share evenly"),
     ("qkv", dict(k_scale=np.ones((2, K), F32)), ValueError, "k_scale: "),
-    ("qkv", dict(plan=np.zeros((1, 12), I32)), ValueError, "plan: dim 0 is 1 but a batch of these shapes has P=0"),
+    ("qkv", dict(plan=np.zeros((1, 11), I32)), ValueError, "plan: dim 1 is 11 but must be 12"),
 ]  # fmt: skip
 
 

@@ -177,10 +177,8 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
         given.clear()
         llm.generate("abc", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         windows = [layer.attention.window for layer in llm._runner.model.layers]
-        assert len(set(windows)) == 2 and sorted(planned) == sorted(2 * list(set(windows)))
-        assert [window for window, _ in given] == 3 * windows
-        expected = llm._runner._decodes[1].plans
-        assert [p for _, p in given] == 4 * [None] + 2 * [expected[window] for window in windows]
+        assert len(set(windows)) == 2 and sorted(planned) == sorted(3 * list(set(windows)))
+        assert given == 3 * [(window, llm._runner.plans[window]) for window in windows]
 
 
 def test_the_sizes_that_are_tuned(tmp_path, monkeypatch):

@@ -148,6 +148,8 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
     shape->rows = decode_rows(most_rows, shape->head_dim);
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
+    int64_t most_segments = pk_ceil_div(args->num_tokens * shape->group, shape->rows) + args->num_seqs;
+    if (segments > most_segments) segments = most_segments; /* few sequences are as long as the longest */
 
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
      * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. Where the

@@ -154,7 +154,8 @@ PyDoc_STRVAR(
         PY_DOC_ERRORS
     "A plan for other shapes is refused, or masked and recorded for check_errors(), as is one for other lengths.\n\n"
     "Returns an int32 tensor [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on\n"
-    "the CPU.");
+    "the CPU. out may have more rows, which are left as they are. With num_splits=0 n is at most num_seqs +\n"
+    "num_tokens * num_q_heads / num_kv_heads / 8 + 4096.");
 static PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { CAUSAL = NUM_BATCH, WINDOW_SIZE, NUM_SPLITS, OUT, STREAM };

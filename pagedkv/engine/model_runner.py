@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 import pagedkv
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor
 from pagedkv.models.config import Qwen3Config
-from pagedkv.models.qwen3 import Batch, Buffers, Qwen3
+from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
 from .sampling_options import SamplingOptions
 from .sampling_params import MAX_LOGPROBS
@@ -95,16 +95,11 @@ class Arrays:
         return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
 
     def inputs(
-        self,
-        block_tables: Any,
-        max_seqlen_q: int,
-        plans: dict[tuple[int, int], Tensor] | None = None,
-        *,
-        needs_logits: bool = False,
+        self, block_tables: Any, max_seqlen_q: int, plans: dict[tuple[int, int], Tensor], *, needs_logits: bool = False
     ) -> StepInputs:
         batch = Batch(
             self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
-            max_seqlen_q, plans or {},
+            max_seqlen_q, plans,
         )  # fmt: skip
         numbers = self.temperatures, self.seeds, self.next_positions
         return StepInputs(batch, self.last_tokens, *numbers, needs_logits)
@@ -116,7 +111,6 @@ class Decodes:
 
     host: list[Arrays]
     device: Arrays
-    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     graph: Graph | None = None  # ends with the sampled tokens
     logits_graph: Graph | None = None  # ends with the logits
 
@@ -145,6 +139,7 @@ class ModelRunner:
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self.events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
+        self.plans = allocate_plans(config, max_num_batched_tokens, max_num_seqs, device) if self.is_gpu else {}
         self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
         self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
@@ -203,7 +198,7 @@ class ModelRunner:
             host.temperatures[:], host.seeds[:] = 0, 0
             there = Arrays(self.there, num_tokens, 1, 1)
             self._upload(host, 0)
-            self.run(there.inputs(self.block_tables[:1], num_tokens))
+            self.run(there.inputs(self.block_tables[:1], num_tokens, self.plans))
         pagedkv.synchronize(self.device)
         self.caches = []
 
@@ -246,19 +241,17 @@ class ModelRunner:
         return Decodes([Arrays(memory.numpy(), *sizes) for memory in self.host], Arrays(self.there, *sizes))
 
     def _idle_decodes(self, num_seqs: int) -> tuple[Decodes, StepInputs]:
-        """On a GPU, with plans; and a step of nothing but padding."""
-        decodes, tables = self._new_decodes(num_seqs), self.block_tables[:num_seqs]
+        """On a GPU; and a step of nothing but padding."""
+        decodes = self._new_decodes(num_seqs)
         pagedkv.synchronize(self.device)  # the host's arrays may still be read
         pad(decodes.host[0], 0)
         self._upload(decodes.host[0], 0)
-        batch = decodes.device.inputs(tables, 1).batch
-        decodes.plans = self.model.plans(batch, self.caches, self.buffers.first(num_seqs))
-        return decodes, decodes.device.inputs(tables, 1, decodes.plans)
+        return decodes, decodes.device.inputs(self.block_tables[:num_seqs], 1, self.plans)
 
     # --- a step
 
     def launch(self, step: Step) -> Launched:
-        """Starts the step. A token of a sequence that is not in Sequence.new_tokens yet is taken from the launch before."""
+        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before."""
         self._turn = turn = 1 - self._turn
         event, num_rows = self.events[turn], len(step.sampled)
         if event is not None:
@@ -309,10 +302,10 @@ class ModelRunner:
             if size not in self._decodes:  # on the CPU
                 self._decodes[size] = self._new_decodes(size)
             decodes = self._decodes[size]
-            host, there, plans = decodes.host[self._turn], decodes.device, decodes.plans
+            host, there = decodes.host[self._turn], decodes.device
             pad(host, num_seqs)
         else:
-            size, plans = num_seqs, {}
+            size = num_seqs
             host = Arrays(self.host[self._turn].numpy(), num_tokens, num_seqs, num_rows)
             there = Arrays(self.there, num_tokens, num_seqs, num_rows)
             host.cu_seqlens_q[:] = arrays.cu_seqlens_q
@@ -339,7 +332,7 @@ class ModelRunner:
         self._upload(host, self._turn)
         tables = self._upload_tables(arrays.block_tables, size)
         needs_logits = self.options.need_logits or not self.is_gpu  # see _sample
-        return there.inputs(tables, arrays.max_seqlen_q, plans, needs_logits=needs_logits)
+        return there.inputs(tables, arrays.max_seqlen_q, self.plans, needs_logits=needs_logits)
 
     def _upload(self, host: Arrays, turn: int) -> None:
         if self.is_gpu:

@@ -16,9 +16,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "id", "params", "seed", "eos_token_ids", "prompt", "new_tokens", "num_prompt_tokens", "max_num_tokens", "num_tokens",
-        "num_computed", "num_in_pages", "is_swapped", "source", "num_cached", "num_preemptions", "retry_step",
-        "finish_reason", "error", "logprobs", "start_time", "first_token_time", "finish_time",
+        "id", "params", "seed", "eos_token_ids", "prompt", "new_tokens", "num_prompt_tokens", "max_num_tokens",
+        "num_tokens", "num_computed", "num_in_pages", "is_swapped", "source", "num_cached", "num_preemptions",
+        "retry_step", "finish_reason", "error", "logprobs", "start_time", "first_token_time", "finish_time",
     )  # fmt: skip
 
     def __init__(

@@ -41,7 +41,7 @@ class Batch:
     context_lens: Any  # [num_seqs]
     cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
     max_seqlen_q: int
-    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by window, see Qwen3.plans()
+    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # see allocate_plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,18 @@ class Buffers:
         return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
 
+def window_size(num_keys: int) -> tuple[int, int]:
+    """As attention takes it: a query sees so many keys, its own included; 0: all."""
+    return (num_keys - 1, 0) if num_keys else (-1, -1)
+
+
+def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: str) -> dict[tuple[int, int], Tensor]:
+    """Memory for how attention divides a batch of up to so much among a GPU's processors, by the windows of the layers.
+    With it in the batch, forward() plans once for all layers; without, each call of attention does it."""
+    num_rows = -(-num_tokens * config.num_q_heads // config.num_kv_heads // 8) + num_seqs + 4096  # see plan_attention
+    return {window_size(window): pagedkv.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
+
+
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
     """Multiplies a norm's weight into that of the product behind it, in place, and returns what is left to be done
     before the product: None, nothing, because a row can be divided by its root mean square behind it as well.
@@ -84,7 +96,7 @@ class Attention:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         self.num_q_heads, self.head_dim, self.eps = config.num_q_heads, config.head_dim, config.rms_norm_eps
-        self.window = (config.windows[layer] - 1, 0) if config.windows[layer] else (-1, -1)
+        self.window = window_size(config.windows[layer])
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_weight = checkpoint.load_stacked(
@@ -212,34 +224,26 @@ class Qwen3:
     def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""
         pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
-        for window in batch.plans:
-            self._plan(window, batch, caches, buffers)
+        self._plan(batch, *caches[0], buffers)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             layer.forward(batch, k_cache, v_cache, buffers)
         return pagedkv.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
-    def plans(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> dict:
-        """How attention divides such a batch among a GPU's processors, for every window that a layer has.
-
-        With them in the batch, forward() plans once for all layers; without, each call of attention does it.
-        """
-        windows = {layer.attention.window for layer in self.layers}
-        return {window: self._plan(window, batch, caches, buffers) for window in windows}
-
-    def _plan(
-        self, window: tuple[int, int], batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers
-    ) -> Tensor:
+    def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
         attention = self.layers[0].attention
-        return pagedkv.plan_attention(
-            buffers.q.view((len(buffers.q), attention.num_q_heads, attention.head_dim)),
-            *caches[0],
-            batch.block_tables,
-            batch.context_lens,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q,
-            window_size=window,
-            out=batch.plans.get(window),
-        )
+        q = buffers.q.view((len(buffers.q), attention.num_q_heads, attention.head_dim))
+        for window, plan in batch.plans.items():
+            pagedkv.plan_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_tables,
+                batch.context_lens,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q,
+                window_size=window,
+                out=plan,
+            )
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size]"""

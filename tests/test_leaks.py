@@ -107,6 +107,8 @@ for name, case in {
     'new': lambda: pagedkv.from_dlpack(new), 'broken': lambda: fails(pagedkv.from_dlpack, broken),
     'dtype': lambda: fails(pagedkv.from_dlpack, np.ones(3)), 'info': pagedkv.build_info,
     'threads': lambda: pagedkv.set_num_threads(pagedkv.get_num_threads()),
+    'ids': lambda: pagedkv._C._pack_ids(list(range(300)), 300),
+    'ids out of range': lambda: fails(pagedkv._C._pack_ids, list(range(300)), 299),
 }.items():
     check(name, case, shared)
 """)

@@ -306,7 +306,7 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
     X(allocate) X(release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
     OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
     OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
-    OP(sample) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
+    OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \

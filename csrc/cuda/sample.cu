@@ -26,21 +26,14 @@ struct warp_memory {
     alignas(16) float bounds[NUM_WORDS];
 };
 
-__device__ static inline float max_or_nan(float a, float b)
-{
-    float greatest;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(greatest) : "f"(a), "f"(b));
-    return greatest;
-}
-
 template <typename T>
 __device__ static float max_of(const pk_packed<T> &unit)
 {
     if constexpr (std::is_same_v<T, float>) {
-        return max_or_nan(max_or_nan(unit[0], unit[1]), max_or_nan(unit[2], unit[3]));
+        return pk_max_or_nan(pk_max_or_nan(unit[0], unit[1]), pk_max_or_nan(unit[2], unit[3]));
     } else {
         float2 pair = pk_to_floats(__hmax2_nan(__hmax2_nan(unit[0], unit[1]), __hmax2_nan(unit[2], unit[3])));
-        return max_or_nan(pair.x, pair.y);
+        return pk_max_or_nan(pair.x, pair.y);
     }
 }
 
@@ -51,16 +44,8 @@ __device__ static float greatest_of(const Row &row, const typename Row::unit &un
     if (row.is_plain()) return max_of(unit);
     float x[Row::VEC], greatest = -INFINITY;
     unit.unpack(x);
-    for (int i = 0; i < Row::VEC; i++) greatest = max_or_nan(greatest, row.processed(x[i], token + i));
+    for (int i = 0; i < Row::VEC; i++) greatest = pk_max_or_nan(greatest, row.processed(x[i], token + i));
     return greatest;
-}
-
-__device__ static pk_candidate draw(const pk_sample_row &asked, float x, uint32_t token, uint32_t block_word)
-{
-    float key = x;
-    if (asked.temperature > 0)
-        key = PK_ADD(x, PK_MUL(asked.temperature, pk_gumbel(block_word, token, pk_random_word(&asked, token, 1))));
-    return pk_candidate_of(key, token);
 }
 
 /* The best of a warp's chunks. */
@@ -100,7 +85,7 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
             int i = u * 32 + lane;
             keys[u] = greatest_of(chunks.row, units[i], chunk * Row::CHUNK + i * Row::VEC);
             if (temperature > 0) keys[u] += bounds[u * (32 / BLOCK_LANES)];
-            greatest = max_or_nan(greatest, keys[u]);
+            greatest = pk_max_or_nan(greatest, keys[u]);
         }
         for (;;) {
             int mine = -1; /* of the blocks that may win, the highest few: the thread's */
@@ -118,7 +103,7 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
 #pragma unroll
                 for (int u = 0; u < UNITS; u++) {
                     if (u == which && lane / BLOCK_LANES == holder / BLOCK_LANES) keys[u] = -INFINITY;
-                    greatest = max_or_nan(greatest, keys[u]);
+                    greatest = pk_max_or_nan(greatest, keys[u]);
                 }
             }
             if (!__any_sync(~0u, mine >= 0)) break;
@@ -127,26 +112,13 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
                 int i = mine * PK_GUMBEL_BLOCK + lane % PK_GUMBEL_BLOCK;
                 uint32_t token = chunk * Row::CHUNK + i;
                 float x = chunks.row.processed(pk_to_float(((const typename Row::type *)units)[i]), token);
-                candidate = draw(asked, x, token, memory.words[(at + mine) % NUM_WORDS]);
+                candidate =
+                    pk_draw(asked, x, token, memory.words[(at + mine) % NUM_WORDS], pk_random_word(&asked, token, 1));
             }
             take(candidate);
         }
     }
     return best;
-}
-
-/* Records what is wrong with a row's numbers, and leaves -1. */
-__device__ static void refuse(const pk_sample_args &args, int64_t i, pk_cuda_bad_id *bad_id)
-{
-    int32_t position = args.positions[i];
-    float temperature = args.temperatures[i];
-    if (position < 0)
-        pk_record_bad_id(bad_id, PK_BAD_POSITION, i, position, INT32_MAX);
-    else
-        pk_record_bad_id(bad_id,
-                         temperature >= 0 && temperature <= FLT_MAX ? PK_BAD_SAMPLING_NUMBER : PK_BAD_TEMPERATURE, i, 0,
-                         INT32_MAX);
-    args.out[i] = -1;
 }
 
 template <typename T, bool HAS_OPTIONS>
@@ -171,7 +143,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     __syncthreads();
     if (!asked.is_valid) {
         chunks.for_each([](uint32_t, float) {});
-        if (ctas.is_first_thread()) refuse(args, row_index, bad_id);
+        if (ctas.is_first_thread()) pk_refuse(args, row_index, bad_id);
         return;
     }
     pk_candidate best = 0;
@@ -184,7 +156,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
             list.for_each([&](uint32_t token, float x) {
                 if (pk_ordered(x) < row.threshold) return;
                 uint32_t word = pk_random_word(&asked, token / PK_GUMBEL_BLOCK, 0);
-                best = max(best, draw(asked, x, token, word));
+                best = max(best, pk_draw(asked, x, token, word, pk_random_word(&asked, token, 1)));
             });
         else if (chunks.is_end())
             chunks.begin();
@@ -192,12 +164,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     if (!is_listed) best = draw_from(chunks, asked, memory, ctas, &bar_of_cta);
     best = ctas.best(best);
     if (!ctas.is_first_thread()) return;
-    bool is_drawn = pk_is_drawn(best);
-    args.out[row_index] = is_drawn ? pk_token_of(best) : -1;
-    if (!is_drawn)
-        pk_record_bad_id(bad_id, PK_BAD_LOGITS, row_index, 0, 0);
-    else if (asked.counts)
-        asked.counts[pk_token_of(best)] += 2;
+    if (pk_take(args, row_index, best, bad_id) && asked.counts) asked.counts[pk_token_of(best)] += 2;
 }
 
 // --- launchers

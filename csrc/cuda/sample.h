@@ -14,6 +14,47 @@ enum {
     SAMPLE_CLUSTER = 8 /* CTAs of a row at most */
 };
 
+// --- a token
+
+__device__ static inline float pk_max_or_nan(float a, float b)
+{
+    float greatest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(greatest) : "f"(a), "f"(b));
+    return greatest;
+}
+
+/* Of the words of the token's block and its own. */
+__device__ static inline pk_candidate pk_draw(const pk_sample_row &asked, float x, uint32_t token, uint32_t block_word,
+                                              uint32_t word)
+{
+    float key = x;
+    if (asked.temperature > 0) key = PK_ADD(x, PK_MUL(asked.temperature, pk_gumbel(block_word, token, word)));
+    return pk_candidate_of(key, token);
+}
+
+/* The row's token, or -1 and a record where nothing could be drawn. */
+__device__ static inline bool pk_take(const pk_sample_args &args, int64_t i, pk_candidate best, pk_cuda_bad_id *bad_id)
+{
+    bool is_drawn = pk_is_drawn(best);
+    args.out[i] = is_drawn ? pk_token_of(best) : -1;
+    if (!is_drawn) pk_record_bad_id(bad_id, PK_BAD_LOGITS, i, 0, 0);
+    return is_drawn;
+}
+
+/* Records what is wrong with a row's numbers, and leaves -1. */
+__device__ static inline void pk_refuse(const pk_sample_args &args, int64_t i, pk_cuda_bad_id *bad_id)
+{
+    int32_t position = args.positions[i];
+    float temperature = args.temperatures[i];
+    if (position < 0)
+        pk_record_bad_id(bad_id, PK_BAD_POSITION, i, position, INT32_MAX);
+    else
+        pk_record_bad_id(bad_id,
+                         temperature >= 0 && temperature <= FLT_MAX ? PK_BAD_SAMPLING_NUMBER : PK_BAD_TEMPERATURE, i, 0,
+                         INT32_MAX);
+    args.out[i] = -1;
+}
+
 // --- a row
 
 /* Out of line: few tokens need it. */

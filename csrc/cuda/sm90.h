@@ -211,9 +211,10 @@ struct wgmma;
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PK_REGS_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PK_REGS_48_63 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PK_REGS_64_127                                                                             \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+#define PK_REGS_64_95                                                                  \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define PK_REGS_96_127                                                                             \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define PK_ACC_8(d, i)                                                                                          \
@@ -225,7 +226,8 @@ struct wgmma;
 #define PK_ACC_32(d) PK_ACC_16(d, 0), PK_ACC_16(d, 16)
 #define PK_ACC_48(d) PK_ACC_32(d), PK_ACC_16(d, 32)
 #define PK_ACC_64(d) PK_ACC_48(d), PK_ACC_16(d, 48)
-#define PK_ACC_128(d) PK_ACC_64(d), PK_ACC_16(d, 64), PK_ACC_16(d, 80), PK_ACC_16(d, 96), PK_ACC_16(d, 112)
+#define PK_ACC_96(d) PK_ACC_64(d), PK_ACC_16(d, 64), PK_ACC_16(d, 80)
+#define PK_ACC_128(d) PK_ACC_96(d), PK_ACC_16(d, 96), PK_ACC_16(d, 112)
 
 #define PK_WGMMA(T, PTX, N, REGS, ACCUMULATORS, I0, I1, I2, I3, I4, I5)                                              \
     template <>                                                                                                      \
@@ -249,14 +251,16 @@ struct wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                            \
         }                                                                                                            \
     };
-#define PK_WGMMA_ALL(T, PTX)                                                                                        \
-    PK_WGMMA(T, PTX, 16, PK_REGS_0_7, PK_ACC_FIRST_8, "8", "9", "10", "11", "12", "13")                             \
-    PK_WGMMA(T, PTX, 32, PK_REGS_0_15, PK_ACC_FIRST_16, "16", "17", "18", "19", "20", "21")                         \
-    PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                               \
-    PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                 \
-    PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")  \
-    PK_WGMMA(T, PTX, 256, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_127, PK_ACC_128, "128", "129", "130", \
-             "131", "132", "133")
+#define PK_WGMMA_ALL(T, PTX)                                                                                         \
+    PK_WGMMA(T, PTX, 16, PK_REGS_0_7, PK_ACC_FIRST_8, "8", "9", "10", "11", "12", "13")                              \
+    PK_WGMMA(T, PTX, 32, PK_REGS_0_15, PK_ACC_FIRST_16, "16", "17", "18", "19", "20", "21")                          \
+    PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                                \
+    PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                  \
+    PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")   \
+    PK_WGMMA(T, PTX, 192, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_95, PK_ACC_96, "96", "97", "98", "99", \
+             "100", "101")                                                                                           \
+    PK_WGMMA(T, PTX, 256, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_95 PK_REGS_96_127, PK_ACC_128, "128",  \
+             "129", "130", "131", "132", "133")
 
 PK_WGMMA_ALL(__nv_bfloat16, "bf16")
 PK_WGMMA_ALL(__half, "f16")

@@ -44,16 +44,17 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
 
     if (threadIdx.x == 0) {
         constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
+        constexpr int fillers = Kind::IS_FP8 ? 32 * converters / 2 : 1;     /* all lanes: racecheck sees no less */
         auto init = [](auto &barriers, int arrivals) {
             for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
         };
         init(shared.item_full, 1);
         init(shared.q_full, 1);
         init(shared.q_empty, 32 * (CONSUMER_WARPS + tile_bringers + converters)); /* all lanes read the item */
-        init(shared.k.full, Kind::IS_FP8 ? converters / 2 : 1);
+        init(shared.k.full, fillers);
         init(shared.k.empty, CONSUMER_WARPS);
-        init(shared.v.full, Kind::IS_FP8 ? converters / 2 : 1);
-        init(shared.v.empty, CONSUMER_WARPS);
+        init(shared.v.full, fillers);
+        init(shared.v.empty, Kind::IS_FP8 ? 32 * CONSUMER_WARPS : CONSUMER_WARPS);
         if (Kind::IS_FP8) {
             init(shared.k.converting, 1);
             init(shared.v.converting, 1);

@@ -235,8 +235,7 @@ __device__ static void convert_tiles(prefill_shared<head_dim> *shared, tile_ring
                 }
             }
             fence_async_proxy();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(smem_address(&ring->full[stage.at]));
+            barrier_arrive(smem_address(&ring->full[stage.at]));
         }
     }
 }

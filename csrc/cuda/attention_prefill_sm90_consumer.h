@@ -42,11 +42,11 @@ struct consumer {
     float s[tile / 2], o[head_dim / 2];
     uint32_t p[tile / 4];
 
-    /* One lane a warp tells the producers that it needs a tile no longer. */
-    __device__ __forceinline__ void release(uint64_t &barrier)
+    /* One lane a warp tells the producers that it needs a tile no longer; or all do, where others write to it, too. */
+    __device__ __forceinline__ void release(uint64_t &barrier, bool by_all = false)
     {
         __syncwarp();
-        if (lane == 0) barrier_arrive(smem_address(&barrier));
+        if (lane == 0 || by_all) barrier_arrive(smem_address(&barrier));
     }
 
     /* Waits for the item at `slot` and starts its rows; false at the end of the list. An item stays in its slot until
@@ -294,7 +294,7 @@ struct consumer {
     {
         wgmma_wait<0>();
         pin(o);
-        release(shared->v.empty[v.at]);
+        release(shared->v.empty[v.at], Kind::IS_FP8); /* zero_tail() wrote to it, too: see fillers */
         v.advance();
     }
 

@@ -227,6 +227,31 @@ def sample_row(rows: int, dtype: torch.dtype, temperature: float, **options: flo
     return measure(case, make, rows * VOCAB * (dtype.itemsize + 4 * has_penalties))
 
 
+def sample_linear_row(model: str, rows: int, is_one_call: bool) -> dict:
+    """The head's product and its tokens, in one call or in two; logits with a standard deviation of 1."""
+    hidden = SHAPES[model]["hidden"]
+
+    def make() -> Call:
+        x, weight = normal(rows, hidden), normal(VOCAB, hidden).mul_(hidden**-0.5)
+        temperatures = torch.full((rows,), 0.6, device="cuda")
+        seeds, positions = (torch.randint(0, high, (rows,), device="cuda") for high in (1 << 62, 4096))
+        arguments = temperatures, seeds, positions.int()
+        logits, out = empty(rows, VOCAB, dtype=torch.float32), empty(rows, dtype=torch.int32)
+        if is_one_call:
+            return lambda module: module.sample_linear(
+                x, weight, *arguments, logits=logits, weight_is_constant=True, out=out
+            )
+
+        def in_two(module: ModuleType) -> object:
+            module.linear(x, weight, weight_is_constant=True, out=logits)
+            return module.sample(logits, *arguments, out=out)
+
+        return in_two
+
+    name = "sample_linear" if is_one_call else "linear, sample"
+    return measure(f"{name} {model} {rows}, temperature 0.6", make, VOCAB * hidden * 2)
+
+
 def logprobs_row(rows: int, num_best: int) -> dict:
     def make() -> Call:
         logits = normal(rows, VOCAB, dtype=torch.float32)
@@ -257,6 +282,9 @@ def cases() -> Iterator[Callable[[], dict]]:
     for batch in (1, 256):
         yield from (partial(sample_row, batch, torch.float32, 0.8, **options) for options in SAMPLE_OPTIONS)
         yield from (partial(logprobs_row, batch, num_best) for num_best in (0, 5, 20))
+    for model in SHAPES:
+        for batch in (1, 32, 64, 128, 256):
+            yield from (partial(sample_linear_row, model, batch, is_one_call) for is_one_call in (True, False))
 
 
 def load_build(path: str) -> ModuleType:
@@ -269,7 +297,7 @@ def load_build(path: str) -> ModuleType:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default="", help="rms_norm, silu, rope, store, embedding, blocks, sample; with commas"
+        "--only", default="", help="rms_norm, silu, rope, store, embedding, blocks, sample, sample_linear; with commas"
     )
     parser.add_argument("--beside", metavar="FILE", help="another build's _C.abi3.so, timed in the same run")
     add_record_option(parser)

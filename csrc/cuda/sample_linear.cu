@@ -11,8 +11,8 @@
  * What the last two do is in sample_linear.h. The best of a row is a pk_candidate in scratch memory; the last CTA turns
  * it into the token.
  *
- * Reached on an H200, 151,936 tokens, temperature 0.6, us (linear and sample): 1,024 inputs 64 rows 79 (104), 128 90
- * (129), 256 144 (184); 4,096 inputs 32 rows 290 (325), 256 466 (490). Attempts: benchmarks/lab/sample/NOTES.md.
+ * Reached on an H200, 151,936 tokens, temperature 0.6, us (linear and sample): 1,024 inputs 64 rows 82 (108), 128 95
+ * (132), 256 155 (187); 4,096 inputs 32 rows 298 (327), 256 471 (495). Attempts: benchmarks/lab/sample/NOTES.md.
  */
 #include "cuda/sample_linear.h"
 

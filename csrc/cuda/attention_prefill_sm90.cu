@@ -24,8 +24,8 @@
  * attention_prefill_sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
  *
  * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
- * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 747, 1 x 4096 614, 16 x 1024 488, ragged 16
- * of 100 to 1,024 tokens 308; over fp8 617, 494, 404, 273. Attempts: benchmarks/lab/prefill/NOTES.md.
+ * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 753, 1 x 4096 616, 16 x 1024 480, ragged 16
+ * of 100 to 1,024 tokens 312; over fp8 615, 494, 409, 289. Attempts: benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill_sm90_consumer.h"
 

@@ -19,6 +19,12 @@ static bool overlap(const pk_view *a, const pk_view *b)
     return distance < a_width || distance + b_width > a_row;
 }
 
+static pk_status expect_apart(const pk_view *x, const char *name, const pk_view *written, pk_error *err)
+{
+    if (!overlap(x, written)) return PK_OK;
+    return pk_fail(err, PK_ELAYOUT, "%s: overlaps x, which is read while it is written", name);
+}
+
 static pk_linear_args args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
 {
     return (pk_linear_args){
@@ -83,9 +89,8 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
-    if (overlap(x, &out->view)) return pk_fail(err, PK_ELAYOUT, "out: overlaps x, which is read while it is written");
-    if (gate_up && overlap(x, gate_up))
-        return pk_fail(err, PK_ELAYOUT, "gate_up: overlaps x, which is read while it is written");
+    PK_TRY(expect_apart(x, "out", &out->view, err));
+    if (gate_up) PK_TRY(expect_apart(x, "gate_up", gate_up, err));
     pk_linear_args args = args_of(x, weight, &out->view);
     args.bias = bias ? bias->data : NULL;
     args.weight_is_constant = options->weight_is_constant;
@@ -123,8 +128,8 @@ pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_
     PK_EXPECT(&env, "weight", weight, "V K", PK_SAME);
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_TRY(pk_read_sample_call(&env, call, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
-    const char *overlaps = overlap(x, call->logits) ? "logits" : overlap(x, &call->out->view) ? "out" : NULL;
-    if (overlaps) return pk_fail(err, PK_ELAYOUT, "%s: overlaps x, which is read while it is written", overlaps);
+    PK_TRY(expect_apart(x, "logits", call->logits, err));
+    PK_TRY(expect_apart(x, "out", &call->out->view, err));
     args.linear = args_of(x, weight, call->logits);
     args.linear.weight_is_constant = weight_is_constant;
     if (backend->sample_linear_fuses && backend->sample_linear_fuses(env.device, &args))

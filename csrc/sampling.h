@@ -206,12 +206,17 @@ PK_SAMPLING_FN float pk_gumbel_bound(uint32_t block_word)
     return PK_ADD(log_of_all, -PK_LOG_ROUGHLY(PK_ADD((float)block_word, 0.5f)));
 }
 
+/* Which token of its block has the greatest variate. */
+PK_SAMPLING_FN uint32_t pk_gumbel_place(uint32_t block_word)
+{
+    return block_word * 0x9E3779B9u >> (32 - PK_GUMBEL_BLOCK_BITS);
+}
+
 /* Of the words of the token's block and its own. */
 PK_SAMPLING_FN float pk_gumbel(uint32_t block_word, uint32_t token, uint32_t word)
 {
     float e = PK_MUL(pk_exponential(block_word), 1.0f / PK_GUMBEL_BLOCK), ahead = pk_exponential(word);
-    return -pk_log(
-        token % PK_GUMBEL_BLOCK == block_word * 0x9E3779B9u >> (32 - PK_GUMBEL_BLOCK_BITS) ? e : PK_ADD(e, ahead));
+    return -pk_log(token % PK_GUMBEL_BLOCK == pk_gumbel_place(block_word) ? e : PK_ADD(e, ahead));
 }
 
 /* Floats as integers of the same order, in which thresholds are searched. -0 is 0, and NaN is greater than all. */

@@ -2,11 +2,17 @@
 #ifndef PK_CUDA_LINEAR_H
 #define PK_CUDA_LINEAR_H
 
-#include "cuda/cuda.h"
+#include "cuda/sm90.h"
 
 /* linear_few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
+
+/* What the kernels of Hopper's matrix units have in common: whether they can read x and weight (of 16 bits, by bulk
+ * tensor copies), and the map of a matrix of in_features, in boxes of 64 of them by so many rows. */
+bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
+                             int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
 
 /* linear_sm90.cu: 9 to 64 rows on Hopper; knows all that linear fuses, too. */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);

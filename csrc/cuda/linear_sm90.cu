@@ -16,7 +16,6 @@
  */
 #include "cuda/linear.h"
 #include "cuda/pack.h"
-#include "cuda/sm90.h"
 
 #include <algorithm>
 
@@ -277,20 +276,34 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
     return {width, tiles, units, splits};
 }
 
+bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
+    return device->compute_capability == 90 && device->can_launch_early && is_16_bit &&
+           args->x_stride >= args->in_features && args->weight_stride >= args->in_features && args->in_features > 0 &&
+           args->in_features <= 1 << 20 &&
+           pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride) &&
+           pk_are_multiples(16, args->x, args->weight);
+}
+
+pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
+                             int64_t rows, int64_t stride, int64_t box_rows, pk_error *err)
+{
+    const int64_t sizes[] = {args->in_features, rows}, strides[] = {1, stride};
+    const int box[] = {LINE, (int)box_rows};
+    return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, err);
+}
+
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
-    bool are_rows_apart = args->x_stride >= args->in_features && args->weight_stride >= args->in_features;
-    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
     division all = divide(args, device);
     bool is_faster =
         args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS && (all.num_units <= MAX_UNITS || all.num_splits > 1);
-    return is_faster && device->compute_capability == 90 && device->can_launch_early && is_16_bit && are_rows_apart &&
-           args->in_features > 0 && args->in_features <= 1 << 20 && args->out_features <= 1 << 30 &&
-           pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride, args->bias) &&
-           pk_are_multiples(16, args->x, args->weight) && args->out_features % outputs == 0 &&
+    return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->out_features <= 1 << 30 &&
+           args->out_features % outputs == 0 && pk_are_multiples(8, args->bias) &&
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
 }
 
@@ -315,13 +328,9 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     params.num_stages = (int)stages;
     params.sums_at = is_one_round ? 0 : (int)ring_bytes;
     params.inbox_at = (int)ring_bytes;
-    auto fill = [&](CUtensorMap *map, const char *name, const void *data, int64_t rows, int64_t stride, int box_rows) {
-        const int64_t sizes[] = {args->in_features, rows}, strides[] = {1, stride};
-        const int box[] = {LINE, box_rows};
-        return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, call.err);
-    };
-    PK_TRY(fill(&params.weight_map, "weight", args->weight, args->out_features, args->weight_stride, (int)all.width));
-    PK_TRY(fill(&params.x_map, "x", args->x, args->num_rows, args->x_stride, N));
+    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
+                              all.width, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, call.err));
     auto kernel = linear_sm90_kernel<T, N>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
     return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,

@@ -14,6 +14,7 @@
  * Reached on an H200, 151,936 tokens, temperature 0.6, us (linear and sample): 1,024 inputs 64 rows 82 (108), 128 95
  * (132), 256 155 (187); 4,096 inputs 32 rows 298 (327), 256 471 (495). Attempts: benchmarks/lab/sample/NOTES.md.
  */
+#include "cuda/linear.h"
 #include "cuda/sample_linear.h"
 
 #include <algorithm>
@@ -186,13 +187,10 @@ static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &c
     params.best = (pk_candidate *)scratch.counters;
     params.arrivals = scratch.counters + MAX_ROWS * SL_ROW_PITCH * 2;
     params.bad_id = call.device->bad_id;
-    auto fill = [&](CUtensorMap *map, const char *name, const void *data, int64_t rows, int64_t stride, int box_rows) {
-        const int64_t sizes[] = {linear.in_features, rows}, strides[] = {1, stride};
-        const int box[] = {STEP, box_rows};
-        return pk_cuda_tensor_map(map, name, linear.dtype, data, 2, sizes, strides, box, call.err);
-    };
-    PK_TRY(fill(&params.weight_map, "weight", linear.weight, linear.out_features, linear.weight_stride, SL_TOKENS));
-    PK_TRY(fill(&params.x_map, "x", linear.x, linear.num_rows, linear.x_stride, x_rows));
+    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", &linear, linear.weight, linear.out_features,
+                              linear.weight_stride, SL_TOKENS, call.err));
+    PK_TRY(
+        pk_cuda_linear_map(&params.x_map, "x", &linear, linear.x, linear.num_rows, linear.x_stride, x_rows, call.err));
     auto kernel = sample_linear_kernel<T, N>;
     const size_t smem_bytes = (size_t)(1024 + params.num_stages * stage_bytes<N>)+sizeof(pk_sample_bounds<N>);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &smem_allowed));
@@ -217,12 +215,8 @@ bool pk_cuda_sample_linear_fuses(pk_device device, const pk_sample_linear_args *
 {
     const pk_linear_args &linear = args->linear;
     const pk_cuda_call call(device, nullptr, nullptr);
-    return call.status == PK_OK && call.device->compute_capability == 90 && call.device->can_launch_early &&
-           linear.dtype != PK_F32 && linear.num_rows <= MAX_ROWS && linear.in_features > 0 &&
-           linear.out_features >= MIN_TOKENS && linear.in_features <= 1 << 20 && linear.out_features <= 1 << 27 &&
-           linear.x_stride >= linear.in_features && linear.weight_stride >= linear.in_features &&
-           pk_are_multiples(8, linear.in_features, linear.x_stride, linear.weight_stride) &&
-           pk_are_multiples(16, linear.x, linear.weight);
+    return call.status == PK_OK && pk_cuda_linear_fits_wgmma(&linear, call.device) && linear.num_rows <= MAX_ROWS &&
+           linear.out_features >= MIN_TOKENS && linear.out_features <= 1 << 27;
 }
 
 pk_status pk_cuda_sample_linear(const pk_sample_linear_args *args, const pk_cuda_call &call)

@@ -59,15 +59,15 @@ using pk_sample_bounds = float[2][SL_BLOCKS][N];
 #ifdef PK_SM90A
 
 /* A bound's last bits say where it is nearly reached, if it is (SURE): the place in its block. */
-enum { SL_PLACE = 15, SL_SURE = 16 };
+enum { SL_PLACE = PK_GUMBEL_BLOCK - 1, SL_SURE = PK_GUMBEL_BLOCK, SL_FLAGS = SL_PLACE | SL_SURE };
 static constexpr float SL_LEAST = -2.9f;   /* of all variates */
 static constexpr float SL_SURELY = 0.985f; /* E(w) < 1.069 w below 1/8, and bounds are 4.8 at least there */
 
 __device__ static inline float pk_sample_bound(float temperature, uint32_t word)
 {
     uint32_t bits = __float_as_uint(temperature * pk_gumbel_bound(word));
-    uint32_t flags = word < 1u << 29 ? SL_SURE | word * 0x9E3779B9u >> (32 - PK_GUMBEL_BLOCK_BITS) : 0;
-    return __uint_as_float(((bits + 31) & ~31u) | flags);
+    uint32_t flags = word < 1u << 29 ? SL_SURE | pk_gumbel_place(word) : 0;
+    return __uint_as_float(((bits + SL_FLAGS) & ~SL_FLAGS) | flags);
 }
 
 /* *bar = max(*bar, key), which others do, too. */

@@ -203,15 +203,19 @@ def blocks_row(num_pairs: int, direction: str = "") -> dict:
     return measure(f"swap_blocks {direction} {num_pairs} x {NUM_CACHES}", make_swap, num_bytes)
 
 
+def drawn_by(rows: int, temperature: float) -> tuple[torch.Tensor, ...]:
+    """temperatures, seeds, positions"""
+    seeds, positions = (torch.randint(0, high, (rows,), device="cuda") for high in (1 << 62, 4096))
+    return torch.full((rows,), temperature, device="cuda"), seeds, positions.int()
+
+
 def sample_row(rows: int, dtype: torch.dtype, temperature: float, **options: float) -> dict:
     """With options the logits are as far apart as a model's are; a penalty finds 152 tokens of a row in its counts."""
     has_penalties = any("penalties" in name for name in options)
 
     def make() -> Call:
         logits = normal(rows, VOCAB, dtype=dtype).mul_(4 if options else 1)
-        temperatures = torch.full((rows,), temperature, device="cuda")
-        seeds, positions = (torch.randint(0, high, (rows,), device="cuda") for high in (1 << 62, 4096))
-        arguments = temperatures, seeds, positions.int()
+        arguments = drawn_by(rows, temperature)
         arrays = {
             name: torch.full((rows,), value, device="cuda", dtype=torch.int32 if name == "top_k" else torch.float32)
             for name, value in options.items()
@@ -233,9 +237,7 @@ def sample_linear_row(model: str, rows: int, is_one_call: bool) -> dict:
 
     def make() -> Call:
         x, weight = normal(rows, hidden), normal(VOCAB, hidden).mul_(hidden**-0.5)
-        temperatures = torch.full((rows,), 0.6, device="cuda")
-        seeds, positions = (torch.randint(0, high, (rows,), device="cuda") for high in (1 << 62, 4096))
-        arguments = temperatures, seeds, positions.int()
+        arguments = drawn_by(rows, 0.6)
         logits, out = empty(rows, VOCAB, dtype=torch.float32), empty(rows, dtype=torch.int32)
         if is_one_call:
             return lambda module: module.sample_linear(

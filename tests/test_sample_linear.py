@@ -140,7 +140,7 @@ def test_follows_the_softmax(device):
 
 
 def infinite(rng, rows, device, size=72):
-    """x, weight, arguments and the tokens of sample; the last column of x multiplies a weight that is not 0."""
+    """x, weight and arguments; the last column of x multiplies a weight that is not 0."""
     x, weight, _ = whole_numbers(rng, rows, size, vocab_size_of(device, 300))
     weight[:, -1] = -1
     return x, weight, per_row(rng, rows)

@@ -47,10 +47,11 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     static constexpr int RING_BYTES = STAGES * STAGE_BYTES, OUTPUT_STRIDE = D + 4;
     static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
-    /* Behind the rings of a CTA that takes its heads from the projection: queries, and the new key and value as the
-     * cache has them. */
+    /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
+     * has them, and the squares of the row of x. */
     static constexpr int QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
-    static constexpr int HEAD_BYTES = QUERY_BYTES + 2 * D * Kind::CACHE_BYTES;
+    static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
+    static constexpr int HEAD_BYTES = QUERY_BYTES + ROW_BYTES + PK_SQUARE_WARPS * (int)sizeof(float);
     static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <= 228 * 1024,
                   "fewer CTAs than the plan counts on");
 
@@ -234,9 +235,10 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)args.num_kv_heads;
         int num_heads = group + (token.slot >= 0 ? 2 : 0);
         const T *qkv = (const T *)rope.qkv + rows.unit.seq * rope.qkv_stride + dim;
+        float *squares = (float *)(heads_memory() + QUERY_BYTES + ROW_BYTES), scale = 1;
 #pragma unroll 1
-        for (int first = warp * (512 / D); first < num_heads; first += blockDim.x / (D / 16)) {
-            int i = first + lane / (D / 16);
+        for (int first = 0; first < num_heads; first += blockDim.x / (D / 16)) { /* all warps, for the barrier */
+            int i = first + (int)threadIdx.x / (D / 16);
             head_kind kind = i < group ? QUERY : i == group ? KEY : VALUE;
             int head = kind == QUERY ? rows.head * group + i : rows.head + (kind == KEY ? num_q_heads : num_turned);
             bool is_there = i < num_heads && dim < half;
@@ -244,8 +246,10 @@ struct decode_cta : decode_warp<Kind, D, NT> {
             if (is_there) x = piece::template load<true>(qkv + head * head_dim, half, 8);
             const T *weight = (const T *)(kind == QUERY ? rope.q_weight : rope.k_weight);
             if (is_there && weight) weights = piece::template load<true>(weight + dim, half, 8);
-            float squares = pk_squares_of<T, true, 8>(rope.rms, rows.unit.seq, 32, lane);
-            float scale = pk_rms_scale(rope.rms, 32, lane, squares);
+            if (first == 0) {
+                pk_leave_squares<T, true>(squares, rope.rms, rows.unit.seq, blockDim.x, threadIdx.x);
+                scale = pk_rms_scale(squares, rope.rms);
+            }
             piece turned =
                 turn_head(x, scale, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);
             x = kind == VALUE ? x.times(scale) : token.is_valid ? turned : piece{};

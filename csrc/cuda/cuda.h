@@ -168,7 +168,7 @@ static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cl
     }
     /* An SM must be empty to divide its L1 anew, and no kernel can start early on it then: so those of a small step ask
      * for the same division. Many rows stream through the L1 and are faster with all of it. */
-    if (num_threads <= 1 << 16 || smem_bytes >= 16 << 10) {
+    if (num_threads <= 1 << 17 || smem_bytes >= 16 << 10) {
         attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
         attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     }

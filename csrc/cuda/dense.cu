@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
 {
     using packed = pk_packed<T>;
     constexpr int VEC = packed::COUNT;
+    __shared__ float squares[PK_SQUARE_WARPS];
     int64_t row = blockIdx.x, at = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * VEC;
     const T *x = (const T *)args.x + row * args.x_stride;
     packed gate = {}, up = {};
@@ -92,8 +93,8 @@ __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args ar
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     load(at);
-    float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, row, blockDim.x, threadIdx.x);
-    float scale = pk_rms_scale(args.rms, blockDim.x, threadIdx.x, squares), gates[VEC], ups[VEC];
+    pk_leave_squares<T, IS_ALIGNED>(squares, args.rms, row, blockDim.x, threadIdx.x);
+    float scale = pk_rms_scale(squares, args.rms), gates[VEC], ups[VEC];
     for (int64_t next; at < args.row_size; at = next) {
         gate.unpack(gates);
         up.unpack(ups);

@@ -138,37 +138,34 @@ __device__ static inline float pk_sum_over(int num_threads, int thread, float va
     return value;
 }
 
-/* A thread's part of the squares of rms.x's row, and what the rows beside it are multiplied by, from those of all.
- * BATCH: loads that are under way at once where all else waits for them; the bits are the same. */
-template <typename T, bool IS_ALIGNED, int BATCH = 1>
-__device__ static inline float pk_squares_of(const pk_rms_arg &rms, int64_t row, int num_threads, int thread)
+/* The squares of rms.x's row, and what the rows beside it are multiplied by. A CTA's threads leave their sums in shared
+ * memory, and all of them add those up behind a barrier; in between there is time for other loads. The order is that of
+ * 128 threads, however many there are: what a row is multiplied by does not depend on who multiplies. */
+enum { PK_SQUARE_WARPS = 4 };
+
+template <typename T, bool IS_ALIGNED>
+__device__ static inline void pk_leave_squares(float *sums, const pk_rms_arg &rms, int64_t row, int num_threads,
+                                               int thread)
 {
-    constexpr int VEC = pk_packed<T>::COUNT;
+    constexpr int VEC = pk_packed<T>::COUNT, THREADS = PK_SQUARE_WARPS * 32;
     const T *x = (const T *)rms.x + row * rms.stride;
-    float sum = 0, values[VEC];
-    if (!rms.x) return 0;
-#pragma unroll(BATCH == 1 ? 4 : 1)
-    for (int64_t first = thread * VEC; first < rms.row_size; first += BATCH * num_threads * VEC) {
-        pk_packed<T> pieces[BATCH];
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            int64_t at = first + b * num_threads * VEC;
-            if (BATCH == 1 || at < rms.row_size)
-                pieces[b] = pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at);
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            if (BATCH > 1 && first + b * num_threads * VEC >= rms.row_size) break;
-            pieces[b].unpack(values);
+    if (!rms.x) return;
+    for (int stand_in = thread; stand_in < THREADS; stand_in += num_threads) { /* by whole warps */
+        float sum = 0, values[VEC];
+#pragma unroll 4
+        for (int64_t at = stand_in * VEC; at < rms.row_size; at += THREADS * VEC) {
+            pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at).unpack(values);
             for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
         }
+        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        if (thread % 32 == 0) sums[stand_in / 32] = sum;
     }
-    return sum;
 }
-__device__ static inline float pk_rms_scale(const pk_rms_arg &rms, int num_threads, int thread, float squares)
+__device__ static inline float pk_rms_scale(const float *sums, const pk_rms_arg &rms)
 {
     if (!rms.x) return 1;
-    return rsqrtf(pk_sum_over(num_threads, thread, squares) / (float)rms.row_size + rms.eps);
+    __syncthreads();
+    return rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) / (float)rms.row_size + rms.eps);
 }
 
 #endif

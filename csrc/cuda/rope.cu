@@ -6,27 +6,30 @@
  * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
  * The numbers of the heads behind the first wait in shared memory, so that a token's row is under way as a whole.
  *
- * A row that is still to be divided by a root mean square is scaled as it is unpacked. Every warp reads the row of x
- * for that itself, beside the rest, and adds its squares while the angles are waited for.
+ * A row that is still to be divided by a root mean square is scaled as it is unpacked. A CTA reads the row of x for
+ * that beside the rest; with few tokens it has up to 128 threads then, because CTAs that each read a long row of x for
+ * a few heads take longer than all else.
  *
  * Keys and values are written as store_kvcache does. Views that are not 16-byte aligned, and halves that are no whole
  * pieces, take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
  */
 #include "cuda/rope.h"
 
-enum { MAX_HEADS = 8 /* of a thread */, CTA_THREADS = 64, THREADS_PER_SM = 896 };
+enum { MAX_HEADS = 8 /* of a thread */, CTA_THREADS = 64, THREADS_PER_SM = 896, MOST_THREADS = 128 /* of a CTA */ };
 
 // --- kernels
 
 /* Grid: tokens x groups of heads. Where ARE_FEW, a thread has one head. */
 template <typename T, typename Cache, bool IS_ALIGNED, bool ARE_FEW>
-__global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
+__global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
+                                  THREADS_PER_SM / (ARE_FEW ? MOST_THREADS : CTA_THREADS))
     qk_norm_rope_store_kernel(const __grid_constant__ pk_qk_norm_rope_store_args args, pk_cuda_bad_id *bad_id)
 {
     using packed = pk_packed<T>;
     using piece = head_piece<T>;
     constexpr int VEC = packed::COUNT;
     extern __shared__ uint4 smem[]; /* [heads of a thread behind its first][halves][threads] */
+    __shared__ float squares[PK_SQUARE_WARPS];
     const pk_store_args &store = args.store;
     int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)store.num_kv_heads;
     int num_heads = num_turned + (int)store.num_kv_heads, head_dim = (int)store.head_dim, half = head_dim / 2;
@@ -69,7 +72,7 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         }
         copy_async_commit();
     }
-    float squares = pk_squares_of<T, IS_ALIGNED>(args.rms, token, 32, thread % 32);
+    pk_leave_squares<T, IS_ALIGNED>(squares, args.rms, token, num_threads, thread);
     __syncwarp(); /* or the compiler puts some of these loads off until the position is there */
     bool is_valid = position >= 0 && position < args.max_positions, is_stored = is_valid && pk_is_slot(store, slot);
     float cosine[VEC] = {}, sine[VEC] = {};
@@ -77,7 +80,7 @@ __global__ void __launch_bounds__(CTA_THREADS, THREADS_PER_SM / CTA_THREADS)
         const float *angles = args.cos_sin + (int64_t)position * head_dim + dim;
         load_angles<IS_ALIGNED>(cosine, sine, angles, half, count);
     }
-    float scale = pk_rms_scale(args.rms, 32, thread % 32, squares);
+    float scale = pk_rms_scale(squares, args.rms);
 #pragma unroll 1
     while (true) {
         if (__any_sync(~0u, kind != VALUE)) { /* whole warps, for the shuffles */
@@ -136,13 +139,14 @@ static pk_status launch(const pk_qk_norm_rope_store_args *args, const pk_cuda_ca
     dim3 cta(1);
     while (cta.x < pieces) cta.x *= 2;
     int64_t threads = pk_ceil_div(num_heads * cta.x, 32) * 32; /* of a token, in whole warps */
-    cta.y = (unsigned)(threads < CTA_THREADS ? threads : CTA_THREADS) / cta.x;
+    bool is_aligned = are_heads_aligned(args);
+    bool are_few = is_aligned && num_tokens * threads <= (int64_t)call.device->num_sms * THREADS_PER_SM;
+    int64_t most_threads = are_few && args->rms.x ? MOST_THREADS : CTA_THREADS; /* each CTA reads all of x's row */
+    cta.y = (unsigned)(threads < most_threads ? threads : most_threads) / cta.x;
     int64_t head_groups = pk_ceil_div(num_heads, cta.y);
-    bool are_few = num_tokens * head_groups <= call.device->num_sms * (THREADS_PER_SM / CTA_THREADS);
     dim3 grid = pk_cuda_grid(num_tokens);
     grid.y = (unsigned)(are_few ? head_groups : pk_ceil_div(head_groups, MAX_HEADS));
     int64_t smem_bytes = (pk_ceil_div(head_groups, grid.y) - 1) * 32 * cta.x * cta.y;
-    bool is_aligned = are_heads_aligned(args);
     auto kernel = !is_aligned ? qk_norm_rope_store_kernel<T, Cache, false, false>
                   : are_few   ? qk_norm_rope_store_kernel<T, Cache, true, true>
                               : qk_norm_rope_store_kernel<T, Cache, true, false>;

@@ -49,6 +49,13 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         hidden = runner.forward(inputs.batch)
         out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
         logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()
+        if inputs.last_tokens is not None:  # the last layer of these alone
+            last = pagedkv.asarray(inputs.last_tokens, device="cpu").numpy()
+            expected = pagedkv.asarray(hidden, "float32", "cpu").numpy()[last]
+            few = pagedkv.asarray(runner.forward(inputs.batch, inputs.last_tokens), "float32", "cpu").numpy()
+            assert few.shape == expected.shape
+            if few.size:
+                assert_close(few, expected, 1e-4 if hidden.dtype == "float32" else 5e-2)
         row = 0
         for seq, start, length in zip(plan[0].sequences, plan[0].starts, plan[0].lengths, strict=True):
             recorded.setdefault(seq.id, []).append((start, logits[row : row + length]))

@@ -140,7 +140,6 @@ class ModelRunner:
         self.events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
         self.plans = allocate_plans(config, max_num_batched_tokens, max_num_seqs, device) if self.is_gpu else {}
-        self.last_hidden = pagedkv.empty((max_num_seqs, config.hidden_size), dtype, device)
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
         self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
         self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]  # the same for the host, in turn
@@ -362,11 +361,9 @@ class ModelRunner:
         """The step, as far as the logits where it needs them, otherwise with its tokens."""
         num_rows = len(inputs.temperatures)
         pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
-        hidden = self.forward(inputs.batch)
+        hidden = self.forward(inputs.batch, inputs.last_tokens)
         if not num_rows:
             return
-        if inputs.last_tokens is not None:
-            hidden = pagedkv.gather_rows(hidden, inputs.last_tokens, out=self.last_hidden[:num_rows])
         logits = self.logits[:num_rows]
         if inputs.needs_logits:
             self.model.logits(hidden, out=logits)
@@ -412,9 +409,9 @@ class ModelRunner:
             to.copy_(of)
         return here[0].numpy(), here[1].numpy()
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Normed hidden states of all tokens of the batch [num_tokens, hidden_size]."""
-        return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)))
+    def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
+        """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
+        return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)), last_tokens)
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

@@ -16,7 +16,7 @@ them ahead of its turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pagedkv
@@ -67,6 +67,13 @@ class Buffers:
         """The same memory cut to so many tokens."""
         return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
+    def only(self, tokens: Tensor) -> Buffers:
+        """For these tokens alone, with their residual and attention, which trade places with normed and q."""
+        few = self.first(len(tokens))
+        residual = pagedkv.gather_rows(self.residual, tokens, out=few.normed)
+        attention = pagedkv.gather_rows(self.attention, tokens, out=few.q)
+        return replace(few, residual=residual, normed=few.residual, attention=attention, q=few.attention)
+
 
 def window_size(num_keys: int) -> tuple[int, int]:
     """As attention takes it: a query sees so many keys, its own included; 0: all."""
@@ -114,7 +121,7 @@ class Attention:
         self.cos_sin = cos_sin
 
     def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
-        """buffers.residual += attention(norm(buffers.residual))"""
+        """buffers.attention = the heads of attention(norm(buffers.residual)), and the tokens' KV into the caches"""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         q, out = buffers.q.view(heads), buffers.attention.view(heads)
         x = buffers.residual
@@ -142,6 +149,9 @@ class Attention:
             q_out=q,
             out=out,
         )
+
+    def project(self, buffers: Buffers) -> None:
+        """buffers.residual += buffers.attention, projected"""
         pagedkv.linear(
             buffers.attention,
             self.o_weight,
@@ -185,10 +195,6 @@ class Layer:
         self.attention = Attention(config, layer, checkpoint, cos_sin)
         self.mlp = MLP(config, layer, checkpoint)
 
-    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
-        self.attention.forward(batch, k_cache, v_cache, buffers)
-        self.mlp.forward(buffers)
-
 
 class Qwen3:
     """The whole model. `max_model_len` bounds the rotary table: no position may reach it."""
@@ -221,12 +227,23 @@ class Qwen3:
         pagedkv.tune_linear(large(*into_residual), num_tokens, add_to_out=True)
         pagedkv.tune_linear(large(self.head), num_rows, out_dtype="float32")
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> Tensor:
-        """Normed hidden states [num_tokens, hidden_size] (buffers.normed); writes the tokens' KV into the caches."""
+    def forward(
+        self,
+        batch: Batch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        buffers: Buffers,
+        last_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Normed hidden states [num_tokens, hidden_size] in memory of `buffers`, of the last_tokens (int32) or of all;
+        writes all tokens' KV into the caches. What the last layer does behind its KV is done for these tokens only."""
         pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
         self._plan(batch, *caches[0], buffers)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            layer.forward(batch, k_cache, v_cache, buffers)
+            layer.attention.forward(batch, k_cache, v_cache, buffers)
+            if last_tokens is not None and layer is self.layers[-1]:
+                buffers = buffers.only(last_tokens)
+            layer.attention.project(buffers)
+            layer.mlp.forward(buffers)
         return pagedkv.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
     def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:

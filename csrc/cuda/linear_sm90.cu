@@ -181,9 +181,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 
         float acc[N / 2] = {};
         if (!squares_x || args.divides_by_rms) {
-            int last_stage = 0;
-#pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
+            auto multiply = [&](int step) {
                 const uint32_t x = ring + stage * stage_bytes<N>, weight = x + X_BYTES;
                 const uint64_t a = descriptor<128>(squares_x ? x : weight, 16, 1024), b = descriptor<128>(x, 16, 1024);
                 barrier_wait(smem_address(&weight_full[stage]), parity);
@@ -192,15 +190,8 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
                 for (int k = 0; k < STEP; k += 16)
                     wgmma<T, N>::smem_smem(acc, a + (k / LINE * (squares_x ? N : TILE) * LINE + k % LINE) * 2 / 16,
                                            b + (k / LINE * N * LINE + k % LINE) * 2 / 16, step > 0 || k > 0);
-                wgmma_commit();
-                wgmma_wait<1>(); /* for the step before */
-                if (step > 0) release(last_stage);
-                last_stage = stage;
-                if (++stage == num_stages) stage = 0, parity ^= 1;
-            }
-            wgmma_wait<0>();
-            pin(acc);
-            release(last_stage);
+            };
+            multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, release);
         }
         named_sync(1, WORKERS); /* the sums may lie where the ring is */
         for (int i = 0; i < N / 2; i++) {

@@ -157,7 +157,7 @@ __device__ static inline void pk_leave_squares(float *sums, const pk_rms_arg &rm
             pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at).unpack(values);
             for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
         }
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        sum = pk_sum_over(32, thread, sum);
         if (thread % 32 == 0) sums[stand_in / 32] = sum;
     }
 }

@@ -137,24 +137,15 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride, turn ^= 1, round++) {
         float acc[N / 2];
-        int last_stage = 0;
-#pragma unroll 1
-        for (int step = 0; step < num_steps; step++) {
+        auto multiply = [&](int step) {
             const uint32_t x = ring + stage * stage_bytes<N>;
             const uint64_t a = descriptor<128>(x + weight_of_group, 16, 1024), b = descriptor<128>(x, 16, 1024);
             barrier_wait(smem_address(&full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < STEP; k += 16)
                 wgmma<T, N>::smem_smem(acc, a + k * 2 / 16, b + k * 2 / 16, step > 0 || k > 0);
-            wgmma_commit();
-            wgmma_wait<1>(); /* for the step before */
-            if (step > 0) release(last_stage);
-            last_stage = stage;
-            if (++stage == num_stages) stage = 0, parity ^= 1;
-        }
-        wgmma_wait<0>();
-        pin(acc);
-        release(last_stage);
+        };
+        multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, release);
 
         barrier_wait(smem_address(&shared.bounds_full[turn]), round / 2 & 1);
         const pk_sample_look<N> products(params, shared, bounds, tile, turn, acc);

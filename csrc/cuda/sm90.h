@@ -265,6 +265,27 @@ struct wgmma;
 PK_WGMMA_ALL(__nv_bfloat16, "bf16")
 PK_WGMMA_ALL(__half, "f16")
 
+/* The products of num_steps stages of a ring, in acc. multiply(step) asks for those of `stage`, which is released
+ * behind the next one's: so there is always one under way. The ring's `stage` and `parity` go on. */
+template <int count, typename Multiply, typename Release>
+__device__ __forceinline__ void multiply_stages(float (&acc)[count], int num_steps, int num_stages, int &stage,
+                                                int &parity, Multiply multiply, Release release)
+{
+    int last_stage = 0;
+#pragma unroll 1
+    for (int step = 0; step < num_steps; step++) {
+        multiply(step);
+        wgmma_commit();
+        wgmma_wait<1>(); /* for the step before */
+        if (step > 0) release(last_stage);
+        last_stage = stage;
+        if (++stage == num_stages) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    pin(acc);
+    release(last_stage);
+}
+
 }  // namespace sm90
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

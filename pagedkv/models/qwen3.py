@@ -16,7 +16,7 @@ them ahead of its turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pagedkv
@@ -41,7 +41,7 @@ class Batch:
     context_lens: Any  # [num_seqs]
     cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
     max_seqlen_q: int
-    plans: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # see allocate_plans
+    plans: dict[tuple[int, int], Tensor]  # see allocate_plans
 
 
 @dataclass(frozen=True, slots=True)

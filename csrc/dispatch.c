@@ -3,6 +3,10 @@
 
 #include <string.h>
 
+static bool begin_nothing(void) { return false; }
+static void end_nothing(void) {}
+pk_pause_functions pk_pause = {begin_nothing, end_nothing};
+
 bool pk_built_with_cuda(void)
 {
 #ifdef PAGEDKV_WITH_CUDA

@@ -56,6 +56,15 @@ pk_status pk_fail(pk_error *err, pk_status status, const char *format, ...)
 #endif
     ;
 
+/* A backend puts what may take more than a millisecond (a wait, an allocation, a library's first use) between these two.
+ * A program whose other threads need a lock that its callers hold sets them, to let go of it: csrc/py does so with the
+ * GIL. `begin` says whether there is anything to end. Never under a lock of the backend's that others wait for. */
+typedef struct {
+    bool (*begin)(void);
+    void (*end)(void);
+} pk_pause_functions;
+extern pk_pause_functions pk_pause; /* csrc/dispatch.c; both do nothing until they are set */
+
 /* ----------------------------------------------------------------- tensors */
 
 typedef enum { PK_F32, PK_F16, PK_BF16, PK_F8E4M3, PK_U8, PK_I32, PK_I64, PK_NUM_DTYPES } pk_dtype;
@@ -426,6 +435,14 @@ typedef struct pk_backend {
     void (*stream_destroy)(pk_device device, pk_stream stream); /* waits for its work, frees its workspaces */
     pk_status (*stream_synchronize)(pk_device device, pk_stream stream, pk_error *err);
     pk_status (*stream_wait)(pk_device device, pk_stream stream, pk_event event, pk_error *err);
+    pk_status (*stream_id)(pk_device device, pk_stream stream, uint64_t *id, pk_error *err); /* never used again */
+    /* A stream that somebody else made was not seen before. Another one may have been at its address. */
+    pk_status (*stream_is_new)(pk_device device, pk_stream stream, pk_error *err);
+    /* Of the capture that the stream is in; 0: of none. */
+    pk_status (*capture_id)(pk_device device, pk_stream stream, uint64_t *id, pk_error *err);
+    /* The graph that is being captured calls `drop` with `what` when it and all its instances are gone, on any thread;
+     * `drop` must not call the driver. */
+    pk_status (*capture_keep)(pk_device device, pk_stream stream, void (*drop)(void *what), void *what, pk_error *err);
     pk_status (*event_create)(pk_device device, bool has_timing, pk_event *event, pk_error *err);
     void (*event_destroy)(pk_device device, pk_event event);
     pk_status (*event_record)(pk_device device, pk_event event, pk_stream stream, pk_error *err);

@@ -23,7 +23,8 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
 enum { MAX_DEVICES = 64, MAX_PIECES = 512 };
 
 struct scratch_piece {
-    pk_stream stream;
+    cudaStream_t stream;
+    const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
     pk_cuda_scratch scratch; /* one allocation, the counters first */
     size_t bytes;            /* of its data */
 };
@@ -43,6 +44,7 @@ pk_status pk_cuda_probe(int *device_count, pk_error *err)
 {
     *device_count = __atomic_load_n(&known_device_count, __ATOMIC_RELAXED);
     if (*device_count > 0) return PK_OK;
+    const pk_cuda_pause pause; /* it loads the driver */
     cudaError_t error = cudaGetDeviceCount(device_count);
     if (error == cudaSuccess && *device_count > 0) {
         if (*device_count > MAX_DEVICES) *device_count = MAX_DEVICES;
@@ -107,6 +109,7 @@ static pk_status enter(int index, int *previous, pk_error *err)
         *previous = current;
     }
     if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return PK_OK;
+    const pk_cuda_pause pause; /* it makes a context */
     const pk_cuda_lock held(&lock);
     return devices[index].is_ready ? PK_OK : make_ready(&devices[index], index, err);
 }
@@ -120,6 +123,25 @@ pk_cuda_call::pk_cuda_call(pk_device device, pk_stream stream, pk_error *err)
 pk_cuda_call::~pk_cuda_call()
 {
     if (previous >= 0) cudaSetDevice(previous);
+}
+
+pk_cuda_loaded pk_cuda_loaded_kernels;
+
+/* A place belongs to one kernel at a time: one whose place is taken is loaded again at each use, which costs little. */
+pk_status pk_cuda_load_kernel(const pk_cuda_call &call, const char *name, const void *kernel)
+{
+    pk_cuda_loaded *loaded = &pk_cuda_loaded_kernels;
+    const pk_cuda_pause pause;
+    const pk_cuda_outside_capture relaxed;
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return pk_cuda_fail(call.err, name, error);
+    size_t at = pk_cuda_place_of(kernel);
+    const void *owner = nullptr;
+    bool is_new = __atomic_compare_exchange_n(&loaded->kernels[at], &owner, kernel, false, __ATOMIC_ACQ_REL,
+                                              __ATOMIC_ACQUIRE);
+    if (is_new || owner == kernel) __atomic_fetch_or(&loaded->devices[at], 1ull << call.device->index, __ATOMIC_RELAXED);
+    return PK_OK;
 }
 
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
@@ -154,33 +176,55 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
 
 // --- scratch memory
 
+static const void *thread_of(cudaStream_t stream)
+{
+    static thread_local char here;
+    return stream == cudaStreamPerThread ? &here : nullptr;
+}
+
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
 {
     constexpr size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
     device_state *state = &devices[call.device->index];
+    const void *thread = thread_of(call.stream);
     if (bytes < PK_SCRATCH_BYTES) bytes = PK_SCRATCH_BYTES;
     const pk_cuda_lock held(&lock);
-    for (int i = 0; i < state->num_pieces; i++)
-        if (state->pieces[i].stream == call.stream && state->pieces[i].bytes >= bytes) {
-            *scratch = state->pieces[i].scratch;
-            return PK_OK;
-        }
+    for (int i = 0; i < state->num_pieces; i++) {
+        const scratch_piece *piece = &state->pieces[i];
+        if (piece->stream != call.stream || piece->thread != thread || piece->bytes < bytes) continue;
+        *scratch = piece->scratch;
+        return PK_OK;
+    }
     if (state->num_pieces == MAX_PIECES)
         return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
                        state->device.index, (int)MAX_PIECES);
+    const pk_cuda_pause pause;
     pk_cuda_outside_capture relaxed;
     void *data;
     PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + bytes));
     PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
     PK_CUDA(call.err, cudaStreamSynchronize(state->own_stream));
     *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
-    state->pieces[state->num_pieces++] = {call.stream, *scratch, bytes};
+    state->pieces[state->num_pieces++] = {call.stream, thread, *scratch, bytes};
     return PK_OK;
+}
+
+/* Work of a stream that was destroyed at this address may still use the scratch memory that is the new one's now. */
+pk_status pk_cuda_stream_is_new(pk_device device, pk_stream stream, pk_error *err)
+{
+    bool has_scratch = false;
+    {
+        const pk_cuda_lock held(&lock);
+        const device_state *state = &devices[device.index];
+        for (int i = 0; i < state->num_pieces; i++) has_scratch |= state->pieces[i].stream == (cudaStream_t)stream;
+    }
+    return has_scratch ? pk_cuda_synchronize(device, err) : PK_OK;
 }
 
 void pk_cuda_release_scratch(pk_device device, pk_stream stream)
 {
     device_state *state = &devices[device.index];
+    const pk_cuda_pause pause;
     const pk_cuda_lock held(&lock);
     for (int i = state->num_pieces - 1; i >= 0; i--) {
         if (state->pieces[i].stream != stream) continue;
@@ -193,6 +237,7 @@ void pk_cuda_release_scratch(pk_device device, pk_stream stream)
 
 pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
 {
+    const pk_cuda_pause pause;
     return PK_ON_DEVICE(device, err, cudaDeviceSynchronize());
 }
 

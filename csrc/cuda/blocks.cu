@@ -1,4 +1,5 @@
-/* blocks.cu - whole pages: copy_blocks (copy on write, inside one device) and swap_blocks (to and from host memory).
+/* blocks.cu - whole pages: copy_blocks (copy on write, inside one device) and swap_blocks (to and from host memory, or
+ * another GPU).
  *
  * The pairs are on the host and few. They travel as a kernel parameter, with the pointers of up to 64 caches (32
  * layers), so that a step's copies are one launch or two, with no upload and no allocation. Pinned host memory is read
@@ -81,23 +82,27 @@ pk_status pk_cuda_copy_blocks(const pk_blocks_args *args, const pk_cuda_call &ca
     return PK_OK;
 }
 
-/* Whether the device's kernels can read and write the view's memory at its own address: it is pinned, or theirs. */
+/* Whether the device's kernels can read and write the view's memory at its own address: it is theirs, or pinned. */
 static pk_status is_reachable(const pk_view *view, const pk_cuda_call &call, bool *is_so)
 {
+    *is_so = view->device.type == PK_CUDA && view->device.index == call.device->index;
+    if (view->device.type == PK_CUDA) return PK_OK;
     cudaPointerAttributes attributes;
     PK_CUDA(call.err, cudaPointerGetAttributes(&attributes, view->data));
-    bool is_foreign = attributes.type == cudaMemoryTypeDevice && attributes.device != call.device->index;
-    *is_so = attributes.devicePointer == view->data && !is_foreign;
+    *is_so = attributes.devicePointer == view->data;
     return PK_OK;
 }
 
 pk_status pk_cuda_swap_blocks(const pk_blocks_args *args, const pk_cuda_call &call)
 {
-    if (args->num_caches == 0) return PK_OK;
-    const pk_view *other = args->dst[0].device.type == PK_CUDA ? args->src : args->dst;
     bool is_near = true;
-    for (int i = 0; i < args->num_caches && is_near; i++) PK_TRY(is_reachable(&other[i], call, &is_near));
+    for (int i = 0; i < args->num_caches && is_near; i++) {
+        PK_TRY(is_reachable(&args->src[i], call, &is_near));
+        if (is_near) PK_TRY(is_reachable(&args->dst[i], call, &is_near));
+    }
     if (is_near) return pk_cuda_copy_blocks(args, call);
+    /* Between GPUs, and by way of the driver's own memory from and to what is pageable, which it waits for. */
+    const pk_cuda_pause pause;
     for (int64_t pair = 0; pair < args->num_pairs; pair++)
         for (int i = 0; i < args->num_caches; i++) {
             pool_pair pools = pool_pair_of(args, i);

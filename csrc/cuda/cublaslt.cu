@@ -113,6 +113,8 @@ pk_status pk_cublaslt_load(pk_error *err)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static bool is_loaded;
+    if (__atomic_load_n(&is_loaded, __ATOMIC_ACQUIRE)) return PK_OK;
+    const pk_cuda_pause pause;
     const pk_cuda_lock held(&lock);
     if (is_loaded) return PK_OK;
     search s = {};
@@ -121,7 +123,7 @@ pk_status pk_cublaslt_load(pk_error *err)
         return pk_fail(err, PK_EUNSUPPORTED, "linear needs libcublasLt.so.13 or .12 and found none: tried %s", s.tried);
     if (const char *missing = resolve(s.library))
         return pk_fail(err, PK_EUNSUPPORTED, "linear: %s has no %s", s.path, missing);
-    is_loaded = true;
+    __atomic_store_n(&is_loaded, true, __ATOMIC_RELEASE);
     return PK_OK;
 }
 

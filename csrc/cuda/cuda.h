@@ -119,10 +119,26 @@ struct pk_cuda_outside_capture {
     ~pk_cuda_outside_capture() { cudaThreadExchangeStreamCaptureMode(&mode); }
 };
 
-/* Holds a mutex to the end of the scope. */
+/* To the end of the scope this thread does what may take more than a millisecond: see pk_pause. */
+struct pk_cuda_pause {
+    const bool has_begun;
+    explicit pk_cuda_pause(bool is_needed = true) : has_begun(is_needed && pk_pause.begin()) {}
+    ~pk_cuda_pause()
+    {
+        if (has_begun) pk_pause.end();
+    }
+};
+
+/* Holds a mutex to the end of the scope. Who has it may be waiting for the lock that pk_pause lets go of, so that lock
+ * must not be held by who waits here. */
 struct pk_cuda_lock {
     pthread_mutex_t *mutex;
-    explicit pk_cuda_lock(pthread_mutex_t *mutex) : mutex(mutex) { pthread_mutex_lock(mutex); }
+    explicit pk_cuda_lock(pthread_mutex_t *mutex) : mutex(mutex)
+    {
+        if (pthread_mutex_trylock(mutex) == 0) return;
+        const pk_cuda_pause pause;
+        pthread_mutex_lock(mutex);
+    }
     ~pk_cuda_lock() { pthread_mutex_unlock(mutex); }
 };
 
@@ -142,6 +158,26 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 
 // --- launches
+
+/* Loads a kernel at its first use on a device, which can take milliseconds. */
+pk_status pk_cuda_load_kernel(const pk_cuda_call &call, const char *name, const void *kernel);
+struct pk_cuda_loaded {
+    enum { ROOM = 4096 }; /* a power of two, many times the number of kernels */
+    const void *kernels[ROOM];
+    uint64_t devices[ROOM]; /* a bit each */
+};
+extern pk_cuda_loaded pk_cuda_loaded_kernels;
+
+static inline size_t pk_cuda_place_of(const void *kernel) { return ((uintptr_t)kernel >> 4) % pk_cuda_loaded::ROOM; }
+
+static inline pk_status pk_cuda_load(const pk_cuda_call &call, const char *name, const void *kernel)
+{
+    const pk_cuda_loaded &loaded = pk_cuda_loaded_kernels;
+    size_t at = pk_cuda_place_of(kernel);
+    bool is_here = __atomic_load_n(&loaded.kernels[at], __ATOMIC_ACQUIRE) == kernel &&
+                   __atomic_load_n(&loaded.devices[at], __ATOMIC_RELAXED) >> call.device->index & 1;
+    return is_here ? PK_OK : pk_cuda_load_kernel(call, name, kernel);
+}
 
 /* A kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch, Hopper and
  * newer), in clusters of so many CTAs; on older devices neither. In such a kernel every thread calls
@@ -173,6 +209,7 @@ static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cl
         attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     }
     cudaLaunchConfig_t config = {grid, cta, smem_bytes, call.stream, attributes, count};
+    PK_TRY(pk_cuda_load(call, name, (const void *)kernel));
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(call.err, name, error);
 }
@@ -308,7 +345,8 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
     OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
     OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
-    X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) \
+    X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) X(stream_id) X(stream_is_new) \
+    X(capture_id) X(capture_keep) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \
     X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)
 // clang-format on

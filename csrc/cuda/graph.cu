@@ -10,7 +10,6 @@ PK_RUNTIME_CALL(memory_info, cudaMemGetInfo(free_bytes, total_bytes), size_t *fr
 
 PK_RUNTIME_CALL(stream_create, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking),
                 pk_stream *stream)
-PK_RUNTIME_CALL(stream_synchronize, cudaStreamSynchronize((cudaStream_t)stream), pk_stream stream)
 PK_RUNTIME_CALL(stream_wait, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0), pk_stream stream,
                 pk_event event)
 
@@ -18,9 +17,20 @@ PK_RUNTIME_CALL(event_create, cudaEventCreateWithFlags((cudaEvent_t *)event, has
                 bool has_timing, pk_event *event)
 PK_RUNTIME_CALL(event_record, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream), pk_event event,
                 pk_stream stream)
-PK_RUNTIME_CALL(event_synchronize, cudaEventSynchronize((cudaEvent_t)event), pk_event event)
 PK_RUNTIME_CALL(event_elapsed_ms, cudaEventElapsedTime(ms, (cudaEvent_t)start, (cudaEvent_t)end), pk_event start,
                 pk_event end, float *ms)
+
+/* What waits: other threads run meanwhile, and a capture of this thread has nothing to do with it. */
+#define PK_RUNTIME_WAIT(entry, call, what)                                       \
+    pk_status pk_cuda_##entry(pk_device device, void *what, pk_error *err)       \
+    {                                                                            \
+        const pk_cuda_pause pause;                                               \
+        const pk_cuda_outside_capture relaxed;                                   \
+        return PK_ON_DEVICE(device, err, call);                                  \
+    }
+
+PK_RUNTIME_WAIT(stream_synchronize, cudaStreamSynchronize((cudaStream_t)stream), stream)
+PK_RUNTIME_WAIT(event_synchronize, cudaEventSynchronize((cudaEvent_t)event), event)
 
 /* Only this thread's calls are watched: another thread may allocate or wait while one captures. */
 PK_RUNTIME_CALL(capture_begin, cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal),
@@ -32,6 +42,7 @@ PK_RUNTIME_CALL(graph_launch, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStrea
 #define PK_RUNTIME_RELEASE(entry, call, what)          \
     void pk_cuda_##entry(pk_device device, void *what) \
     {                                                  \
+        const pk_cuda_pause pause; /* cudaFree waits */ \
         pk_cuda_outside_capture relaxed;               \
         PK_ON_DEVICE(device, nullptr, call);           \
     }
@@ -48,6 +59,7 @@ pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error
     *data = nullptr;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
+    const pk_cuda_pause pause;
     pk_cuda_outside_capture relaxed;
     cudaError_t error = cudaMalloc(data, bytes ? bytes : 1);
     if (error == cudaSuccess) return PK_OK;
@@ -61,6 +73,7 @@ pk_status pk_cuda_allocate(pk_device device, size_t bytes, void **data, pk_error
 
 pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, pk_error *err)
 {
+    const pk_cuda_pause pause;
     pk_cuda_outside_capture relaxed;
     *data = nullptr;
     /* pinned for every device */
@@ -71,6 +84,7 @@ pk_status pk_cuda_allocate_pinned(pk_device device, size_t bytes, void **data, p
 
 void pk_cuda_stream_destroy(pk_device device, pk_stream stream)
 {
+    const pk_cuda_pause pause;
     pk_cuda_outside_capture relaxed;
     PK_ON_DEVICE(device, nullptr, cudaStreamSynchronize((cudaStream_t)stream));
     pk_cuda_release_scratch(device, stream); /* the next stream may get the same handle */
@@ -87,13 +101,55 @@ pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, p
     return pk_cuda_fail(err, "cudaEventQuery", error);
 }
 
+/* A driver from before it could tell a stream's device leaves that question to CUDA's own errors. */
+pk_status pk_cuda_stream_id(pk_device device, pk_stream stream, uint64_t *id, pk_error *err)
+{
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
+    unsigned long long number;
+    int owner = device.index;
+    PK_CUDA(err, cudaStreamGetId(call.stream, &number));
+    *id = number;
+    if (cudaStreamGetDevice(call.stream, &owner) != cudaSuccess) cudaGetLastError();
+    if (owner == device.index) return PK_OK;
+    return pk_fail(err, PK_EDEVICE, "stream: is of cuda:%d but the work is cuda:%d's", owner, device.index);
+}
+
 // --- graphs
+
+pk_status pk_cuda_capture_id(pk_device device, pk_stream stream, uint64_t *id, pk_error *err)
+{
+    *id = 0;
+    if (!stream) return PK_OK; /* the legacy default stream is never captured */
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
+    cudaStreamCaptureStatus status;
+    unsigned long long number = 0;
+    PK_CUDA(err, cudaStreamGetCaptureInfo(call.stream, &status, &number));
+    if (status != cudaStreamCaptureStatusNone) *id = number;
+    return PK_OK;
+}
+
+pk_status pk_cuda_capture_keep(pk_device device, pk_stream stream, void (*drop)(void *what), void *what, pk_error *err)
+{
+    pk_cuda_call call(device, stream, err);
+    PK_TRY(call.status);
+    cudaStreamCaptureStatus status;
+    cudaGraph_t graph = nullptr;
+    cudaUserObject_t kept;
+    PK_CUDA(err, cudaStreamGetCaptureInfo(call.stream, &status, nullptr, &graph));
+    if (!graph) return pk_fail(err, PK_ECUDA, "cudaStreamGetCaptureInfo: the stream is not being captured any more");
+    PK_CUDA(err, cudaUserObjectCreate(&kept, what, drop, 1, cudaUserObjectNoDestructorSync));
+    cudaError_t error = cudaGraphRetainUserObject(graph, kept, 1, cudaGraphUserObjectMove);
+    return error == cudaSuccess ? PK_OK : pk_cuda_fail(err, "cudaGraphRetainUserObject", error);
+}
 
 pk_status pk_cuda_capture_end(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err)
 {
     pk_cuda_call call(device, stream, err);
     PK_TRY(call.status);
     cudaGraph_t captured = nullptr;
+    const pk_cuda_pause pause;
     PK_CUDA(err, cudaStreamEndCapture(call.stream, &captured));
     size_t count = 0;
     cudaGraphExec_t exec = nullptr;

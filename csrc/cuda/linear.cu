@@ -62,6 +62,7 @@ struct plan {
     pk_lt_layout weight, x, out;
     pk_linear_algorithm algo;
     bool is_chosen; /* by use_linear_algorithm */
+    bool has_run;   /* with this algorithm: its first run loads a kernel */
 };
 
 enum { MAX_PLANS = 4096, MAX_PROBES = 16, MAX_DEVICES = 64 };
@@ -207,7 +208,10 @@ static pk_status multiply(const pk_linear_args *args, const pk_cuda_call &call)
     plan_key key = key_of(args, call.device);
     float alpha = 1, beta = args->bias || args->adds_to_out ? 1 : 0;
     const pk_cuda_lock held(&lock);
+    plan = slot_of(&key);
+    const pk_cuda_pause pause(!plan->has_run || memcmp(&plan->key, &key, sizeof key) != 0);
     PK_TRY(find_plan(&key, &plan, call.err));
+    plan->has_run = true;
     PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
           &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data, PK_SCRATCH_BYTES, call.stream);
     return PK_OK;
@@ -315,6 +319,7 @@ pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args
     if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
     plan_key key = key_of(args, call.device);
     const pk_cuda_lock held(&lock);
+    const pk_cuda_pause pause;
     PK_TRY(find_plan(&key, &plan, err));
     if (algorithm && !accepts(plan, algorithm))
         return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
@@ -322,6 +327,6 @@ pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args
     if (choices)
         list_neighbours(plan, algorithm, choices);
     else
-        plan->algo = *algorithm, plan->is_chosen = true;
+        plan->algo = *algorithm, plan->is_chosen = true, plan->has_run = false;
     return PK_OK;
 }

@@ -151,7 +151,7 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
         return from_sequence(name, object, dtype, min, max, ints);
 
     py_tensor_in taken;
-    if (py_take_tensor(state, name, object, true, NULL, &taken) < 0) {
+    if (py_take_host_tensor(state, name, object, &taken) < 0) {
         /* Not a tensor: perhaps some other sequence; bytes and str are refused by name. */
         if (!PyErr_ExceptionMatches(PyExc_TypeError) || !PySequence_Check(object) || PyUnicode_Check(object)) return -1;
         PyErr_Clear();

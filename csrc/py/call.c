@@ -3,24 +3,35 @@
 
 #include <math.h>
 
+#include "py/tensor.h"
+
 #define SMALL_CALL 16384 /* elements; the CPU touches so many in a few microseconds */
 
 // --- begin and end
 
+void py_call_init(py_call *call, py_state *state)
+{
+    call->state = state;
+    call->signature = NULL;
+    call->has_failed = call->has_torch = call->has_memory = call->has_own_output = false;
+    call->stream_is_given = call->stream_is_fixed = call->is_in_foreign_capture = call->has_released = false;
+    call->num_tensors = call->num_peers = call->num_lists = 0;
+    call->num_elements = call->num_on_host = 0;
+    call->device = (pk_device){PK_CPU, 0};
+    call->queue = call->given_queue = NULL;
+    call->stream = NULL;
+    call->status = PK_OK;
+}
+
 int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyObject *const *args, Py_ssize_t nargs,
                   PyObject *kwnames)
 {
-    call->state = state;
+    py_call_init(call, state);
     call->signature = &state->signatures[signature];
-    call->has_failed = call->stream_is_fixed = call->touches_gpu = false;
-    call->num_tensors = call->num_lists = 0;
-    call->num_elements = 0;
-    call->stream = py_entered_stream();
-    call->released = NULL;
-    call->status = PK_OK;
     if (py_bind(call->signature, args, nargs, kwnames, call->given) < 0) return -1;
-    call->stream_is_fixed = stream >= 0 && call->given[stream] && call->given[stream] != Py_None;
-    return call->stream_is_fixed ? py_stream_arg(state, call->given[stream], &call->stream) : 0;
+    if (stream < 0 || !call->given[stream] || call->given[stream] == Py_None) return 0;
+    call->stream_is_given = call->stream_is_fixed = true;
+    return py_stream_arg(state, call->given[stream], &call->stream, &call->given_queue);
 }
 
 static void free_list(py_tensor_list *list)
@@ -46,42 +57,26 @@ void py_call_ensure_blas(py_call *call, const pk_view *x)
         call->has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
 }
 
-void py_call_release_gil(py_call *call)
+void py_call_enter(py_call *call)
 {
+    if (call->has_failed) return;
     pk_cpu_adopt_num_threads();
-    if (!call->touches_gpu && call->num_elements > SMALL_CALL) call->released = PyEval_SaveThread();
+    call->has_failed = py_call_order(call) < 0;
+    /* What a launch looks at on the host is little, or it counts like the CPU's own work. */
+    int64_t work = call->device.type == PK_CPU ? call->num_elements : call->num_on_host;
+    if (call->has_failed || work <= SMALL_CALL) return;
+    call->has_released = true;
+    py_release_gil();
 }
 
-void py_call_take_gil(py_call *call)
+void py_call_leave(py_call *call)
 {
-    if (call->released) PyEval_RestoreThread(call->released);
-    call->released = NULL;
+    if (call->has_released) py_take_gil();
+    call->has_released = false;
+    call->has_failed = call->queue && py_call_note_writes(call) < 0;
 }
 
 // --- tensors
-
-/* Reads one tensor and lets it decide the stream, where nothing has yet. */
-static int take(py_call *call, const char *name, PyObject *object, py_tensor_in *taken)
-{
-    if (py_take_tensor(call->state, name, object, false, call->stream, taken) < 0) return -1;
-    call->num_elements += pk_view_numel(&taken->view);
-    if (taken->view.device.type == PK_CPU) return 0;
-    call->touches_gpu = true;
-    if (call->stream_is_fixed) return 0;
-    if (taken->exchange) {
-        DLDeviceType type = kDLCUDA;
-        if (taken->exchange->current_work_stream(type, taken->view.device.index, &call->stream) < 0) {
-            py_release(&taken->hold);
-            return -1;
-        }
-        call->stream_is_fixed = true;
-    } else if (taken->reader == PY_READ_TENSOR) {
-        call->stream = py_current_stream(taken->view.device);
-    } else {
-        call->stream_is_fixed = true; /* this producer was told to be ready on the stream so far */
-    }
-    return 0;
-}
 
 static int refuse_grad(py_call *call, const char *name, PyObject *object, const py_tensor_in *taken)
 {
@@ -96,43 +91,60 @@ static int refuse_grad(py_call *call, const char *name, PyObject *object, const 
     return requires_grad > 0 ? -1 : 0;
 }
 
-static py_tensor_in *take_parameter(py_call *call, int parameter)
+/* Reads one tensor, which the caller releases where this succeeds. */
+static int take(py_call *call, const char *name, PyObject *object, bool is_written, py_tensor_in *taken)
+{
+    if (py_find_reader(call->state, name, object, taken) < 0) return -1;
+    if (taken->reader == PY_READ_DLPACK && !call->stream_is_fixed) py_call_foresee_stream(call);
+    if (call->has_failed || py_read_tensor(call->state, name, false, call->stream, taken) < 0) return -1;
+    taken->is_written = is_written;
+    if (py_call_meet(call, name, taken) == 0 && !(is_written && refuse_grad(call, name, object, taken) < 0)) return 0;
+    py_release(&taken->hold);
+    return -1;
+}
+
+static const pk_view *take_object(py_call *call, const char *name, PyObject *object, bool is_written)
 {
     if (call->has_failed) return NULL;
     py_tensor_in *taken = &call->tensors[call->num_tensors];
-    if (take(call, call->signature->texts[parameter], call->given[parameter], taken) < 0) {
+    if (call->num_tensors == PY_MAX_TENSORS) {
+        PyErr_Format(PyExc_SystemError, "%s: a call takes at most %d tensors", name, PY_MAX_TENSORS);
         call->has_failed = true;
-        return NULL;
+    } else {
+        call->has_failed = take(call, name, object, is_written, taken) < 0;
     }
+    if (call->has_failed) return NULL;
     call->num_tensors++;
-    return taken;
+    return &taken->view;
 }
 
-const pk_view *py_call_tensor(py_call *call, int parameter)
+static const pk_view *take_parameter(py_call *call, int parameter, bool is_written)
 {
-    py_tensor_in *taken = take_parameter(call, parameter);
-    return taken ? &taken->view : NULL;
+    return take_object(call, call->signature->texts[parameter], call->given[parameter], is_written);
 }
+
+static bool is_given(const py_call *call, int parameter)
+{
+    return call->given[parameter] && call->given[parameter] != Py_None;
+}
+
+const pk_view *py_call_object(py_call *call, const char *name, PyObject *object, bool is_written)
+{
+    return take_object(call, name, object, is_written);
+}
+
+const pk_view *py_call_tensor(py_call *call, int parameter) { return take_parameter(call, parameter, false); }
+
+const pk_view *py_call_writable(py_call *call, int parameter) { return take_parameter(call, parameter, true); }
 
 const pk_view *py_call_optional(py_call *call, int parameter)
 {
-    PyObject *object = call->given[parameter];
-    return object && object != Py_None ? py_call_tensor(call, parameter) : NULL;
-}
-
-const pk_view *py_call_writable(py_call *call, int parameter)
-{
-    py_tensor_in *taken = take_parameter(call, parameter);
-    if (!taken) return NULL;
-    if (refuse_grad(call, call->signature->texts[parameter], call->given[parameter], taken) < 0)
-        call->has_failed = true;
-    return &taken->view;
+    return is_given(call, parameter) ? py_call_tensor(call, parameter) : NULL;
 }
 
 const pk_view *py_call_optional_writable(py_call *call, int parameter)
 {
-    PyObject *object = call->given[parameter];
-    return object && object != Py_None ? py_call_writable(call, parameter) : NULL;
+    return is_given(call, parameter) ? py_call_writable(call, parameter) : NULL;
 }
 
 static int take_list(py_call *call, int parameter, bool writable, py_tensor_list *list)
@@ -154,9 +166,8 @@ static int take_list(py_call *call, int parameter, bool writable, py_tensor_list
         PyObject *item = PyTuple_GetItem(list->items, i);
         char element[64];
         PyOS_snprintf(element, sizeof element, is_sequence ? "%s[%d]" : "%s", name, i);
-        if (take(call, element, item, &list->taken[i]) < 0) return -1;
+        if (take(call, element, item, writable, &list->taken[i]) < 0) return -1;
         list->num_taken = i + 1;
-        if (writable && refuse_grad(call, element, item, &list->taken[i]) < 0) return -1;
         list->views[i] = list->taken[i].view;
     }
     return 0;
@@ -179,18 +190,18 @@ pk_scale py_call_scale(py_call *call, int parameter)
 {
     pk_scale scale = {.view = NULL, .value = 1.0f};
     PyObject *object = call->given[parameter];
-    if (call->has_failed || !object || object == Py_None) return scale;
+    if (call->has_failed || !is_given(call, parameter)) return scale;
     if (PyFloat_Check(object) || PyLong_Check(object)) {
         scale.value = (float)py_call_double(call, parameter, 1.0);
         return scale;
     }
-    py_tensor_in *taken = take_parameter(call, parameter);
-    if (!taken) return scale;
-    if (taken->view.ndim == 0) { /* numpy.float32(2), torch.tensor(2.) */
-        taken->view.ndim = 1;
-        taken->view.shape[0] = taken->view.stride[0] = 1;
+    if (!py_call_tensor(call, parameter)) return scale;
+    pk_view *view = &call->tensors[call->num_tensors - 1].view;
+    if (view->ndim == 0) { /* numpy.float32(2), torch.tensor(2.) */
+        view->ndim = 1;
+        view->shape[0] = view->stride[0] = 1;
     }
-    scale.view = &taken->view;
+    scale.view = view;
     return scale;
 }
 
@@ -198,7 +209,7 @@ int64_t py_call_int(py_call *call, int parameter, int64_t otherwise)
 {
     PyObject *object = call->given[parameter];
     int64_t value = otherwise;
-    if (call->has_failed || !object || object == Py_None) return value;
+    if (call->has_failed || !is_given(call, parameter)) return value;
     call->has_failed = py_int64_arg(call->signature->texts[parameter], object, &value) < 0;
     return value;
 }
@@ -207,7 +218,7 @@ double py_call_double(py_call *call, int parameter, double otherwise)
 {
     PyObject *object = call->given[parameter];
     double value = otherwise;
-    if (call->has_failed || !object || object == Py_None) return value;
+    if (call->has_failed || !is_given(call, parameter)) return value;
     call->has_failed = py_double_arg(call->signature->texts[parameter], object, &value) < 0;
     return value;
 }
@@ -247,15 +258,32 @@ static PyObject *allocate_by_exchange(const DLPackExchangeAPI *exchange, pk_dtyp
     return object;
 }
 
+/* The same for the stream of the call. */
+static PyObject *allocate_on_stream(py_call *call, const DLPackExchangeAPI *exchange, pk_dtype dtype, pk_device device,
+                                    int ndim, const int64_t *shape, pk_view *view)
+{
+    PyObject *context = py_call_enter_torchs_stream(call, exchange);
+    if (!context) return NULL;
+    PyObject *tensor = allocate_by_exchange(exchange, dtype, device, ndim, shape, view);
+    if (context != Py_None) {
+        PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+        if (!left) Py_CLEAR(tensor);
+        Py_XDECREF(left);
+    }
+    Py_DECREF(context);
+    return tensor;
+}
+
 static PyObject *allocate_object(py_call *call, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
                                  pk_view *view, pk_error *err)
 {
     const py_tensor_in *first = call->num_tensors ? &call->tensors[0] : NULL;
-    if (first && first->exchange) return allocate_by_exchange(first->exchange, dtype, device, ndim, shape, view);
+    if (first && first->exchange) return allocate_on_stream(call, first->exchange, dtype, device, ndim, shape, view);
     if (first && first->reader == PY_READ_BUFFER && device.type == PK_CPU && py_array_has_dtype(dtype))
         return py_array_new(dtype, ndim, shape, &view->data);
     PyObject *tensor = py_tensor_new(call->state, dtype, device, ndim, shape, err);
     if (tensor) view->data = py_tensor_view(tensor)->data;
+    call->has_own_output |= tensor != NULL;
     return tensor;
 }
 
@@ -270,33 +298,36 @@ static pk_status allocate_output(pk_output *base, pk_dtype dtype, pk_device devi
         view->shape[i] = shape[i];
         view->stride[i] = stride;
     }
-    bool was_released = call->released != NULL;
-    py_call_take_gil(call);
+    if (call->has_released) py_take_gil();
     output->object = allocate_object(call, dtype, device, ndim, shape, view, err);
+    output->is_new = true;
     bool failed = output->object == NULL;
-    if (was_released) call->released = PyEval_SaveThread();
+    if (call->has_released) py_release_gil();
     return failed ? pk_fail(err, PK_ENOMEM, "an output could not be allocated") : PK_OK;
 }
 
 void py_call_output(py_call *call, int parameter, py_output *output)
 {
-    PyObject *object = parameter < 0 ? NULL : call->given[parameter];
     output->call = call;
     output->object = NULL;
-    output->base.is_given = object && object != Py_None;
+    output->is_new = false;
+    output->base.is_given = parameter >= 0 && is_given(call, parameter);
     output->base.allocate = allocate_output;
     output->base.owner = output;
     if (!output->base.is_given) return;
     const pk_view *view = py_call_writable(call, parameter);
     if (call->has_failed) return;
     output->base.view = *view;
-    output->object = Py_NewRef(object);
+    output->object = Py_NewRef(call->given[parameter]);
 }
 
 PyObject *py_output_result(py_output *output)
 {
     PyObject *object = output->object;
+    py_call *call = output->call;
     output->object = NULL;
+    if (output->is_new && !call->has_failed && call->status == PK_OK)
+        call->has_failed = py_call_keep_output(call, object) < 0;
     return object;
 }
 

@@ -46,11 +46,22 @@ static PyObject *event_record(PY_FASTCALL)
 {
     PY_BIND_NAMED(self, Event_record);
     py_event *event = py_event_of(self);
-    pk_stream stream;
+    py_queue *queue = py_queue_arg(self, given[0], event->device);
     pk_error err;
-    if (py_stream_or_current(self, given[0], event->device, &stream) < 0) return NULL;
-    if (event->backend->event_record(event->device, event->handle, stream, &err) == PK_OK) return Py_NewRef(self);
-    return py_raise(py_state_of(self), &err);
+    if (!queue) return NULL;
+    pk_stream stream = queue->handle;
+    if (event->backend->event_record(event->device, event->handle, stream, &err) != PK_OK)
+        return py_raise(py_state_of(self), &err);
+    event->queue = queue->is_capturing ? NULL : queue;
+    event->tick = queue->submitted;
+    return Py_NewRef(self);
+}
+
+/* The work before the mark is done, and with it what was submitted there. */
+static void has_passed(py_event *event, py_queue *queue, uint64_t tick)
+{
+    bool is_same_mark = event->queue == queue && event->tick == tick; /* no other thread has moved it meanwhile */
+    if (queue && is_same_mark && queue->done < tick) queue->done = tick;
 }
 
 PyDoc_STRVAR(
@@ -62,9 +73,10 @@ static PyObject *event_query(PyObject *self, PyObject *unused)
     py_event *event = py_event_of(self);
     bool is_done;
     pk_error err;
-    if (event->backend->event_query(event->device, event->handle, &is_done, &err) == PK_OK)
-        return PyBool_FromLong(is_done);
-    return py_raise(py_state_of(self), &err);
+    if (event->backend->event_query(event->device, event->handle, &is_done, &err) != PK_OK)
+        return py_raise(py_state_of(self), &err);
+    if (is_done) has_passed(event, event->queue, event->tick);
+    return PyBool_FromLong(is_done);
 }
 
 PyDoc_STRVAR(event_synchronize_doc,
@@ -73,10 +85,13 @@ static PyObject *event_synchronize(PyObject *self, PyObject *unused)
 {
     (void)unused;
     py_event *event = py_event_of(self);
-    pk_status status;
+    py_queue *queue = event->queue;
+    uint64_t tick = event->tick;
     pk_error err;
-    Py_BEGIN_ALLOW_THREADS status = event->backend->event_synchronize(event->device, event->handle, &err);
-    Py_END_ALLOW_THREADS return py_none_or_raise(self, status, &err);
+    if (event->backend->event_synchronize(event->device, event->handle, &err) != PK_OK)
+        return py_raise(py_state_of(self), &err);
+    has_passed(event, queue, tick);
+    return Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(event_elapsed_doc,

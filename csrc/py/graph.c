@@ -1,15 +1,81 @@
-/* graph.c - pagedkv.Graph: work that is queued once and run many times. */
+/* graph.c - pagedkv.Graph: work that is queued once and run many times.
+ *
+ * A Graph holds every object that its calls used, so that no replay touches memory that was given away. It also knows
+ * their memories: a replay is ordered after the last write of each, and is the last write of those that it writes.
+ */
 #include "py/stream.h"
+
+typedef struct {
+    py_memory *memory; /* of a Tensor in `kept` */
+    bool is_written;
+} used_memory;
 
 typedef struct {
     PyObject_HEAD PyObject *stream; /* the py_stream it was captured on: its scratch memory is the graph's */
     pk_graph handle;                /* NULL: not captured yet */
     int64_t num_nodes;
     bool is_capturing;
-    bool collects_later; /* the garbage collector was on before the capture */
+    PyObject *kept; /* a list of all that its calls used */
+    used_memory *used;
+    int num_used, room;
+    py_peer peers[PY_MAX_PEERS]; /* the frameworks whose tensors are in it */
+    int num_peers;
+    py_queue *last; /* where it was replayed last */
+    uint64_t last_tick;
 } py_graph;
 
+static _Thread_local py_graph *capturing; /* by this thread, which holds a reference */
+
 static py_graph *graph_of(PyObject *object) { return (py_graph *)object; }
+
+py_queue *py_capturing_queue(void) { return capturing ? py_stream_of(capturing->stream)->queue : NULL; }
+
+// --- what a captured call uses
+
+static int use_memory(py_graph *graph, py_memory *memory, bool is_written)
+{
+    if (!memory->graph_slot) {
+        if (graph->num_used == graph->room) {
+            int room = 2 * graph->room + 16;
+            used_memory *used = PyMem_Realloc(graph->used, (size_t)room * sizeof *used);
+            if (!used) {
+                PyErr_NoMemory();
+                return -1;
+            }
+            graph->used = used;
+            graph->room = room;
+        }
+        graph->used[graph->num_used++] = (used_memory){memory, false};
+        memory->graph_slot = graph->num_used;
+    }
+    graph->used[memory->graph_slot - 1].is_written |= is_written;
+    return 0;
+}
+
+int py_graph_use(PyObject *object, py_memory *memory, bool is_written)
+{
+    if (memory && use_memory(capturing, memory, is_written) < 0) return -1;
+    return PyList_Append(capturing->kept, object);
+}
+
+int py_graph_meet(const py_peer *peer)
+{
+    py_graph *graph = capturing;
+    for (int i = 0; i < graph->num_peers; i++) {
+        py_peer *known = &graph->peers[i];
+        if (known->exchange != peer->exchange || known->queue->device.index != peer->queue->device.index) continue;
+        known->is_written |= peer->is_written;
+        return 0;
+    }
+    if (graph->num_peers == PY_MAX_PEERS) {
+        PyErr_Format(PyExc_BufferError, "a Graph takes tensors of at most %d GPUs and frameworks", PY_MAX_PEERS);
+        return -1;
+    }
+    graph->peers[graph->num_peers++] = *peer;
+    return 0;
+}
+
+// --- life
 
 PyDoc_STRVAR(
     graph_doc,
@@ -19,10 +85,10 @@ PyDoc_STRVAR(
     "        ...operations with out=...\n"
     "    graph.replay()\n\n"
     "What is captured does not run; until the capture ends, Python collects no garbage. A replay repeats it on the same\n"
-    "addresses: every Tensor in it must stay alive as long as the graph, and new values are copied into the Tensors.\n"
-    "Shapes are fixed; what lies in device arrays (context_lens, block_tables) may change. Operations need `out=` for\n"
-    "what is used later. Two graphs that were captured on one Stream share scratch memory and must not run at the same\n"
-    "time.");
+    "addresses: the Graph holds every tensor that its calls were given or made, and new values are copied into them.\n"
+    "Shapes are fixed; what lies in device arrays (context_lens, block_tables) may change. Two graphs that were captured\n"
+    "on one Stream share scratch memory and must not run at the same time. A call whose work would not become part of\n"
+    "the graph raises RuntimeError: of another GPU, on another stream that has not joined by an Event, of the CPU.");
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     py_state *state = PyType_GetModuleState(type);
@@ -30,14 +96,49 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return py_new_object(type);
 }
 
-static void graph_dealloc(PyObject *object)
+static void forget_uses(py_graph *graph)
 {
-    py_graph *self = graph_of(object);
-    if (self->handle)
-        py_stream_of(self->stream)->backend->graph_destroy(py_stream_of(self->stream)->device, self->handle);
-    Py_XDECREF(self->stream);
-    py_free_object(object);
+    for (int i = 0; i < graph->num_used; i++) graph->used[i].memory->graph_slot = 0;
+    PyMem_Free(graph->used);
+    graph->used = NULL;
+    graph->num_used = graph->room = graph->num_peers = 0;
+    Py_CLEAR(graph->kept);
 }
+
+static int graph_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    Py_VISIT(graph_of(self)->stream);
+    Py_VISIT(graph_of(self)->kept);
+    return 0;
+}
+
+/* What it holds may be used by others as soon as the last replay is done. */
+static int graph_clear(PyObject *self)
+{
+    py_graph *graph = graph_of(self);
+    if (graph->handle) {
+        py_stream *stream = py_stream_of(graph->stream);
+        if (graph->last && py_queue_wait(py_state_of(self), graph->last, graph->last_tick) < 0)
+            PyErr_WriteUnraisable(self);
+        stream->backend->graph_destroy(stream->device, graph->handle);
+        graph->handle = NULL;
+    }
+    forget_uses(graph);
+    Py_CLEAR(graph->stream);
+    return 0;
+}
+
+static void graph_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    graph_clear(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+// --- capture
 
 PyDoc_STRVAR(graph_capture_doc,
              "capture($self, stream)\n--\n\n"
@@ -55,24 +156,38 @@ static PyObject *graph_capture(PY_FASTCALL)
     return Py_NewRef(self);
 }
 
+/* A Graph, an Event or a Stream of a cycle that is collected during a capture would be destroyed in the middle of it,
+ * which some of the driver's calls end. The collector is the process's, and several threads may capture. */
+static void keep_garbage(py_state *state)
+{
+    if (state->num_captures++ == 0) state->collects_later = PyGC_Disable();
+}
+
+static void collect_garbage(py_state *state)
+{
+    if (--state->num_captures == 0 && state->collects_later) PyGC_Enable();
+}
+
 static PyObject *graph_enter(PyObject *self, PyObject *unused)
 {
     (void)unused;
     py_graph *graph = graph_of(self);
+    py_state *state = py_state_of(self);
     pk_error err;
     if (!graph->stream || graph->handle || graph->is_capturing)
         return PyErr_Format(PyExc_RuntimeError, "a Graph is entered once, by `with graph.capture(stream):`");
+    if (capturing) return PyErr_Format(PyExc_RuntimeError, "this thread is capturing another Graph");
     py_stream *stream = py_stream_of(graph->stream);
-    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK)
-        return py_raise(py_state_of(self), &err);
+    /* Who needs what was queued on the stream so far can wait for it during the capture, too. */
+    if (!(graph->kept = PyList_New(0)) || py_queue_mark(state, stream->queue) < 0) return NULL;
+    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK) return py_raise(state, &err);
     if (py_enter_stream(graph->stream) < 0) {
         stream->backend->capture_end(stream->device, stream->handle, NULL, NULL, NULL);
         return NULL;
     }
-    /* A Graph, an Event or a Stream of a cycle that is collected here would be destroyed in the middle of the capture,
-     * which some of the driver's calls end. */
-    graph->collects_later = PyGC_Disable();
-    graph->is_capturing = true;
+    keep_garbage(state);
+    stream->queue->is_capturing = graph->is_capturing = true;
+    capturing = graph_of(Py_NewRef(self));
     return Py_NewRef(self);
 }
 
@@ -81,34 +196,101 @@ static PyObject *graph_exit(PyObject *self, PyObject *args)
     py_graph *graph = graph_of(self);
     pk_error err;
     if (!graph->is_capturing) return PyErr_Format(PyExc_RuntimeError, "this Graph is not being captured");
+    if (graph != capturing) return PyErr_Format(PyExc_RuntimeError, "another thread is capturing this Graph");
     py_stream *stream = py_stream_of(graph->stream);
     bool has_failed = PyTuple_Size(args) > 0 && PyTuple_GetItem(args, 0) != Py_None;
-    graph->is_capturing = false;
-    if (graph->collects_later) PyGC_Enable();
+    capturing = NULL;
+    Py_DECREF(self); /* the caller has one, too */
+    stream->queue->is_capturing = graph->is_capturing = false;
+    collect_garbage(py_state_of(self));
     pk_status status = stream->backend->capture_end(stream->device, stream->handle, has_failed ? NULL : &graph->handle,
                                                     &graph->num_nodes, &err);
+    for (int i = 0; i < graph->num_used; i++) graph->used[i].memory->graph_slot = 0;
+    if (!graph->handle) forget_uses(graph);
     if (py_leave_stream(graph->stream) < 0) return NULL;
     return has_failed ? Py_NewRef(Py_None) : py_none_or_raise(self, status, &err); /* the error from inside says more */
+}
+
+// --- replay
+
+/* The rule of pagedkv.Stream, where the tensors are those of the graph. */
+static py_queue *replay_queue(PyObject *self, PyObject *given)
+{
+    py_graph *graph = graph_of(self);
+    py_state *state = py_state_of(self);
+    py_stream *captured_on = py_stream_of(graph->stream);
+    bool is_given = given && given != Py_None;
+    if (!is_given && capturing) return py_capturing_queue();
+    for (int i = 0; i < graph->num_peers && !is_given; i++) {
+        const py_peer *peer = &graph->peers[i];
+        pk_stream stream;
+        if (peer->exchange != state->torch || peer->queue->device.index != captured_on->device.index) continue;
+        if (py_current_work_stream("stream", peer->exchange, captured_on->device.index, &stream) < 0) return NULL;
+        return py_queue_of(state, captured_on->device, stream, PY_STREAM_LASTS);
+    }
+    py_queue *entered = py_entered_queue(captured_on->device);
+    if (!is_given) return entered ? entered : captured_on->queue;
+    return py_queue_arg(self, given, captured_on->device);
+}
+
+/* Puts the replay after all that it needs; `is_capturing`: it becomes a part of another Graph, which will do so. */
+static int order_replay(PyObject *self, py_queue *queue)
+{
+    py_graph *graph = graph_of(self);
+    py_state *state = py_state_of(self);
+    for (int i = 0; i < graph->num_used; i++) {
+        used_memory *used = &graph->used[i];
+        if (capturing ? use_memory(capturing, used->memory, used->is_written) < 0
+                      : py_order(state, used->memory, queue, used->is_written) < 0)
+            return -1;
+    }
+    for (int i = 0; i < graph->num_peers; i++) {
+        py_peer *peer = &graph->peers[i];
+        pk_stream stream;
+        int device = peer->queue->device.index;
+        if (py_current_work_stream("stream", peer->exchange, device, &stream) < 0) return -1;
+        if (!(peer->queue = py_queue_of(state, peer->queue->device, stream, PY_STREAM_LASTS))) return -1;
+        if (capturing ? py_graph_meet(peer) < 0 : py_queue_after(state, queue, peer->queue) < 0) return -1;
+    }
+    return capturing ? PyList_Append(capturing->kept, self) : 0;
+}
+
+static int note_replay(PyObject *self, py_queue *queue, bool is_given)
+{
+    py_graph *graph = graph_of(self);
+    py_state *state = py_state_of(self);
+    if (capturing) return 0;
+    if (py_queue_submit(state, queue) < 0) return -1;
+    graph->last = queue;
+    graph->last_tick = queue->submitted;
+    for (int i = 0; i < graph->num_used; i++)
+        if (graph->used[i].is_written) py_memory_written(graph->used[i].memory, queue);
+    for (int i = 0; i < graph->num_peers && !is_given; i++)
+        if (graph->peers[i].is_written && py_queue_after(state, graph->peers[i].queue, queue) < 0) return -1;
+    return 0;
 }
 
 PyDoc_STRVAR(
     graph_replay_doc,
     "replay($self, stream=None)\n--\n\n"
-    "Queues the graph on `stream`: a Stream, an object with `cuda_stream`, an int; None: the Stream that this\n"
-    "thread has entered, else the one it was captured on. Waits for nothing.");
+    "Queues the graph on `stream`: a Stream, an object with `cuda_stream`, an int; None: PyTorch's current stream where\n"
+    "one of its tensors is in the graph, else the Stream that this thread has entered, else the one it was captured on.\n"
+    "Waits for nothing.");
 static PyObject *graph_replay(PY_FASTCALL)
 {
     PY_BIND_NAMED(self, Graph_replay);
     py_graph *graph = graph_of(self);
-    pk_stream stream;
     pk_error err;
     if (!graph->handle) return PyErr_Format(PyExc_RuntimeError, "this Graph is not captured yet");
+    py_queue *queue = replay_queue(self, given[0]);
+    if (!queue || order_replay(self, queue) < 0) return NULL;
     py_stream *captured_on = py_stream_of(graph->stream);
-    if (py_stream_or_current(self, given[0], captured_on->device, &stream) < 0) return NULL;
-    if (!stream && !given[0]) stream = captured_on->handle;
-    pk_status status = captured_on->backend->graph_launch(captured_on->device, graph->handle, stream, &err);
-    return py_none_or_raise(self, status, &err);
+    if (captured_on->backend->graph_launch(captured_on->device, graph->handle, queue->handle, &err) != PK_OK)
+        return py_raise(py_state_of(self), &err);
+    return note_replay(self, queue, given[0] && given[0] != Py_None) < 0 ? NULL : Py_NewRef(Py_None);
 }
+
+// --- the type
 
 static PyObject *graph_repr(PyObject *self)
 {
@@ -141,13 +323,15 @@ static PyType_Slot graph_slots[] = {
     {Py_tp_doc, (void *)graph_doc},
     {Py_tp_new, graph_new},
     {Py_tp_dealloc, graph_dealloc},
+    {Py_tp_traverse, graph_traverse},
+    {Py_tp_clear, graph_clear},
     {Py_tp_repr, graph_repr},
     {Py_tp_methods, graph_methods},
     {Py_tp_getset, graph_getset},
     {0, NULL},
 };
-static PyType_Spec graph_spec = {"pagedkv.Graph", sizeof(py_graph), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-                                 graph_slots};
+static PyType_Spec graph_spec = {"pagedkv.Graph", sizeof(py_graph), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE, graph_slots};
 
 int py_add_graph_type(PyObject *module)
 {

@@ -47,6 +47,7 @@ static int intern_names(py_state *state)
 static int module_exec(PyObject *module)
 {
     py_state *state = py_module_state(module);
+    py_set_pause();
     if (intern_names(state) < 0) return -1;
     if (add_exception(module, &state->out_of_blocks, "OutOfBlocks",
                       "The pool of a BlockManager has no free block left for what was asked; nothing was changed.",
@@ -126,10 +127,7 @@ static int module_clear(PyObject *module)
 static void module_free(void *module) { module_clear(module); }
 
 static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, module_exec},
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
+    {Py_mod_exec, module_exec}, /* a free-threaded Python takes its GIL up again: nothing here was run without one */
     {0, NULL},
 };
 

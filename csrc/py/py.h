@@ -8,7 +8,9 @@
  *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
  *   ops.c ops_dense.c     one short function an operation
  *   runtime.c             devices, threads, what was built
+ *   order.c               queues of work, and who wrote a memory last
  *   stream.c              Stream, and which one a thread works on; event.c graph.c: Event, Graph
+ *   gil.c                 letting other threads run
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *
@@ -92,10 +94,9 @@ typedef struct {
     py_signature signatures[PY_NUM_SIGNATURES];
     py_known_type known_types[PY_MAX_KNOWN_TYPES];
     int num_known_types;
-    bool has_streams; /* a Stream was made: not all of our work is on the default stream any more */
-#ifdef Py_GIL_DISABLED
-    PyMutex known_types_mutex;
-#endif
+    const DLPackExchangeAPI *torch; /* NULL: no tensor of PyTorch's has been seen */
+    int num_captures;               /* Graphs that are being captured, by any thread */
+    bool collects_later;            /* the garbage collector was on before the first of them */
 } py_state;
 
 static inline py_state *py_module_state(PyObject *module) { return (py_state *)PyModule_GetState(module); }
@@ -144,6 +145,9 @@ int py_double_arg(const char *name, PyObject *value, double *out);
 
 /* ------------------------------------------------------ tensors (tensor_in.c) */
 
+/* Of host memory: making or giving back more may take more than a millisecond. */
+#define PY_LARGE_BYTES ((size_t)1 << 20)
+
 /* What keeps a view's memory alive, and how to let go of it. */
 typedef struct {
     enum { PY_HOLD_NOTHING, PY_HOLD_OBJECT, PY_HOLD_BUFFER, PY_HOLD_VERSIONED, PY_HOLD_LEGACY, PY_HOLD_MEMORY } kind;
@@ -154,6 +158,7 @@ typedef struct {
         DLManagedTensor *legacy;
         struct {
             void *data;
+            size_t bytes;
             pk_device device;
             bool is_pinned; /* host memory, from the device's backend all the same */
         } memory;           /* of the device's backend */
@@ -161,17 +166,32 @@ typedef struct {
 } py_hold;
 void py_release(py_hold *hold);
 
+typedef struct py_memory py_memory; /* order.h */
+typedef struct py_queue py_queue;
+
 typedef struct {
     pk_view view;
     py_hold hold;
     py_reader reader;
+    bool is_written;
     const DLPackExchangeAPI *exchange; /* of the producer, or NULL */
+    PyObject *object;                  /* borrowed: what was read */
+    py_memory *memory;                 /* of a Tensor whose memory a GPU can write; else NULL */
 } py_tensor_in;
 
-/* Reads any tensor in place. `must_outlive_call`: the view stays valid until py_release (otherwise only as long as the
- * caller keeps `object` alive). `stream` is what a CUDA producer without the exchange API is told to be ready on. */
-int py_take_tensor(py_state *state, const char *name, PyObject *object, bool must_outlive_call, pk_stream stream,
-                   py_tensor_in *taken);
+/* Reading any tensor in place takes two steps, because some readers need to know a stream.
+ * The first: what the type of `object` says. */
+int py_find_reader(py_state *state, const char *name, PyObject *object, py_tensor_in *taken);
+/* The second. `must_outlive_call`: the view stays valid until py_release (otherwise only as long as the caller keeps the
+ * object alive). `stream` is what a CUDA producer that is read by PY_READ_DLPACK is told to be ready on. */
+int py_read_tensor(py_state *state, const char *name, bool must_outlive_call, pk_stream stream, py_tensor_in *taken);
+/* Both, of a tensor that the host reads, until py_release: what a GPU still writes there is waited for. One on a GPU is
+ * refused by whoever looks at it. */
+int py_take_host_tensor(py_state *state, const char *name, PyObject *object, py_tensor_in *taken);
+/* Whether it is a type of PyTorch's tensors. */
+bool py_is_torch(py_state *state, PyTypeObject *type);
+/* The stream that an exchange API's framework works on now. */
+int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream);
 
 DLDataType py_dlpack_dtype(pk_dtype dtype);
 
@@ -188,13 +208,25 @@ const pk_view *py_tensor_view(PyObject *tensor);
 
 /* ----------------------------------------------------------- streams (stream.c) */
 
-/* The cudaStream_t of work on `device` that nothing else gives a stream: of the Stream that this thread has entered by
- * `with`, if it is of that device, else NULL, the legacy default stream. */
-pk_stream py_current_stream(pk_device device);
-/* The same where no tensor has told the device yet: whatever Stream was entered last. */
+/* The Stream that this thread has entered last by `with`, if it is of that device; else NULL. */
+py_queue *py_entered_queue(pk_device device);
+/* Its handle, of whatever device; NULL, the legacy default stream, where there is none. */
 pk_stream py_entered_stream(void);
-/* `stream` as a user gives it: an int, or any object with a `cuda_stream` attribute (ours, torch's). */
-int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream);
+/* `stream` as a user gives it: an int, or any object with a `cuda_stream` attribute (torch's). Of a pagedkv.Stream
+ * *queue is its own, else NULL. */
+int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream, py_queue **queue);
+
+/* -------------------------------------------------------------- the GIL (gil.c) */
+
+/* Around what may take more than a millisecond. The backends let go of it by themselves (pk_pause) where the thread has
+ * it. Every release in csrc/py goes through these, so that they know. */
+void py_release_gil(void);
+void py_take_gil(void);
+/* In a long piece of work that needs the GIL: lets other threads run. */
+void py_yield_gil(void);
+void py_set_pause(void); /* at import */
+/* Py_DECREF from a thread that need not be Python's, and may not wait for the GIL. */
+void py_drop_later(PyObject *object);
 
 /* --------------------------------------------------------- runtime (runtime.c) */
 

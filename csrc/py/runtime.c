@@ -40,9 +40,10 @@ static PyObject *on_device(PyObject *module, int signature, pk_device_type other
     pk_error err;
     if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
     if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
-    pk_status status;
-    Py_BEGIN_ALLOW_THREADS status = function(device, &err);
-    Py_END_ALLOW_THREADS return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
+    py_release_gil();
+    pk_status status = function(device, &err);
+    py_take_gil();
+    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
 }
 
 PyDoc_STRVAR(
@@ -138,18 +139,18 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
     (void)module, (void)unused;
     const pk_backend *backend;
     pk_error err;
-    pk_status status;
     int num_devices;
     const char *blas;
     if (py_ensure_blas(INT32_MAX, PK_F32) < 0) { /* no NumPy: then there is no BLAS, which is what is asked here */
         if (!PyErr_ExceptionMatches(PyExc_ImportError)) return NULL;
         PyErr_Clear();
     }
-    Py_BEGIN_ALLOW_THREADS /* loads the driver and the BLAS */
-        status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
+    py_release_gil(); /* this loads the driver and the BLAS */
+    pk_status status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
     num_devices = pk_cuda_device_count();
     blas = pk_cpu_blas_name();
-    Py_END_ALLOW_THREADS bool has_cuda = status == PK_OK;
+    py_take_gil();
+    bool has_cuda = status == PK_OK;
 #ifdef Py_GIL_DISABLED
     PyObject *free_threaded = Py_True;
 #else

@@ -1,6 +1,6 @@
 /* stream.c - pagedkv.Stream, and which stream a thread's work goes to.
  *
- * Which stream an operation uses is decided in call.c and described in Stream's docstring. The Streams that a thread
+ * Which stream an operation uses is decided in call_order.c and described in Stream's docstring. The Streams that a thread
  * has entered are a list of its own, the newest first; leaving takes out the newest entry of that Stream, so that
  * `with` blocks of generators may end in any order.
  */
@@ -18,10 +18,10 @@ static _Thread_local struct entered *newest;
 
 pk_stream py_entered_stream(void) { return newest ? py_stream_of(newest->stream)->handle : NULL; }
 
-pk_stream py_current_stream(pk_device device)
+py_queue *py_entered_queue(pk_device device)
 {
-    if (!newest || py_stream_of(newest->stream)->device.index != device.index) return NULL;
-    return py_stream_of(newest->stream)->handle;
+    py_queue *queue = newest ? py_stream_of(newest->stream)->queue : NULL;
+    return queue && queue->device.index == device.index ? queue : NULL;
 }
 
 int py_enter_stream(PyObject *stream)
@@ -50,10 +50,16 @@ int py_leave_stream(PyObject *stream)
     return -1;
 }
 
-int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream)
+int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream, py_queue **queue)
 {
+    *queue = NULL;
+    if (Py_TYPE(object) == state->stream_type) {
+        *stream = py_stream_of(object)->handle;
+        *queue = py_stream_of(object)->queue;
+        return 0;
+    }
     PyObject *number = PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, state->str_cuda_stream);
-    bool is_number = number && PyLong_Check(number);
+    bool is_number = number && PyLong_Check(number) && !PyBool_Check(number);
     if (is_number) *stream = (pk_stream)(uintptr_t)PyLong_AsUnsignedLongLong(number); /* negative: OverflowError */
     Py_XDECREF(number);
     if (is_number && !PyErr_Occurred()) return 0;
@@ -65,10 +71,19 @@ int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream)
 
 // --- what the three types share
 
-int py_stream_or_current(PyObject *self, PyObject *object, pk_device device, pk_stream *stream)
+py_queue *py_queue_arg(PyObject *self, PyObject *object, pk_device device)
 {
-    *stream = py_current_stream(device);
-    return object && object != Py_None ? py_stream_arg(py_state_of(self), object, stream) : 0;
+    py_state *state = py_state_of(self);
+    py_queue *queue = py_entered_queue(device);
+    pk_stream stream = NULL;
+    if (object && object != Py_None) {
+        if (py_stream_arg(state, object, &stream, &queue) < 0) return NULL;
+        if (!queue) return py_queue_of(state, device, stream, PY_STREAM_FOREIGN);
+    }
+    if (!queue) return py_queue_of(state, device, NULL, PY_STREAM_LASTS);
+    if (queue->device.index == device.index) return queue;
+    PyErr_Format(PyExc_BufferError, "stream: is of cuda:%d but this is of cuda:%d", queue->device.index, device.index);
+    return NULL;
 }
 
 int py_device_with(py_state *state, PyObject *object, size_t entry, const char *what, pk_device *device,
@@ -99,13 +114,20 @@ PyDoc_STRVAR(
     stream_doc,
     "Stream(device=\"cuda\")\n--\n\n"
     "A queue of work of a GPU, beside all other queues (it does not wait for the legacy default stream).\n\n"
-    "`with stream:` makes it this thread's stream. An operation runs on\n"
+    "`with stream:` makes it this thread's stream. A call whose tensors are on a GPU runs on\n"
     "  1. what `stream=` says: a Stream, torch.cuda.Stream or any object with `cuda_stream`, or a cudaStream_t as int;\n"
-    "  2. else the current stream of the framework of its first CUDA tensor whose framework has one (torch);\n"
-    "  3. else, all of its CUDA tensors being pagedkv's or plain DLPack, the Stream that this thread has entered last, if\n"
-    "     it is of their device;\n"
-    "  4. else the legacy default stream.\n"
-    "A Tensor given away by DLPack is finished first, once a Stream was made: the device is waited for.\n\n"
+    "  2. else the Stream that this thread is capturing a Graph on;\n"
+    "  3. else PyTorch's current stream, where any argument is a tensor of PyTorch's, whatever its position;\n"
+    "  4. else the Stream that this thread has entered last, if it is of the tensors' GPU;\n"
+    "  5. else the current stream of another framework that tells it (DLPack's exchange API), else the legacy default\n"
+    "     stream.\n"
+    "It runs after what its arguments wait for, without the host's waiting: after the last write of a Tensor, on\n"
+    "whatever stream and GPU that was, and after what their framework has queued on its current stream. Who owns what\n"
+    "was written goes on after it, unless stream= was given: then the caller orders what comes later. A Tensor that is\n"
+    "given away (DLPack, numpy(), tolist(), a buffer) is ordered in the same way; only the host itself is made to wait.\n"
+    "What another library writes into memory that it shares with a Tensor is not known here: order that by events, or\n"
+    "give the call that library's own object. Work that would not become part of a Graph that is being captured raises.\n"
+    "An int may name any stream that lives during the call; cuda_stream 1 and 0 are the legacy default stream.\n\n"
     "It lives as long as the object; the end waits for its work and frees the scratch memory that operations made for\n"
     "it. BufferError, NotImplementedError: there is no such GPU, or no CUDA in this build.");
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -126,14 +148,19 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return py_raise(state, &err);
     }
     self->backend = backend;
-    state->has_streams = true;
-    return (PyObject *)self;
+    if ((self->queue = py_queue_of(state, device, self->handle, PY_STREAM_OWN))) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
 }
 
 static void stream_dealloc(PyObject *object)
 {
     py_stream *self = py_stream_of(object);
     if (self->backend) self->backend->stream_destroy(self->device, self->handle);
+    if (self->queue) { /* its work is done: the end of a stream waits for it */
+        self->queue->done = self->queue->submitted;
+        self->queue->is_gone = true;
+    }
     py_free_object(object);
 }
 
@@ -155,10 +182,12 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *unused)
 {
     (void)unused;
     py_stream *self = py_stream_of(object);
-    pk_status status;
+    uint64_t so_far = self->queue->submitted;
     pk_error err;
-    Py_BEGIN_ALLOW_THREADS status = self->backend->stream_synchronize(self->device, self->handle, &err);
-    Py_END_ALLOW_THREADS return py_none_or_raise(object, status, &err);
+    if (self->backend->stream_synchronize(self->device, self->handle, &err) != PK_OK)
+        return py_raise(py_state_of(object), &err);
+    if (self->queue->done < so_far) self->queue->done = so_far;
+    return Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(

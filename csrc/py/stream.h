@@ -8,6 +8,7 @@ typedef struct {
     PyObject_HEAD pk_device device;
     const pk_backend *backend; /* NULL: not made */
     pk_stream handle;
+    py_queue *queue;
 } py_stream;
 
 typedef struct {
@@ -15,6 +16,8 @@ typedef struct {
     const pk_backend *backend;
     pk_event handle;
     bool has_timing;
+    py_queue *queue; /* where it was put last, and after how many submissions; NULL: nowhere */
+    uint64_t tick;
 } py_event;
 
 static inline py_stream *py_stream_of(PyObject *object) { return (py_stream *)object; }
@@ -43,11 +46,20 @@ static inline void py_free_object(PyObject *self)
  * a `what`. */
 int py_device_with(py_state *state, PyObject *object, size_t entry, const char *what, pk_device *device,
                    const pk_backend **backend);
-/* A stream argument that may be left out: then the thread's. */
-int py_stream_or_current(PyObject *self, PyObject *object, pk_device device, pk_stream *stream);
+/* A stream argument that may be left out: then the thread's, or the legacy default stream. NULL with an exception. */
+py_queue *py_queue_arg(PyObject *self, PyObject *object, pk_device device);
 int py_enter_stream(PyObject *stream); /* what `with stream:` does */
 int py_leave_stream(PyObject *stream);
 int py_add_type(PyObject *module, PyTypeObject **slot, PyType_Spec *spec, const char *name, const char *doc,
                 const PyMethodDef *methods);
+
+/* --------------------------------------------------------- capturing (graph.c) */
+
+/* Of the Graph that this thread is capturing; NULL: none. */
+py_queue *py_capturing_queue(void);
+/* What a captured call uses: the graph keeps the object alive, and orders its replays by the memory, where there is one. */
+int py_graph_use(PyObject *object, py_memory *memory, bool is_written);
+/* A framework whose tensors are among its arguments. */
+int py_graph_meet(const py_peer *peer);
 
 #endif

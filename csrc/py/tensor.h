@@ -3,13 +3,22 @@
 #define PK_PY_TENSOR_H
 
 #include "py/call.h"
-#include "py/py.h"
+#include "py/order.h"
 
 typedef struct {
     PyObject_HEAD pk_view view;
     py_hold hold;
     PyObject *weakrefs;
+    py_memory memory; /* of a view: its base's counts */
 } py_tensor;
+
+/* The Tensor that owns the memory: a view holds it. */
+static inline PyObject *py_base_of(PyObject *tensor)
+{
+    const py_hold *hold = &((py_tensor *)tensor)->hold;
+    return hold->kind == PY_HOLD_OBJECT ? hold->object : tensor;
+}
+static inline py_memory *py_memory_of(PyObject *tensor) { return &((py_tensor *)py_base_of(tensor))->memory; }
 
 PyObject *py_shape_tuple(const int64_t *values, int ndim);
 
@@ -27,6 +36,14 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
 PyObject *py_tensor_dlpack_device(PyObject *self, PyObject *unused);
 
 /* tensor_make.c */
-PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor); /* itself, or a copy */
+PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor); /* itself, or a copy; the host may read it */
+/* dst = src by a call of its own, ordered as every call is. */
+int py_copy_tensor(py_state *state, PyObject *dst, PyObject *src);
+/* The host may read the Tensor's memory afterwards: waits for what a GPU still writes there. */
+static inline int py_tensor_wait(PyObject *tensor)
+{
+    py_memory *memory = py_memory_of(tensor);
+    return memory->writer ? py_memory_wait(py_state_of(tensor), memory, py_tensor_view(tensor)->device, false) : 0;
+}
 
 #endif

@@ -11,7 +11,7 @@
  * change its own. Format: https://dmlc.github.io/dlpack/latest/ (dlpack.h is vendored), protocol: the Python array API
  * standard.
  */
-#include "py/py.h"
+#include "py/tensor.h"
 
 #include <string.h>
 
@@ -283,26 +283,44 @@ static const DLPackExchangeAPI *exchange_of(py_state *state, PyTypeObject *type)
     return (const DLPackExchangeAPI *)header;
 }
 
-static void remember_type(py_state *state, py_known_type known)
+/* PyTorch's table is told from others by PyTorch itself: a tensor's own type may be a subclass of any name. */
+static void find_torch(py_state *state)
 {
-#ifdef Py_GIL_DISABLED
-    PyMutex_Lock(&state->known_types_mutex);
-#endif
-    int count = state->num_known_types;
-    if (count < PY_MAX_KNOWN_TYPES) {
-        Py_INCREF((PyObject *)known.type);
-        state->known_types[count] = known;
-        __atomic_store_n(&state->num_known_types, count + 1, __ATOMIC_RELEASE);
-    }
-#ifdef Py_GIL_DISABLED
-    PyMutex_Unlock(&state->known_types_mutex);
-#endif
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    if (type && PyType_Check(type)) state->torch = exchange_of(state, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    PyErr_Clear(); /* there is no PyTorch */
 }
 
+static void remember_type(py_state *state, py_known_type known)
+{
+    if (state->num_known_types == PY_MAX_KNOWN_TYPES) return;
+    Py_INCREF((PyObject *)known.type);
+    state->known_types[state->num_known_types++] = known;
+}
+
+static bool has_attribute(PyTypeObject *type, const char *name)
+{
+    return PyObject_HasAttrString((PyObject *)type, name);
+}
+
+static int refuse_type(const char *name, PyTypeObject *type)
+{
+    PyObject *type_name = PyType_GetName(type);
+    if (type_name)
+        PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name, type_name);
+    Py_XDECREF(type_name);
+    return -1;
+}
+
+/* A buffer says nothing of devices. So it is read first only where nothing else is offered, or the type says that its
+ * arrays are the host's (NumPy's __array_interface__): CuPy's and JAX's types have buffers, too. */
 static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_known_type *known)
 {
-    int count = __atomic_load_n(&state->num_known_types, __ATOMIC_ACQUIRE);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < state->num_known_types; i++) {
         if (state->known_types[i].type != type) continue;
         *known = state->known_types[i];
         return 0;
@@ -312,59 +330,102 @@ static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_k
         known->reader = PY_READ_TENSOR;
     } else if ((known->exchange = exchange_of(state, type))) {
         known->reader = PY_READ_EXCHANGE;
+        if (!state->torch) find_torch(state);
     } else {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
         PyErr_Clear();
-        if (PyType_GetSlot(type, Py_bf_getbuffer)) {
-            known->reader = PY_READ_BUFFER;
-        } else if (PyObject_HasAttr((PyObject *)type, state->str_dlpack)) {
-            known->reader = PY_READ_DLPACK;
-        } else {
-            PyObject *type_name = PyType_GetName(type);
-            if (type_name)
-                PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name,
-                             type_name);
-            Py_XDECREF(type_name);
-            return -1;
-        }
+        bool has_buffer = PyType_GetSlot(type, Py_bf_getbuffer) != NULL, has_dlpack = has_attribute(type, "__dlpack__");
+        if (!has_buffer && !has_dlpack) return refuse_type(name, type);
+        bool is_on_host = !has_dlpack || has_attribute(type, "__array_interface__");
+        known->reader = has_buffer && is_on_host ? PY_READ_BUFFER : PY_READ_DLPACK;
     }
     remember_type(state, *known);
     return 0;
 }
 
-int py_take_tensor(py_state *state, const char *name, PyObject *object, bool must_outlive_call, pk_stream stream,
-                   py_tensor_in *taken)
+bool py_is_torch(py_state *state, PyTypeObject *type)
 {
     py_known_type known;
-    taken->hold.kind = PY_HOLD_NOTHING;
+    if (reader_of(state, "", type, &known) == 0) return known.exchange && known.exchange == state->torch;
+    PyErr_Clear();
+    return false;
+}
+
+/* A producer may fail and set no exception. */
+static int need_exception(const char *name, const char *what)
+{
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_BufferError, "%s: its producer's %s failed without a reason", name, what);
+    return -1;
+}
+
+int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream)
+{
+    int result = exchange->current_work_stream(kDLCUDA, device, stream);
+    return result < 0 ? need_exception(name, "current_work_stream") : 0;
+}
+
+static int read_own(PyObject *object, bool must_outlive_call, py_tensor_in *taken)
+{
+    taken->view = *py_tensor_view(object);
+    if (taken->view.device.type != PK_CPU || taken->view.is_pinned) taken->memory = py_memory_of(object);
+    if (must_outlive_call) {
+        taken->hold.kind = PY_HOLD_OBJECT;
+        taken->hold.object = Py_NewRef(object);
+    }
+    return 0;
+}
+
+int py_find_reader(py_state *state, const char *name, PyObject *object, py_tensor_in *taken)
+{
+    py_known_type known;
     if (reader_of(state, name, Py_TYPE(object), &known) < 0) return -1;
+    taken->hold.kind = PY_HOLD_NOTHING;
     taken->reader = known.reader;
+    taken->is_written = false;
     taken->exchange = known.exchange;
+    taken->object = object;
+    taken->memory = NULL;
+    return 0;
+}
+
+int py_read_tensor(py_state *state, const char *name, bool must_outlive_call, pk_stream stream, py_tensor_in *taken)
+{
     int result = -1;
-    switch (known.reader) {
+    switch (taken->reader) {
         case PY_READ_TENSOR:
-            taken->view = *py_tensor_view(object);
-            if (must_outlive_call) {
-                taken->hold.kind = PY_HOLD_OBJECT;
-                taken->hold.object = Py_NewRef(object);
-            }
-            return 0;
+            return read_own(taken->object, must_outlive_call, taken);
         case PY_READ_EXCHANGE:
-            result = read_exchange(name, object, must_outlive_call, taken);
+            result = read_exchange(name, taken->object, must_outlive_call, taken);
             break;
         case PY_READ_BUFFER:
-            result = read_buffer(name, object, taken);
-            if (result == 0 || taken->hold.kind != PY_HOLD_NOTHING) break;
-            /* no buffer from this one (an array on a GPU, a dtype without a format) */
-            if (!PyObject_HasAttr(object, state->str_dlpack)) break;
-            PyErr_Clear();
-            /* fall through */
+            result = read_buffer(name, taken->object, taken);
+            break;
         case PY_READ_DLPACK:
-            result = read_dlpack(state, name, object, stream, taken);
+            result = read_dlpack(state, name, taken->object, stream, taken);
             break;
     }
-    if (result < 0) py_release(&taken->hold);
-    return result;
+    if (result == 0) return 0;
+    py_release(&taken->hold);
+    return need_exception(name, "reader");
+}
+
+int py_take_host_tensor(py_state *state, const char *name, PyObject *object, py_tensor_in *taken)
+{
+    if (py_find_reader(state, name, object, taken) < 0 || py_read_tensor(state, name, true, NULL, taken) < 0) return -1;
+    if (!taken->memory || py_memory_wait(state, taken->memory, taken->view.device, false) == 0) return 0;
+    py_release(&taken->hold);
+    return -1;
+}
+
+/* Giving much host memory back takes the kernel milliseconds. */
+static void release_memory(py_hold *hold)
+{
+    const pk_backend *backend;
+    bool is_slow = hold->memory.device.type == PK_CPU && hold->memory.bytes > PY_LARGE_BYTES;
+    if (pk_backend_of(hold->memory.device, &backend, NULL) != PK_OK) return;
+    if (is_slow) py_release_gil();
+    (hold->memory.is_pinned ? backend->release_pinned : backend->release)(hold->memory.device, hold->memory.data);
+    if (is_slow) py_take_gil();
 }
 
 void py_release(py_hold *hold)
@@ -384,13 +445,9 @@ void py_release(py_hold *hold)
         case PY_HOLD_LEGACY:
             if (hold->legacy->deleter) hold->legacy->deleter(hold->legacy);
             break;
-        case PY_HOLD_MEMORY: {
-            const pk_backend *backend;
-            if (pk_backend_of(hold->memory.device, &backend, NULL) == PK_OK)
-                (hold->memory.is_pinned ? backend->release_pinned : backend->release)(hold->memory.device,
-                                                                                      hold->memory.data);
+        case PY_HOLD_MEMORY:
+            release_memory(hold);
             break;
-        }
     }
     hold->kind = PY_HOLD_NOTHING;
 }

@@ -128,12 +128,37 @@ static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t na
 
 // --- from_dlpack
 
+/* A Tensor over the object's memory, which is taken to be written last where its framework works now, or where it was
+ * asked to be ready. */
 static PyObject *tensor_from(py_state *state, const char *name, PyObject *object)
 {
     py_tensor_in taken;
+    py_call call;
     if (Py_TYPE(object) == state->tensor_type) return Py_NewRef(object);
-    if (py_take_tensor(state, name, object, true, NULL, &taken) < 0) return NULL;
-    return py_tensor_from_view(state, &taken.view, &taken.hold);
+    py_call_init(&call, state);
+    if (py_find_reader(state, name, object, &taken) < 0) return NULL;
+    if (taken.reader == PY_READ_DLPACK) py_call_foresee_stream(&call);
+    if (py_read_tensor(state, name, true, call.stream, &taken) < 0) return NULL;
+    if (py_call_meet(&call, name, &taken) < 0) {
+        py_release(&taken.hold);
+        return NULL;
+    }
+    py_queue *writer = call.num_peers ? call.peers[0].queue : NULL;
+    if (taken.reader == PY_READ_DLPACK && taken.view.device.type != PK_CPU)
+        writer = py_queue_of(state, taken.view.device, call.stream, PY_STREAM_LASTS);
+    PyObject *tensor = py_tensor_from_view(state, &taken.view, &taken.hold);
+    if (tensor && writer) {
+        writer->submitted++; /* what the framework has queued */
+        py_memory_written(py_memory_of(tensor), writer);
+    }
+    return tensor;
+}
+
+/* For the user, who goes on using the object, too. */
+static PyObject *shared(PyObject *tensor, PyObject *object)
+{
+    if (tensor && tensor != object) py_memory_of(tensor)->is_shared = true;
+    return tensor;
 }
 
 PyDoc_STRVAR(
@@ -141,14 +166,15 @@ PyDoc_STRVAR(
     "from_dlpack($module, obj, /)\n--\n\n"
     "A Tensor over the memory of any tensor (torch, NumPy, CuPy, JAX, any DLPack producer); nothing is copied.\n\n"
     "The producer's memory stays alive as long as the Tensor or a view of it. Read-only memory stays read-only.\n"
-    "No stream is waited for. Raises BufferError or TypeError where the memory cannot be described.\n"
+    "Work on the Tensor comes after what its framework has queued so far; the host waits for nothing. Raises\n"
+    "BufferError or TypeError where the memory cannot be described.\n"
     "Protocol: https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html");
 static PyObject *py_from_dlpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *given[1];
     py_state *state = py_module_state(module);
     if (py_bind(&state->signatures[PY_SIG_from_dlpack], args, nargs, kwnames, given) < 0) return NULL;
-    return tensor_from(state, "obj", given[0]);
+    return shared(tensor_from(state, "obj", given[0]), given[0]);
 }
 
 // --- asarray
@@ -174,23 +200,26 @@ static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk
         return result;
     }
     PyObject *copy = py_tensor_new(state, dtype, device, src->ndim, src->shape, &err);
-    if (!copy) return NULL;
-    const pk_backend *backend;
-    pk_device gpu = device.type == PK_CPU ? src->device : device;
-    pk_status status = pk_copy(src, py_tensor_view(copy), py_current_stream(gpu), &err);
-    if (status == PK_OK && src->device.type != PK_CPU && (status = pk_backend_of(src->device, &backend, &err)) == PK_OK)
-        status = backend->synchronize(src->device, &err); /* the host reads it next */
-    if (status == PK_OK) return copy;
-    py_raise(state, &err);
-    Py_DECREF(copy);
-    return NULL;
+    if (copy && py_copy_tensor(state, copy, tensor) < 0) Py_CLEAR(copy);
+    return copy;
+}
+
+int py_copy_tensor(py_state *state, PyObject *dst, PyObject *src)
+{
+    py_call call;
+    py_call_init(&call, state);
+    const pk_view *to = py_call_object(&call, "self", dst, true), *from = py_call_object(&call, "src", src, false);
+    PY_CALL_RUN(&call, pk_copy(from, to, call.stream, &call.err));
+    PyObject *result = py_call_end(&call, Py_NewRef(Py_None));
+    Py_XDECREF(result);
+    return result ? 0 : -1;
 }
 
 PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
 {
     const pk_view *view = py_tensor_view(tensor);
-    return view->device.type == PK_CPU ? Py_NewRef(tensor)
-                                       : converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
+    if (view->device.type == PK_CPU) return py_tensor_wait(tensor) < 0 ? NULL : Py_NewRef(tensor);
+    return converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
 }
 
 /* The NumPy array as `dtype`, a copy; numbers that an integer dtype does not hold are refused. */
@@ -236,8 +265,8 @@ PyDoc_STRVAR(
     "A Tensor of `obj`: the same memory where dtype and device are right already, otherwise a contiguous copy.\n\n"
     "obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is given.\n"
     "dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates at\n"
-    "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy from a GPU waits\n"
-    "for the device.");
+    "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy comes after what\n"
+    "the object's framework has queued so far, and only a copy to the CPU is waited for.");
 static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { OBJ, DTYPE, DEVICE, COUNT };
@@ -272,8 +301,9 @@ static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t 
     } else if (dtype != view->dtype) {
         is_there = false;
     }
-    if (tensor && !is_there) Py_SETREF(tensor, converted(state, tensor, dtype, device));
-    return tensor;
+    bool is_copied = tensor && !is_there;
+    if (is_copied) Py_SETREF(tensor, converted(state, tensor, dtype, device));
+    return is_copied ? tensor : shared(tensor, object);
 }
 
 PyMethodDef py_tensor_functions[] = {

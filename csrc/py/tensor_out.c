@@ -104,38 +104,40 @@ static PyObject *legacy_capsule(PyObject *tensor)
     return capsule;
 }
 
+/* A consumer on the host, or on `stream` of the tensor's GPU (None: the legacy default stream), sees what was written.
+ * -1 asks for nothing. */
+static int be_ready(py_state *state, PyObject *self, PyObject *stream)
+{
+    const pk_device device = py_tensor_view(self)->device;
+    int64_t number = 1;
+    if (device.type == PK_CPU) return py_tensor_wait(self); /* every value means the same */
+    if (stream && stream != Py_None && py_int64_arg("stream", stream, &number) < 0) return -1;
+    py_memory_of(self)->is_shared = true;
+    if (number == -1) return 0;
+    if (number < 1) {
+        PyErr_Format(PyExc_ValueError, "stream: is %lld but must be None, -1, 1 (the legacy default stream), 2 or above",
+                     (long long)number);
+        return -1;
+    }
+    py_queue *queue = py_queue_of(state, device, (pk_stream)(intptr_t)number, PY_STREAM_FOREIGN);
+    return queue ? py_order(state, py_memory_of(self), queue, false) : -1;
+}
+
 static PyObject *copy_of(py_state *state, PyObject *tensor)
 {
     const pk_view *view = py_tensor_view(tensor);
     pk_error err;
     PyObject *copy = py_tensor_new(state, view->dtype, view->device, view->ndim, view->shape, &err);
-    if (copy && pk_copy(view, py_tensor_view(copy), py_current_stream(view->device), &err) != PK_OK) {
-        py_raise(state, &err);
-        Py_CLEAR(copy);
-    }
+    if (copy && py_copy_tensor(state, copy, tensor) < 0) Py_CLEAR(copy);
     return copy;
-}
-
-/* The consumer's stream must see what was written. -1 asks for nothing, and on the legacy default stream is our own
- * work where no Stream was ever made; otherwise the device is waited for. */
-static int be_ready(py_state *state, const pk_view *view, PyObject *stream)
-{
-    int64_t number = 1;
-    if (view->device.type == PK_CPU) return 0; /* the array API asks for None here; every value means the same */
-    if (stream && stream != Py_None && py_int64_arg("stream", stream, &number) < 0) return -1;
-    if (number == -1 || (number == 1 && !state->has_streams)) return 0;
-    pk_error err;
-    const pk_backend *backend;
-    if (pk_backend_of(view->device, &backend, &err) == PK_OK && backend->synchronize(view->device, &err) == PK_OK)
-        return 0;
-    py_raise(state, &err);
-    return -1;
 }
 
 const char py_tensor_dlpack_doc[] =
     "__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
     "A DLPack capsule over the same memory, as the Python array API standard says: versioned where max_version is (1,\n"
-    "0) or later, else of the older kind. copy=True makes a copy; another dl_device raises BufferError.";
+    "0) or later, else of the older kind. copy=True makes a copy; another dl_device raises BufferError. On a GPU the\n"
+    "consumer's `stream` (None: the legacy default stream; -1: no order wanted) is made to wait for the last write, and\n"
+    "the host is not; 0 raises ValueError.";
 
 PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -167,12 +169,14 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
                                 "copies it",
                                 (int)own.device_type, (int)own.device_id);
     }
-    if (be_ready(state, view, given[STREAM]) < 0) return NULL;
-
     int wants_copy = given[COPY] && given[COPY] != Py_None ? PyObject_IsTrue(given[COPY]) : 0;
     if (wants_copy < 0) return NULL;
     PyObject *tensor = wants_copy ? copy_of(state, self) : Py_NewRef(self);
     if (!tensor) return NULL;
+    if (be_ready(state, tensor, given[STREAM]) < 0) {
+        Py_DECREF(tensor);
+        return NULL;
+    }
     PyObject *capsule = major >= 1 ? versioned_capsule(tensor, wants_copy) : legacy_capsule(tensor);
     Py_DECREF(tensor);
     return capsule;

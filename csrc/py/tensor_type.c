@@ -46,7 +46,8 @@ static PyObject *new_tensor(py_state *state, pk_dtype dtype, pk_device device, b
     if (pk_backend_of(owner, &backend, err) != PK_OK) return py_raise(state, err);
     pk_status (*allocate)(pk_device, size_t, void **, pk_error *) =
         is_pinned ? backend->allocate_pinned : backend->allocate;
-    if (allocate(owner, is_empty ? 0 : (size_t)bytes, &hold.memory.data, err) != PK_OK) return py_raise(state, err);
+    hold.memory.bytes = is_empty ? 0 : (size_t)bytes;
+    if (allocate(owner, hold.memory.bytes, &hold.memory.data, err) != PK_OK) return py_raise(state, err);
     view.data = hold.memory.data;
     return py_tensor_from_view(state, &view, &hold);
 }
@@ -89,6 +90,7 @@ static int tensor_clear(PyObject *self)
     py_tensor *tensor = (py_tensor *)self;
     tensor->view = (pk_view){.ndim = 1}; /* no elements, whoever still looks */
     py_release(&tensor->hold);
+    tensor->memory = (py_memory){0};
     return 0;
 }
 
@@ -324,14 +326,15 @@ PyDoc_STRVAR(
     "saturates at 448). Between the CPU and a GPU both must be of one dtype, and contiguous or of two dimensions with\n"
     "dense rows. With a GPU the copy is ordered on `stream` (default: see pagedkv.Stream). Between it and pinned memory\n"
     "nothing is waited for: the pinned side must stay alive, and unchanged where it is read, until the stream has done\n"
-    "the copy (an Event tells). Other host memory may be read or changed as soon as the call returns.");
+    "the copy (an Event tells). Other host memory may be read or changed as soon as the call returns. Between two GPUs\n"
+    "the one that is written does the copy, on a stream of its own.");
 static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SRC, STREAM };
     py_call call;
     if (py_call_begin(&call, py_state_of(self), PY_SIG_Tensor_copy_, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *src = py_call_tensor(&call, SRC);
-    PY_CALL_RUN(&call, pk_copy(src, py_tensor_view(self), call.stream, &call.err));
+    const pk_view *dst = py_call_object(&call, "self", self, true), *src = py_call_tensor(&call, SRC);
+    PY_CALL_RUN(&call, pk_copy(src, dst, call.stream, &call.err));
     return py_call_end(&call, Py_NewRef(self));
 }
 
@@ -372,6 +375,7 @@ static int tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
         PyErr_Format(PyExc_BufferError, problem, pk_dtype_name(view->dtype));
         return -1;
     }
+    if (py_tensor_wait(self) < 0) return -1;
     Py_ssize_t *sizes = PyMem_Malloc(2 * PK_MAX_DIMS * sizeof *sizes),
                itemsize = (Py_ssize_t)pk_dtype_bytes(view->dtype);
     if (!sizes) {
@@ -407,7 +411,8 @@ PyDoc_STRVAR(
     numpy_doc,
     "numpy($self, /)\n--\n\n"
     "The tensor as a NumPy array over the same memory. On the CPU only, and not for bfloat16 and float8_e4m3fn, which\n"
-    "NumPy has not (BufferError).");
+    "NumPy has not (BufferError). Waits for what a GPU still writes into pinned memory; of what is queued afterwards the\n"
+    "array knows nothing.");
 static PyObject *tensor_numpy(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -427,9 +432,16 @@ static PyObject *tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     return tensor_numpy(self, NULL);
 }
 
-static PyObject *list_of(const pk_view *view, int dim, const char *data)
+enum { ELEMENTS_AT_A_TIME = 8192 }; /* become Python's numbers in less than a millisecond */
+
+/* `room`: elements until other threads get their turn. */
+static PyObject *list_of(const pk_view *view, int dim, const char *data, int *room)
 {
     if (dim == view->ndim) {
+        if (--*room == 0) {
+            *room = ELEMENTS_AT_A_TIME;
+            py_yield_gil();
+        }
         switch (view->dtype) {
             case PK_U8:
                 return PyLong_FromLong(*(const uint8_t *)data);
@@ -448,7 +460,7 @@ static PyObject *list_of(const pk_view *view, int dim, const char *data)
     int64_t step = view->stride[dim] * (int64_t)pk_dtype_bytes(view->dtype);
     PyObject *list = PyList_New((Py_ssize_t)view->shape[dim]);
     for (int64_t i = 0; list && i < view->shape[dim]; i++) {
-        PyObject *item = list_of(view, dim + 1, data + i * step);
+        PyObject *item = list_of(view, dim + 1, data + i * step, room);
         if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) Py_CLEAR(list);
     }
     return list;
@@ -459,8 +471,9 @@ PyDoc_STRVAR(tolist_doc,
 static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 {
     (void)unused;
+    int room = ELEMENTS_AT_A_TIME;
     PyObject *tensor = py_tensor_on_cpu(py_state_of(self), self);
-    PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data) : NULL;
+    PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data, &room) : NULL;
     Py_XDECREF(tensor);
     return list;
 }

@@ -142,9 +142,12 @@ class ModelRunner:
         self.plans = allocate_plans(config, max_num_batched_tokens, max_num_seqs, device) if self.is_gpu else {}
         self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
         self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
-        self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]  # the same for the host, in turn
+        # The same for the host, in turn. Its arrays are made before anything is written: numpy() would wait for that.
+        self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
+        self._known_arrays = [memory.numpy() for memory in self.known]
         self.options = SamplingOptions(max_num_seqs, max_model_len, config.vocab_size, device)
         self._best: list[list[Tensor]] = []  # ids and log probabilities, on the device and for the host, in turn
+        self._best_arrays: list[list[np.ndarray]] = []  # the latter two as arrays
 
         num_bytes = 4 * (3 * max_num_batched_tokens + 8 * max_num_seqs) + 10 * ALIGN
         self.host = [self._host_memory(num_bytes, "uint8") for _ in range(2)]
@@ -275,7 +278,7 @@ class ModelRunner:
                 event.record()
             if decodes is not None and graph is None:
                 decodes.logits_graph = self._capture(inputs)  # for the next one; the GPU has this one to compute
-        return Launched(self.known[turn].numpy()[:num_rows], event, best)
+        return Launched(self._known_arrays[turn][:num_rows], event, best)
 
     def move_pages(self, step: Step) -> None:
         """Swaps and copies, before anything is computed."""
@@ -399,6 +402,7 @@ class ModelRunner:
             size = self.max_num_seqs * (1 + MAX_LOGPROBS)
             self._best = [[pagedkv.empty(size, dtype, self.device) for dtype in ("int32", "float32")]]
             self._best += [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
+            self._best_arrays = [[memory.numpy() for memory in pair] for pair in self._best[1:]]
         shape = num_rows, 1 + self.options.num_logprobs
         there, here = (
             [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
@@ -407,7 +411,8 @@ class ModelRunner:
         pagedkv.token_logprobs(logits, sampled, self.options.num_logprobs, out_ids=there[0], out=there[1])
         for to, of in zip(here, there, strict=True):
             to.copy_(of)
-        return here[0].numpy(), here[1].numpy()
+        ids, logprobs = (array[: shape[0] * shape[1]].reshape(shape) for array in self._best_arrays[turn])
+        return ids, logprobs
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""

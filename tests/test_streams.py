@@ -1,0 +1,520 @@
+"""What runs after what on a GPU: the one stream rule, the last writer of a Tensor, lifetimes in graphs, and that the host
+waits for nothing but itself.
+
+A side stream is kept busy for tens of milliseconds and then writes. Whoever reads too early reads NaN.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv import Event, Graph, Stream
+
+pytestmark = pytest.mark.gpu
+
+BUSY = 60_000_000  # cycles: 30 ms at 2 GHz
+
+
+def silu_and_mul(x: np.ndarray) -> np.ndarray:
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def is_close(result: object, expected: np.ndarray) -> bool:
+    array = result.cpu().numpy() if hasattr(result, "cpu") else np.asarray(result)
+    return np.allclose(array, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def x(rng) -> np.ndarray:
+    return rng.standard_normal((64, 512)).astype(np.float32)
+
+
+@pytest.fixture
+def own(cuda, x) -> pagedkv.Tensor:
+    return pagedkv.asarray(x, device=cuda)
+
+
+@pytest.fixture
+def side(torch):
+    """A stream of PyTorch's beside its current one."""
+    return torch.cuda.Stream()
+
+
+@pytest.fixture
+def poisoned(cuda, own):
+    """A Tensor for the result, full of NaN, with nothing on its way; the kernels are loaded, which may wait."""
+    if torch := sys.modules.get("torch"):
+        torch.from_dlpack(pagedkv.silu_and_mul(own)) + 0
+    out = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device=cuda)
+    pagedkv.synchronize(cuda)
+    return out
+
+
+def keep_busy(torch, stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BUSY)
+
+
+def late(torch, values: np.ndarray, stream):
+    """A tensor that holds NaN until `stream` comes to it."""
+    target, source = torch.full(values.shape, float("nan"), device="cuda"), torch.from_numpy(values).cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BUSY)
+        target.copy_(source)
+    return target
+
+
+# --- handing a Tensor out
+
+
+@pytest.mark.parametrize("kind", ["object", "int", "current", "ours"])
+def test_torch_reads_after_the_write(torch, side, own, x, poisoned, kind):
+    stream = Stream() if kind == "ours" else side
+    external = torch.cuda.ExternalStream(stream.cuda_stream)
+    keep_busy(torch, external)
+    if kind == "current":
+        mine = torch.from_numpy(x).cuda()
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(side):
+            pagedkv.silu_and_mul(mine, out=poisoned)
+    else:
+        pagedkv.silu_and_mul(own, out=poisoned, stream=stream.cuda_stream if kind == "int" else stream)
+    start = time.perf_counter()
+    result = torch.from_dlpack(poisoned) + 0
+    seconds = time.perf_counter() - start
+    assert not external.query(), "the host waited for the stream"
+    assert is_close(result, silu_and_mul(x)) and seconds < 0.02
+
+
+def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):
+    """To a consumer on another stream; -1 asks for no order, 0 names no stream."""
+    third = torch.cuda.Stream()
+    keep_busy(torch, side)
+    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    with torch.cuda.stream(third):
+        result = torch.from_dlpack(poisoned) + 0
+        third.synchronize()
+    assert is_close(result, silu_and_mul(x))
+    poisoned.__dlpack__(stream=-1)
+    with pytest.raises(ValueError, match="stream: is 0 but must be None, -1, 1"):
+        poisoned.__dlpack__(stream=0)
+    copied = torch.utils.dlpack.from_dlpack(poisoned.__dlpack__(stream=side.cuda_stream, copy=True))
+    side.synchronize()
+    assert copied.data_ptr() != poisoned.data_ptr() and is_close(copied, silu_and_mul(x))
+
+
+@pytest.mark.parametrize("how", ["tolist", "asarray", "copy_", "float16"])
+def test_the_host_reads_after_the_write(torch, side, own, x, poisoned, how):
+    keep_busy(torch, side)
+    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    if how == "tolist":
+        result = poisoned.tolist()
+    elif how == "asarray":
+        result = pagedkv.asarray(poisoned, device="cpu").numpy()
+    elif how == "float16":
+        half = pagedkv.asarray(poisoned, "float16")
+        result = pagedkv.asarray(half, "float32", "cpu").numpy()
+        assert np.allclose(result, silu_and_mul(x), rtol=2e-3, atol=2e-3)
+        return
+    else:
+        result = pagedkv.empty(poisoned.shape).copy_(poisoned).numpy()
+    assert is_close(result, silu_and_mul(x))
+
+
+@pytest.mark.parametrize("how", ["numpy", "tolist", "memoryview", "dlpack", "asarray", "operation"])
+def test_pinned_memory_is_read_after_the_copy(torch, side, own, x, how):
+    keep_busy(torch, side)
+    pinned = pagedkv.empty(x.shape, pinned=True)
+    pinned.numpy()[:] = np.nan
+    pinned.copy_(own, stream=side)
+    assert not side.query()
+    read = {
+        "numpy": lambda: pinned.numpy(),
+        "tolist": lambda: np.array(pinned.tolist()),
+        "memoryview": lambda: np.asarray(memoryview(pinned)),
+        "dlpack": lambda: np.from_dlpack(pinned),
+        "asarray": lambda: np.asarray(pagedkv.asarray(pinned, "float16").tolist()),
+        "operation": lambda: pagedkv.scale_columns(pinned, np.ones(512, np.float32)).numpy(),
+    }
+    assert np.allclose(read[how](), x, rtol=1e-3, atol=1e-3)
+
+
+def test_only_the_write_is_waited_for(torch, side, own, x):
+    """An Event that has been waited for says that the write before it is done, whatever is queued after it."""
+    stream, pinned = Stream(), pagedkv.empty(x.shape, pinned=True)
+    pinned.copy_(own)
+    pagedkv.synchronize("cuda")
+    with stream:
+        pinned.copy_(own)
+        done = Event().record()
+        keep_busy(torch, torch.cuda.ExternalStream(stream.cuda_stream))
+        done.synchronize()
+        assert pinned.tolist() == x.tolist()
+        assert not Event().record().query(), "what was queued later was waited for, too"
+    stream.synchronize()
+
+
+# --- taking what is still being computed
+
+
+@pytest.mark.parametrize("how", ["asarray", "float16", "from_dlpack", "tolist", "copy_"])
+def test_a_value_of_torch_that_is_being_computed(torch, side, x, how):
+    value = late(torch, x, side)
+    with torch.cuda.stream(side):
+        if how == "asarray":
+            result = pagedkv.asarray(value, device="cpu")
+        elif how == "float16":
+            result = pagedkv.asarray(pagedkv.asarray(value, "float16"), "float32", "cpu")
+        elif how == "copy_":
+            result = pagedkv.asarray(pagedkv.empty(x.shape, device="cuda").copy_(value), device="cpu")
+        else:
+            shared = pagedkv.from_dlpack(value)
+    if how == "from_dlpack":  # used where another stream is current
+        result = pagedkv.scale_columns(shared, pagedkv.asarray(np.ones(512, np.float32), device="cuda"))
+    elif how == "tolist":
+        result = np.array(shared.tolist())
+    assert np.allclose(np.array(result.tolist()), x, rtol=1e-3, atol=1e-3)
+
+
+def test_what_torch_writes_later_into_shared_memory(torch, side, x):
+    """The host waits for the GPU where another library may have written."""
+    value = torch.full(x.shape, float("nan"), device="cuda")
+    source, shared = torch.from_numpy(x).cuda(), pagedkv.from_dlpack(value)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(BUSY)
+        value.copy_(source)
+    assert shared.tolist() == x.tolist()
+
+
+# --- calls
+
+
+def test_a_given_stream_comes_after_torchs(torch, side, x):
+    """What torch has queued on its current stream is there for a call on another one."""
+    with torch.cuda.stream(side):
+        value = late(torch, x, side)
+        other = torch.cuda.Stream()
+        out = pagedkv.silu_and_mul(value, stream=other)
+        assert not other.query()
+    other.synchronize()
+    assert is_close(out, silu_and_mul(x))
+
+
+def test_a_call_comes_after_the_write_of_its_tensors(torch, side, own, x, poisoned):
+    keep_busy(torch, side)
+    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
+    with Stream() as stream:
+        copied = pagedkv.scale_columns(poisoned, ones)  # on `stream`, after `side`
+        stream.synchronize()
+    assert is_close(copied.tolist(), silu_and_mul(x))
+
+
+def test_a_write_comes_after_the_reads(torch, side, own, x, poisoned):
+    """Several streams read what another one overwrites then."""
+    streams = [torch.cuda.Stream() for _ in range(5)]
+    source = pagedkv.asarray(silu_and_mul(x).astype(np.float32), device="cuda")
+    nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
+    copies = [pagedkv.empty((64, 256), device="cuda") for _ in streams]
+    pagedkv.synchronize("cuda")
+    for stream, copy in zip(streams, copies, strict=True):
+        keep_busy(torch, stream)
+        copy.copy_(source, stream=stream)
+    source.copy_(nan, stream=side)
+    for copy in copies:
+        assert is_close(copy.tolist(), silu_and_mul(x))
+    assert np.isnan(source.tolist()).all()
+
+
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_cupy_beside_torch(torch, side, x, torch_first):
+    cupy = pytest.importorskip("cupy")
+    weight = (np.arange(512) / 100).astype(np.float32)
+    given_x = torch.from_numpy(x).cuda() if torch_first else cupy.asarray(x)
+    cupy.cuda.Device().synchronize()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        weights = late(torch, weight, side) if not torch_first else cupy.asarray(weight)
+        cupy.cuda.Device().synchronize() if torch_first else None
+        out = pagedkv.scale_columns(given_x, weights)
+        assert is_close(torch.from_dlpack(out), x * weight)
+
+
+def test_cupy_writes_on_its_own_stream(torch, x):
+    cupy = pytest.importorskip("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    ones = torch.ones(512, device="cuda")
+    with stream:
+        value = cupy.full(x.shape, cupy.nan, dtype=cupy.float32)
+        source = cupy.asarray(x)
+        stream.synchronize()
+        keep_busy(torch, torch.cuda.ExternalStream(stream.ptr))
+        value[:] = source
+        out = pagedkv.scale_columns(value, ones)  # CuPy orders torch's stream after its own
+    assert is_close(torch.from_dlpack(out), x)
+
+
+def test_streams_that_are_gone(torch, own, x, poisoned):
+    """Nobody touches a destroyed stream, whose address the next one has."""
+    cupy = pytest.importorskip("cupy")
+    expected = silu_and_mul(x)
+    nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
+    for _ in range(6):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        keep_busy(torch, torch.cuda.ExternalStream(stream.ptr))
+        pagedkv.silu_and_mul(own, out=poisoned, stream=stream.ptr)
+        del stream
+        stream = cupy.cuda.Stream(non_blocking=True)
+        copied = pagedkv.empty((64, 256), device="cuda").copy_(poisoned, stream=stream.ptr)
+        stream.synchronize()
+        assert is_close(copied.tolist(), expected)
+        poisoned.copy_(nan)
+    with Stream() as ours:
+        pagedkv.silu_and_mul(own, out=poisoned)
+    del ours
+    gc.collect()
+    assert is_close(torch.from_dlpack(poisoned), expected)
+
+
+def test_the_order_of_the_rule(torch, side, own, x, poisoned):
+    """Given > captured > torch's > entered > legacy, by which stream the work waits in."""
+    mine, entered = torch.from_numpy(x).cuda(), Stream()
+    given = torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def runs_on(stream, call) -> bool:
+        torch.cuda.synchronize()
+        keep_busy(torch, torch.cuda.ExternalStream(stream.cuda_stream))
+        call()
+        others = [s for s in (side, entered, given) if s.cuda_stream != stream.cuda_stream]
+        for other in others:
+            torch.cuda.ExternalStream(other.cuda_stream).synchronize()
+        torch.cuda.default_stream().synchronize()
+        was_late = np.isnan(peek(torch, poisoned)).any()
+        torch.cuda.synchronize()
+        poisoned.copy_(np.full((64, 256), np.nan, np.float32))
+        torch.cuda.synchronize()
+        return bool(was_late)
+
+    with entered, torch.cuda.stream(side):
+        assert runs_on(given, lambda: pagedkv.silu_and_mul(own, out=poisoned, stream=given))
+        assert runs_on(side, lambda: pagedkv.silu_and_mul(mine, out=poisoned))
+        assert runs_on(entered, lambda: pagedkv.silu_and_mul(own, out=poisoned))
+        with pytest.raises(TypeError, match="stream: must be None, an int"):
+            pagedkv.silu_and_mul(own, out=poisoned, stream=True)
+
+
+def peek(torch, tensor: pagedkv.Tensor) -> np.ndarray:
+    """Its bytes now, by a stream that waits for nobody."""
+    host = torch.empty(tensor.shape, pin_memory=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        view = torch.utils.dlpack.from_dlpack(tensor.__dlpack__(stream=-1))
+        host.copy_(view, non_blocking=True)
+        stream.synchronize()
+    return host.numpy().copy()
+
+
+# --- graphs
+
+
+def test_a_graph_of_torchs_tensors(torch, x):
+    value, out = torch.from_numpy(x).cuda(), torch.full((64, 256), float("nan"), device="cuda")
+    pagedkv.silu_and_mul(value, out=out.clone())
+    torch.cuda.synchronize()
+    graph = Graph()
+    with graph.capture(Stream()):
+        pagedkv.silu_and_mul(value, out=out)
+    assert graph.num_nodes == 1
+    torch.cuda.synchronize()
+    assert torch.isnan(out).all()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # replayed where torch works
+        value.fill_(float("nan"))
+        torch.cuda._sleep(BUSY)
+        value.copy_(torch.from_numpy(x))
+        graph.replay()
+        result = out + 0
+    side.synchronize()
+    assert is_close(result, silu_and_mul(x))
+
+
+def test_what_a_graph_cannot_hold_raises(torch, side, own, x, poisoned):
+    graph, stream = Graph(), Stream()
+    array = np.ones((2, 8), np.float32)
+    with graph.capture(stream):
+        pagedkv.silu_and_mul(own, out=poisoned)
+        with pytest.raises(RuntimeError, match="stream: a Graph is being captured, and work on this stream would be no"):
+            pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+        with pytest.raises(RuntimeError, match="whose tensors are on the cpu would be no part of it"):
+            pagedkv.silu_and_mul(array)
+        with pytest.raises(RuntimeError, match="this thread is capturing another Graph"):
+            Graph().capture(Stream()).__enter__()
+        pagedkv.silu_and_mul(own, out=poisoned, stream=stream)
+    assert graph.num_nodes == 2
+    graph.replay()
+    assert is_close(poisoned.tolist(), silu_and_mul(x))
+
+
+def test_a_stream_that_has_joined_the_capture(torch, own, x, poisoned):
+    graph, stream, other = Graph(), Stream(), Stream()
+    event, back = Event(), Event()
+    again = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
+    pagedkv.synchronize("cuda")
+    with graph.capture(stream):
+        event.record(stream)
+        other.wait(event)
+        pagedkv.silu_and_mul(own, out=poisoned, stream=other)
+        pagedkv.silu_and_mul(own, out=again)
+        back.record(other)
+        stream.wait(back)
+    assert graph.num_nodes == 2
+    graph.replay()
+    assert is_close(poisoned.tolist(), silu_and_mul(x)) and is_close(again.tolist(), silu_and_mul(x))
+
+
+@pytest.mark.parametrize("framework", ["ours", "torch"])
+def test_a_graph_holds_what_its_calls_made(torch, own, x, poisoned, framework):
+    given = own if framework == "ours" else torch.from_numpy(x).cuda()
+    ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
+    pagedkv.scale_columns(pagedkv.silu_and_mul(own), ones, out=poisoned)
+    poisoned.copy_(np.full((64, 256), np.nan, np.float32))
+    pagedkv.synchronize("cuda")
+    graph = Graph()
+    with graph.capture(Stream()):
+        middle = pagedkv.silu_and_mul(given)
+        pagedkv.scale_columns(middle, ones, out=poisoned)
+    del middle, ones
+    gc.collect()
+    churn = [torch.full((64, 256), 7.0, device="cuda") for _ in range(200)]
+    ours = [pagedkv.asarray(np.full((64, 256), 7.0, np.float32), device="cuda") for _ in range(50)]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        graph.replay()
+    assert is_close(poisoned.tolist(), silu_and_mul(x))
+    assert all(bool((each == 7).all()) for each in churn) and all(np.all(np.array(t.tolist()) == 7) for t in ours)
+
+
+def test_a_replay_is_a_write(torch, side, own, x, poisoned):
+    """Whoever takes the result after a replay on a busy stream gets it, and the replay comes after what writes its
+    input."""
+    source = pagedkv.asarray(np.full(x.shape, np.nan, np.float32), device="cuda")
+    graph = Graph()
+    with graph.capture(Stream()):
+        pagedkv.silu_and_mul(source, out=poisoned)
+    keep_busy(torch, side)
+    source.copy_(own, stream=side)
+    graph.replay()  # on the stream that it was captured on
+    assert is_close(torch.from_dlpack(poisoned) + 0, silu_and_mul(x))
+    poisoned.copy_(np.full((64, 256), np.nan, np.float32))
+    keep_busy(torch, side)
+    graph.replay(side)
+    assert is_close(poisoned.tolist(), silu_and_mul(x))
+
+
+def test_a_graph_of_torch(torch, own, x, poisoned):
+    """Our Tensors inside torch.cuda.graph: what a call makes lives as long as the graph, and a call that would not be
+    captured raises."""
+    ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
+    nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
+    pagedkv.scale_columns(pagedkv.silu_and_mul(own), ones, out=poisoned)
+    pagedkv.asarray(torch.ones(1, device="cuda"))  # torch is known
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        current = torch.cuda.current_stream()
+        middle = pagedkv.silu_and_mul(own, stream=current)
+        pagedkv.scale_columns(middle, ones, out=poisoned, stream=current)
+        with pytest.raises(RuntimeError, match="PyTorch is capturing a graph"):
+            pagedkv.silu_and_mul(own, out=poisoned)
+    del middle
+    gc.collect()
+    ours = [pagedkv.asarray(np.full((64, 256), 7.0, np.float32), device="cuda") for _ in range(50)]
+    for _ in range(3):
+        poisoned.copy_(nan)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY // 3)
+        graph.replay()
+        assert is_close(poisoned.tolist(), silu_and_mul(x))
+    assert all(np.all(np.array(t.tolist()) == 7) for t in ours)
+    del graph
+    torch.cuda.synchronize()
+
+
+def test_torchs_memory_is_not_given_away_early(torch, side, x):
+    """An output of torch's on a given stream: dropped at once, its memory is not used again before the work is done."""
+    value = torch.from_numpy(x).cuda()
+    pagedkv.silu_and_mul(value, stream=side)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        keep_busy(torch, side)
+        out = pagedkv.silu_and_mul(value, stream=side)
+        del out
+        later = torch.zeros(64, 256, device="cuda")
+        side.synchronize()
+        assert not later.any(), "memory was given away while a stream still wrote there"
+
+
+# --- random programs
+
+
+@pytest.mark.parametrize("round", range(6))
+def test_random_programs(torch, rng, round):
+    """Copies and products between Tensors on random streams, with random delays and hand-overs, give what the same
+    program gives on the host."""
+    cupy = pytest.importorskip("cupy")
+    shape, size = (8, 16), 6
+    values = [rng.standard_normal(shape).astype(np.float32) for _ in range(size)]
+    tensors = [pagedkv.asarray(value, device="cuda") for value in values]
+    factors = rng.standard_normal(16).astype(np.float32)
+    weights = pagedkv.asarray(factors, device="cuda")
+    torchs = [torch.cuda.Stream() for _ in range(3)]
+    ours = [Stream() for _ in range(2)]
+    graphs = []
+    for i in range(3):
+        a, b = rng.choice(size, 2, replace=False)
+        graph = Graph()
+        with graph.capture(ours[i % 2]):
+            pagedkv.scale_columns(tensors[a], weights, out=tensors[b])
+        graphs.append((graph, a, b))
+    for _ in range(80):
+        kind = rng.integers(8)
+        stream = [*torchs, *ours][rng.integers(5)]
+        if rng.integers(4) == 0:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.cuda_stream)):
+                torch.cuda._sleep(int(rng.integers(4_000_000)))
+        a, b = rng.choice(size, 2, replace=False)
+        if kind <= 2:
+            given = stream if rng.integers(2) else stream.cuda_stream
+            pagedkv.scale_columns(tensors[a], weights, out=tensors[b], stream=given)
+            values[b] = values[a] * factors
+        elif kind == 3:
+            fresh = cupy.cuda.Stream(non_blocking=True)
+            tensors[b].copy_(tensors[a], stream=fresh.ptr)
+            values[b] = values[a].copy()
+        elif kind == 4:
+            with ours[rng.integers(2)]:
+                tensors[b].copy_(values[a] if rng.integers(2) else tensors[a])
+            values[b] = values[a].copy()
+        elif kind == 5:
+            graph, a, b = graphs[rng.integers(3)]
+            graph.replay([*torchs, *ours, None][rng.integers(6)])
+            values[b] = values[a] * factors
+        elif kind == 6:
+            with torch.cuda.stream(torchs[rng.integers(3)]) as current:
+                taken = torch.from_dlpack(tensors[a]) + 0
+                torch.cuda.current_stream().synchronize()
+                assert np.allclose(taken.cpu().numpy(), values[a], rtol=1e-4, atol=1e-6), current
+        else:
+            assert np.allclose(tensors[a].tolist(), values[a], rtol=1e-4, atol=1e-6)
+    for tensor, value in zip(tensors, values, strict=True):
+        assert np.allclose(tensor.tolist(), value, rtol=1e-4, atol=1e-6)

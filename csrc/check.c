@@ -36,20 +36,26 @@ const char *pk_dtype_name(pk_dtype dtype) { return dtypes[dtype].name; }
 int64_t pk_view_numel(const pk_view *view)
 {
     int64_t numel = 1;
-    for (int i = 0; i < view->ndim; i++) numel *= view->shape[i];
-    return numel;
+    bool is_too_large = false;
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 0) return 0;
+        is_too_large |= __builtin_mul_overflow(numel, view->shape[i], &numel);
+    }
+    return is_too_large ? INT64_MAX : numel;
 }
 
 bool pk_view_is_contiguous(const pk_view *view)
 {
     int64_t expected = 1;
+    if (pk_view_numel(view) == 0) return true;
     for (int i = view->ndim - 1; i >= 0; i--) {
-        if (view->shape[i] == 0) return true;
         if (view->shape[i] != 1 && view->stride[i] != expected) return false;
-        expected *= view->shape[i];
+        if (__builtin_mul_overflow(expected, view->shape[i], &expected)) return false;
     }
     return true;
 }
+
+static uint64_t magnitude(int64_t stride) { return stride < 0 ? 0 - (uint64_t)stride : (uint64_t)stride; }
 
 /* No two elements share memory: sorted by stride, each dimension must step over all the smaller ones.
  * (Sufficient, and exact for every layout that a slice, a transpose or an expand can make.) */
@@ -59,20 +65,17 @@ bool pk_view_has_distinct_elements(const pk_view *view)
     for (int i = 0; i < view->ndim; i++) {
         if (view->shape[i] == 0) return true;
         if (view->shape[i] == 1) continue;
-        int64_t stride = view->stride[i] < 0 ? -view->stride[i] : view->stride[i];
         int at = count++;
-        for (; at > 0; at--) {
-            int64_t other = view->stride[order[at - 1]];
-            if ((other < 0 ? -other : other) <= stride) break;
+        for (; at > 0 && magnitude(view->stride[order[at - 1]]) > magnitude(view->stride[i]); at--)
             order[at] = order[at - 1];
-        }
         order[at] = i;
     }
-    int64_t span = 1;
+    uint64_t span = 1, step;
     for (int i = 0; i < count; i++) {
-        int64_t stride = view->stride[order[i]] < 0 ? -view->stride[order[i]] : view->stride[order[i]];
-        if (stride < span) return false;
-        span = stride * (view->shape[order[i]] - 1) + span;
+        uint64_t stride = magnitude(view->stride[order[i]]);
+        if (stride < span || __builtin_mul_overflow(stride, (uint64_t)view->shape[order[i]] - 1, &step) ||
+            __builtin_add_overflow(span, step, &span))
+            return false;
     }
     return true;
 }
@@ -102,8 +105,21 @@ static const char *accepted_text(unsigned flags, char text[128])
 
 void pk_env_init(pk_env *env, pk_error *err)
 {
-    *env = (pk_env){.err = err, .dtype = -1};
-    for (int i = 0; i < 26; i++) env->size[i] = -1;
+    env->err = err;
+    env->num_views = 0;
+    env->in_place = NULL;
+    pk_env_restart(env);
+}
+
+void pk_env_restart(pk_env *env)
+{
+    env->num_known = env->num_views;
+    env->dtype = -1;
+    env->device_by = NULL;
+    for (int i = 0; i < 26; i++) {
+        env->size[i] = -1;
+        env->bound_by[i] = NULL;
+    }
 }
 
 static pk_status expect_dtype(pk_env *env, const char *name, pk_dtype dtype, unsigned flags)
@@ -194,6 +210,37 @@ static pk_status expect_dim(pk_env *env, const char *name, int dim, int64_t size
                    env->bound_by[i], letter, (long long)env->size[i]);
 }
 
+pk_status pk_fail_overlap(pk_error *err, const char *name, bool is_written, const char *other, bool other_is_written)
+{
+    if (is_written && other_is_written)
+        return pk_fail(err, PK_ELAYOUT, "%s: overlaps %s, which is written too", name, other);
+    return pk_fail(err, PK_ELAYOUT, "%s: overlaps %s, which is read while it is written", is_written ? name : other,
+                   is_written ? other : name);
+}
+
+/* What is written shares no memory with another view of the env, but for the one that pk_may_be has named. */
+static pk_status expect_apart(pk_env *env, const char *name, const pk_view *view, bool is_written)
+{
+    const pk_view *in_place = is_written ? env->in_place : NULL;
+    if (is_written) env->in_place = NULL;
+    for (int i = 0; i < env->num_known; i++)
+        if (env->views[i].view == view) return PK_OK;
+    if (env->num_views == PK_MAX_VIEWS)
+        return pk_fail(env->err, PK_EUNSUPPORTED, "%s: a call takes at most %d tensors", name, PK_MAX_VIEWS);
+    pk_known_view *own = &env->views[env->num_views];
+    *own = (pk_known_view){.name = name, .view = view, .is_written = is_written};
+    if (!pk_view_extent(view, &own->low, &own->high))
+        return pk_fail(env->err, PK_ELAYOUT, "%s: its shape and strides reach beyond the address space", name);
+    for (const pk_known_view *other = env->views; other < own; other++) {
+        if (!(is_written || other->is_written) || own->high <= other->low || other->high <= own->low) continue;
+        if (other->view == in_place && pk_views_are_same(view, in_place)) continue;
+        if (pk_views_overlap(view, other->view))
+            return pk_fail_overlap(env->err, name, is_written, other->name, other->is_written);
+    }
+    env->num_views++;
+    return PK_OK;
+}
+
 static int count_dims(const char *dims)
 {
     int count = 0;
@@ -214,26 +261,29 @@ pk_status pk_expect(pk_env *env, const char *name, const pk_view *view, const ch
     PK_TRY(expect_device(env, name, view->device, flags));
     const char *cursor = dims;
     for (int i = 0; i < ndim; i++) PK_TRY(expect_dim(env, name, i, view->shape[i], &cursor));
-    return expect_layout(env, name, view, flags);
+    PK_TRY(expect_layout(env, name, view, flags));
+    return expect_apart(env, name, view, flags & PK_WRITABLE);
 }
 
 pk_status pk_expect_output(pk_env *env, const char *name, pk_output *output, const char *dims, pk_dtype dtype,
                            unsigned flags)
 {
     if (output->is_given) return pk_expect(env, name, &output->view, dims, flags | PK_WRITABLE);
-    int64_t shape[PK_MAX_DIMS];
-    int ndim = count_dims(dims);
+    env->in_place = NULL;
+    pk_view made = {.ndim = count_dims(dims), .dtype = dtype};
     const char *at = dims;
-    for (int i = 0; i < ndim; i++) {
+    for (int i = 0; i < made.ndim; i++) {
         int64_t number = 0;
-        shape[i] = 0;
         if (isupper((unsigned char)*at)) {
-            shape[i] = pk_dim(env, *at++);
+            made.shape[i] = pk_dim(env, *at++);
             if (*at == '+') at++;
         }
         while (isdigit((unsigned char)*at)) number = number * 10 + (*at++ - '0');
         while (*at == ' ') at++;
-        shape[i] += number;
+        made.shape[i] += number;
     }
-    return output->allocate(output, dtype, env->device, ndim, shape, env->err);
+    uintptr_t low, high;
+    if (!pk_view_extent(&made, &low, &high))
+        return pk_fail(env->err, PK_ENOMEM, "%s: its shape reaches beyond the address space", name);
+    return output->allocate(output, dtype, env->device, made.ndim, made.shape, env->err);
 }

@@ -22,8 +22,8 @@ pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_
 pk_status pk_expect_eps(const char *name, double eps, pk_error *err);
 
 /* All of qk_norm_rope_store but the work, which is the backend's. */
-pk_status pk_read_rope_call(const pk_qk_norm_rope_store_call *call, const pk_backend **backend,
-                            pk_qk_norm_rope_store_args *args, pk_error *err);
+pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call, const pk_backend **backend,
+                            pk_qk_norm_rope_store_args *args);
 
 /* The same of sample: T rows, a vocabulary of V; `flags` are those of the logits. */
 pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, const pk_backend **backend,

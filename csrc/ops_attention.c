@@ -32,7 +32,7 @@
  * positions, slot_mapping, cos_sin and the norms' weights too.
  *
  * A page, context or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
- * records it in the device status word. out must not overlap any input.
+ * records it in the device status word.
  */
 #include "ops.h"
 
@@ -86,10 +86,9 @@ static int64_t longest_query(const pk_env *env, const pk_attention_call *call)
 }
 
 /* What both operations look at, all but the scales and the outputs. */
-static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attention_args *args, pk_error *err)
+static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attention_args *args)
 {
     const pk_view *q = call->q, *k_cache = call->k_cache, *v_cache = call->v_cache, *alibi = call->alibi_slopes;
-    pk_env_init(env, err);
     PK_EXPECT(env, "q", q, "T H D", PK_ANY_FLOAT);
     PK_TRY(pk_expect_caches(env, k_cache, v_cache, 'K', 0));
     PK_EXPECT(env, "block_tables", call->block_tables, "S M", PK_ACCEPT_I32);
@@ -98,7 +97,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
     if (alibi) PK_EXPECT(env, "alibi_slopes", alibi, alibi->ndim == 2 ? "S H" : "H", PK_ACCEPT_F32);
     if (call->sinks) PK_EXPECT(env, "sinks", call->sinks, "H", PK_ACCEPT_F32);
     PK_TRY(check_shapes(env, call));
-    PK_TRY(check_numbers(call, err));
+    PK_TRY(check_numbers(call, env->err));
 
     *args = (pk_attention_args){
         .q = q->data,
@@ -149,11 +148,10 @@ static pk_status count_plan_rows(const pk_env *env, const pk_backend *backend, c
     return backend->plan_attention ? backend->plan_attention(env->device, args, num_rows, NULL, env->err) : PK_OK;
 }
 
-/* More rows than the plan has are left as they are. */
+/* A plan of "P 12", dense. More rows than it needs are left as they are. */
 static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, int64_t num_rows,
                            pk_attention_args *args)
 {
-    PK_EXPECT(env, name, plan, "P 12", PK_ACCEPT_I32 | PK_DENSE);
     if (plan->shape[0] < num_rows)
         return pk_fail(env->err, PK_ESHAPE, "%s: has %lld rows but a batch of these shapes needs %lld", name,
                        (long long)plan->shape[0], (long long)num_rows);
@@ -163,35 +161,37 @@ static pk_status take_plan(pk_env *env, const char *name, const pk_view *plan, i
 }
 
 /* All of paged_attention_fwd but the work. */
-static pk_status read_forward(const pk_attention_call *call, const pk_backend **backend, pk_attention_args *args,
-                              pk_error *err)
+static pk_status read_forward(pk_env *env, const pk_attention_call *call, const pk_backend **backend,
+                              pk_attention_args *args)
 {
-    pk_env env;
-    PK_TRY(read_call(&env, call, args, err));
-    PK_TRY(pk_expect_scale(&env, "k_scale", call->k_scale, args->cache_dtype, 'K', true, &args->k_scale));
-    PK_TRY(pk_expect_scale(&env, "v_scale", call->v_scale, args->cache_dtype, 'K', true, &args->v_scale));
+    PK_TRY(read_call(env, call, args));
+    PK_TRY(pk_expect_scale(env, "k_scale", call->k_scale, args->cache_dtype, 'K', true, &args->k_scale));
+    PK_TRY(pk_expect_scale(env, "v_scale", call->v_scale, args->cache_dtype, 'K', true, &args->v_scale));
 
-    PK_BACKEND_OP(env.device, attention, backend, err);
-    PK_EXPECT_OUTPUT(&env, "out", call->out, "T H D", args->dtype, PK_SAME);
+    PK_BACKEND_OP(env->device, attention, backend, env->err);
+    PK_EXPECT_OUTPUT(env, "out", call->out, "T H D", args->dtype, PK_SAME);
     args->out = call->out->view.data;
     args->out_token_stride = call->out->view.stride[0];
     args->out_head_stride = call->out->view.stride[1];
     if (call->lse) {
-        PK_EXPECT_OUTPUT(&env, "lse", call->lse, "H T", PK_F32, PK_ACCEPT_F32);
+        PK_EXPECT_OUTPUT(env, "lse", call->lse, "H T", PK_F32, PK_ACCEPT_F32);
         args->lse = call->lse->view.data;
         args->lse_head_stride = call->lse->view.stride[0];
     }
     if (!call->plan) return PK_OK;
     int64_t num_rows;
-    PK_TRY(count_plan_rows(&env, *backend, args, &num_rows));
-    return take_plan(&env, "plan", call->plan, num_rows, args);
+    PK_TRY(count_plan_rows(env, *backend, args, &num_rows));
+    PK_EXPECT(env, "plan", call->plan, "P 12", PK_ACCEPT_I32 | PK_DENSE);
+    return take_plan(env, "plan", call->plan, num_rows, args);
 }
 
 pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream, pk_error *err)
 {
     const pk_backend *backend;
     pk_attention_args args;
-    PK_TRY(read_forward(call, &backend, &args, err));
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_TRY(read_forward(&env, call, &backend, &args));
     return backend->attention(call->q->device, &args, stream, err);
 }
 
@@ -202,13 +202,16 @@ pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_
     pk_qk_norm_rope_store_args rope_args;
     pk_attention_args args;
     pk_attention_call call = *attention;
-    PK_TRY(pk_read_rope_call(rope, &backend, &rope_args, err));
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_TRY(pk_read_rope_call(&env, rope, &backend, &rope_args));
+    pk_env_restart(&env);
     call.q = &rope->q_out->view;
     call.k_cache = rope->k_cache;
     call.v_cache = rope->v_cache;
     call.k_scale = rope->k_scale;
     call.v_scale = rope->v_scale;
-    PK_TRY(read_forward(&call, &backend, &args, err));
+    PK_TRY(read_forward(&env, &call, &backend, &args));
     return backend->qkv_attention(call.q->device, &rope_args, &args, stream, err);
 }
 
@@ -216,13 +219,14 @@ pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_
 {
     pk_env env;
     pk_attention_args args;
-    PK_TRY(read_call(&env, call, &args, err));
+    pk_env_init(&env, err);
+    PK_TRY(read_call(&env, call, &args));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, attention, &backend, err);
     int64_t num_rows;
     PK_TRY(count_plan_rows(&env, backend, &args, &num_rows));
     if (!call->out->is_given) env.size['P' - 'A'] = num_rows;
-    PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32);
+    PK_EXPECT_OUTPUT(&env, "out", call->out, "P 12", PK_I32, PK_ACCEPT_I32 | PK_DENSE);
     PK_TRY(take_plan(&env, "out", &call->out->view, num_rows, &args));
     return num_rows == 0 ? PK_OK : backend->plan_attention(env.device, &args, &num_rows, stream, err);
 }

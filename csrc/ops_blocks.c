@@ -5,7 +5,8 @@
  * dimensions (NHD, or HND by strides); blocks may lie apart (K and V interleaved in one allocation).
  *
  * The copies happen in no particular order, so a block that is written twice, or within one pool both read and
- * written, is an error. Every pair is checked before anything is copied.
+ * written, is an error, and so is a cache that is written and overlaps another. src[i] and dst[i] may be one pool: have
+ * the same block 0, and the same step to the next. Every pair is checked before anything is copied.
  */
 #include "pk.h"
 
@@ -42,6 +43,9 @@ static pk_status check_cache(const char *name, const pk_view *cache, pk_device d
         return pk_fail(err, PK_EDEVICE, "%s: is on another device than the first cache", name);
     if (is_written && cache->is_readonly)
         return pk_fail(err, PK_ELAYOUT, "%s: is read-only but would be written", name);
+    uintptr_t low, high;
+    if (!pk_view_extent(cache, &low, &high))
+        return pk_fail(err, PK_ELAYOUT, "%s: its shape and strides reach beyond the address space", name);
     if (pk_view_numel(cache) > 0 && !has_gapless_blocks(cache))
         return pk_fail(err, PK_ELAYOUT, "%s: a block's memory has gaps or overlaps the next block's", name);
     return PK_OK;
@@ -89,6 +93,78 @@ static pk_status check_conflicts(const char *name, const pk_view *pairs, bool is
     return status;
 }
 
+/* Of a list, or a tensor by itself (list_index -1). */
+typedef struct {
+    uintptr_t low, high; /* its extent */
+    const pk_view *view;
+    const char *list;
+    int list_index;
+    bool is_written;
+} member;
+
+static void add_members(member *members, int *count, const char *list, const pk_view *views, int num_views,
+                        bool is_written)
+{
+    for (int i = 0; i < num_views; i++) {
+        member *added = &members[(*count)++];
+        *added = (member){.view = &views[i], .list = list, .list_index = i, .is_written = is_written};
+        pk_view_extent(&views[i], &added->low, &added->high); /* has one, see check_cache */
+    }
+}
+
+static const char *member_name(const member *of, char text[32])
+{
+    snprintf(text, 32, of->list_index < 0 ? "%s" : "%s[%d]", of->list, of->list_index);
+    return text;
+}
+
+static int compare_members(const void *left, const void *right)
+{
+    const member *a = left, *b = right;
+    return (a->low > b->low) - (a->low < b->low);
+}
+
+/* src[i] and dst[i] with the same blocks; they are alike otherwise, see check_alike. */
+static bool are_one_pool(const member *a, const member *b)
+{
+    const pk_view *left = a->view, *right = b->view;
+    return a->list_index >= 0 && a->list_index == b->list_index && left->data == right->data &&
+           (left->shape[0] <= 1 || right->shape[0] <= 1 || left->stride[0] == right->stride[0]);
+}
+
+/* What is written overlaps nothing else, but for pools that are copied within themselves. In the order of their
+ * addresses only those that follow one another can overlap: few, unless pools of one allocation interleave. */
+static pk_status check_apart(member *members, int count, bool *is_one_pool, pk_error *err)
+{
+    char name[32], other_name[32];
+    qsort(members, (size_t)count, sizeof *members, compare_members);
+    for (const member *a = members; a < members + count; a++)
+        for (const member *b = a + 1; b < members + count && b->low < a->high; b++) {
+            if ((!a->is_written && !b->is_written) || !pk_views_overlap(a->view, b->view)) continue;
+            if (!are_one_pool(a, b))
+                return pk_fail_overlap(err, member_name(b, name), b->is_written, member_name(a, other_name),
+                                       a->is_written);
+            *is_one_pool = true;
+        }
+    return PK_OK;
+}
+
+/* `src` is read and `dst` is written, copy_blocks: src is NULL; the pairs are read. Says whether any src[i] is dst[i]. */
+static pk_status check_memory(const pk_view *src, const char *dst_name, const pk_view *dst, int num_caches,
+                              const char *pairs_name, const pk_view *pairs, bool *is_one_pool, pk_error *err)
+{
+    int count = 0;
+    member *members = malloc((2 * (size_t)num_caches + 1) * sizeof *members);
+    if (!members) return pk_fail(err, PK_ENOMEM, "cannot allocate room to check %d caches", num_caches);
+    if (src) add_members(members, &count, "src", src, num_caches, false);
+    add_members(members, &count, dst_name, dst, num_caches, true);
+    add_members(members, &count, pairs_name, pairs, 1, false);
+    members[count - 1].list_index = -1;
+    pk_status status = check_apart(members, count, is_one_pool, err);
+    free(members);
+    return status;
+}
+
 static pk_status check_pairs(const char *name, const pk_view *pairs, pk_error *err)
 {
     pk_env env;
@@ -108,7 +184,9 @@ pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *p
         for (int side = 0; side < 2; side++)
             PK_TRY(check_range(pairs_name, pairs, side, name, caches[i].shape[0], err));
     }
-    PK_TRY(check_conflicts(pairs_name, pairs, true, err));
+    bool is_one_pool = true; /* each cache by itself */
+    PK_TRY(check_memory(NULL, "caches", caches, num_caches, pairs_name, pairs, &is_one_pool, err));
+    PK_TRY(check_conflicts(pairs_name, pairs, is_one_pool, err));
     const pk_backend *backend;
     PK_BACKEND_OP(caches[0].device, copy_blocks, &backend, err);
     pk_blocks_args args = {
@@ -156,8 +234,8 @@ pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches,
         PK_TRY(check_alike(src_name, &src[i], dst_name, &dst[i], err));
         PK_TRY(check_range("pairs", pairs, 0, src_name, src[i].shape[0], err));
         PK_TRY(check_range("pairs", pairs, 1, dst_name, dst[i].shape[0], err));
-        is_one_pool |= src[i].data == dst[i].data;
     }
+    PK_TRY(check_memory(src, "dst", dst, num_caches, "pairs", pairs, &is_one_pool, err));
     PK_TRY(check_conflicts("pairs", pairs, is_one_pool, err));
     const pk_backend *backend; /* the GPU moves the bytes where one side is there */
     pk_device device = src[0].device.type == PK_CPU ? dst[0].device : src[0].device;

@@ -3,19 +3,6 @@
 
 static bool is_float(pk_dtype dtype) { return dtype <= PK_F8E4M3; }
 
-/* The lowest and the one-past-highest address that a view with elements touches. */
-static void extent(const pk_view *view, const char **low, const char **high)
-{
-    int64_t first = 0, last = 0;
-    for (int i = 0; i < view->ndim; i++) {
-        int64_t step = (view->shape[i] - 1) * view->stride[i];
-        *(step < 0 ? &first : &last) += step;
-    }
-    int64_t bytes = (int64_t)pk_dtype_bytes(view->dtype);
-    *low = (const char *)view->data + first * bytes;
-    *high = (const char *)view->data + (last + 1) * bytes;
-}
-
 /* Of two dimensions, the rows one behind the other with or without gaps. */
 static bool has_dense_rows(const pk_view *view)
 {
@@ -24,15 +11,13 @@ static bool has_dense_rows(const pk_view *view)
 
 static bool same_device(pk_device a, pk_device b) { return a.type == b.type && a.index == b.index; }
 
-static pk_status check_overlap(const pk_view *src, const pk_view *dst, pk_error *err)
+/* src may be the destination itself. */
+static pk_status check_memory(const pk_view *src, const pk_view *dst, pk_error *err)
 {
-    const char *src_low, *src_high, *dst_low, *dst_high;
-    extent(src, &src_low, &src_high);
-    extent(dst, &dst_low, &dst_high);
-    if (src_high <= dst_low || dst_high <= src_low) return PK_OK;
-    bool same = src->data == dst->data && src->dtype == dst->dtype;
-    for (int i = 0; same && i < src->ndim; i++) same = src->shape[i] == 1 || src->stride[i] == dst->stride[i];
-    if (same) return PK_OK;
+    uintptr_t low, high;
+    if (!pk_view_extent(src, &low, &high) || !pk_view_extent(dst, &low, &high))
+        return pk_fail(err, PK_ELAYOUT, "src: its shape and strides, or the destination's, reach beyond the address space");
+    if (!pk_views_overlap(src, dst) || pk_views_are_same(src, dst)) return PK_OK;
     return pk_fail(err, PK_ELAYOUT, "src: overlaps the memory that would be written");
 }
 
@@ -52,7 +37,7 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
     if (!pk_view_has_distinct_elements(dst))
         return pk_fail(err, PK_ELAYOUT, "the destination would be written but its elements share memory");
     if (pk_view_numel(src) == 0) return PK_OK;
-    if (same_device(src->device, dst->device)) PK_TRY(check_overlap(src, dst, err));
+    PK_TRY(check_memory(src, dst, err));
 
     pk_device device = dst->device.type == PK_CPU ? src->device : dst->device;
     if (!same_device(src->device, dst->device)) {

@@ -60,6 +60,7 @@ static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_
     if (eps) PK_TRY(pk_expect_eps("eps", *eps, err));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
+    pk_may_be(&env, x);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
     pk_rms_norm_args args = {
         .x = x->data,

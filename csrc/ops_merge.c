@@ -6,7 +6,7 @@
  *     lse' = log sum_i exp(lse_i);   out = sum_i exp(lse_i - lse') * o_i
  *
  * A part whose lse is -inf counts nothing, whatever its o holds (NaN too). Where all are -inf: out 0, lse' -inf.
- * out may be one of the parts only where there is one part.
+ * out may be o itself where there is one part.
  */
 #include "pk.h"
 
@@ -19,6 +19,7 @@ pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_out
     PK_EXPECT(&env, "lse", lse, "P H T", PK_ACCEPT_F32 | PK_DENSE);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, merge_attention_states, &backend, err);
+    pk_may_be(&env, o);
     PK_EXPECT_OUTPUT(&env, "out", out, "T H D", o->dtype, PK_SAME | PK_DENSE);
     if (out_lse) PK_EXPECT_OUTPUT(&env, "out_lse", out_lse, "H T", PK_F32, PK_ACCEPT_F32 | PK_DENSE);
     pk_merge_args args = {

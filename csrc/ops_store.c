@@ -6,7 +6,7 @@
  *   k_scale, ...  only for fp8 caches: stored = round(x / scale), to nearest even, saturating at +-448, NaN stays NaN
  *
  * A slot out of range: the CPU raises before anything is written; CUDA skips the token and records it in the device
- * status word. Two tokens with one slot: one of them wins. key and value must not overlap the caches.
+ * status word. Two tokens with one slot: one of them wins.
  */
 #include "ops.h"
 

@@ -93,9 +93,19 @@ typedef struct {
     bool is_pinned; /* host memory that a GPU copies by itself: a copy to or from it is not waited for */
 } pk_view;
 
-int64_t pk_view_numel(const pk_view *view);
+int64_t pk_view_numel(const pk_view *view); /* INT64_MAX where there are more */
 bool pk_view_is_contiguous(const pk_view *view);
 bool pk_view_has_distinct_elements(const pk_view *view); /* no two of them share memory */
+
+/* csrc/overlap.c. The addresses that a view touches, *low <= address < *high; equal where it has no elements. False
+ * where it cannot be: a negative size, or a shape (a size of 0 counts as 1), strides or an address that together reach
+ * beyond the address space. Of any other view, products of sizes and strides fit in 64 bits. */
+bool pk_view_extent(const pk_view *view, uintptr_t *low, uintptr_t *high);
+/* Whether two views have a byte in common; never, on different devices. Exact for slices, transposes and column ranges
+ * of one buffer, and for all else that takes less than some thousand steps to search; otherwise true. */
+bool pk_views_overlap(const pk_view *a, const pk_view *b);
+/* Whether they are the same elements in the same order, dimensions of size 1 aside. */
+bool pk_views_are_same(const pk_view *a, const pk_view *b);
 
 /* A tensor that an operation writes. Either the caller gave it (`is_given`, `view` is filled) and its
  * shape is checked, or `allocate` makes one in the caller's framework and fills `view`. */
@@ -121,7 +131,9 @@ typedef struct {
  *     PK_EXPECT(&env, "k_cache", k_cache, "N B H D", PK_SAME | PK_WRITABLE);
  *     "k_cache: dim 2 is 4 but key has H=8"
  * A dimension is a letter, a number ("2"), or a letter plus a number ("S+1"). The last dimension must be
- * dense (stride 1) in every tensor, and all tensors of an env must be on one device. */
+ * dense (stride 1) in every tensor, and all tensors of an env must be on one device.
+ *
+ * The env remembers its views: one that is written (PK_WRITABLE, an output) must not overlap another. */
 enum {
     PK_ACCEPT_F32 = 1 << PK_F32,
     PK_ACCEPT_F16 = 1 << PK_F16,
@@ -139,6 +151,14 @@ enum {
     PK_HOST = 1 << 19      /* on the CPU whatever the env's device is */
 };
 
+enum { PK_MAX_VIEWS = 32 }; /* of one env */
+typedef struct {
+    const char *name;
+    const pk_view *view;
+    uintptr_t low, high; /* its extent */
+    bool is_written;
+} pk_known_view;
+
 typedef struct {
     pk_error *err;
     int64_t size[26];
@@ -146,10 +166,20 @@ typedef struct {
     int dtype; /* -1: not bound */
     const char *dtype_by;
     pk_device device;
-    const char *device_by; /* NULL: not bound */
+    const char *device_by;   /* NULL: not bound */
+    const pk_view *in_place; /* see pk_may_be; NULL: none */
+    int num_views, num_known;
+    pk_known_view views[PK_MAX_VIEWS];
 } pk_env;
 
 void pk_env_init(pk_env *env, pk_error *err);
+/* Forgets what letters, dtype and device are bound to, but no view: for an operation that goes on where another ended.
+ * A view of the first part that is expected again is the same argument. */
+void pk_env_restart(pk_env *env);
+/* The next view that is written may be exactly this one, in place: the same elements in the same order. */
+static inline void pk_may_be(pk_env *env, const pk_view *view) { env->in_place = view; }
+/* What is said of two arguments that overlap, at least one of them written. */
+pk_status pk_fail_overlap(pk_error *err, const char *name, bool is_written, const char *other, bool other_is_written);
 pk_status pk_expect(pk_env *env, const char *name, const pk_view *view, const char *dims, unsigned flags);
 /* Checks a given output or allocates one (contiguous). `dtype` is what an allocated one gets; a given one
  * must match `flags`. All letters of `dims` must be bound. */

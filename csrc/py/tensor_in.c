@@ -86,7 +86,9 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
                          (int)tensor->device.device_type);
             return -1;
     }
-    view->data = tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
+    uintptr_t address = 0, low, high;
+    bool is_far = tensor->data && __builtin_add_overflow((uintptr_t)tensor->data, tensor->byte_offset, &address);
+    view->data = (void *)address;
     view->dtype = (pk_dtype)dtype;
     view->ndim = tensor->ndim;
     view->is_readonly = is_readonly;
@@ -101,11 +103,14 @@ static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly,
         is_too_large |= __builtin_mul_overflow(dense, tensor->shape[i] ? tensor->shape[i] : 1, &dense);
     }
     is_too_large |= __builtin_mul_overflow(dense, (int64_t)pk_dtype_bytes(view->dtype), &numel_bytes);
-    if (is_negative || (is_too_large && !is_empty) || (!is_empty && !view->data)) {
+    bool has_no_address = !is_empty && !tensor->data;
+    if (is_negative || is_too_large || is_far || has_no_address || !pk_view_extent(view, &low, &high)) {
         PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name,
-                     is_negative    ? "a negative size"
-                     : is_too_large ? "a shape of more than 2^63 bytes"
-                                    : "no address");
+                     is_negative      ? "a negative size"
+                     : is_too_large   ? "a shape of more than 2^63 bytes"
+                     : is_far         ? "an offset that reaches beyond the address space"
+                     : has_no_address ? "no address"
+                                      : "strides that reach beyond the address space");
         return -1;
     }
     if (!is_empty && (uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {

@@ -36,6 +36,7 @@ from .sampling_params import MAX_LOGPROBS
 from .scheduler import Step
 
 ALIGN = 64  # bytes: where each array of a step begins
+NO_TABLE = np.empty((0, 0), np.int32)
 GRAPH_BYTES = 8 << 20  # of device memory that the two graphs of a batch size take at most
 
 
@@ -158,7 +159,7 @@ class ModelRunner:
         if self.is_gpu:
             self.host_tables = [self._host_memory(max_num_seqs * self.max_blocks, "int32") for _ in range(2)]
             self.block_tables = pagedkv.empty((max_num_seqs, self.max_blocks), "int32", device)
-            self._table_there = np.empty((0, 0), np.int32)
+            self._table_there = NO_TABLE
         self._turn = 0
         self._temperatures, self._seeds = np.zeros(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
         self._decodes: dict[int, Decodes] = {}
@@ -259,23 +260,25 @@ class ModelRunner:
         if event is not None:
             event.synchronize()  # the host's arrays of this turn have been copied
         with self.stream:
-            self.move_pages(step)
-            inputs = self.fill(step)
-            decodes = graph = None
-            if self.has_graphs and inputs.last_tokens is None:
-                decodes = self._decodes[len(inputs.batch.token_ids)]
-                graph = decodes.logits_graph if inputs.needs_logits else decodes.graph
-            if graph is None:
-                self.run(inputs)
-            else:
-                graph.replay()
-                if inputs.needs_logits:
-                    self._sample(inputs)
-            best = self._find_best(num_rows, turn)
-            if num_rows:
-                self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
-            if event is not None:
-                event.record()
+            decodes = graph = best = None
+            try:
+                self.move_pages(step)
+                inputs = self.fill(step)
+                if self.has_graphs and inputs.last_tokens is None:
+                    decodes = self._decodes[len(inputs.batch.token_ids)]
+                    graph = decodes.logits_graph if inputs.needs_logits else decodes.graph
+                if graph is None:
+                    self.run(inputs)
+                else:
+                    graph.replay()
+                    if inputs.needs_logits:
+                        self._sample(inputs)
+                best = self._find_best(num_rows, turn)
+                if num_rows:
+                    self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
+            finally:
+                if event is not None:
+                    event.record()  # behind an error, too: what was launched of the step reads the arrays of this turn
             if decodes is not None and graph is None:
                 decodes.logits_graph = self._capture(inputs)  # for the next one; the GPU has this one to compute
         return Launched(self._known_arrays[turn][:num_rows], event, best)
@@ -349,9 +352,10 @@ class ModelRunner:
             self.host_tables.reverse()  # the one not uploaded last
             num_seqs, num_blocks = tables.shape
             staged = self.host_tables[0][: tables.size].view(tables.shape)
-            self._table_there = staged.numpy()
-            self._table_there[:] = tables
+            staged.numpy()[:] = tables
+            self._table_there = NO_TABLE  # where an error ends this before the copy is on its way, nothing is known
             self.block_tables[:num_seqs, :num_blocks].copy_(staged)
+            self._table_there = staged.numpy()
         return self.block_tables[:num_rows]
 
     def run(self, inputs: StepInputs) -> None:

@@ -1,0 +1,403 @@
+"""The engine one step ahead of a device that runs as late as a fuzzer likes (fake_device.py).
+
+Random traffic in pools far too small for it: both kinds of preemption, prefix hits, requests that wait for a prefix,
+forks and copy on write, ends that the host learns late, errors, aborted batches and interrupts anywhere in a launch.
+Frees are delayed and reordered. No step may read a page that is somebody else's by then, and every token is the
+oracle's. A test counts that all of this happens, and broken engines show that each kind of mistake is found.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from fake_device import Device, FakeEvent, LateRunner, Story, patch_engine
+
+from pagedkv import BlockManager, OutOfBlocks, SamplingParams
+from pagedkv.engine.model_runner import Launched
+from pagedkv.engine.outputs import EngineStats
+from pagedkv.engine.pipeline import Pipeline
+from pagedkv.engine.scheduler import Scheduler, Step
+from pagedkv.engine.sequence import Sequence
+
+NUM_SCHEDULES = 240
+
+
+class LazyManager:
+    """A BlockManager that frees later and in another order than it is told, but before anybody goes without a page."""
+
+    TAKES_PAGES = ("allocate", "append_batch", "reserve_batch", "swap_in", "append")
+
+    def __init__(self, manager: BlockManager, rng: random.Random, happened: Counter[str]) -> None:
+        self.manager, self.rng, self.happened, self.late = manager, rng, happened, list[int]()
+
+    def __getattr__(self, name: str):
+        method = getattr(self.manager, name)
+        return self._retried(method) if name in self.TAKES_PAGES else method
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "watermark_blocks":
+            self.manager.watermark_blocks = value
+        else:
+            super().__setattr__(name, value)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self.manager and seq_id not in self.late
+
+    def _retried(self, method):
+        def call(*args):
+            while True:
+                try:
+                    return method(*args)
+                except OutOfBlocks:
+                    if not self.late:
+                        raise
+                    self.free_one()
+
+        return call
+
+    def free_one(self) -> None:
+        self.happened["late free"] += 1
+        self.manager.free(self.late.pop(self.rng.randrange(len(self.late))))
+
+    def free_batch(self, seq_ids: list[int]) -> None:
+        self.late += seq_ids
+        self.free_some()
+
+    def free_some(self) -> None:
+        while self.late and self.rng.random() < 0.7:
+            self.free_one()
+
+    def free_all(self) -> None:
+        while self.late:
+            self.free_one()
+
+
+@dataclass
+class Sizes:
+    num_blocks: int = 60
+    block_size: int = 2
+    num_host_blocks: int = 0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 20
+    has_caching: bool = True
+    enforce_eager: bool = False
+    eagerness: float = 0.0
+    num_behind: int = 1
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Sizes:
+        block_size, num_seqs = rng.choice([1, 2, 3, 4, 16]), rng.choice([2, 3, 8])
+        num_blocks = -(-rng.choice([44, 60, 150]) // block_size)
+        return Sizes(
+            num_blocks,
+            block_size,
+            num_host_blocks=rng.choice([0, num_blocks // 2, 2 * num_blocks]),
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_seqs + rng.choice([0, 2, 10, 100]),
+            has_caching=rng.random() < 0.8,
+            enforce_eager=rng.random() < 0.3,
+            eagerness=rng.choice([0, 0, 0.05, 0.5]),
+            num_behind=rng.choice([0, 1, 1, 1]),
+        )
+
+
+class Traffic:
+    """An engine on a late device, and its requests. What is drawn is drawn from `rng`."""
+
+    def __init__(
+        self, rng: random.Random, sizes: Sizes, happened: Counter[str], runner_type: type[LateRunner] = LateRunner
+    ) -> None:
+        self.rng, self.happened = rng, happened
+        self.device = Device(rng, sizes.eagerness, happened)
+        self.manager = BlockManager(
+            sizes.num_blocks, sizes.block_size, enable_prefix_caching=sizes.has_caching,
+            num_host_blocks=sizes.num_host_blocks,
+        )  # fmt: skip
+        self.lazy = LazyManager(self.manager, rng, happened)
+        budget = {"max_num_seqs": sizes.max_num_seqs, "max_num_batched_tokens": sizes.max_num_batched_tokens}
+        self.scheduler = Scheduler(self.lazy, **budget, max_model_len=500)
+        self.runner = runner_type(self.device, self.scheduler, self.lazy, **budget, enforce_eager=sizes.enforce_eager)
+        self.runner.num_behind = sizes.num_behind
+        self.pipeline = Pipeline(self.runner, self.scheduler, EngineStats())
+        self.num_made = 0
+        self.living: list[Sequence] = []
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), **options
+    ) -> Sequence | None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+        seq = Sequence(self.num_made, prompt, params, self.rng.choice([7, -(2**63)]), eos, 0.0)
+        try:
+            self.scheduler.check(seq)
+        except OutOfBlocks:
+            return None
+        self.num_made += 1
+        self.runner.stories[seq.id] = Story.of(seq)
+        self.living.append(seq)
+        return seq
+
+    def arrive(self, prompt: list[int]) -> None:
+        rng = self.rng
+        options = {"top_k": rng.choice([0] * 9 + [3]), "logprobs": rng.choice([None] * 9 + [0, 1])}
+        eos = frozenset(rng.sample(range(1000), rng.choice([0, 0, 60])))
+        seq = self.submit(prompt, rng.choice([1, 6, 15]), eos, **options)
+        if seq is not None:
+            self.scheduler.add(seq)
+
+    def fork(self) -> None:
+        """A sequence that goes on from the tokens of another and shares all its pages, the last one half full."""
+        scheduler, rng = self.scheduler, self.rng
+        parents = [seq for seq in scheduler.running if seq.new_tokens and seq.num_computed >= seq.num_prompt_tokens]
+        if not parents or len(scheduler.running) >= scheduler.max_num_seqs:
+            return
+        parent = rng.choice(parents)
+        tokens = self.manager.token_ids(parent.id).tolist()
+        if self.manager.num_computed(parent.id) < len(tokens) or len(tokens) >= parent.max_num_tokens:
+            return
+        child = self.submit(tokens, rng.randint(1, 8))
+        if child is not None:
+            self.manager.fork(parent.id, child.id)
+            child.num_in_pages, child.num_computed = child.num_tokens, child.num_tokens - 1
+            scheduler.running.append(child)
+            self.happened["fork"] += 1
+
+    def abort(self) -> None:
+        """As LLM.generate does behind an error: the steps on their way are left alone."""
+        self.device.interrupt_in = -1
+        self.happened["abort with steps in flight"] += bool(self.pipeline.in_flight)
+        self.scheduler.abort(self.living)
+        self.living.clear()
+        self.pipeline = Pipeline(self.runner, self.scheduler, EngineStats())
+
+    def turn(self) -> None:
+        happened = self.happened
+        try:
+            self.pipeline.launch()
+            if self.pipeline.in_flight:
+                step = self.pipeline.in_flight[-1][0]
+                happened["same batch"] += step.is_same_batch
+                happened["swap in"] += step.swap_in is not None
+                happened["swap out"] += step.swap_out is not None
+            finished = self.pipeline.take()
+        except KeyboardInterrupt:
+            happened["interrupt"] += 1
+            self.abort()
+            return
+        for seq in finished:
+            self.check(seq)
+        self.lazy.free_some()
+        self.manager.check()
+
+    def check(self, seq: Sequence) -> None:
+        """A sequence that is finished."""
+        tokens, reason = self.runner.stories[seq.id].tokens[seq.num_prompt_tokens :].tolist(), "length"
+        for i, token in enumerate(tokens):
+            if token < 0 or token in seq.eos_token_ids:
+                tokens, reason = tokens[: i + (token >= 0)], "error" if token < 0 else "stop"
+                break
+        assert (seq.new_tokens, seq.finish_reason) == (tokens, reason)
+        if seq.logprobs is not None:
+            assert [next(iter(ids)) for ids in seq.logprobs] == tokens
+        self.happened[reason] += 1
+        self.happened["one step too many"] += seq.num_tokens > seq.num_known + (reason == "error")
+        self.happened["prefix hit"] += seq.num_cached > 0
+        self.happened["waited for a prefix"] += seq.retry_step > 0
+        self.living.remove(seq)
+
+    def finish(self) -> None:
+        """All is as it was before the first request."""
+        assert not self.living and not self.pipeline.has_work, "some request starves"
+        self.device.synchronize()
+        self.lazy.free_all()
+        self.manager.check()
+        stats = self.manager.stats()
+        assert len(self.manager) == stats["used"] == 0 and stats["host_free"] == self.manager.num_host_blocks
+        self.happened["eviction"] += stats["evictions"]
+        self.happened["recompute"] += self.scheduler.num_preemptions - self.scheduler.num_swaps
+
+
+def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[LateRunner] = LateRunner) -> None:
+    sizes = Sizes.drawn(rng)
+    print(sizes)
+    traffic = Traffic(rng, sizes, happened, runner_type)
+    common = [[rng.randrange(50) for _ in range(30)] for _ in range(2)]
+    num_requests = rng.randint(5, 25)
+    for _ in range(5000):
+        if not traffic.pipeline.has_work and traffic.num_made >= num_requests:
+            break
+        if traffic.num_made < num_requests and rng.random() < 0.3:
+            prompt = rng.choice(common)[: rng.choice([0, 12, 30])] + [
+                rng.randrange(50) for _ in range(rng.randint(1, 5))
+            ]
+            for _ in range(rng.choice([1, 1, 3])):  # twins in one step
+                traffic.arrive(prompt)
+        if rng.random() < 0.1:
+            traffic.fork()
+        if rng.random() < 0.005:
+            traffic.abort()
+        if rng.random() < 0.01:
+            traffic.device.interrupt_in = rng.randint(1, 20)
+        traffic.turn()
+    traffic.finish()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Puts fakes in place of what the engine takes from pagedkv."""
+    patch_engine(monkeypatch)
+
+
+def test_no_step_reads_a_page_that_is_given_away(late, seed):
+    rng, happened = random.Random(seed), Counter[str]()
+    for _ in range(NUM_SCHEDULES):
+        run_schedule(rng, happened)
+    print(dict(happened))
+    expected = [
+        "late operation", "late free", "graph", "copy on write", "fork", "same batch", "swap in", "swap out",
+        "recompute", "eviction", "prefix hit", "waited for a prefix", "stop", "length", "error", "one step too many",
+        "interrupt", "abort with steps in flight",
+    ]  # fmt: skip
+    assert [name for name in expected if happened[name] < 10] == [], happened
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_turns", [0, 1, 3])
+def test_a_launch_that_was_interrupted_anywhere(late, num_turns, caching, num_seqs):
+    """What it had uploaded is on its way, and what it had not is not there: the same requests, once more, are right."""
+    for num_calls in range(1, 20):
+        traffic = Traffic(random.Random(1), Sizes(has_caching=caching, enforce_eager=True), Counter())
+        for is_again in (False, True):
+            for i in range(num_seqs):
+                traffic.scheduler.add(traffic.submit([i] * 5, 20))
+            for turn in range(60):
+                if turn == num_turns and not is_again:
+                    traffic.device.interrupt_in = num_calls
+                traffic.turn()
+        traffic.finish()
+        assert traffic.happened["interrupt"] == 1 and traffic.happened["length"] + traffic.happened["error"] == num_seqs
+
+
+# --- the test can fail: engines with a mistake
+
+
+class PromptsOvertake(LateRunner):
+    """New prompts run on a stream of their own: the pages that they were given are still read by the step before."""
+
+    def launch(self, step: Step) -> Launched:
+        if any(step.starts):
+            return super().launch(step)
+        device = self.device
+        device.capturing = operations = []
+        launched = super().launch(step)
+        device.capturing = None
+        device.queue.extendleft(reversed(operations))
+        device.num_calls += len(operations)
+        self.events[self._turn].record()
+        return launched
+
+
+class MovesOvertake(LateRunner):
+    """Pages are swapped and copied at once, by a host that takes a launch for its end."""
+
+    def move_pages(self, step: Step) -> None:
+        self.device.capturing = operations = []
+        super().move_pages(step)
+        self.device.capturing = None
+        for operation in operations:
+            operation()
+
+
+class MovesComeLate(LateRunner):
+    """Pages are moved behind the step that reads them."""
+
+    def move_pages(self, step: Step) -> None: ...
+
+    def _find_best(self, num_rows: int, turn: int):
+        super().move_pages(self.step)
+        return super()._find_best(num_rows, turn)
+
+    def fill(self, step: Step):
+        self.step = step
+        return super().fill(step)
+
+
+class NoCopies(LateRunner):
+    def move_pages(self, step: Step) -> None:
+        step.copies = None
+        super().move_pages(step)
+
+
+class OneSetOfArrays(LateRunner):
+    @property
+    def host(self):
+        return [self._host[0]] * 2
+
+    @host.setter
+    def host(self, sets) -> None:
+        self._host = sets
+
+
+class OneTable(LateRunner):
+    @property
+    def host_tables(self):
+        return [self._host_tables[0]] * 2
+
+    @host_tables.setter
+    def host_tables(self, tables) -> None:
+        self._host_tables = tables
+
+
+class Impatient(LateRunner):
+    """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
+
+    def launch(self, step: Step) -> Launched:
+        self.events[1 - self._turn] = FakeEvent(self.device)
+        return super().launch(step)
+
+
+def promise_too_much(monkeypatch) -> None:
+    def commit(self: Scheduler, step: Step) -> None:
+        self.manager.commit_batch(step.ids, [seq.num_in_pages for seq in step.sequences])
+
+    monkeypatch.setattr(Scheduler, "commit", commit)
+
+
+def take_tokens_early(monkeypatch) -> None:
+    monkeypatch.setattr(Launched, "tokens", lambda self: self._sampled.tolist())
+
+
+KEY, PINNED = "key [0-9]+ is another's", "pinned memory changed"
+BROKEN = {
+    "prompts overtake": (PromptsOvertake, KEY),
+    "moves overtake": (MovesOvertake, KEY),
+    "moves come late": (MovesComeLate, KEY),
+    "no copy on write": (NoCopies, KEY),
+    "one set of arrays": (OneSetOfArrays, PINNED),
+    "one table": (OneTable, PINNED),
+    "arrays are not waited for": (Impatient, PINNED),
+    "pages are shared before they are written": (promise_too_much, KEY),
+    "tokens are taken early": (take_tokens_early, "stop|length|error|assert"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_mistakes_are_found(late, monkeypatch, seed, name):
+    broken, message = BROKEN[name]
+    runner_type = broken if isinstance(broken, type) else LateRunner
+    if runner_type is LateRunner:
+        broken(monkeypatch)
+    rng, found = random.Random(seed), Counter[str]()
+    for case in range(NUM_SCHEDULES):
+        try:
+            run_schedule(rng, Counter(), runner_type)
+        except Exception as error:
+            found[str(error).splitlines()[0]] += 1
+            if re.search(message, str(error)):
+                print(case, error)
+                return
+    raise AssertionError(f"not found: {found}")

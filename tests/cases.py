@@ -57,6 +57,9 @@ class AttentionCase:
         return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_dim * width
 
 
+# Tokens in a page: no power of two, a prefill tile and less, more than a tile, more than most contexts.
+PAGE_SIZES = (1, 3, 16, 48, 100, 256, 512)
+
 _RAGGED = AttentionCase("ragged", (1, 7, 0, 33, 1, 2), (130, 7, 5, 70, 1, 0))
 _DECODE = AttentionCase("decode", (1, 1, 1, 1), (1, 15, 64, 300))
 # Rows and keys of several tiles of the prefill kernels, beside sequences that the decode kernels take.
@@ -76,7 +79,8 @@ ATTENTION_CASES: list[AttentionCase] = [
     AttentionCase("long decode in several parts", (1, 3), (4500, 2049)),
     AttentionCase("chunk of a long prompt", (40,), (2100,), head_dim=32),
     AttentionCase("prefill of several tiles", (200,), (200,), head_dim=32),
-    *(replace(_RAGGED, name=f"block size {b}", block_size=b) for b in (1, 3, 8, 32, 64, 100, 256)),
+    *(replace(_RAGGED, name=f"block size {b}", block_size=b) for b in sorted({*PAGE_SIZES, 8, 32, 64})),
+    *(replace(_DECODE, name=f"decode, block size {b}", block_size=b, context_lens=(1, b, b + 1, 520)) for b in PAGE_SIZES),
     *(replace(_RAGGED, name=f"head_dim {d}", head_dim=d) for d in (8, 16, 24, 32, 40, 80, 96, 120, 128, 192, 248, 256)),
     *(replace(_RAGGED, name=f"heads {h}/{k}", num_q_heads=h, num_kv_heads=k)
       for h, k in ((1, 1), (3, 3), (6, 2), (5, 1), (16, 2), (12, 1), (40, 1), (16, 8))),
@@ -114,7 +118,7 @@ ATTENTION_CASES: list[AttentionCase] = [
     replace(_CHUNKS, name="chunks, not causal, sinks", causal=False, sinks=True),
     replace(_CHUNKS, name="chunks, softcap, alibi", softcap=10.0, alibi="per_seq"),
     replace(_CHUNKS, name="chunks, softcap", softcap=10.0),
-    *(replace(_CHUNKS, name=f"chunks, block size {b}", block_size=b) for b in (8, 64, 256)),
+    *(replace(_CHUNKS, name=f"chunks, block size {b}", block_size=b) for b in sorted({*PAGE_SIZES, 8, 64})),
     *(replace(_CHUNKS, name=f"chunks, float16 with an fp8 cache, scale {s}", dtype="float16", cache_dtype="float8_e4m3fn", scales=s)
       for s in (None, "heads")),
     replace(_CHUNKS, name="chunks, negative scale", softmax_scale=-0.1),

@@ -36,6 +36,17 @@ def make_pool(rng, tables, context_lens, num_blocks: int, block_size: int, num_k
     return pool
 
 
+def forget(caches, tables, lens) -> None:
+    """NaN in every slot of these torch caches that is no key of one of these sequences."""
+    torch = pytest.importorskip("torch")
+    for cache in caches:
+        size = cache.shape[1]
+        slots = (tables.long()[:, :, None] * size + torch.arange(size, device=cache.device)).flatten(1)
+        is_used = torch.zeros(len(cache) * size, dtype=torch.bool, device=cache.device)
+        is_used[slots[torch.arange(slots.shape[1], device=cache.device) < lens[:, None]]] = True
+        cache.masked_fill_(~is_used.view(-1, size, 1, 1), float("nan"))
+
+
 @dataclass
 class Batch:
     """An AttentionCase with numbers. `arguments` are keywords that the oracle and paged_attention_fwd share."""

@@ -80,6 +80,7 @@ def test_case(case, device, rng):
 
 def test_a_plan_of_the_cpu_has_no_rows():
     q, cache = np.ones((2, 4, 64), np.float32), np.ones((3, 16, 2, 64), np.float32)
+    cache[0, 3:] = cache[2] = np.nan  # nobody's
     tables, lens = np.array([[0], [1]], np.int32), np.array([3, 16], np.int32)
     plan = pagedkv.plan_attention(q, cache, cache, tables, lens)
     assert (type(plan), plan.shape, plan.dtype) == (np.ndarray, (0, 12), np.int32)

@@ -6,7 +6,7 @@ import numpy as np
 import pagedkv
 import pytest
 from cases import ATTENTION_CASES, AttentionCase
-from pools import make_batch, put
+from pools import forget, make_batch
 from test_attention import check, run
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,7 @@ def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
     tensors = make_pool(torch, batch, context or 2000, *heads, 128, 16)
     lens = rng.integers(0, 2001, batch) * (rng.random(batch) < 0.9) if context == 0 else np.full(batch, context)
     lens = torch.from_numpy(lens.astype(np.int32)).cuda()
+    forget(tensors[1:3], tensors[3], lens)
     expected, expected_lse = simple_kernel(*tensors, lens, return_lse=True)
     for plan in (None, pagedkv.plan_attention(*tensors, lens, num_splits=num_splits)):
         out = torch.full_like(tensors[0], float("nan"))
@@ -88,14 +89,17 @@ def test_a_plan_in_memory_that_steps_share(torch, rng, heads):
     for i, lens_q in enumerate(queries):
         q = torch.randn(sum(lens_q), *q.shape[1:], device="cuda", dtype=torch.bfloat16)
         contexts = np.array(lens_q) + rng.integers(0, 500, len(lens_q))
-        contexts, offsets = (put(x.astype(np.int32), "cuda:0") for x in (contexts, np.cumsum([0, *lens_q])))
-        batch = q, *tensors[:2], tensors[2][: len(lens_q)], contexts
+        contexts, offsets = (torch.from_numpy(x.astype(np.int32)).cuda() for x in (contexts, np.cumsum([0, *lens_q])))
+        caches, tables = [cache.clone() for cache in tensors[:2]], tensors[2][: len(lens_q)]
+        forget(caches, tables, contexts)
+        batch = q, *caches, tables, contexts
         ragged = {"cu_seqlens_q": offsets, "max_seqlen_q": max(lens_q)}
         num_rows, before = len(pagedkv.plan_attention(*batch, **ragged)), memory.clone()
         assert num_rows <= rows_of[i]
         assert pagedkv.plan_attention(*batch, **ragged, out=memory) is memory
         assert torch.equal(memory[num_rows:], before[num_rows:])
         planned = pagedkv.paged_attention_fwd(*batch, **ragged, plan=memory)
+        assert not planned.isnan().any()
         assert torch.equal(planned, pagedkv.paged_attention_fwd(*batch, **ragged))
     pagedkv.check_errors()
 
@@ -104,7 +108,7 @@ def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
     """One plan and two layers in a graph, replayed with other lengths and tables."""
     for batch in (1, 7, 200):
         q, k_cache, v_cache, tables = make_pool(torch, batch, 3000, 16, 8, 128, 16)
-        layers = [(k_cache, v_cache), (v_cache, k_cache)]
+        layers, fresh = [(k_cache, v_cache), (v_cache, k_cache)], (k_cache.clone(), v_cache.clone())
         lens = torch.full((batch,), 5, device="cuda", dtype=torch.int32)
 
         def step(q=q, layers=layers, tables=tables, lens=lens):
@@ -118,6 +122,9 @@ def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
         for _ in range(3):
             lens.copy_(torch.from_numpy(rng.integers(0, 3001, batch).astype(np.int32)))
             tables.copy_(tables[:, torch.randperm(tables.shape[1])].clone())
+            for cache, values in zip((k_cache, v_cache), fresh, strict=True):
+                cache.copy_(values)
+            forget((k_cache, v_cache), tables, lens)
             graph.replay()
             for out, layer in zip(captured, layers, strict=True):
                 expected = simple_kernel(q, *layer, tables, lens)
@@ -151,21 +158,25 @@ def test_what_is_read_before_a_layer_has_stored_its_keys(torch, rng, batch, long
         lens.copy_(torch.from_numpy(rng.integers(queries, longest + 1, batch).astype(np.int32)))
         positions = (lens[:, None] - queries + torch.arange(queries, device="cuda")).long()
         slots.copy_((tables.gather(1, positions // 16) * 16 + positions % 16).view(-1))
+        for layer in layers:
+            for cache, values in zip(layer, caches, strict=True):
+                cache.copy_(values)
+            forget(layer, tables, lens)
         for cache in tokens:
             cache[slots.long()] = float("nan")
         graph.replay()
         for out, layer in zip(captured, layers, strict=True):
             expected = simple_kernel(q, *layer, tables, lens)
             torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-        for cache in tokens:
-            cache[slots.long()] = 1
 
 
 def test_a_plan_for_something_else(torch, rng):
     """Refused where the shapes say so, recorded where only the device can tell; the call after it is right."""
     tensors = make_pool(torch, 20, 2000, 16, 8, 128, 16)
     lens = torch.full((20,), 1500, device="cuda", dtype=torch.int32)
+    forget(tensors[1:3], tensors[3], lens)
     good = pagedkv.paged_attention_fwd(*tensors, lens)
+    assert not good.isnan().any()
     plan = pagedkv.plan_attention(*tensors, lens)
 
     with pytest.raises(ValueError, match=r"plan: has \d+ rows but a batch of these shapes needs 160"):
@@ -207,11 +218,8 @@ def test_prompts_over_an_fp8_pool(torch, head_dim, page, k_scale):
     lens = torch.tensor([900, 65, 1300, 128, 3, 700], device="cuda", dtype=torch.int32)
     starts = torch.nn.functional.pad(lens.cumsum(0).int(), (1, 0))
     _, *caches, tables = make_pool(torch, len(lens), 1300, 8, 4, head_dim, page)
-    for i, cache in enumerate(caches):
-        keys = cache[tables.long()].flatten(1, 2)  # [seqs, keys, heads, dim]
-        keys[torch.arange(keys.shape[1], device="cuda") >= lens[:, None]] = float("nan")
-        cache[tables.long()] = keys.view(*tables.shape, *cache.shape[1:])
-        caches[i] = cache.to(torch.float8_e4m3fn)
+    forget(caches, tables, lens)
+    caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
     q = torch.randn(int(starts[-1]), 8, head_dim, device="cuda", dtype=torch.bfloat16)
     arguments = dict(cu_seqlens_q=starts, max_seqlen_q=1300)
     scales = torch.full((4,), k_scale, device="cuda")
@@ -232,6 +240,7 @@ def test_a_q_with_room_for_the_most_tokens_of_every_sequence(torch, lengths):
     starts = torch.tensor([0, *np.cumsum(lengths)], device="cuda", dtype=torch.int32)
     lens = torch.tensor([300, 70, 90], device="cuda", dtype=torch.int32)
     q, *others = make_pool(torch, 120, 300, 16, 8, 128, 16)
+    forget(others[:2], others[2][:3], lens)
     arguments = dict(cu_seqlens_q=starts, max_seqlen_q=40)
     out = torch.full_like(q, 5.0)
     pagedkv.paged_attention_fwd(q, *others[:2], others[2][:3], lens, out=out, **arguments)
@@ -246,13 +255,14 @@ def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
     q, k_cache, v_cache, tables = make_pool(torch, 150, 3008, 16, 8, 128, 16)
     lens = torch.from_numpy(rng.integers(1, 3009, 150).astype(np.int32)).cuda()
     lens[0] = 3008
+    forget((k_cache, v_cache), tables, lens)
     together = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, num_splits=num_splits)
     for seqs in ([0], [3], [0, 1, 2], list(range(100))):
         out = pagedkv.paged_attention_fwd(q[seqs], k_cache, v_cache, tables[seqs], lens[seqs], num_splits=num_splits)
         assert torch.equal(out, together[seqs])
     for page in (1, 32, 47):
         blocks = -(-3008 // page)
-        keys = torch.zeros(2, 3, blocks * page, 8, 128, device="cuda", dtype=torch.bfloat16)
+        keys = torch.full((2, 3, blocks * page, 8, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
         for to, cache in zip(keys, (k_cache, v_cache), strict=True):
             to[:, :3008] = cache[tables[:3].long()].view(3, 3008, 8, 128)
         paged = keys.view(2, 3 * blocks, page, 8, 128)
@@ -269,6 +279,7 @@ def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
 def test_a_split_batch_gives_the_same_bits_every_time(torch):
     tensors = make_pool(torch, 3, 20000, 16, 8, 128, 16)
     lens = torch.tensor([20000, 700, 9000], device="cuda", dtype=torch.int32)
+    forget(tensors[1:3], tensors[3], lens)
     first = pagedkv.paged_attention_fwd(*tensors, lens)
     for _ in range(50):
         assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens), first)

@@ -3,6 +3,7 @@
 import numpy as np
 import pagedkv
 import pytest
+from cases import PAGE_SIZES
 from pools import get, put, put_sliceable
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
@@ -23,6 +24,25 @@ def test_copy(dtype, pair_dtype, device, rng):
     for cache, expected in zip(caches, before):
         expected[pairs[:, 1]] = expected[pairs[:, 0]]
         np.testing.assert_array_equal(get(cache), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("block_size", PAGE_SIZES)
+def test_page_sizes(block_size, dtype, device, rng):
+    """Copied, swapped out and back, each time to other places; all else stays."""
+    pool, host = draw(rng, 7, (block_size, 2, 8)), draw(rng, 4, (block_size, 2, 8))
+    cache, on_host = put(pool, device, dtype), put(host, "cpu", dtype)
+    copies, out, back = (np.array(pairs, np.int32) for pairs in ([[6, 0], [3, 5]], [[0, 3], [5, 1]], [[3, 2], [1, 4]]))
+    pagedkv.copy_blocks([cache], copies)
+    pagedkv.swap_blocks([cache], [on_host], out)
+    pagedkv.synchronize(device)
+    pagedkv.swap_blocks([on_host], [cache], back)
+    pagedkv.synchronize(device)
+    pool[copies[:, 1]] = pool[copies[:, 0]]
+    host[out[:, 1]] = pool[out[:, 0]]
+    pool[back[:, 1]] = host[back[:, 0]]
+    np.testing.assert_array_equal(get(cache), pool)
+    np.testing.assert_array_equal(get(on_host), host)
 
 
 def test_copy_of_one_cache_and_of_no_pairs(device, rng):

@@ -29,6 +29,8 @@ def test_parts_of_the_keys_merge_to_all_of_them(device, rng):
     k_cache, v_cache = (rng.standard_normal((6, 8, 2, 32)).astype(np.float32) for _ in "kv")
     tables = np.array([[0, 1, 2], [0, 1, 3]], np.int32)
     lens = np.array([20, 23], np.int32)
+    for cache in (k_cache, v_cache):
+        cache[2, 4:] = cache[3, 7:] = cache[4:] = np.nan  # nobody's
     placed = [put(x, device, "float32") for x in (q, k_cache, v_cache)]
     parts = [pagedkv.paged_attention_fwd(*placed, put(np.ascontiguousarray(t), device), put(n, device), causal=False,
                                          return_lse=True)

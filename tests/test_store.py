@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pagedkv
 import pytest
+from cases import PAGE_SIZES
 from pools import get, put, put_sliceable
 
 FLOATS = ["float32", "float16", "bfloat16"]
@@ -81,6 +82,23 @@ def test_shapes(num_tokens, num_kv_heads, head_dim, device, rng):
     expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype="float32")
     np.testing.assert_array_equal(get(k_cache), expected[0])
     np.testing.assert_array_equal(get(v_cache), expected[1])
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("block_size", PAGE_SIZES)
+def test_page_sizes(block_size, cache_dtype, device, rng):
+    """The first and the last slot of every page among them."""
+    key, value = (oracle.rounded(rng.standard_normal((40, 2, 16)), "bfloat16") for _ in "kv")
+    empty = np.full((20 + -(-40 // block_size), block_size, 2, 16), np.nan)
+    ends = {slot for page in range(6) for slot in (page * block_size, (page + 1) * block_size - 1)}
+    others = set(range(len(empty) * block_size)) - ends
+    slots = np.array([*ends, *rng.permutation(list(others))][:40], np.int32)
+    slots[20] = -1
+    caches = [put(empty, device, cache_dtype) for _ in "kv"]
+    pagedkv.store_kvcache(put(key, device, "bfloat16"), put(value, device, "bfloat16"), *caches, put(slots, device))
+    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype=cache_dtype)
+    for cache, stored in zip(caches, expected):
+        np.testing.assert_array_equal(get(cache), stored)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -49,8 +49,10 @@ if child == 0:
     pagedkv.set_num_threads(2)
     out = pagedkv.linear(x, np.ones((512, 1024), np.float32))
     pool = np.ones((8, 16, 2, 64), np.float32)
+    pool[1:] = np.nan
     tables = np.zeros((8, 4), np.int32)
-    pagedkv.paged_attention_fwd(np.ones((8, 2, 64), np.float32), pool, pool, tables, np.full(8, 64, np.int32))
+    q = np.ones((8, 2, 64), np.float32)
+    assert np.allclose(pagedkv.paged_attention_fwd(q, pool, pool, tables, np.full(8, 64, np.int32)), 1)
     expected = 1 if sys.argv[1] == "used" else 2
     os._exit(0 if (out == 1024).all() and pagedkv.get_num_threads() == expected else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -21,8 +21,9 @@ def bytes_of(*tokens: int) -> bytes:
 
 
 SALTS = [
-    b"", b"\0", b"\0\0", b"1", b"12", b"123", b"1\0", b"\x001", b"1,2", b"[1]", b"None", b"-1", b"0", bytes_of(1), bytes_of(1, 2),
-    bytes_of(2), bytes_of(1) + b"\0", b"x" * 9999 + b"1", b"x" * 9999 + b"2", b"x" * 10_000, bytes(8), bytes(16), b"\xff" * 8,
+    b"", b"\0", b"\0\0", b"1", b"12", b"123", b"1\0", b"\x001", b"1,2", b"[1]", b"None", b"-1", b"0",
+    bytes_of(1), bytes_of(1, 2), bytes_of(2), bytes_of(1) + b"\0", bytes(8), bytes(16), b"\xff" * 8,
+    b"x" * 9999 + b"1", b"x" * 9999 + b"2", b"x" * 10_000,
 ]  # fmt: skip
 TOKENS = [0, 1, 2, 3, 12, 23, 123, 0x31, 0x3231, 2**31 - 1]
 

@@ -1,8 +1,8 @@
 """Defects seen in other engines, each with the tests that keep it out of this one.
 
 A defect that belongs to a topic is tested there; this file says where, and that the test still exists. What belongs to
-none is tested here. Only one defect is missing: ranks of a multi-GPU engine that disagree on the pool size, and a
-control buffer of fixed size between them. It needs several ranks, which this engine does not have.
+none is tested here. Defects of what this engine does not have are named in NOT_HERE: with the word that would be in the
+sources if it had, so that who adds it finds them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from checkpoints import VOCAB_SIZE, write_model
 import pagedkv
 from pagedkv import LLM, SamplingParams
 
+TESTS = Path(__file__).parent
 DEFECTS = {
     "a prefix hit serves another prompt's KV, because only a page's own tokens are compared": [
         "test_defects.py::test_equal_pages_after_different_ones",
@@ -73,6 +74,94 @@ DEFECTS = {
     "chunks of a prompt consume random numbers": [
         "test_engine.py::test_a_seed_gives_the_same_tokens_whatever_surrounds_it",
     ],
+    # --- steps that are on their way, and memory that they use
+    "pages of a request that ended or was preempted are given away while a step that uses them runs": [
+        "test_delayed_device.py::test_no_step_reads_a_page_that_is_given_away",
+        "test_delayed_device.py::test_mistakes_are_found",
+    ],
+    "pages that are freed late make preemption evict everybody": [
+        "test_delayed_device.py::test_no_step_reads_a_page_that_is_given_away",
+        "test_scheduler.py::test_preemption_does_not_thrash",
+    ],
+    "a pinned table is overwritten while its upload is pending": [
+        "test_delayed_device.py::test_mistakes_are_found",
+        "test_delayed_device.py::test_a_launch_that_was_interrupted_anywhere",
+    ],
+    "pages are swapped out after they were given away, or before their KV is written": [
+        "test_delayed_device.py::test_mistakes_are_found",
+        "test_blocks.py::test_swap_with_pinned_memory_waits_for_nothing",
+    ],
+    "pages that nobody has written yet, or ever will, are served as a prefix": [
+        "test_delayed_device.py::test_mistakes_are_found",
+        "test_block_manager.py::test_pending_pages_are_found_by_match_only_and_vanish_with_their_sequence",
+    ],
+    "a busy machine changes the tokens": ["test_busy_neighbour.py::test_the_same_tokens_beside_busy_processes"],
+    # --- the allocator
+    "users that race corrupt the free list": [
+        "test_block_manager_object.py::test_calls_from_many_threads_are_atomic",
+        "test_threads.py::test_one_manager_for_several_threads",
+    ],
+    "two ways release the same page; a stale one frees it when it is somebody else's; pages leak one by one": [
+        "test_block_manager_state.py::TestBlockManager",
+        "test_block_manager_errors.py::test_wrong_use_says_what_is_wrong_and_changes_nothing",
+        "test_page_sizes.py::test_the_allocator_against_its_model",
+        "test_delayed_device.py::test_no_step_reads_a_page_that_is_given_away",
+    ],
+    "salts, tokens or ids are alike when written as strings": [
+        "test_key_collisions.py::test_no_salt_finds_the_pages_of_another",
+        "test_key_collisions.py::test_every_id_is_itself",
+    ],
+    "a hash collision serves the wrong page": [
+        "test_block_manager.py::test_colliding_prompts_never_share",
+        "test_key_collisions.py::test_no_salt_finds_the_pages_of_another",
+    ],
+    "hits of pages that are evicted already": [
+        "test_key_collisions.py::test_salts_that_come_and_go_against_the_model",
+        "test_block_manager_state.py::TestBlockManager",
+    ],
+    "a page that others share is written (no copy)": [
+        "test_page_sizes.py::test_two_write_behind_a_page_that_they_share",
+        "test_delayed_device.py::test_mistakes_are_found",
+    ],
+    "the time that a prompt takes tells what others asked": ["test_block_manager.py::test_salts_separate_tenants"],
+    "tokens differ with the cache off, or on its hits alone, or in a full pool of a narrow dtype": [
+        "test_engine.py::test_a_seed_gives_the_same_tokens_whatever_surrounds_it",
+        "test_engine.py::test_an_fp8_cache_is_swapped_and_shared_as_any_other",
+        "test_page_sizes.py::test_the_engine_gives_the_same_tokens",
+    ],
+    # --- graphs and kernels
+    "padding of a graph overwrites the last slot, walks past an array, or reads what was never written": [
+        "test_padded_graph.py::test_every_batch_size_by_the_step_of_the_largest",
+        "test_engine_cuda.py::test_any_batch_size",
+    ],
+    "a graph keeps the slots, or the plan, of its capture, or takes pages for slots": [
+        "test_padded_graph.py::test_every_batch_size_by_the_step_of_the_largest",
+        "test_cuda_limits.py::test_a_graph_follows_lengths_and_tables",
+        "test_attention_cuda.py::test_a_plan_in_memory_that_steps_share",
+    ],
+    "NaN in a row that nobody owns reaches the output, or parts of the keys that are none": [
+        "test_attention.py::test_case",
+        "test_attention_cuda.py::test_decode_of_any_batch",
+        "test_qkv_attention.py::test_bits",
+    ],
+    "pages of more than 128 tokens are silently wrong": [
+        "test_attention.py::test_case",
+        "test_page_sizes.py::test_the_engine_gives_the_same_tokens",
+    ],
+    "tables are looked at by the host, which breaks graphs, or -1 in them is refused": [
+        "test_cuda_limits.py::test_bad_ids_are_masked_and_named",
+        "test_padded_graph.py::test_every_batch_size_by_the_step_of_the_largest",
+    ],
+    "a tensor of another shape is cut to fit": ["test_weights.py::test_mis_shaped_tensor"],
+}
+
+NOT_HERE = {  # defects of what there is none of, and how the sources would call it
+    "a lower tier keeps the KV of a page that was given to another": "tier|offload",  # a host page is one sequence's
+    "a short hash of an image is a part of the key": "image|multimodal",  # tokens are compared, and only tokens
+    "an adapter is missing from the key of what is kept elsewhere": "lora|adapter",
+    "the page before the last is dropped where tokens are guessed ahead": "speculat|draft",
+    "ranks disagree on the size of the pool, or share a control buffer of fixed size": "world_size|tensor_parallel",
+    "sizes in a GGUF file are believed": "gguf",  # of safetensors they are not: test_weights.py
 }
 
 
@@ -80,7 +169,15 @@ DEFECTS = {
 def test_every_defect_has_its_test(defect):
     for pointer in DEFECTS[defect]:
         file, name = pointer.split("::")
-        assert re.search(rf"^def {name}\(", (Path(__file__).parent / file).read_text(), re.M), f"{pointer} is gone"
+        assert re.search(rf"^(def {name}\(|{name} = )", (TESTS / file).read_text(), re.M), f"{pointer} is gone"
+
+
+@pytest.mark.parametrize("defect", NOT_HERE)
+def test_what_is_not_here_is_not_here(defect):
+    """Who adds it tests for the defect that comes with it, and moves the entry to DEFECTS."""
+    sources = [path for folder in ("pagedkv", "csrc") for path in (TESTS.parent / folder).rglob("*.*")]
+    texts = [path.read_text() for path in sources if path.suffix in (".py", ".c", ".h", ".cu", ".cuh")]
+    assert len(texts) > 50 and not any(re.search(rf"\b({NOT_HERE[defect]})", text, re.I) for text in texts)
 
 
 def test_equal_pages_after_different_ones(tmp_path, device):

@@ -1,10 +1,11 @@
 """The extension's names and types, held against it by tests/test_stub.py. For the docs: help(pagedkv.<name>)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, final, overload
+from typing import Any, Final, Literal, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 import numpy.typing as npt
+from _typeshed import structseq
 
 __version__: str
 
@@ -165,9 +166,34 @@ def paged_attention_fwd(
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
     out: _T | None = None,
-    return_lse: bool = False,
+    return_lse: Literal[True],
     stream: _Stream = None,
 ) -> tuple[_T, _T]: ...
+@overload
+def paged_attention_fwd(
+    q: _T,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    block_tables: _Tensor,
+    context_lens: _Tensor,
+    *,
+    cu_seqlens_q: _Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: _Tensor | None = None,
+    sinks: _Tensor | None = None,
+    k_scale: _Scale = None,
+    v_scale: _Scale = None,
+    num_splits: int = 0,
+    plan: _Tensor | None = None,
+    past_is_constant: bool = False,
+    out: _T | None = None,
+    return_lse: bool = False,
+    stream: _Stream = None,
+) -> _T | tuple[_T, _T]: ...
 def plan_attention(
     q: _T,
     k_cache: _Tensor,
@@ -193,8 +219,12 @@ def merge_attention_states(
 ) -> _T: ...
 @overload
 def merge_attention_states(
-    o: _T, lse: _Tensor, *, out: _T | None = None, return_lse: bool = False, stream: _Stream = None
+    o: _T, lse: _Tensor, *, out: _T | None = None, return_lse: Literal[True], stream: _Stream = None
 ) -> tuple[_T, _T]: ...
+@overload
+def merge_attention_states(
+    o: _T, lse: _Tensor, *, out: _T | None = None, return_lse: bool = False, stream: _Stream = None
+) -> _T | tuple[_T, _T]: ...
 def qk_norm_rope_store(
     qkv: _T,
     q_weight: _Tensor | None,
@@ -309,17 +339,30 @@ def token_logprobs(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> tuple[_T, _T]: ...
-
 def take_sampled(token_ids: _Tensor, sampled: _Tensor, *, stream: _Stream = None) -> None: ...
 
 @final
-class Step(NamedTuple):
-    slot_mapping: _Int32
-    positions: _Int32
-    context_lens: _Int32
-    cu_seqlens_q: _Int32
-    block_tables: _Int32
-    max_seqlen_q: int
+class Step(structseq[Any], tuple[_Int32, _Int32, _Int32, _Int32, _Int32, int]):
+    __match_args__: Final = (
+        "slot_mapping",
+        "positions",
+        "context_lens",
+        "cu_seqlens_q",
+        "block_tables",
+        "max_seqlen_q",
+    )
+    @property
+    def slot_mapping(self) -> _Int32: ...
+    @property
+    def positions(self) -> _Int32: ...
+    @property
+    def context_lens(self) -> _Int32: ...
+    @property
+    def cu_seqlens_q(self) -> _Int32: ...
+    @property
+    def block_tables(self) -> _Int32: ...
+    @property
+    def max_seqlen_q(self) -> int: ...
 
 @final
 class BlockManager:
@@ -358,7 +401,9 @@ class BlockManager:
     def __contains__(self, key: object, /) -> bool: ...
     def _repr_html_(self) -> str: ...
     def allocate(self, seq_id: int, token_ids: _Ints, *, salt: bytes = b"") -> int: ...
-    def allocate_batch(self, seq_ids: _Ints, token_ids: Sequence[_Ints], *, salt: bytes = b"") -> npt.NDArray[np.int64]: ...
+    def allocate_batch(
+        self, seq_ids: _Ints, token_ids: Sequence[_Ints], *, salt: bytes = b""
+    ) -> npt.NDArray[np.int64]: ...
     def match(self, token_ids: _Ints, *, salt: bytes = b"") -> tuple[int, int]: ...
     def can_allocate(self, token_ids_or_count: int | _Ints, *, salt: bytes = b"") -> bool: ...
     def append(self, seq_id: int, token_ids: int | _Ints) -> _Int32: ...

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,21 @@ from pagedkv import _C
 STUB = ast.parse(Path(pagedkv.__file__).with_name("_C.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 PUBLIC_CLASSES = [name for name in CLASSES if not name.startswith("_")]
+# Those with methods of their own: exceptions have none, and Step is a tuple with names.
+CLASSES_WITH_METHODS = [name for name in PUBLIC_CLASSES if not issubclass(getattr(_C, name), (Exception, tuple))]
 # What a class has without saying so, or says in another way than by a method of that name.
 UNSAID = {"__doc__", "__module__", "__new__", "__init__", "__repr__", "__str__", "__dir__", "__sizeof__"}
 UNSAID |= {"__buffer__", "__release_buffer__"}  # of Python 3.12 and later
 
 
 def functions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef]:
-    """By name; of overloads the last."""
+    """By name; of overloads the last, which takes every call."""
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+
+
+OVERLOADS = [
+    node for node in STUB.body if isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list)
+]
 
 
 def parameters_of_stub(function: ast.FunctionDef, is_method: bool) -> list[tuple]:
@@ -31,6 +40,7 @@ def parameters_of_stub(function: ast.FunctionDef, is_method: bool) -> list[tuple
         for i, (a, default) in enumerate(zip(positional, defaults, strict=True))
     ]
     rows = rows[1:] if is_method else rows
+    rows += [(a.arg, "VAR_POSITIONAL", empty) for a in [arguments.vararg] if a]
     rows += [
         (a.arg, "KEYWORD_ONLY", empty if d is None else ast.literal_eval(d))
         for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -65,7 +75,29 @@ def test_function(name):
     assert len(inspect.getdoc(function)) > 20
 
 
-@pytest.mark.parametrize("name", ["Tensor", "BlockManager"])
+@pytest.mark.parametrize("name", {node.name: None for node in OVERLOADS})
+def test_overloads(name):
+    """return_lse decides what comes back; the last overload is for a bool that a checker does not know the value of."""
+    nodes = [node for node in OVERLOADS if node.name == name]
+    rows = [parameters_of_stub(node, is_method=False) for node in nodes]
+    for row in rows[:-1]:  # return_lse=True has no default in its overload
+        assert [(a, kind) for a, kind, _ in row] == [(a, kind) for a, kind, _ in rows[-1]]
+    types = [
+        (ast.unparse(argument.annotation), ast.unparse(node.returns))
+        for node in nodes
+        for argument in node.args.kwonlyargs
+        if argument.arg == "return_lse"
+    ]
+    both = ("bool", "_T | tuple[_T, _T]")
+    assert types == [("Literal[False]", "_T"), ("Literal[True]", "tuple[_T, _T]"), both]
+
+
+def test_every_return_lse_has_overloads():
+    takes = {name for name in functions(STUB.body) if "return_lse" in inspect.signature(getattr(_C, name)).parameters}
+    assert takes == {node.name for node in OVERLOADS} != set()
+
+
+@pytest.mark.parametrize("name", CLASSES_WITH_METHODS)
 def test_class(name):
     class_, methods = getattr(_C, name), functions(CLASSES[name].body)
     in_class = {n for n, value in vars(class_).items() if n not in UNSAID}
@@ -81,8 +113,10 @@ def test_class(name):
 
 
 def test_step_fields():
-    fields = [node.target.id for node in CLASSES["Step"].body if isinstance(node, ast.AnnAssign)]
-    assert tuple(fields) == _C.Step.__match_args__
+    said = [node.value for node in CLASSES["Step"].body if isinstance(node, ast.AnnAssign)]
+    assert [ast.literal_eval(value) for value in said] == [_C.Step.__match_args__]
+    assert tuple(functions(CLASSES["Step"].body)) == _C.Step.__match_args__
+    assert ast.unparse(CLASSES["Step"].bases[1]).count(",") + 1 == _C.Step.n_fields
 
 
 def test_exceptions():
@@ -96,3 +130,44 @@ def test_type_checkers_see_the_engine():
     hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     names = {alias.name for node in hidden for line in node.body for alias in line.names}
     assert names == set(pagedkv.__all__) - set(vars(_C))
+
+
+USE_LSE = """
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import pagedkv
+
+def use(q: npt.NDArray[Any], cache: npt.NDArray[Any], ints: npt.NDArray[np.int32], flag: bool) -> None:
+    Array = npt.NDArray[Any]
+    attend, merge = pagedkv.paged_attention_fwd, pagedkv.merge_attention_states
+    assert_type(attend(q, cache, cache, ints, ints), Array)
+    assert_type(attend(q, cache, cache, ints, ints, return_lse=False), Array)
+    assert_type(attend(q, cache, cache, ints, ints, return_lse=True), tuple[Array, Array])
+    assert_type(attend(q, cache, cache, ints, ints, return_lse=flag), Array | tuple[Array, Array])
+    assert_type(merge(q, q), Array)
+    assert_type(merge(q, q, return_lse=True), tuple[Array, Array])
+    assert_type(merge(q, q, return_lse=flag), Array | tuple[Array, Array])
+    shown: Array = attend(q, cache, cache, ints, ints, return_lse=True)  # type: ignore[assignment]
+    step = pagedkv.BlockManager(4, 4).prepare([1], [0], [1])
+    slots, *_, longest = step
+    assert_type(slots, npt.NDArray[np.int32])
+    assert_type(longest, int)
+    assert_type(step.max_seqlen_q, int)
+    with pagedkv.Stream() as stream, pagedkv.Graph().capture(stream) as graph:
+        assert_type(graph.num_nodes, int)
+    assert_type(pagedkv.Event(timing=True).elapsed_ms(pagedkv.Event()), float)
+    memoryview(pagedkv.empty(3))
+"""
+
+
+def test_a_checker_sees_what_comes_back(tmp_path):
+    """Fails on a wrong type, and on a `type: ignore` that is not needed."""
+    pytest.importorskip("mypy")
+    (tmp_path / "use.py").write_text(USE_LSE)
+    options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--ignore-missing-imports"]
+    command = [sys.executable, "-m", "mypy", *options, "use.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

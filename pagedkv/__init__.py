@@ -9,11 +9,21 @@ import os as _os
 # libgomp reads its environment once, when the extension loads it. By default its idle threads spin for milliseconds
 # and keep the one that has work from running where cores are shared: on 2 cores under a load of 8 the demo decoded 45
 # tokens/s, and 5,000 with this. 1,000 rounds outlast the time between two operations. What the user has set counts.
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & _os.environ.keys():
+_spins_by_default = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & _os.environ.keys()
+if _spins_by_default:
     _os.environ["GOMP_SPINCOUNT"] = "1000"
-    try:
-        from pagedkv import _C
-    finally:
+try:
+    import pagedkv._C as _C  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "pagedkv._C":
+        raise
+    raise ImportError(
+        f"pagedkv was imported from {_os.path.dirname(__file__)}, which has no compiled extension (_C): in a checkout "
+        "this is the folder of the sources. `pip install .` installs pagedkv; then import it from any other folder, "
+        "and test it by `pytest`, not by `python -m pytest`. `make build` compiles the extension in place."
+    ) from None
+finally:
+    if _spins_by_default:
         del _os.environ["GOMP_SPINCOUNT"]
 
 from pagedkv._C import (  # noqa: E402

@@ -1,4 +1,4 @@
-"""python -m pagedkv {demo,generate,bench,info}: an error is one line on stderr, exit code 1 (2: wrong usage)."""
+"""pagedkv {demo,generate,bench,info}: an error is one line on stderr, exit code 1 (2: wrong usage)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +27,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError, NotImplementedError, MemoryError, ImportError, pagedkv.CudaError) as error:
@@ -50,9 +52,11 @@ def _parser() -> Parser:
     generate.add_argument("--max-tokens", type=_at_least(0), default=64, help="new tokens at most (default: 64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     generate.add_argument("--top-k", type=int, default=0, help="only the so many most likely tokens (default: all)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="only the most likely ones, of this probability together")
+    together = "only the most likely ones, of this probability together"
+    generate.add_argument("--top-p", type=float, default=1.0, help=together)
     generate.add_argument("--min-p", type=float, default=0.0, help="only those so likely, times the most likely one")
-    generate.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: tokens seen become less likely")
+    less = "above 1: tokens seen become less likely"
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, help=less)
     generate.add_argument("--seed", type=int, help="the same tokens again at temperature > 0")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     generate.add_argument("--device", default="auto", help=DEVICE_HELP)
@@ -76,7 +80,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _at_least(lowest: int):
+def _at_least(lowest: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)
         if value < lowest:

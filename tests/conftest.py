@@ -3,14 +3,27 @@
 seed, rng   fresh random input for every test and every run; a failure prints the seed, PAGEDKV_TEST_SEED=n repeats it
 device      "cpu" and "cuda:0" in turn (the second has the mark gpu and skips where there is none)
 cuda        "cuda:0", for tests with the mark gpu; skips where there is none
-torch       PyTorch, for tests with the mark gpu; no bad id may be recorded before or behind them that they do not expect
+torch       PyTorch, for tests with the mark gpu; no bad id may be recorded before or behind them that they do not
+            expect
+
+`pytest` tests the installed package, wherever it is run; `python -m pytest` in a checkout tests the checkout's own,
+which needs `make build`. The import below fails where the package found is a folder of sources without an extension.
 """
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+import pagedkv
+
+# Tests start interpreters of their own, in any folder: these import the pagedkv that this one did.
+os.environ["PYTHONSAFEPATH"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(pagedkv.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 @pytest.fixture
@@ -28,8 +41,6 @@ def rng(seed) -> np.random.Generator:
 
 @pytest.fixture
 def cuda() -> str:
-    import pagedkv
-
     problem = pagedkv.build_info()["cuda_problem"]
     if problem is not None:
         pytest.skip(problem)
@@ -43,8 +54,6 @@ def device(request) -> str:
 
 @pytest.fixture
 def torch(cuda):
-    import pagedkv
-
     torch = pytest.importorskip("torch", reason="these tests use torch's tensors, streams and graphs")
     pagedkv.check_errors()
     yield torch

@@ -1,10 +1,13 @@
-"""python -m pagedkv: output, help, and errors of one line."""
+"""pagedkv and python -m pagedkv: output, help, and errors of one line."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from checkpoints import save_pretrained, write_model
@@ -13,7 +16,8 @@ from pagedkv import cli
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "pagedkv", *args], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pagedkv", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def main(capsys, *args: str) -> tuple[int, str, str]:
@@ -24,6 +28,14 @@ def main(capsys, *args: str) -> tuple[int, str, str]:
         code = exit.code
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def test_the_command_is_main():
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    if not pyproject.exists():
+        pytest.skip("not a checkout")
+    scripts = tomllib.loads(pyproject.read_text())["project"]["scripts"]
+    assert {name: pkgutil.resolve_name(target) for name, target in scripts.items()} == {"pagedkv": cli.main}
 
 
 def test_demo():

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -77,10 +78,9 @@ def test_import_time():
 def test_idle_threads_do_not_spin_for_long(given, spins):
     """libgomp prints what it has read; the environment is left as it was."""
     env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
-    code = "import os, pagedkv; print(os.environ.get('GOMP_SPINCOUNT'))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=WHERE, env=env | {"OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", "import os, pagedkv; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    env["OMP_DISPLAY_ENV"] = "VERBOSE"
+    result = subprocess.run(command, cwd=WHERE, env=env, capture_output=True, text=True, check=False)
     assert result.stdout == f"{given.get('GOMP_SPINCOUNT')}\n", result.stderr
     if "GOMP_SPINCOUNT" not in result.stderr:
         pytest.skip("another OpenMP runtime than libgomp")
@@ -96,7 +96,7 @@ def test_version_is_one():
 
 
 def test_version_in_the_checkout():
-    pyproject = WHERE / "pyproject.toml"
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
     if not pyproject.exists():
         pytest.skip("not a checkout")
     assert f'version = "{pagedkv.__version__}"' in pyproject.read_text()
@@ -118,3 +118,43 @@ import gc; gc.collect()
 print(again.empty(3).view((3, 1)).shape)
 """
     assert run(code).splitlines() == ["[1.0, 2.0]", "(3, 1)"]
+
+
+# --- the folder of the sources, whose extension was not built
+
+
+@pytest.fixture
+def sources(tmp_path) -> Path:
+    """The package without its extension, as a fresh checkout has it; the folder that holds it."""
+    shutil.copytree(Path(pagedkv.__file__).parent, tmp_path / "pagedkv", ignore=shutil.ignore_patterns("_C*.so", "data"))
+    return tmp_path
+
+
+def start(where: Path, *args: str) -> subprocess.CompletedProcess:
+    """Python with the package of this folder, whatever else is installed."""
+    env = os.environ | {"PYTHONPATH": str(where)}
+    return subprocess.run([sys.executable, *args], cwd=where, env=env, capture_output=True, text=True, check=False)
+
+
+def test_sources_without_extension_say_what_to_do(sources):
+    result = start(sources, "-c", "import pagedkv")
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 1
+    assert said.startswith(f"ImportError: pagedkv was imported from {sources / 'pagedkv'}, which has no compiled extension")
+    assert "`pip install .`" in said and "`make build`" in said
+
+
+def test_an_extension_that_does_not_load_keeps_its_own_error(sources):
+    (sources / "pagedkv" / "_C.abi3.so").write_bytes(b"no ELF file")
+    result = start(sources, "-c", "import pagedkv")
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 1 and "_C.abi3.so" in said and "pip install" not in said
+
+
+def test_the_suite_fails_on_sources_without_extension(sources):
+    """It does not skip: pytest cannot load conftest.py, and says why."""
+    shutil.copy(Path(__file__).with_name("conftest.py"), sources)
+    (sources / "test_one.py").write_text("def test_one(): pass\n")
+    result = start(sources, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(sources))
+    assert result.returncode == 4
+    assert "has no compiled extension" in result.stdout + result.stderr

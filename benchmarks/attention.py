@@ -27,7 +27,7 @@ from record import add_record_option, record, version
 import pagedkv
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from cases import CPU_PERFORMANCE, AttentionCase  # noqa: E402
+from cases import CPU_PERFORMANCE, AttentionCase
 
 SECONDS_A_PHASE = 0.25
 

@@ -103,7 +103,7 @@ def measure(case, medians: dict) -> dict:
     time_us(graph, launches, 2)
     burst = burst_us(graph, launches)
     median = statistics.median(burst)
-    result = dict(row=row, heads="%d/%d" % heads, head_dim=head_dim, page=page, queries=queries, cache=cache_dtype,
+    result = dict(row=row, heads=f"{heads[0]}/{heads[1]}", head_dim=head_dim, page=page, queries=queries, cache=cache_dtype,
                   num_splits=num_splits, us=round(median, 2), us_min=round(min(burst), 2), us_max=round(max(burst), 2),
                   bytes=nbytes, gb_per_s=round(nbytes / median / 1e3))
     if page == 16:

@@ -67,7 +67,7 @@ def record(name: str, rows: list[dict], *, machine: dict | None = None, versions
     """
     result = {
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"cpu": cpu_name(), "cores": cores()} | (machine or {}),
         "versions": {"python": platform.python_version(), "numpy": version("numpy"), "pagedkv": pagedkv_version()}
         | (versions or {}),

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from cases import ATTENTION_CASES, AttentionCase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pools import UNUSED_PAGE, get, make_batch, put, put_sliceable
+
+import pagedkv
 
 CASE = AttentionCase("small", (1, 3), (9, 20), block_size=4, head_dim=32)
 

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import pagedkv
 import pytest
 from cases import ATTENTION_CASES, AttentionCase
-from pools import forget, make_batch
+from pools import forget, make_batch, put
 from test_attention import check, run
+
+import pagedkv
 
 pytestmark = pytest.mark.gpu
 

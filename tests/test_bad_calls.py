@@ -318,7 +318,7 @@ TENSOR_TABLE = [
     (lambda t: t.__dlpack__(max_version=("a", 1)), TypeError, "'str' object cannot be interpreted as an integer"),
     (lambda t: t.__dlpack__(dl_device=(2, 0)), BufferError, "dl_device: the tensor is on (1, 0)"),
     (lambda t: t.__dlpack__(dl_device=1), TypeError, "dl_device: must be None or a tuple of two ints, not 1"),
-    (lambda t: pagedkv.empty((1 // 0 for _ in range(2))), ZeroDivisionError, "integer division or modulo by zero"),
+    (lambda t: pagedkv.empty(1 // 0 for _ in range(2)), ZeroDivisionError, "integer division or modulo by zero"),
     (lambda t: pagedkv.empty(1, "float32\0"), TypeError, "dtype: 'float32\\x00' is not a dtype"),
     (lambda t: pagedkv.empty(1, device="cpu\0"), ValueError, "device: 'cpu\\x00' is not a device"),
     (lambda t: pagedkv.set_num_threads(0), ValueError, "n: is 0 but must be in [1, 4096]"),

@@ -7,7 +7,6 @@ import pytest
 
 from pagedkv import BlockManager, OutOfBlocks
 
-
 # --- growing, copy on write
 
 

@@ -8,7 +8,8 @@ into a shared page is seen at once.
 import numpy as np
 import pytest
 from block_model import Model, OutOfPages
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pagedkv

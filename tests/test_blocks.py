@@ -1,10 +1,11 @@
 """copy_blocks and swap_blocks: whole pages, all caches, and only those."""
 
 import numpy as np
-import pagedkv
 import pytest
 from cases import PAGE_SIZES
 from pools import get, put, put_sliceable
+
+import pagedkv
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
 

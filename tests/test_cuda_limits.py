@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from cases import AttentionCase
 from pools import UNUSED_PAGE, forget, get, make_batch
+
+import pagedkv
 
 pytestmark = pytest.mark.gpu
 MIXED = AttentionCase("mixed", (1, 150, 0, 65, 1, 2), (313, 200, 9, 64, 0, 71), head_dim=128, dtype="bfloat16")

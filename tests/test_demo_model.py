@@ -103,7 +103,7 @@ def test_sums_after_solved_examples_use_the_prefix_cache(rng):
         again = llm.generate(prompt, GREEDY, use_tqdm=False)
     wrong = wrong_answers(outputs, pairs) + wrong_answers(again, [(1, 1)])
     assert len(wrong) <= 1, wrong
-    shared = max(len(commonprefix([prompt, before])) for before in prompts)  # a token is a character
+    shared = max(len(commonprefix([prompt, before])) for before in prompts)  # noqa: RUF071 - a token is a character
     assert again[0].num_cached_tokens == min(shared, len(prompt) - 1) // 16 * 16
 
 

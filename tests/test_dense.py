@@ -2,9 +2,10 @@
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from pools import get, put, put_sliceable
+
+import pagedkv
 
 DTYPES = ["float32", "float16", "bfloat16"]
 

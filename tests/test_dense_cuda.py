@@ -7,9 +7,10 @@ import sys
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from pools import get, put
+
+import pagedkv
 
 pytestmark = pytest.mark.gpu
 DTYPES = ["float32", "float16", "bfloat16"]

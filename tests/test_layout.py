@@ -48,8 +48,7 @@ def test_backends_do_not_know_each_other_nor_python():
 
 
 def test_no_exit_and_no_assert_in_the_library():
-    shipped = {p for p in where(r"\b(exit|abort|assert)\s*\(")}
-    assert shipped == set()
+    assert where(r"\b(exit|abort|assert)\s*\(") == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads an ELF file")

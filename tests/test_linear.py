@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from pools import get, put, put_sliceable
+
+import pagedkv
 
 DTYPES = ["float32", "float16", "bfloat16"]
 # rows, in_features, out_features: nothing, one, odd, one slice and a bit, more rows than a block, a model's

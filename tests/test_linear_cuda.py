@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import oracle
@@ -146,7 +147,7 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
 def test_a_chain_in_a_graph_is_the_chain_step_by_step(rng, rows, weight_is_constant):
     """Kernels that start before the one ahead has ended read what it wrote."""
     sizes, layers = [1024, 3072, 1024, 4096, 512, 1024], 4
-    weights = [put(numbers(rng, (b, a)) / a**0.5, GPU, "bfloat16") for _ in range(layers) for a, b in zip(sizes, sizes[1:], strict=False)]
+    weights = [put(numbers(rng, (b, a)) / a**0.5, GPU, "bfloat16") for _ in range(layers) for a, b in pairwise(sizes)]
     outs = [pagedkv.empty((rows, len(weight)), "bfloat16", GPU) for weight in weights]
     x, norm = put(numbers(rng, (rows, 1024)), GPU, "bfloat16"), put(numbers(rng, 3072), GPU, "bfloat16")
     stream, graph = Stream(GPU), Graph()

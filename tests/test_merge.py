@@ -2,9 +2,10 @@
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from pools import get, put
+
+import pagedkv
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -4,10 +4,11 @@ from functools import partial
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from cases import PAGE_SIZES
 from pools import forget, get, make_pool, make_tables, put
+
+import pagedkv
 
 F8 = "float8_e4m3fn"
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import oracle
-import pagedkv
 import pytest
 from cases import PAGE_SIZES
 from pools import get, put, put_sliceable
+
+import pagedkv
 
 FLOATS = ["float32", "float16", "bfloat16"]
 NUM_BLOCKS, BLOCK_SIZE = 5, 3

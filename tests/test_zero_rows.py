@@ -1,9 +1,10 @@
 """Every operation on no rows at all: nothing is computed, nothing is refused. (Attention: tests/cases.py.)"""
 
 import numpy as np
-import pagedkv
 import pytest
 from pools import put
+
+import pagedkv
 
 CALLS = {
     "store_kvcache": lambda t: pagedkv.store_kvcache(t(0, 2, 8), t(0, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),

@@ -20,8 +20,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     text: str | None  # without the end-of-sequence token; None where there is no tokenizer
     token_ids: list[int]  # as sampled, the end-of-sequence token included
-    logprobs: list[dict[int, float]] | None  # where SamplingParams.logprobs asks: for each of token_ids the natural log of
-    # its probability and those of the most likely tokens, by id, of the softmax of the logits before all options
+    # Where SamplingParams.logprobs asks: for each of token_ids the natural log of its probability and those of the most
+    # likely tokens, by id, of the softmax of the logits before all options.
+    logprobs: list[dict[int, float]] | None
     finish_reason: str  # "stop", "length" or "error"
     error: Exception | None  # why this request, and only this one, failed
     num_cached_tokens: int  # tokens of the prompt that the prefix cache held at the first admission

@@ -29,7 +29,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         tokenizer = self._tokenizer
         text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
-        return tokenizer.encode(text).ids
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

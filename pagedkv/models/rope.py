@@ -17,12 +17,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """float32 [head_dim / 2]: by how much pair i turns from one position to the next."""
     exponents = (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)).astype(np.float64)
     periods = (rope.theta**exponents).astype(np.float32)
+    frequencies: np.ndarray = 1 / periods
     if rope.type == "linear":
-        return 1 / periods / np.float32(rope.factor)
-    if rope.type == "yarn":
+        frequencies = frequencies / np.float32(rope.factor)
+    elif rope.type == "yarn":
         kept = _yarn_kept(rope, head_dim)
-        return 1 / (np.float32(rope.factor) * periods) * (1 - kept) + 1 / periods * kept
-    return 1 / periods
+        frequencies = 1 / (np.float32(rope.factor) * periods) * (1 - kept) + frequencies * kept
+    return frequencies
 
 
 def _yarn_kept(rope: Rope, head_dim: int) -> np.ndarray:
@@ -41,7 +42,8 @@ def _yarn_kept(rope: Rope, head_dim: int) -> np.ndarray:
     if low == high:
         high += 0.001  # a ramp of no length is a step
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
-    return 1 - np.clip(ramp, 0, 1)
+    kept: np.ndarray = 1 - np.clip(ramp, 0, 1)
+    return kept
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int) -> np.ndarray:

@@ -95,7 +95,7 @@ class SafetensorsFile:
                 f"{where} ends at byte {self.data_start + end} but the file is truncated at {len(self.bytes)}"
             )
         data = self.bytes[self.data_start + begin : self.data_start + end]
-        if (self.data_start + begin) % ITEM_BYTES[dtype]:  # allowed by the format, rare, and slow or wrong to compute on
+        if (self.data_start + begin) % ITEM_BYTES[dtype]:  # allowed, rare, and slow or wrong to compute on
             data = data.copy()
         return pagedkv.from_dlpack(data).view(shape, dtype)
 

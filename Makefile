@@ -4,7 +4,8 @@ PYTHON ?= python3
 FUZZ_SECONDS ?= 60
 CLANG ?= $(firstword $(shell command -v clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14 2>/dev/null))
 CLANG_FORMAT ?= $(firstword $(shell command -v clang-format-14 clang-format 2>/dev/null))
-C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu csrc/cuda/*.cuh tests/*.c))
+C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu \
+    tests/*.c benchmarks/lab/*/*.cu))
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -12,7 +13,7 @@ help: ## this text
 build: ## the extension, in place (PAGEDKV_CUDA=0 leaves CUDA out)
 	$(PYTHON) setup.py build_ext --inplace
 
-test: build ## the tests
+test: build ## the tests, of the extension in place (`pytest` by itself tests the installed package)
 	$(PYTHON) -m pytest
 
 # A copy of the package in build/asan, so that the checkout's own extension stays as it is. The tests chosen are those of the
@@ -43,6 +44,11 @@ bench: build ## every CPU benchmark; results go to benchmarks/results
 format: ## C and CUDA sources by clang-format 14
 	$(CLANG_FORMAT) -i $(C_SOURCES)
 
+lint: ## what .ci/run says of the sources: clang-format 14, ruff, mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(C_SOURCES)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
 # Small cases, each line less than a minute. initcheck sees nothing of what cuBLAS's kernels write by bulk copies, hence
 # not linear; attention under racecheck with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
@@ -61,6 +67,6 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged or oracle and decode)"
 
 clean: ## what was built
-	rm -rf build dist .fuzz *.egg-info pagedkv/_C*.so
+	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test asan fuzz bench format sanitize-gpu clean
+.PHONY: help build test asan fuzz bench format lint sanitize-gpu clean

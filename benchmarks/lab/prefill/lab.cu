@@ -1,7 +1,8 @@
 /* lab.cu - checks and times csrc/cuda/attention_prefill_sm90.cu, or (sm80) attention_prefill_sm80.cu, without Python.
  *
- *     lab [sm80] check [seed [part of a name]]   the cases against a naive kernel, with poison; exit code 1 on a
- * mismatch lab [sm80] bench [table|part of a name [long]]   one JSON object a row, burst and (long) sustained
+ *     lab [sm80] check [seed [part of a name]]            the cases against a naive kernel, with poison; exit code 1
+ *                                                         on a mismatch
+ *     lab [sm80] bench [table|part of a name [long]]      one JSON object a row, burst and (long) sustained
  *
  * Build: benchmarks/lab/prefill/build.sh
  */

@@ -12,6 +12,7 @@ which needs `make build`. The import below fails where the package found is a fo
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,9 @@ os.environ["PYTHONSAFEPATH"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(pagedkv.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# A test sends a Ctrl-C, which Python would ignore where a shell started the suite in its background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

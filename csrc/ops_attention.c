@@ -206,7 +206,13 @@ pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_
     pk_env_init(&env, err);
     PK_TRY(pk_read_rope_call(&env, rope, &backend, &rope_args));
     pk_env_restart(&env);
-    call.q = &rope->q_out->view;
+    int64_t num_q_heads = rope_args.num_q_heads, head_dim = rope_args.store.head_dim;
+    const pk_view q = {.shape = {rope_args.store.num_tokens, num_q_heads, head_dim}, /* in the backend's own memory */
+                       .stride = {num_q_heads * head_dim, head_dim, 1},
+                       .ndim = 3,
+                       .dtype = rope->qkv->dtype,
+                       .device = rope->qkv->device};
+    call.q = &q;
     call.k_cache = rope->k_cache;
     call.v_cache = rope->v_cache;
     call.k_scale = rope->k_scale;

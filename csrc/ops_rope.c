@@ -31,7 +31,7 @@ pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call,
     int64_t width = pk_dim(env, 'W'), num_kv_heads = pk_dim(env, 'H'), head_dim = pk_dim(env, 'D');
     if (head_dim < 2 || head_dim % 2)
         return pk_fail(err, PK_ESHAPE, "k_cache: dim 3 (head_dim) is %lld but must be even", (long long)head_dim);
-    bool is_counted = q_out->is_given && q_out->view.ndim == 3;
+    bool is_counted = q_out && q_out->is_given && q_out->view.ndim == 3;
     int64_t num_q_heads = is_counted ? q_out->view.shape[1] : width / head_dim - 2 * num_kv_heads;
     if (num_q_heads < 0 || width % head_dim || width / head_dim - 2 * num_kv_heads != num_q_heads)
         return pk_fail(err, PK_ESHAPE,
@@ -52,6 +52,7 @@ pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call,
     args->max_positions = pk_dim(env, 'M');
     args->num_q_heads = num_q_heads;
     PK_BACKEND_OP(env->device, qk_norm_rope_store, backend, err);
+    if (!q_out) return PK_OK;
     PK_EXPECT_OUTPUT(env, "q_out", q_out, "T Q D", qkv->dtype, PK_SAME | PK_DENSE);
     args->q_out = q_out->view.data;
     return PK_OK;

@@ -432,7 +432,7 @@ typedef struct pk_backend {
     /* The rows of a plan, by shapes alone; fills args->plan, where that is given. NULL: there is nothing to prepare. */
     pk_status (*plan_attention)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_stream stream,
                                 pk_error *err);
-    /* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or in two by way of q_out. */
+    /* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or by way of memory of its own for q. */
     pk_status (*qkv_attention)(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
                                pk_stream stream, pk_error *err);
     pk_status (*copy_blocks)(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err);
@@ -571,7 +571,7 @@ typedef struct {
     const pk_view *rms_of; /* or NULL */
     double eps;
     pk_scale k_scale, v_scale;
-    pk_output *q_out;
+    pk_output *q_out; /* of qkv_attention_fwd NULL: its queries are nobody else's */
 } pk_qk_norm_rope_store_call;
 pk_status pk_qk_norm_rope_store(const pk_qk_norm_rope_store_call *call, pk_stream stream, pk_error *err);
 /* Both operations. What `attention` says of q, the caches and their scales is ignored: they are those of `rope`. */

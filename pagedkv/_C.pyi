@@ -265,7 +265,6 @@ def qkv_attention_fwd(
     num_splits: int = 0,
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
-    q_out: _T | None = None,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...

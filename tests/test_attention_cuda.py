@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import ATTENTION_CASES, AttentionCase
-from pools import forget, make_batch, put
+from pools import forget, make_batch
 from test_attention import check, run
 
 import pagedkv

@@ -203,7 +203,6 @@ TABLE = [
     ("qkv", dict(positions=np.full(T, 9, I32)), ValueError, "positions[0] is 9"),
     ("qkv", dict(slot_mapping=np.full(T, N * B)), ValueError, "slot_mapping[0] is 24"),
     ("qkv", dict(qkv=np.ones((T, 7 * D), F32)), ValueError, "q: has 3 heads, which is no multiple of k_cache's 2 KV heads"),
-    ("qkv", dict(q_out=np.ones((T, H, D), np.float16)), TypeError, "q_out: dtype is float16 but qkv has float32"),
     ("qkv", dict(out=np.ones((T, H, D + 1), F32)), ValueError, "out: dim 2 is 17 but q has D=16"),
     ("qkv", dict(context_lens=np.zeros(3, I32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
     ("qkv", dict(cu_seqlens_q=None), ValueError, "q: has 5 tokens, which 2 sequences cannot share evenly"),

@@ -109,7 +109,7 @@ class Step:
             pagedkv.plan_attention(q, *caches, tables, lens, num_splits=self.num_splits, out=plan)
         arguments = qkv, *self.norms, self.cos_sin, positions, *caches, slots
         if is_one:
-            pagedkv.qkv_attention_fwd(*arguments, tables, lens, q_out=q, out=out, past_is_constant=has_plan, **options)
+            pagedkv.qkv_attention_fwd(*arguments, tables, lens, out=out, past_is_constant=has_plan, **options)
         else:
             pagedkv.qk_norm_rope_store(*arguments, q_out=q)
             pagedkv.paged_attention_fwd(q, *caches, tables, lens, out=out, **options)

@@ -140,16 +140,6 @@ def test_into_fp8(rng, device, dtype):
     assert_same(case.run(device, **scales), case.run_apart(device, **{k: put(v, device) for k, v in scales.items()}))
 
 
-def test_what_q_out_says(rng):
-    """It fixes the number of heads, and its framework is that of qkv."""
-    case = Case(rng, "float32", **SMALL)
-    heads, keys, _ = case.place("cpu")
-    out = pagedkv.qkv_attention_fwd(*heads, *keys, q_out=np.empty((6, 6, 64), np.float32))
-    np.testing.assert_allclose(get(out), case.expected()[0], atol=1e-4)
-    with pytest.raises(ValueError, match=r"qkv: dim 1 is 640 but must be .*num_q_heads=5"):
-        pagedkv.qkv_attention_fwd(*heads, *keys, q_out=np.empty((6, 5, 64), np.float32))
-
-
 def test_bad_ids_on_the_cpu(rng):
     case = Case(rng, "float32", **SMALL)
     for array, message in ((case.slots, r"slot_mapping\[3\] is 2147480000"), (case.positions, r"positions\[3\] is")):

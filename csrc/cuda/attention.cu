@@ -85,8 +85,13 @@ pk_status pk_cuda_qkv_attention(pk_device device, const pk_qk_norm_rope_store_ar
         attention_route route = choose_route(args, call.device);
         if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }
-    PK_TRY(pk_cuda_qk_norm_rope_store(rope, call));
-    return pk_cuda_attention(args, call);
+    pk_qk_norm_rope_store_args with_q = *rope;
+    pk_attention_args of_q = *args;
+    size_t bytes = (size_t)(args->num_tokens * args->num_q_heads * args->head_dim) * pk_dtype_bytes(args->dtype);
+    PK_TRY(pk_cuda_queries_of(call, bytes, &with_q.q_out));
+    of_q.q = with_q.q_out;
+    PK_TRY(pk_cuda_qk_norm_rope_store(&with_q, call));
+    return pk_cuda_attention(&of_q, call);
 }
 
 /* The plan: what the decode kernels need once a step. */

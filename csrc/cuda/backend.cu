@@ -25,7 +25,8 @@ enum { MAX_DEVICES = 64, MAX_PIECES = 512 };
 struct scratch_piece {
     cudaStream_t stream;
     const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
-    pk_cuda_scratch scratch; /* one allocation, the counters first */
+    bool is_for_queries;
+    pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
     size_t bytes;            /* of its data */
 };
 
@@ -182,30 +183,55 @@ static const void *thread_of(cudaStream_t stream)
     return stream == cudaStreamPerThread ? &here : nullptr;
 }
 
-pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
+static pk_status make_piece(scratch_piece *piece, device_state *state, const pk_cuda_call &call)
 {
-    constexpr size_t counter_bytes = PK_SCRATCH_COUNTERS * sizeof(unsigned int);
-    device_state *state = &devices[call.device->index];
-    const void *thread = thread_of(call.stream);
-    if (bytes < PK_SCRATCH_BYTES) bytes = PK_SCRATCH_BYTES;
-    const pk_cuda_lock held(&lock);
-    for (int i = 0; i < state->num_pieces; i++) {
-        const scratch_piece *piece = &state->pieces[i];
-        if (piece->stream != call.stream || piece->thread != thread || piece->bytes < bytes) continue;
-        *scratch = piece->scratch;
-        return PK_OK;
-    }
+    const size_t counter_bytes = piece->is_for_queries ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int);
     if (state->num_pieces == MAX_PIECES)
         return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
                        state->device.index, (int)MAX_PIECES);
     const pk_cuda_pause pause;
     pk_cuda_outside_capture relaxed;
     void *data;
-    PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + bytes));
-    PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
-    PK_CUDA(call.err, cudaStreamSynchronize(state->own_stream));
-    *scratch = {(unsigned int *)data, (char *)data + counter_bytes};
-    state->pieces[state->num_pieces++] = {call.stream, thread, *scratch, bytes};
+    PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + piece->bytes));
+    if (counter_bytes) {
+        PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, state->own_stream));
+        PK_CUDA(call.err, cudaStreamSynchronize(state->own_stream));
+    }
+    piece->scratch = {(unsigned int *)data, (char *)data + counter_bytes};
+    state->pieces[state->num_pieces++] = *piece;
+    return PK_OK;
+}
+
+/* The first piece that is large enough, or a new one. */
+static pk_status find_piece(const pk_cuda_call &call, bool is_for_queries, size_t bytes, pk_cuda_scratch *scratch)
+{
+    device_state *state = &devices[call.device->index];
+    scratch_piece wanted = {call.stream, thread_of(call.stream), is_for_queries, {}, bytes};
+    const pk_cuda_lock held(&lock);
+    const scratch_piece *piece = state->pieces, *end = piece + state->num_pieces;
+    while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread &&
+                            piece->is_for_queries == is_for_queries && piece->bytes >= bytes))
+        piece++;
+    if (piece == end) {
+        PK_TRY(make_piece(&wanted, state, call));
+        piece = &wanted;
+    }
+    *scratch = piece->scratch;
+    return PK_OK;
+}
+
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
+{
+    return find_piece(call, false, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
+}
+
+pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data)
+{
+    pk_cuda_scratch scratch = {};
+    size_t room = 1 << 20; /* doubled, so that what is outgrown and kept is less than what is in use */
+    while (room < bytes) room *= 2;
+    PK_TRY(find_piece(call, true, room, &scratch));
+    *data = scratch.data;
     return PK_OK;
 }
 

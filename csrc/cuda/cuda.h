@@ -154,6 +154,9 @@ struct pk_cuda_scratch {
 };
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes = PK_SCRATCH_BYTES);
 
+/* Memory beside that, for the queries of a call that is made of two operations. */
+pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data);
+
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);
 
@@ -248,6 +251,7 @@ static inline pk_status pk_cuda_allow_smem(const pk_cuda_call &call, Kernel *ker
 {
     uint64_t bit = 1ull << call.device->index; /* below MAX_DEVICES */
     if (__atomic_load_n(done, __ATOMIC_RELAXED) & bit) return PK_OK;
+    const pk_cuda_pause pause; /* it loads the kernel */
     PK_CUDA(call.err,
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     __atomic_fetch_or(done, bit, __ATOMIC_RELAXED);

@@ -294,8 +294,8 @@ PyDoc_STRVAR(
     qkv_attention_fwd_doc,
     "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
     "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
-    "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, q_out=None, "
-    "out=None, stream=None)\n--\n\n"
+    "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
+    "stream=None)\n--\n\n"
     "All that attention does behind a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
     "values, then causal paged_attention_fwd(q, ...). For up to 64 sequences with one token each, a GPU does both in one\n"
     "kernel, which can start while the projection still runs.\n\n"
@@ -304,21 +304,20 @@ PyDoc_STRVAR(
     "head.\n"
     "past_is_constant=True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
     "block_tables.\n"
-    "q_out: [num_tokens, num_q_heads, head_dim] contiguous, memory for q; what it holds afterwards is undefined. Left\n"
-    "out, it is allocated.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
     "An id out of range is treated as by the two operations: where the second raises, on the CPU, the first is done.\n\n"
     "Returns out, [num_tokens, num_q_heads, head_dim].");
 static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     /* clang-format off */
     enum { TABLES = NUM_HEADS, LENS, RMS_OF, EPS, STARTS, LONGEST, SOFTMAX_SCALE, WINDOW_SIZE, K_SCALE, V_SCALE,
-           NUM_SPLITS, PLAN, PAST_IS_CONSTANT, Q_OUT, OUT, STREAM };
+           NUM_SPLITS, PLAN, PAST_IS_CONSTANT, OUT, STREAM };
     /* clang-format on */
     py_call call;
-    py_output q_out, out;
+    py_output out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_qkv_attention_fwd, STREAM, args, nargs, kwnames) < 0)
         return NULL;
-    pk_qk_norm_rope_store_call heads = {.q_out = &q_out.base};
+    pk_qk_norm_rope_store_call heads = {0};
     read_heads(&call, &heads);
     pk_attention_call request = {.out = &out.base, .is_causal = true};
     request.block_tables = py_call_tensor(&call, TABLES);
@@ -333,10 +332,8 @@ static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, P
     heads.k_scale = py_call_scale(&call, K_SCALE);
     heads.v_scale = py_call_scale(&call, V_SCALE);
     read_split(&call, NUM_SPLITS, &request);
-    py_call_output(&call, Q_OUT, &q_out);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_qkv_attention_fwd(&heads, &request, call.stream, &call.err));
-    Py_XDECREF(py_output_result(&q_out));
     return py_call_end(&call, py_output_result(&out));
 }
 

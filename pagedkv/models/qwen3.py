@@ -51,7 +51,7 @@ class Buffers:
     residual: Tensor  # hidden_size
     normed: Tensor  # hidden_size
     qkv: Tensor  # (num_q_heads + 2 * num_kv_heads) * head_dim
-    q: Tensor  # num_q_heads * head_dim
+    q: Tensor  # num_q_heads * head_dim: the shape of what is planned, and memory that attention trades with in only()
     attention: Tensor  # num_q_heads * head_dim
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
@@ -123,7 +123,7 @@ class Attention:
     def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
         """buffers.attention = the heads of attention(norm(buffers.residual)), and the tokens' KV into the caches"""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
-        q, out = buffers.q.view(heads), buffers.attention.view(heads)
+        out = buffers.attention.view(heads)
         x = buffers.residual
         if self.norm is not None:
             x = pagedkv.rms_norm(x, self.norm, self.eps, out=buffers.normed)
@@ -146,7 +146,6 @@ class Attention:
             window_size=self.window,
             plan=batch.plans.get(self.window),
             past_is_constant=True,
-            q_out=q,
             out=out,
         )
 

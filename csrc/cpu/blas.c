@@ -8,7 +8,7 @@
  * An sgemm is called from each of our own threads on its own block, itself with one thread: the number of threads is
  * pagedkv's, and two pools never wait for each other's cores.
  */
-#define _GNU_SOURCE /* dladdr, dl_iterate_phdr */
+#define _GNU_SOURCE /* dl_iterate_phdr */
 #include "cpu/blas.h"
 #include "cpu/cpu.h"
 
@@ -52,13 +52,9 @@ static void *decorated_symbol(void *library, int decoration, const char *name)
     return dlsym(library, symbol);
 }
 
-static int find_sgemm_in(struct dl_phdr_info *info, size_t size, void *unused)
+/* Takes the library's sgemm and what sets its threads, or leaves everything as it is. */
+static bool take_sgemm(void *library, const char *path)
 {
-    (void)size, (void)unused;
-    const char *file = strrchr(info->dlpi_name, '/');
-    if (!file || !(strstr(file, "blas") || strstr(file, "mkl_rt"))) return 0;
-    void *library = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD); /* the reference is kept: it stays loaded */
-    if (!library) return 0;
     for (int i = 0; i < 4; i++) {
         void *function = decorated_symbol(library, i, "cblas_sgemm");
         if (!function) continue;
@@ -70,17 +66,46 @@ static int find_sgemm_in(struct dl_phdr_info *info, size_t size, void *unused)
         memcpy(&sgemm.set_num_threads, &set, sizeof set);
         char *(*get_config)(void);
         memcpy(&get_config, &config, sizeof config);
-        snprintf(sgemm.name, sizeof sgemm.name, "%s (%s)", config ? get_config() : "BLAS", info->dlpi_name);
-        return 1;
+        snprintf(sgemm.name, sizeof sgemm.name, "%s (%s)", config ? get_config() : "BLAS", path);
+        return true;
     }
-    dlclose(library);
-    return 0;
+    return false;
+}
+
+typedef struct {
+    char *paths[16]; /* more libraries of that name than a process has */
+    int count;
+} candidates;
+
+/* Only notes the path. The linker holds a lock here that dlopen takes in the other order: a dlopen from here and one
+ * of another thread would wait for each other for ever. */
+static int note_candidate(struct dl_phdr_info *info, size_t size, void *found)
+{
+    (void)size;
+    candidates *list = found;
+    const char *file = strrchr(info->dlpi_name, '/');
+    if (!file || !(strstr(file, "blas") || strstr(file, "mkl_rt"))) return 0;
+    char *path = strdup(info->dlpi_name);
+    if (path) list->paths[list->count++] = path;
+    return list->count == sizeof list->paths / sizeof *list->paths;
+}
+
+static void find_sgemm(void)
+{
+    candidates list = {0};
+    dl_iterate_phdr(note_candidate, &list);
+    for (int i = 0; i < list.count; i++) {
+        bool is_wanted = !sgemm.ilp64 && !sgemm.lp64;
+        void *library = is_wanted ? dlopen(list.paths[i], RTLD_LAZY | RTLD_NOLOAD) : NULL; /* NULL: unloaded since */
+        if (library && !take_sgemm(library, list.paths[i])) dlclose(library); /* a reference kept: it stays loaded */
+        free(list.paths[i]);
+    }
 }
 
 bool pk_cpu_find_sgemm(void)
 {
     pthread_mutex_lock(&lock);
-    if (!sgemm.ilp64 && !sgemm.lp64) dl_iterate_phdr(find_sgemm_in, NULL);
+    if (!sgemm.ilp64 && !sgemm.lp64) find_sgemm();
     bool is_found = sgemm.ilp64 || sgemm.lp64;
     pthread_mutex_unlock(&lock);
     return is_found;

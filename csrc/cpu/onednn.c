@@ -1,6 +1,6 @@
 /* onednn.c - `linear` through oneDNN's matmul primitive, where libdnnl.so.3 is installed. Its C API is declared here,
  * as much of it as is used, so that building needs no header of it. https://uxlfoundation.github.io/oneDNN/ */
-#define _GNU_SOURCE /* dladdr, dl_iterate_phdr */
+#define _GNU_SOURCE /* dladdr */
 #include "cpu/blas.h"
 #include "cpu/cpu.h"
 

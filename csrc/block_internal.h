@@ -40,7 +40,7 @@ typedef struct {
 } pk_page_list;
 
 typedef struct {
-    uint32_t tag; /* upper half of the hash: spares most looks at the page */
+    uint32_t tag; /* lower half of the hash: spares most looks at the page */
     int32_t page; /* head of the ring of twins: a computed one where there is one; NO_PAGE: empty slot */
 } pk_index_slot;
 

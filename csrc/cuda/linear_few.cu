@@ -1,6 +1,6 @@
 /* linear_few.cu - linear for few rows of bf16 or f16: the time of reading the weight once, and little around it.
  *
- * A CTA computes tiles of up to 64 outputs for all rows. Its 8 or 16 warps share the inputs: a warp takes lines of 64
+ * A CTA computes tiles of up to 48 outputs for all rows. Its 8 or 16 warps share the inputs: a warp takes lines of 64
  * of them in turn, and their sums meet in shared memory, where they are added in a fixed order. A tile has the size
  * that deals the weight evenly to the SMs, so no sum crosses CTAs, and a row's bits do not depend on the other rows. A
  * thread copies what it reads itself, so that the ring of copies in flight (96 or 160 KB) needs no barrier.

@@ -56,6 +56,7 @@ static void own_tail(pk_block_manager *manager, pk_seq *seq, pk_pairs *copies)
 static pk_status make_writable(pk_block_manager *manager, int64_t count, pk_pairs *copies, pk_error *err)
 {
     int64_t needed = count_needed(manager, count);
+    announce(manager, needed, 0);
     if (needed > num_available(manager)) return fail_out_of_blocks(manager, needed, num_available(manager), err);
     PK_TRY(pairs_make_room(manager, count, err));
     for (int64_t i = 0; i < count; i++)
@@ -75,7 +76,7 @@ static pk_status make_writable(pk_block_manager *manager, int64_t count, pk_pair
 pk_status pk_bm_append(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const pk_tokens *tokens,
                        pk_pairs *copies, pk_error *err)
 {
-    for (int64_t i = 0; i < count; i++) PK_TRY(check_tokens(tokens[i], err));
+    PK_TRY(check_tokens(manager, count, tokens, err));
     PK_TRY(seqs_name(manager, count, seq_ids, true, err));
     for (int64_t i = 0; i < count; i++) manager->ends[i] = manager->named[i]->num_tokens + tokens[i].count;
     PK_TRY(make_writable(manager, count, copies, err));
@@ -109,6 +110,7 @@ pk_status pk_bm_reserve(pk_block_manager *manager, int64_t count, const int64_t 
 pk_status pk_bm_commit(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const int64_t *num_computed,
                        pk_error *err)
 {
+    int64_t num_tokens = 0;
     PK_TRY(seqs_name(manager, count, seq_ids, true, err));
     for (int64_t i = 0; i < count; i++) {
         const pk_seq *seq = manager->named[i];
@@ -118,7 +120,9 @@ pk_status pk_bm_commit(pk_block_manager *manager, int64_t count, const int64_t *
         if (num_computed[i] > seq->num_reserved)
             return pk_fail(err, PK_EVALUE, "num_computed_tokens is %lld but sequence %lld has room for %lld",
                            (long long)num_computed[i], (long long)seq->id, (long long)seq->num_reserved);
+        num_tokens += num_computed[i] - seq->num_computed;
     }
+    announce(manager, num_tokens / manager->block_size, 0);
     for (int64_t i = 0; i < count; i++) {
         pk_seq *seq = manager->named[i];
         int64_t index = seq->num_computed / manager->block_size;

@@ -88,7 +88,18 @@ struct pk_block_manager {
     int64_t pairs_capacity;
 
     int64_t hit_tokens, lookup_tokens, evictions, copies;
+
+    pk_bm_notice notice;
+    void *notice_context;
 };
+
+/* Before work on so many pages or sequences (some 60 ns each) and tokens (4 ns each): says so where that is long. */
+enum { LONG_WORK = 4096, TOKENS_PER_WORK = 16 };
+static inline void announce(const pk_block_manager *manager, int64_t num_pages, int64_t num_tokens)
+{
+    if (num_pages + num_tokens / TOKENS_PER_WORK >= LONG_WORK && manager->notice)
+        manager->notice(manager->notice_context);
+}
 
 static inline int64_t blocks_for(const pk_block_manager *manager, int64_t num_tokens)
 {
@@ -173,7 +184,8 @@ pk_status pairs_make_room(pk_block_manager *manager, int64_t count, pk_error *er
 
 // --- block_manager.c
 
-pk_status check_tokens(pk_tokens tokens, pk_error *err);
+/* Announces the work on the tokens, too. */
+pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err);
 pk_status fail_out_of_blocks(const pk_block_manager *manager, int64_t needed, int64_t available, pk_error *err);
 int64_t num_admissible(const pk_block_manager *manager, int64_t num_incoming);
 /* Page `index` of the sequence, its own, has just got its last token: it goes into the index. */

@@ -50,7 +50,13 @@ void pk_bm_destroy(pk_block_manager *manager)
     free(manager);
 }
 
-pk_status check_tokens(pk_tokens tokens, pk_error *err)
+void pk_bm_set_notice(pk_block_manager *manager, pk_bm_notice notice, void *context)
+{
+    manager->notice = notice;
+    manager->notice_context = context;
+}
+
+static pk_status check_ids(pk_tokens tokens, pk_error *err)
 {
     int32_t sign = 0;
     for (int64_t i = 0; i < tokens.count; i++) sign |= tokens.ids[i];
@@ -59,6 +65,18 @@ pk_status check_tokens(pk_tokens tokens, pk_error *err)
     while (tokens.ids[first] >= 0) first++;
     return pk_fail(err, PK_EVALUE, "token_ids: %d at index %lld is out of range 0..2**31-1", tokens.ids[first],
                    (long long)first);
+}
+
+pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err)
+{
+    int64_t num_pages = 0, num_tokens = 0;
+    for (int64_t i = 0; i < count; i++) {
+        num_pages += blocks_for(manager, tokens[i].count);
+        num_tokens += tokens[i].count;
+    }
+    announce(manager, num_pages, num_tokens);
+    for (int64_t i = 0; i < count; i++) PK_TRY(check_ids(tokens[i], err));
+    return PK_OK;
 }
 
 pk_status fail_out_of_blocks(const pk_block_manager *manager, int64_t needed, int64_t available, pk_error *err)
@@ -135,7 +153,7 @@ static void fill_prompt(pk_block_manager *manager, pk_seq *seq, pk_tokens prompt
 pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const pk_tokens *prompts,
                          pk_salt salt, int64_t *hits, pk_error *err)
 {
-    for (int64_t i = 0; i < count; i++) PK_TRY(check_tokens(prompts[i], err));
+    PK_TRY(check_tokens(manager, count, prompts, err));
     PK_TRY(batch_make_room(manager, count, err));
     int32_t salt_number;
     PK_TRY(salt_acquire(manager, salt, &salt_number, err));
@@ -168,7 +186,7 @@ pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t
 pk_status pk_bm_match(const pk_block_manager *manager, pk_tokens prompt, pk_salt salt, int64_t *hit_tokens,
                       int64_t *pending_tokens, pk_error *err)
 {
-    PK_TRY(check_tokens(prompt, err));
+    PK_TRY(check_tokens(manager, 1, &prompt, err));
     int32_t salt_number = salt_find(manager, salt);
     int64_t num_pending = 0, num_hits = 0;
     if (salt_number >= 0)
@@ -180,7 +198,7 @@ pk_status pk_bm_match(const pk_block_manager *manager, pk_tokens prompt, pk_salt
 
 pk_status pk_bm_can_allocate(const pk_block_manager *manager, pk_tokens prompt, pk_salt salt, bool *can, pk_error *err)
 {
-    PK_TRY(check_tokens(prompt, err));
+    PK_TRY(check_tokens(manager, 1, &prompt, err));
     int64_t needed = blocks_for(manager, prompt.count), admissible = num_admissible(manager, 1);
     int32_t salt_number = salt_find(manager, salt);
     pk_prefix prefix = {0, 0};
@@ -211,6 +229,7 @@ pk_status pk_bm_fork(pk_block_manager *manager, int64_t parent_id, int64_t child
     pk_seq *parent, *child;
     PK_TRY(seq_get_resident(manager, parent_id, &parent, err));
     int64_t num_blocks = blocks_for(manager, parent->num_tokens);  // reserved room is not shared
+    announce(manager, num_blocks, 0);
     PK_TRY(seq_create(manager, child_id, parent->salt, num_blocks, &child, err));
     child->num_tokens = child->num_reserved = parent->num_tokens;
     child->num_computed = parent->num_computed < parent->num_tokens ? parent->num_computed : parent->num_tokens;
@@ -227,6 +246,7 @@ void seq_shrink(pk_block_manager *manager, pk_seq *seq, int64_t num_tokens)
 {
     int64_t old_full = seq->num_tokens / manager->block_size, new_full = num_tokens / manager->block_size;
     int64_t keep = blocks_for(manager, num_tokens);
+    announce(manager, seq->num_blocks - keep, 0);
     while (seq->num_blocks > keep) {
         int64_t last = --seq->num_blocks;
         pool_release(manager, seq->blocks[last], last < old_full);
@@ -250,6 +270,9 @@ pk_status pk_bm_truncate(pk_block_manager *manager, int64_t seq_id, int64_t num_
 pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, pk_error *err)
 {
     PK_TRY(seqs_name(manager, count, seq_ids, false, err));
+    int64_t num_blocks = 0;
+    for (int64_t i = 0; i < count; i++) num_blocks += manager->named[i]->num_blocks;
+    announce(manager, num_blocks, 0);
     for (int64_t i = 0; i < count; i++) {
         pk_seq *seq = manager->named[i];
         if (seq->is_swapped)
@@ -264,6 +287,7 @@ pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *se
 int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager)
 {
     int64_t num_dropped = manager->cached.count;
+    announce(manager, manager->num_blocks + manager->seqs_capacity, 0);
     pool_drop_cached(manager);
     for (int64_t i = 0; i < manager->num_blocks; i++) {
         if (manager->pages[i].state == UNINDEXED) continue;

@@ -52,6 +52,10 @@ void pk_bm_free_pairs(int32_t *pairs);
 
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
 void pk_bm_destroy(pk_block_manager *manager);
+/* For a caller whose lock others wait for (Python: the GIL): `notice` is called by every call on the manager that turns
+ * out to be long, more than about 0.1 ms, before the long part; perhaps more than once. NULL: nobody is told. */
+typedef void (*pk_bm_notice)(void *context);
+void pk_bm_set_notice(pk_block_manager *manager, pk_bm_notice notice, void *context);
 /* Changes how many pages allocate() leaves available from now on. */
 pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 
@@ -97,6 +101,7 @@ typedef struct {
 
 bool pk_bm_contains(const pk_block_manager *manager, int64_t seq_id);
 pk_status pk_bm_seq_info(const pk_block_manager *manager, int64_t seq_id, pk_seq_info *info, pk_error *err);
+pk_status pk_bm_copy_blocks(const pk_block_manager *manager, int64_t seq_id, int32_t *blocks, pk_error *err);
 pk_status pk_bm_copy_tokens(const pk_block_manager *manager, int64_t seq_id, int32_t *token_ids, pk_error *err);
 
 typedef struct {

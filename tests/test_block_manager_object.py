@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 
 from pagedkv import BlockManager
@@ -159,3 +160,20 @@ def test_nothing_leaks():
         assert abs(sys.getrefcount(BlockManager) - none) < 5
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+def test_every_call_has_pairs_of_its_own():
+    """What a caller does to a result, its shape included, does not show in another."""
+    manager = BlockManager(8, 4)
+    manager.allocate(1, [1, 2, 3])
+    pairs = manager.append(1, 4)
+    assert pairs.shape == (0, 2) and pairs.dtype == np.int32
+    pairs.shape = (2, 0)
+    for later in (manager.append(1, 5), manager.reserve(1, 8), manager.append_batch([1], [6]), manager.reserve_batch([1], [8])):
+        assert later.shape == (0, 2) and later is not pairs
+    manager.fork(1, 2)
+    copied = manager.append(1, 7)
+    assert copied.shape == (1, 2) and copied.flags.writeable
+    kept = copied.tolist()
+    del manager
+    assert copied.tolist() == kept

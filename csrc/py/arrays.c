@@ -5,6 +5,9 @@
  */
 #include "py/py.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
@@ -14,7 +17,7 @@ static const int type_numbers[PK_NUM_DTYPES] = {
     [PK_U8] = NPY_UINT8,    [PK_I32] = NPY_INT32,   [PK_I64] = NPY_INT64,
 };
 
-static int load_numpy(void)
+int py_load_arrays(void)
 {
     if (PyArray_ImportNumPyAPI() == 0) return 0;
     if (!PyErr_ExceptionMatches(PyExc_ImportError)) return -1;
@@ -32,11 +35,11 @@ bool py_array_has_dtype(pk_dtype dtype) { return type_numbers[dtype] >= 0; }
 PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable)
 {
     npy_intp dims[PK_MAX_DIMS];
-    if (load_numpy() < 0) return NULL;
+    if (py_load_arrays() < 0) return NULL;
     for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
     int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (is_writable ? NPY_ARRAY_WRITEABLE : 0);
     PyObject *array = PyArray_New(&PyArray_Type, ndim, dims, NPY_INT32, NULL, (void *)data, 0, flags, NULL);
-    if (!array) return NULL;
+    if (!array || !owner) return array;
     Py_INCREF(owner); /* stolen below, also on failure */
     if (PyArray_SetBaseObject((PyArrayObject *)array, owner) < 0) Py_CLEAR(array);
     return array;
@@ -45,7 +48,7 @@ PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyOb
 PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data)
 {
     npy_intp dims[PK_MAX_DIMS];
-    if (load_numpy() < 0) return NULL;
+    if (py_load_arrays() < 0) return NULL;
     for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
     PyObject *array = PyArray_SimpleNew(ndim, dims, type_numbers[dtype]);
     if (array) *data = PyArray_DATA((PyArrayObject *)array);
@@ -53,6 +56,8 @@ PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **da
 }
 
 // --- sequences of integers
+
+enum { MANY_INTS = 1 << 15 }; /* of a C array: some 30 us of work, worth letting other threads run */
 
 static int out_of_range(const char *name, int64_t index, int64_t value, int64_t min, int64_t max)
 {
@@ -65,35 +70,76 @@ static int out_of_range(const char *name, int64_t index, int64_t value, int64_t 
 static void *reserve_ints(py_ints *ints, int64_t count, size_t bytes)
 {
     if ((size_t)count * bytes <= sizeof ints->few) return ints->few;
-    if (!(ints->converted = PyMem_Malloc((size_t)count * bytes))) PyErr_NoMemory();
+    if (!(ints->converted = malloc((size_t)count * bytes))) PyErr_NoMemory();
     return ints->converted;
 }
 
-static int from_sequence(const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
+static void store_int(void *data, pk_dtype dtype, int64_t i, int64_t value)
 {
-    /* A tuple of our own: __index__ of an element may run code that changes the caller's list. */
-    PyObject *items = PySequence_Tuple(object);
-    if (!items) return -1;
-    Py_ssize_t count = PyTuple_Size(items);
-    void *data = reserve_ints(ints, count, pk_dtype_bytes(dtype));
-    int result = data ? 0 : -1;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
-        PyObject *item = PyTuple_GetItem(items, i);
+    if (dtype == PK_I32)
+        ((int32_t *)data)[i] = (int32_t)value;
+    else
+        ((int64_t *)data)[i] = value;
+}
+
+/* A list or tuple of our own with the items [start, end) of a list, tuple or range. */
+static PyObject *take_slice(PyObject *items, Py_ssize_t start, Py_ssize_t end)
+{
+    if (PyList_Check(items)) return PyList_GetSlice(items, start, end);
+    if (PyTuple_Check(items)) return PyTuple_GetSlice(items, start, end);
+    PyObject *part = PySequence_GetSlice(items, start, end), *slice = part ? PySequence_Tuple(part) : NULL;
+    Py_XDECREF(part);
+    return slice;
+}
+
+/* The items of our own slice, which begins at element `start`, to data[start] and on. */
+static int convert_slice(const char *name, PyObject *slice, Py_ssize_t start, pk_dtype dtype, int64_t min, int64_t max,
+                         void *data)
+{
+    bool is_list = PyList_Check(slice);
+    Py_ssize_t count = PySequence_Size(slice);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = is_list ? PyList_GetItem(slice, i) : PyTuple_GetItem(slice, i);
         int overflow = 0;
         bool is_int = PyLong_CheckExact(item);
         int64_t value = is_int ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
         if (overflow || !is_int) {
             char element[96];
-            PyOS_snprintf(element, sizeof element, "%s: element %lld", name, (long long)i);
-            if ((result = py_int64_arg(element, item, &value)) < 0) break;
+            PyOS_snprintf(element, sizeof element, "%s: element %lld", name, (long long)(start + i));
+            if (py_int64_arg(element, item, &value) < 0) return -1;
         }
-        if (value < min || value > max) {
-            result = out_of_range(name, i, value, min, max);
-        } else if (dtype == PK_I32) {
-            ((int32_t *)data)[i] = (int32_t)value;
+        if (value < min || value > max) return out_of_range(name, start + i, value, min, max);
+        store_int(data, dtype, start + i, value);
+    }
+    return 0;
+}
+
+/* Slice by slice: __index__ of an item may run code that changes the caller's list, and so may other threads, which
+ * run in between where there are many items. */
+static int from_sequence(const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
+{
+    enum { SLICE = 2048 };
+    bool is_sliced = PyList_CheckExact(object) || PyTuple_CheckExact(object) || PyRange_Check(object);
+    PyObject *items = is_sliced ? Py_NewRef(object) : PySequence_Tuple(object);
+    if (!items) return -1;
+    Py_ssize_t count = PySequence_Size(items);
+    void *data = count < 0 ? NULL : reserve_ints(ints, count, pk_dtype_bytes(dtype));
+    int result = data ? 0 : -1;
+    int64_t since = 0;
+    for (Py_ssize_t start = 0; start < count && result == 0; start += SLICE) {
+        Py_ssize_t end = count - start < SLICE ? count : start + SLICE;
+        PyObject *slice = take_slice(items, start, end);
+        if (!slice) {
+            result = -1;
+        } else if (PySequence_Size(slice) != end - start || PySequence_Size(items) != count) {
+            PyErr_Format(PyExc_RuntimeError, "%s: its length was %zd and is %zd now: it was changed while it was read",
+                         name, count, PySequence_Size(items));
+            result = -1;
         } else {
-            ((int64_t *)data)[i] = value;
+            result = convert_slice(name, slice, start, dtype, min, max, data);
         }
+        Py_XDECREF(slice);
+        if (end < count && result == 0) py_yield_gil_when_due(&since);
     }
     Py_DECREF(items);
     ints->i64 = data;
@@ -105,6 +151,17 @@ static int64_t read_int(const pk_view *view, int64_t i)
 {
     i *= view->stride[0];
     return view->dtype == PK_I32 ? ((const int32_t *)view->data)[i] : ((const int64_t *)view->data)[i];
+}
+
+/* Up to the first element that is out of range; returns its index, or how many there are. `data` NULL: only looks. */
+static int64_t convert_tensor(const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, void *data)
+{
+    for (int64_t i = 0; i < view->shape[0]; i++) {
+        int64_t value = read_int(view, i);
+        if (value < min || value > max) return i;
+        if (data) store_int(data, dtype, i, value);
+    }
+    return view->shape[0];
 }
 
 static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
@@ -123,18 +180,13 @@ static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, in
         return -1;
     }
     int64_t count = view->shape[0];
-    bool in_place = view->dtype == dtype && (count < 2 || view->stride[0] == 1);
+    bool in_place = dtype == PK_I32 && view->dtype == PK_I32 && (count < 2 || view->stride[0] == 1);
     void *data = in_place ? view->data : reserve_ints(ints, count, pk_dtype_bytes(dtype));
     if (!data && count) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t value = read_int(view, i);
-        if (value < min || value > max) return out_of_range(name, i, value, min, max);
-        if (in_place) continue;
-        if (dtype == PK_I32)
-            ((int32_t *)data)[i] = (int32_t)value;
-        else
-            ((int64_t *)data)[i] = value;
-    }
+    PyThreadState *thread = count >= MANY_INTS ? PyEval_SaveThread() : NULL;
+    int64_t good = convert_tensor(view, dtype, min, max, in_place ? NULL : data);
+    if (thread) PyEval_RestoreThread(thread);
+    if (good < count) return out_of_range(name, good, read_int(view, good), min, max);
     ints->i64 = data;
     ints->count = count;
     return 0;
@@ -163,7 +215,7 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
 
 void py_release_ints(py_ints *ints)
 {
-    PyMem_Free(ints->converted);
+    free(ints->converted);
     ints->converted = NULL;
     py_release(&ints->hold);
 }
@@ -183,7 +235,13 @@ static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t
     if (py_int64_arg("vocab_size", given[1], &vocab_size) < 0) return NULL;
     int64_t max = vocab_size <= INT32_MAX ? vocab_size - 1 : INT32_MAX;
     if (py_take_ints(state, "ids", given[0], PK_I32, 0, max, &ints) == 0)
-        bytes = PyBytes_FromStringAndSize((const char *)ints.i32, ints.count * (Py_ssize_t)sizeof *ints.i32);
+        bytes = PyBytes_FromStringAndSize(NULL, ints.count * (Py_ssize_t)sizeof *ints.i32);
+    if (bytes && ints.count) {
+        char *to = PyBytes_AsString(bytes);
+        PyThreadState *thread = ints.count >= MANY_INTS ? PyEval_SaveThread() : NULL; /* the object is still our own */
+        memcpy(to, ints.i32, (size_t)ints.count * sizeof *ints.i32);
+        if (thread) PyEval_RestoreThread(thread);
+    }
     py_release_ints(&ints);
     return bytes;
 }

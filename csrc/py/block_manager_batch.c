@@ -1,6 +1,8 @@
 /* block_manager_batch.c - the batch forms of BlockManager's methods: one call of the core for many sequences. */
 #include "py/block_manager_py.h"
 
+#include <stdlib.h>
+
 // --- arguments
 
 /* Token ids of several sequences. `ints` holds one conversion a list, or one for all where there is one id each. */
@@ -12,15 +14,21 @@ typedef struct {
 
 static void release_token_lists(token_lists *lists)
 {
-    for (int64_t i = 0; i < lists->num_ints; i++) py_release_ints(&lists->ints[i]);
-    PyMem_Free(lists->tokens);
-    PyMem_Free(lists->ints);
+    int64_t since = 0;
+    for (int64_t i = 0; i < lists->num_ints; i++) {
+        py_release_ints(&lists->ints[i]);
+        if (i % 64 == 63) py_yield_gil_when_due(&since);
+    }
+    PyThreadState *thread = lists->num_ints >= 4096 ? PyEval_SaveThread() : NULL; /* a py_ints has 300 bytes */
+    free(lists->tokens);
+    free(lists->ints);
+    if (thread) PyEval_RestoreThread(thread);
 }
 
 static int make_token_lists(token_lists *lists, int64_t count, int64_t num_ints)
 {
-    lists->tokens = PyMem_Calloc((size_t)count + 1, sizeof *lists->tokens);
-    lists->ints = PyMem_Calloc((size_t)num_ints + 1, sizeof *lists->ints);
+    lists->tokens = calloc((size_t)count + 1, sizeof *lists->tokens);
+    lists->ints = calloc((size_t)num_ints + 1, sizeof *lists->ints);
     lists->count = count;
     if (lists->tokens && lists->ints) return 0;
     PyErr_NoMemory();
@@ -47,10 +55,12 @@ static int take_token_lists(PyObject *self, PyObject *object, int64_t num_seqs, 
     int64_t count = PyTuple_Size(items);
     int result = same_count("token_ids", count, num_seqs);
     if (result == 0) result = make_token_lists(lists, count, count);
+    int64_t since = 0;
     for (int64_t i = 0; i < count && result == 0; i++) {
         py_ints *ints = &lists->ints[lists->num_ints++];
         result = py_take_tokens(self, "token_ids", PyTuple_GetItem(items, i), ints);
         lists->tokens[i] = (pk_tokens){ints->i32, ints->count};
+        if (i % 64 == 63) py_yield_gil_when_due(&since);  // the tuple is our own
     }
     Py_DECREF(items);  // an int32 tensor that is read in place is held by its py_ints
     return result;
@@ -71,10 +81,12 @@ static int take_one_token_each(PyObject *self, PyObject *object, int64_t num_seq
 /* A list or tuple whose first item is no number. */
 static bool is_nested(PyObject *object)
 {
-    PyObject *first = NULL;
-    if (PyList_Check(object) && PyList_Size(object)) first = PyList_GetItem(object, 0);
-    if (PyTuple_Check(object) && PyTuple_Size(object)) first = PyTuple_GetItem(object, 0);
-    return first && !py_is_number(first);
+    if (!PyList_Check(object) && !PyTuple_Check(object)) return false;
+    PyObject *first = PySequence_GetItem(object, 0); /* a reference of our own: other threads may change a list */
+    if (!first) PyErr_Clear();                       /* it is empty */
+    bool is_nested = first && !py_is_number(first);
+    Py_XDECREF(first);
+    return is_nested;
 }
 
 // --- methods

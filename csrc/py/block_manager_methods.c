@@ -31,14 +31,22 @@ void py_keep_pairs(PyObject *self, py_outcome *out, pk_pairs pairs)
     out->pairs = pk_bm_take_pairs(manager_of(self)->core);
 }
 
+static void free_pairs(PyObject *capsule) { pk_bm_free_pairs(PyCapsule_GetPointer(capsule, NULL)); }
+
 PyObject *py_pairs_result(PyObject *self, py_outcome *out)
 {
     if (out->status != PK_OK) return py_raise(py_state_of(self), &out->err);
-    if (!out->pairs) return Py_NewRef(manager_of(self)->no_pairs);
-    void *data;
-    PyObject *array = py_array_new(PK_I32, 2, (int64_t[]){out->num_pairs, 2}, &data);
-    if (array) memcpy(data, out->pairs, (size_t)out->num_pairs * 2 * sizeof(int32_t));
-    pk_bm_free_pairs(out->pairs);
+    static const int32_t nothing[2];
+    int64_t shape[2] = {out->num_pairs, 2};
+    /* No copies, as mostly: an object of the call's own all the same, because even its `shape` can be set. */
+    if (!out->pairs) return py_array_i32(2, shape, nothing, NULL, true);
+    PyObject *capsule = PyCapsule_New(out->pairs, NULL, free_pairs);
+    if (!capsule) {
+        pk_bm_free_pairs(out->pairs);
+        return NULL;
+    }
+    PyObject *array = py_array_i32(2, shape, out->pairs, capsule, true);
+    Py_DECREF(capsule);
     return array;
 }
 

@@ -7,39 +7,57 @@
  *   block_manager_show.c     stats, repr, the picture of the pool
  *
  * Arguments are converted first (that may run the caller's code), then one call of the core does everything under the
- * object's lock, so that a call is atomic for other threads: by the GIL, or by a critical section where there is none.
+ * object's mutex, so that a call is atomic for other threads. A short call keeps the GIL. A long one, or one that must
+ * wait for the mutex, lets go of it, and takes it back after the mutex is free again: nobody who has the mutex waits
+ * for the GIL, nor the other way round. (A child made by fork must not use a manager that was in a long call just then.)
  */
 #ifndef PK_BLOCK_MANAGER_PY_H
 #define PK_BLOCK_MANAGER_PY_H
 
 #include "py/py.h"
 
+#include <pthread.h>
 #include <string.h>
 
 #include "block_manager.h"
 
+typedef struct py_step_memory py_step_memory; /* block_manager_step.c */
 typedef struct {
     PyObject_HEAD pk_block_manager *core;
-    PyObject *no_pairs;    /* the empty int32 array that most calls return */
-    PyObject *step_memory; /* capsule around what the arrays of the last step lie in; NULL before the first */
+    pthread_mutex_t mutex;       /* of all that follows, and of what is in the core */
+    PyThreadState *released;     /* of the thread that has the mutex, where it has let go of the GIL; else NULL */
+    py_step_memory *step_memory; /* what the arrays of the last step lie in; NULL before the first */
 } py_block_manager;
 
 static inline py_block_manager *manager_of(PyObject *self) { return (py_block_manager *)self; }
 
-#ifdef Py_GIL_DISABLED
-#define PY_LOCKED(self, statement)       \
-    do {                                 \
-        Py_BEGIN_CRITICAL_SECTION(self); \
-        statement;                       \
-        Py_END_CRITICAL_SECTION();       \
+static inline void py_bm_lock(py_block_manager *manager)
+{
+    if (pthread_mutex_trylock(&manager->mutex) == 0) return;
+    PyThreadState *thread = PyEval_SaveThread();
+    pthread_mutex_lock(&manager->mutex);
+    manager->released = thread;
+}
+/* With the mutex: lets go of the GIL, if it has not yet. */
+static inline void py_bm_release_gil(py_block_manager *manager)
+{
+    if (!manager->released) manager->released = PyEval_SaveThread();
+}
+static inline void py_bm_unlock(py_block_manager *manager)
+{
+    PyThreadState *thread = manager->released;
+    manager->released = NULL;
+    pthread_mutex_unlock(&manager->mutex);
+    if (thread) PyEval_RestoreThread(thread);
+}
+
+/* PY_LOCKED(self, statement): the statement must not touch a Python object, for it may run without the GIL. */
+#define PY_LOCKED(self, ...)            \
+    do {                                \
+        py_bm_lock(manager_of(self));   \
+        __VA_ARGS__;                    \
+        py_bm_unlock(manager_of(self)); \
     } while (0)
-#else
-#define PY_LOCKED(self, statement) \
-    do {                           \
-        (void)(self);              \
-        statement;                 \
-    } while (0)
-#endif
 
 /* Binds the arguments of BlockManager.<method> into `given`, or returns NULL from the caller. */
 #define PY_BIND_METHOD(self, method)                                                                            \
@@ -97,5 +115,7 @@ extern const char py_bm_reset_prefix_cache_doc[], py_bm_stats_doc[], py_bm_check
 
 /* pagedkv.Step, a named tuple: block_manager_step.c */
 PyTypeObject *py_step_type(void);
+/* Lets go of one reference. NULL is none. */
+void py_step_memory_release(py_step_memory *memory);
 
 #endif /* PK_BLOCK_MANAGER_PY_H */

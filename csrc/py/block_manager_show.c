@@ -133,7 +133,10 @@ PyObject *py_bm_html(PyObject *self, PyObject *unused)
     describe(&counts, waste, text, sizeof text);
     int64_t pages_per_cell = (counts.num_blocks + MAX_CELLS - 1) / MAX_CELLS;
     int64_t num_cells = (counts.num_blocks + pages_per_cell - 1) / pages_per_cell;
-    PY_LOCKED(self, fill_cells(manager_of(self)->core, counts.num_blocks, num_cells, pages_per_cell, cells));
+    PY_LOCKED(self, {
+        py_bm_release_gil(manager_of(self));
+        fill_cells(manager_of(self)->core, counts.num_blocks, num_cells, pages_per_cell, cells);
+    });
 
     size_t num_bytes = 4096 + (size_t)num_cells * BYTES_PER_CELL;
     char *html = malloc(num_bytes), *at = html;

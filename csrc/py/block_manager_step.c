@@ -2,6 +2,7 @@
  * that is used again by the next step. It moves only when a step needs more than it has. */
 #include "py/block_manager_py.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 // --- Step, what prepare returns
@@ -27,17 +28,22 @@ typedef struct {
     int64_t num_tokens, num_seqs, num_table;
 } capacities;
 
-typedef struct {
+struct py_step_memory {
+    atomic_int num_refs; /* of the manager and of capsules; not Python's, which would need the GIL */
     capacities has;
     int32_t data[];
-} step_memory;
+};
 
 enum { ALIGN = 16 }; /* elements: arrays of one step share no cache line */
 static int64_t round_up(int64_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static void free_memory(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, NULL)); }
-static step_memory *memory_in(PyObject *capsule) { return PyCapsule_GetPointer(capsule, NULL); }
+void py_step_memory_release(py_step_memory *memory)
+{
+    if (memory && atomic_fetch_sub(&memory->num_refs, 1) == 1) free(memory);
+}
+
+static void free_capsule(PyObject *capsule) { py_step_memory_release(PyCapsule_GetPointer(capsule, NULL)); }
 
 static bool is_enough(const capacities *has, const capacities *wanted)
 {
@@ -48,21 +54,27 @@ static bool is_enough(const capacities *has, const capacities *wanted)
 /* What there is too little of grows by more than it must; the first memory is exactly what is wanted. */
 static int64_t grown(int64_t had, int64_t wanted) { return wanted <= had ? had : had ? wanted + wanted / 2 : wanted; }
 
-static PyObject *make_memory(const capacities *had, const capacities *wanted)
+/* Makes *memory large enough. Arrays of earlier steps keep what it was before. */
+static pk_status make_room(py_step_memory **memory, const capacities *wanted, pk_error *err)
 {
-    capacities has = {grown(had->num_tokens, wanted->num_tokens), grown(had->num_seqs, wanted->num_seqs),
-                      grown(had->num_table, wanted->num_table)};
-    if (has.num_table > INT64_C(1) << 40) return PyErr_NoMemory();
+    capacities had = *memory ? (*memory)->has : (capacities){0};
+    if (*memory && is_enough(&had, wanted)) return PK_OK;
+    capacities has = {grown(had.num_tokens, wanted->num_tokens), grown(had.num_seqs, wanted->num_seqs),
+                      grown(had.num_table, wanted->num_table)};
     int64_t elements = 2 * round_up(has.num_tokens) + 2 * round_up(has.num_seqs + 1) + has.num_table;
-    step_memory *memory = malloc(sizeof *memory + (size_t)elements * sizeof(int32_t));
-    if (!memory) return PyErr_NoMemory();
-    memory->has = has;
-    PyObject *capsule = PyCapsule_New(memory, NULL, free_memory);
-    if (!capsule) free(memory);
-    return capsule;
+    bool fits = has.num_table <= INT64_C(1) << 40;
+    py_step_memory *made = fits ? malloc(sizeof *made + (size_t)elements * sizeof(int32_t)) : NULL;
+    if (!made)
+        return pk_fail(err, PK_ENOMEM, "no memory for a step of %lld tokens and a table of %lld pages",
+                       (long long)has.num_tokens, (long long)has.num_table);
+    atomic_init(&made->num_refs, 1);
+    made->has = has;
+    py_step_memory_release(*memory);
+    *memory = made;
+    return PK_OK;
 }
 
-static pk_step step_in(step_memory *memory)
+static pk_step step_in(py_step_memory *memory)
 {
     int32_t *at = memory->data;
     int64_t tokens = round_up(memory->has.num_tokens), seqs = round_up(memory->has.num_seqs + 1);
@@ -71,9 +83,15 @@ static pk_step step_in(step_memory *memory)
 
 // --- prepare
 
-static PyObject *make_step(PyTypeObject *type, PyObject *capsule, const pk_step_size *size)
+/* Takes the caller's reference to the memory over, also where it fails. */
+static PyObject *make_step(PyTypeObject *type, py_step_memory *memory, const pk_step_size *size)
 {
-    pk_step step = step_in(memory_in(capsule));
+    PyObject *capsule = PyCapsule_New(memory, NULL, free_capsule);
+    if (!capsule) {
+        py_step_memory_release(memory);
+        return NULL;
+    }
+    pk_step step = step_in(memory);
     int64_t num_offsets = size->num_seqs + 1, table_shape[2] = {size->num_seqs, size->max_blocks};
     PyObject *fields[6] = {
         py_array_i32(1, &size->num_tokens, step.slot_mapping, capsule, true),
@@ -83,6 +101,7 @@ static PyObject *make_step(PyTypeObject *type, PyObject *capsule, const pk_step_
         py_array_i32(2, table_shape, step.block_tables, capsule, true),
         PyLong_FromLongLong(size->max_seqlen_q),
     };
+    Py_DECREF(capsule);  // the arrays hold it
     PyObject *result = PyStructSequence_New(type);
     bool is_complete = result != NULL;
     for (int i = 0; i < 6; i++) is_complete = is_complete && fields[i];
@@ -96,42 +115,30 @@ static PyObject *make_step(PyTypeObject *type, PyObject *capsule, const pk_step_
     return result;
 }
 
-/* Fills the memory and returns a reference to it. Memory is made outside the lock, because that may let other threads
- * run: so it is sized again afterwards. `least` are the caller's hints; size->max_blocks is at least what it says. */
-static PyObject *fill(PyObject *self, const py_ints *ids, const py_ints *starts, const py_ints *lens,
-                      const pk_step_size *least, pk_step_size *size)
+/* Fills the memory and returns a reference to it, or NULL with an exception. `least` are the caller's hints;
+ * size->max_blocks is at least what it says. */
+static py_step_memory *fill(PyObject *self, const py_ints *ids, const py_ints *starts, const py_ints *lens,
+                            const pk_step_size *least, pk_step_size *size)
 {
     py_block_manager *manager = manager_of(self);
+    py_step_memory *memory = NULL;
     pk_status status;
     pk_error err;
-    PyObject *fresh = NULL;
-    for (;;) {
-        PyObject *capsule = NULL, *old = NULL;
-        capacities had = {0}, wanted = {0};
-        PY_LOCKED(self, {
-            status = pk_bm_step_size(manager->core, ids->count, ids->i64, starts->i64, lens->i64, size, &err);
-            size->max_blocks = max64(size->max_blocks, least->max_blocks);
-            wanted.num_tokens = max64(size->num_tokens, least->num_tokens);
-            wanted.num_seqs = max64(size->num_seqs, least->num_seqs);
-            wanted.num_table = wanted.num_seqs * size->max_blocks;
-            if (fresh && is_enough(&memory_in(fresh)->has, &wanted)) {
-                old = manager->step_memory;
-                manager->step_memory = fresh;
-                fresh = NULL;
-            }
-            if (manager->step_memory) had = memory_in(manager->step_memory)->has;
-            if (status == PK_OK && manager->step_memory && is_enough(&had, &wanted)) {
-                capsule = Py_NewRef(manager->step_memory);
-                pk_step step = step_in(memory_in(capsule));
-                pk_bm_step_fill(manager->core, ids->i64, starts->i64, lens->i64, size, &step);
-            }
-        });
-        Py_XDECREF(old);  // arrays of earlier steps keep it alive
-        Py_XDECREF(fresh);
-        if (status != PK_OK) return py_raise(py_state_of(self), &err);
-        if (capsule) return capsule;
-        if (!(fresh = make_memory(&had, &wanted))) return NULL;
-    }
+    PY_LOCKED(self, {
+        status = pk_bm_step_size(manager->core, ids->count, ids->i64, starts->i64, lens->i64, size, &err);
+        size->max_blocks = max64(size->max_blocks, least->max_blocks);
+        int64_t num_seqs = max64(size->num_seqs, least->num_seqs);
+        capacities wanted = {max64(size->num_tokens, least->num_tokens), num_seqs, num_seqs * size->max_blocks};
+        if (status == PK_OK) status = make_room(&manager->step_memory, &wanted, &err);
+        if (status == PK_OK) {
+            memory = manager->step_memory;
+            atomic_fetch_add(&memory->num_refs, 1);
+            pk_step step = step_in(memory);
+            pk_bm_step_fill(manager->core, ids->i64, starts->i64, lens->i64, size, &step);
+        }
+    });
+    if (status != PK_OK) py_raise(py_state_of(self), &err);
+    return memory;
 }
 
 static int hint_arg(const char *name, PyObject *value, int64_t *hint)
@@ -172,9 +179,7 @@ PyObject *py_bm_prepare(PY_FASTCALL)
             result = -1;
         }
     }
-    PyObject *capsule = result == 0 ? fill(self, &ints[0], &ints[1], &ints[2], &least, &size) : NULL;
+    py_step_memory *memory = result == 0 ? fill(self, &ints[0], &ints[1], &ints[2], &least, &size) : NULL;
     while (num_taken) py_release_ints(&ints[--num_taken]);
-    PyObject *step = capsule ? make_step(state->step_type, capsule, &size) : NULL;
-    Py_XDECREF(capsule);
-    return step;
+    return memory ? make_step(state->step_type, memory, &size) : NULL;
 }

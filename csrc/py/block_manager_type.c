@@ -46,6 +46,8 @@ static int key_arg(PyObject *value, uint8_t key[16])
     return result;
 }
 
+static void release_gil(void *manager) { py_bm_release_gil(manager); }
+
 static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     py_state *state = (py_state *)PyType_GetModuleState(type);
@@ -63,16 +65,21 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (key_arg(given[5], config.hash_key) < 0) return NULL;
     if (given[6] && py_int64_arg("_hash_bits", given[6], &hash_bits) < 0) return NULL;
     config.hash_bits = hash_bits < 0 || hash_bits > 64 ? -1 : (int)hash_bits;
+    if (py_load_arrays() < 0) return NULL; /* here rather than in the first call that returns one */
 
     py_block_manager *self = (py_block_manager *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    void *data;
+    pthread_mutex_init(&self->mutex, NULL);
+    pk_status status;
     pk_error err;
-    if (pk_bm_create(&config, &self->core, &err) != PK_OK) {
+    Py_BEGIN_ALLOW_THREADS /* a big pool takes its time, here and in dealloc */
+    status = pk_bm_create(&config, &self->core, &err);
+    Py_END_ALLOW_THREADS
+    if (status != PK_OK) {
         py_raise(state, &err);
         Py_CLEAR(self);
-    } else if (!(self->no_pairs = py_array_new(PK_I32, 2, (int64_t[]){0, 2}, &data))) {
-        Py_CLEAR(self);
+    } else {
+        pk_bm_set_notice(self->core, release_gil, self);
     }
     return (PyObject *)self;
 }
@@ -80,9 +87,11 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 static void manager_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
+    Py_BEGIN_ALLOW_THREADS
     pk_bm_destroy(manager_of(self)->core);
-    Py_XDECREF(manager_of(self)->no_pairs);
-    Py_XDECREF(manager_of(self)->step_memory);
+    py_step_memory_release(manager_of(self)->step_memory);
+    Py_END_ALLOW_THREADS
+    pthread_mutex_destroy(&manager_of(self)->mutex);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -135,17 +144,12 @@ static PyObject *array_of_seq(PyObject *self, PyObject *value, bool is_tokens)
         bool is_done = false;
         PY_LOCKED(self, {
             status = pk_bm_seq_info(core, seq_id, &info, &err);
-            if (status == PK_OK && !is_tokens && info.is_swapped)
-                status = pk_fail(&err, PK_EVALUE, "sequence %lld is swapped out: swap_in it first", (long long)seq_id);
             int64_t now = is_tokens ? info.num_tokens : info.num_blocks;
             is_done = status == PK_OK && size == now;
-            if (is_done && is_tokens)
-                status = pk_bm_copy_tokens(core, seq_id, data, &err);
-            else if (is_done && size)
-                memcpy(data, info.blocks, (size_t)size * sizeof *data);
+            if (is_done) status = (is_tokens ? pk_bm_copy_tokens : pk_bm_copy_blocks)(core, seq_id, data, &err);
             size = now;
         });
-        if (is_done) return array;
+        if (is_done && status == PK_OK) return array;
         Py_XDECREF(array);
         if (status != PK_OK) return py_raise(py_state_of(self), &err);
     }

@@ -20,13 +20,25 @@ void py_take_gil(void)
     PyEval_RestoreThread(thread);
 }
 
-/* Long enough for a waiting thread to wake up and take it: a release alone would be over before that. */
-void py_yield_gil(void)
+static int64_t now_ns(void)
 {
-    const struct timespec moment = {0, 50 * 1000};
-    py_release_gil();
-    nanosleep(&moment, NULL);
-    py_take_gil();
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+bool py_yield_gil_when_due(int64_t *since)
+{
+    enum { MAX_HELD_NS = 500000, FREE_NS = 50000 };
+    int64_t now = now_ns();
+    bool is_due = *since && now - *since >= MAX_HELD_NS;
+    if (is_due) { /* a thread that waits for the GIL needs time to wake up, or this one has it again before */
+        py_release_gil();
+        nanosleep(&(struct timespec){0, FREE_NS}, NULL);
+        py_take_gil();
+    }
+    if (is_due || !*since) *since = is_due ? now_ns() : now;
+    return is_due;
 }
 
 // --- objects that another thread is done with

@@ -222,8 +222,10 @@ int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream, py_queue
  * it. Every release in csrc/py goes through these, so that they know. */
 void py_release_gil(void);
 void py_take_gil(void);
-/* In a long piece of work that needs the GIL: lets other threads run. */
-void py_yield_gil(void);
+/* For loops over Python objects, which cannot go without the GIL: once half a millisecond has passed since *since (0 at
+ * first), lets go of it for long enough that a thread which waits for it gets it, and returns true. Anything may have
+ * changed then. It looks at the clock: call it every few microseconds at most. */
+bool py_yield_gil_when_due(int64_t *since);
 void py_set_pause(void); /* at import */
 /* Py_DECREF from a thread that need not be Python's, and may not wait for the GIL. */
 void py_drop_later(PyObject *object);
@@ -236,17 +238,20 @@ int py_ensure_blas(int64_t num_rows, pk_dtype dtype);
 
 /* ----------------------------------------------------------- arrays (arrays.c) */
 
-/* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NumPy is loaded by
- * the first of these calls. */
+/* Loads NumPy, as the first of the calls below would: for a type that cannot do without. */
+int py_load_arrays(void);
+/* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NULL: the
+ * memory is static. */
 PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable);
 /* A new ndarray with its own memory, of any dtype that NumPy has; *data points at it. */
 PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data);
 bool py_array_has_dtype(pk_dtype dtype);
 
 /* A sequence of integers as a C array: int32 where `dtype` is PK_I32, int64 where it is PK_I64. Takes a list, a tuple,
- * any other sequence, or a one-dimensional int32 or int64 tensor on the CPU (read in place where the dtype is the one
- * wanted). Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A single int is not a
- * sequence. */
+ * any other sequence, or a one-dimensional int32 or int64 tensor on the CPU. An int32 tensor is read in place where
+ * int32 is wanted. int64 is always copied: the core checks numbers before it uses them, and another thread could write
+ * to the tensor in between. Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A
+ * single int is not a sequence. */
 typedef struct {
     union {
         const int32_t *i32;

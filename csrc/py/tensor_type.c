@@ -432,16 +432,10 @@ static PyObject *tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     return tensor_numpy(self, NULL);
 }
 
-enum { ELEMENTS_AT_A_TIME = 8192 }; /* become Python's numbers in less than a millisecond */
-
-/* `room`: elements until other threads get their turn. */
-static PyObject *list_of(const pk_view *view, int dim, const char *data, int *room)
+/* `since`: when other threads had their turn last. */
+static PyObject *list_of(const pk_view *view, int dim, const char *data, int64_t *since)
 {
     if (dim == view->ndim) {
-        if (--*room == 0) {
-            *room = ELEMENTS_AT_A_TIME;
-            py_yield_gil();
-        }
         switch (view->dtype) {
             case PK_U8:
                 return PyLong_FromLong(*(const uint8_t *)data);
@@ -460,7 +454,8 @@ static PyObject *list_of(const pk_view *view, int dim, const char *data, int *ro
     int64_t step = view->stride[dim] * (int64_t)pk_dtype_bytes(view->dtype);
     PyObject *list = PyList_New((Py_ssize_t)view->shape[dim]);
     for (int64_t i = 0; list && i < view->shape[dim]; i++) {
-        PyObject *item = list_of(view, dim + 1, data + i * step, room);
+        if (i % 256 == 255) py_yield_gil_when_due(since);
+        PyObject *item = list_of(view, dim + 1, data + i * step, since);
         if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) Py_CLEAR(list);
     }
     return list;
@@ -471,9 +466,9 @@ PyDoc_STRVAR(tolist_doc,
 static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    int room = ELEMENTS_AT_A_TIME;
+    int64_t since = 0;
     PyObject *tensor = py_tensor_on_cpu(py_state_of(self), self);
-    PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data, &room) : NULL;
+    PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data, &since) : NULL;
     Py_XDECREF(tensor);
     return list;
 }

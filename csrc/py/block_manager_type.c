@@ -64,7 +64,11 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (given[4] && py_int64_arg("num_host_blocks", given[4], &config.num_host_blocks) < 0) return NULL;
     if (key_arg(given[5], config.hash_key) < 0) return NULL;
     if (given[6] && py_int64_arg("_hash_bits", given[6], &hash_bits) < 0) return NULL;
-    config.hash_bits = hash_bits < 0 || hash_bits > 64 ? -1 : (int)hash_bits;
+    if (hash_bits < 0 || hash_bits > 64) {
+        PyErr_Format(PyExc_ValueError, "_hash_bits is %lld but must be in 0..64", (long long)hash_bits);
+        return NULL;
+    }
+    config.hash_bits = (int)hash_bits;
     if (py_load_arrays() < 0) return NULL; /* here rather than in the first call that returns one */
 
     py_block_manager *self = (py_block_manager *)PyType_GenericAlloc(type, 0);

@@ -197,6 +197,142 @@ def test_tensors_that_share_bytes(tmp_path, offsets):
         SafetensorsFile(path)
 
 
+# --- what the format allows, beside its reference
+
+A = '"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}'
+B = '"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[24,36]}'
+
+
+def empty(name: str, at: int) -> str:
+    return f'"{name}":{{"dtype":"F32","shape":[0],"data_offsets":[{at},{at}]}}'
+
+
+def table(*entries: str) -> str:
+    return "{" + ",".join(entries) + "}"
+
+
+def in_file(header: str | bytes, num_bytes: int = 36, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else header.encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def one(old: str, new: str) -> bytes:
+    """The only tensor's entry with a change."""
+    assert old in A
+    return in_file(table(A.replace(old, new)), 24)
+
+
+ALLOWED = {
+    "two": in_file(table(A, B)),
+    "the other order": in_file(table(B, A)),
+    "padded": in_file(table(A, B) + "  \n"),
+    "none": in_file("{}", 0),
+    "metadata": in_file(table('"__metadata__":{"format":"pt"}', A, B)),
+    "no metadata": in_file(table('"__metadata__":null', A, B)),
+    "another field": one('"shape"', '"x":[1.5,{}],"shape"'),
+    "empty tensors": in_file(table(empty("x", 24), A, empty("y", 0)), 24),
+    "4 bits": one('"F32","shape":[6]', '"F4","shape":[48]'),
+    "no dimension": in_file('{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}', 4),
+}
+FORBIDDEN = {
+    "the length one too small": (in_file(table(A, B) + " ", length=len(A) + len(B) + 3), "bytes 36..37 .* after"),
+    "bytes after the last": (in_file(table(A, B), 40), r"bytes 36\.\.40 of the data, after the last tensor, are no"),
+    "bytes and no tensor": (in_file("{}", 1), r"bytes 0\.\.1 of the data, after the last tensor"),
+    "bytes before the first": (in_file(table(B)), r"bytes 0\.\.24 of the data, before tensor 'b', are no tensor's"),
+    "a gap": (in_file(table(A, B).replace("24,36", "28,40"), 40), r"bytes 24\.\.28 of the data, before tensor 'b'"),
+    "one byte short": (in_file(table(A, B), 35), r"tensor 'b' ends at byte \d+ but the file is truncated at \d+"),
+    "empty inside": (in_file(table(A, empty("x", 12)), 24), "tensors 'a' and 'x' share byte 12"),
+    "empty after a gap": (in_file(table(A, empty("x", 28)), 28), r"bytes 24\.\.28 .* before tensor 'x'"),
+    "backwards": (one("[0,24]", "[24,0]"), r"offsets 24\.\.0 do not fit"),
+    "huge header": (in_file(b"{}" + b" " * 99_999_999, 0), "the header has 100000001 bytes but may have 100000000"),
+    "no header": (in_file("", 0), "the header is no JSON"),
+    "mark": (in_file("\ufeff" + table(A), 24), "the header is no JSON"),
+    "UTF-16": (in_file(table(A).encode("utf-16"), 24), "the header is no JSON"),
+    "NaN": (one('"shape"', '"x":NaN,"shape"'), "the header is no JSON"),
+    "infinite": (one('"shape"', '"x":1e999,"shape"'), "the header is no JSON"),
+    "0 byte": (in_file(table(A) + "\0", 24), "the header is no JSON"),
+    "a field twice": (one('"shape":[6]', '"shape":[6],"shape":[6]'), "a name is there twice"),
+    "metadata of ints": (in_file(table('"__metadata__":{"x":1}', A), 24), "__metadata__ must map names to texts"),
+    "metadata as a list": (in_file(table('"__metadata__":[]', A), 24), "__metadata__ must map names to texts"),
+    "null": (in_file(table('"b":null', A), 24), "tensor 'b': bad header entry None"),
+    "a float": (one("[6]", "[6.0]"), "tensor 'a': bad header entry"),
+    "minus 0": (one("[0,", "[-0,"), "tensor 'a': bad header entry"),
+    "a bool": (one("[6]", "[6,true]"), "tensor 'a': bad header entry"),
+    "above 64 bits": (one("[6]", "[6,0,18446744073709551616]"), "tensor 'a': bad header entry"),
+    "overflow": (in_file(table(empty("a", 0).replace("[0]", "[9223372036854775808,4,0]")), 0), "do not fit"),
+    "three offsets": (one("[0,24]", "[0,24,24]"), "tensor 'a': bad header entry"),
+    "no such dtype": (one("F32", "F33"), "tensor 'a': the format has no dtype 'F33'"),
+    "half a byte": (one('"F32","shape":[6]', '"F4","shape":[47]'), r"offsets 0\.\.24 do not fit F4 \[47\]"),
+}
+# The format's text forbids these; its reference takes them.
+TOLERATED = {
+    "a tensor twice": (in_file(table(A, A), 24), "a name is there twice"),
+    "a space first": (in_file(" " + table(A), 24), "the header is no JSON object"),
+    "a list as an entry": (in_file('{"a":["F32",[6],[0,24]]}', 24), "tensor 'a': bad header entry"),
+}
+
+
+def reads(path, data: bytes) -> bool:
+    path.write_bytes(data)
+    try:
+        SafetensorsFile(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+        return False
+    return True
+
+
+def reference_reads(data: bytes) -> bool:
+    safetensors = pytest.importorskip("safetensors")
+    try:
+        safetensors.deserialize(data)
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_the_format_allows(tmp_path, case):
+    assert reads(tmp_path / "x.safetensors", ALLOWED[case])
+    assert reference_reads(ALLOWED[case])
+
+
+@pytest.mark.parametrize("case", FORBIDDEN | TOLERATED)
+def test_the_format_forbids(tmp_path, case):
+    data, message = (FORBIDDEN | TOLERATED)[case]
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"x.safetensors: .*{message}|x.safetensors: {message}"):
+        SafetensorsFile(tmp_path / "x.safetensors")
+    assert reference_reads(data) == (case in TOLERATED)
+
+
+def test_damaged_files_beside_the_reference(tmp_path, rng):
+    """One to three bytes of a header or its length are changed, added or lost: both read it, or neither."""
+    start = ALLOWED["metadata"]
+    length = int.from_bytes(start[:8], "little")
+    digits = [i for i in range(length + 8) if start[i : i + 1].isdigit() or i == 0]
+    num_read = 0
+    for _ in range(4000):
+        data = bytearray(start)
+        for _ in range(rng.integers(1, 4)):
+            at = int(rng.choice(digits)) if rng.random() < 0.7 else int(rng.integers(9, length + 8))
+            change, byte = rng.integers(4), int(rng.choice(bytearray(b'0123456789 ,:"{}[]-.eF')))
+            if at == 0:
+                data[0] = (data[0] + int(rng.integers(-3, 4))) % 256
+            elif change == 0:
+                data[at:at] = bytes([byte])
+            elif change == 1:
+                del data[at]
+            else:
+                data[at] = byte
+            if change < 2 and rng.random() < 0.9 and at:
+                data[0] = (data[0] + (1 if change == 0 else -1)) % 256
+        expected = reference_reads(bytes(data))
+        num_read += expected
+        assert reads(tmp_path / "x.safetensors", bytes(data)) == expected, bytes(data)
+    assert num_read > 20
+
+
 def test_quantised_dtype_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(safetensors_bytes({"a": np.zeros(4, np.uint8)}, {"a": "F8_E4M3"}))

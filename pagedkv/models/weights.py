@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes, the little-endian length of a JSON header; the header,
 which maps a tensor's name to its dtype, shape and [begin, end) offsets; then the data, to which the offsets are
-relative. A large model is several such files and an index that maps names to files.
+relative and which they cover without a gap. A large model is several such files and an index that maps names to files.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import math
 import mmap
 from collections.abc import Set
-from itertools import pairwise
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ from pagedkv import Event
 from .config import read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Every dtype of the format, supported or not: the tensors must fill their file.
+ITEM_BITS = (
+    {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+    | dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+    | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
+    | dict.fromkeys(("I32", "U32", "F32"), 32)
+    | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
+)
+MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 STAGING_BYTES = 32 << 20
 
@@ -31,8 +41,21 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: the message names the file and the tensor."""
 
 
+class Entry(NamedTuple):
+    """What the header says of a tensor. Offsets are relative to the end of the header."""
+
+    begin: int
+    end: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class SafetensorsFile:
-    """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close."""
+    """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close.
+
+    A file that the format forbids is refused as a whole: its bytes are not where they are said to be, or not all there.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,62 +65,103 @@ class SafetensorsFile:
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(data, np.uint8)
-        self.header, self.data_start = self._read_header()
-        self._check_overlaps()
+        header, self.data_start = self._read_header()
+        self.entries = {name: self._read_entry(name, entry) for name, entry in header.items()}
+        self._check_layout()
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         num_bytes = len(self.bytes)
         length = int.from_bytes(self.bytes[:8].tobytes(), "little")
         if num_bytes < 8 or 8 + length > num_bytes:
             raise CheckpointError(f"{self.path}: truncated, or no safetensors file ({num_bytes} bytes)")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{self.path}: the header has {length} bytes but may have {MAX_HEADER_BYTES}")
         try:
-            header = json.loads(self.bytes[8 : 8 + length].tobytes())
+            header = read_strict_json(self.bytes[8 : 8 + length].tobytes().decode())
         except (ValueError, RecursionError) as error:  # JSON or UTF-8
             raise CheckpointError(f"{self.path}: the header is no JSON ({error})") from None
-        if not isinstance(header, dict):
+        if not isinstance(header, dict) or self.bytes[8] != ord("{"):
             raise CheckpointError(f"{self.path}: the header is no JSON object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        is_map = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+        if metadata is not None and not is_map:
+            raise CheckpointError(f"{self.path}: __metadata__ must map names to texts, not {metadata!r}")
         return header, 8 + length
 
-    def _check_overlaps(self) -> None:
-        """An entry that is damaged otherwise is told of when it is asked for."""
-        places = []
-        for name, entry in self.header.items():
-            offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-            if isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(n, int) for n in offsets):
-                places += [(*offsets, name)] if offsets[0] < offsets[1] else []
-        for (_, end, first), (begin, _, second) in pairwise(sorted(places)):
-            if begin < end:
-                raise CheckpointError(f"{self.path}: tensors {first!r} and {second!r} share byte {begin}")
+    def _read_entry(self, name: str, entry: Any) -> Entry:
+        where = f"{self.path}: tensor {name!r}"
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{where}: bad header entry {entry!r}") from None
+        is_good = isinstance(dtype, str) and isinstance(shape, list) and isinstance(entry["data_offsets"], list)
+        if not is_good or not all(type(n) is int for n in (*shape, begin, end)):  # read_strict_json: in 0..2**64-1
+            raise CheckpointError(f"{where}: bad header entry {entry!r}")
+        if dtype not in ITEM_BITS:
+            raise CheckpointError(f"{where}: the format has no dtype {dtype!r}")
+        sizes = [*accumulate(shape, mul, initial=1)]  # a product that overflows on its way to 0 is refused, too
+        num_bits = sizes[-1] * ITEM_BITS[dtype]
+        if 8 * (end - begin) != num_bits or max(sizes) >= 2**64:
+            raise CheckpointError(f"{where}: offsets {begin}..{end} do not fit {dtype} {shape}")
+        return Entry(begin, end, name, dtype, tuple(shape))
+
+    def _check_layout(self) -> None:
+        """The tensors must cover the data exactly: each begins where the one before ends, the last ends the file."""
+        end, before = 0, ""
+        for entry in sorted(self.entries.values()):
+            if entry.begin < end:
+                raise CheckpointError(f"{self.path}: tensors {before!r} and {entry.name!r} share byte {entry.begin}")
+            if entry.begin > end:
+                raise CheckpointError(
+                    f"{self.path}: bytes {end}..{entry.begin} of the data, before tensor {entry.name!r}, "
+                    "are no tensor's"
+                )
+            end, before = entry.end, entry.name
+        num_bytes = len(self.bytes) - self.data_start
+        if end > num_bytes:
+            raise CheckpointError(
+                f"{self.path}: tensor {before!r} ends at byte {self.data_start + end} "
+                f"but the file is truncated at {len(self.bytes)}"
+            )
+        if end < num_bytes:
+            raise CheckpointError(
+                f"{self.path}: bytes {end}..{num_bytes} of the data, after the last tensor, are no tensor's"
+            )
 
     def tensor(self, name: str) -> pagedkv.Tensor:
         """A view of one tensor in the dtype that the file has."""
         where = f"{self.path}: tensor {name!r}"
-        if name not in self.header:
+        if name not in self.entries:
             raise CheckpointError(f"{where} is missing")
-        entry = self.header[name]
-        try:
-            file_dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{where}: bad header entry {entry!r}") from None
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
-            raise CheckpointError(f"{where}: bad header entry {entry!r}")
-        if not isinstance(file_dtype, str):
-            raise CheckpointError(f"{where}: bad header entry {entry!r}")
-        if file_dtype not in DTYPES:
-            raise NotImplementedError(f"{where} has dtype {file_dtype}; supported are {', '.join(DTYPES)}")
-        dtype = DTYPES[file_dtype]
-        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-        if end - begin != num_bytes:
-            raise CheckpointError(f"{where}: offsets {begin}..{end} do not fit {file_dtype} {list(shape)}")
-        if self.data_start + end > len(self.bytes):
-            raise CheckpointError(
-                f"{where} ends at byte {self.data_start + end} but the file is truncated at {len(self.bytes)}"
-            )
-        data = self.bytes[self.data_start + begin : self.data_start + end]
-        if (self.data_start + begin) % ITEM_BYTES[dtype]:  # allowed, rare, and slow or wrong to compute on
+        entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise NotImplementedError(f"{where} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+        dtype = DTYPES[entry.dtype]
+        data = self.bytes[self.data_start + entry.begin : self.data_start + entry.end]
+        # Unaligned data is allowed by the format, rare, and slow or wrong to compute on.
+        if (self.data_start + entry.begin) % ITEM_BYTES[dtype]:
             data = data.copy()
-        return pagedkv.from_dlpack(data).view(shape, dtype)
+        return pagedkv.from_dlpack(data).view(entry.shape, dtype)
+
+
+def read_strict_json(text: str) -> Any:
+    """JSON as the format's reference reads it: no NaN, no name twice, and an int is one in 0..2**64-1, else a float."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            raise ValueError("a name is there twice")
+        return names
+
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise ValueError(f"{number} is no number")
+        return float(number)
+
+    def unsigned(number: str) -> float:
+        return finite(number) if number.startswith("-") or int(number) >= 2**64 else int(number)
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite, parse_int=unsigned)
 
 
 class Checkpoint:
@@ -193,4 +257,4 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
         found = "several .safetensors files but no model.safetensors.index.json" if paths else "no model.safetensors"
         raise FileNotFoundError(f"{folder}: {found}: no weights to load")
     file = SafetensorsFile(paths[0])
-    return dict.fromkeys(file.header, file)
+    return dict.fromkeys(file.entries, file)

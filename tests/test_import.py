@@ -158,3 +158,25 @@ def test_the_suite_fails_on_sources_without_extension(sources):
     result = start(sources, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(sources))
     assert result.returncode == 4
     assert "has no compiled extension" in result.stdout + result.stderr
+SUBINTERPRETER = """
+import sys, _interpreters
+sys.path.insert(0, sys.argv[1])
+import pagedkv  # the main interpreter has it
+config = _interpreters.new_config('isolated', gil=sys.argv[2])
+error = _interpreters.run_string(_interpreters.create(config), f'import sys; sys.path[:0] = {sys.path!r}; import pagedkv')
+print(error and error.formatted)
+"""
+
+
+@pytest.mark.parametrize("version", ["3.13", "3.14"])
+@pytest.mark.parametrize("gil", ["shared", "own"])
+def test_a_subinterpreter_cannot_import_it(version, gil):
+    """NumPy's API belongs to one interpreter. Before 3.12 a module cannot say so; 3.13 can ask it easily."""
+    python = sys.executable if sys.version_info[:2] == tuple(map(int, version.split("."))) else f"python{version}"
+    try:
+        done = subprocess.run([python, "-c", SUBINTERPRETER, WHERE, gil], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip(f"no {python}")
+    if done.returncode in (126, 127):  # what stands for a Python that is not there
+        pytest.skip(f"no {python}")
+    assert done.stdout == "ImportError: module pagedkv._C does not support loading in subinterpreters\n", done.stderr

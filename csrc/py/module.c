@@ -126,7 +126,14 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module) { module_clear(module); }
 
-static PyModuleDef_Slot module_slots[] = {
+/* NumPy's API, which arrays.c keeps for the process, works in the main interpreter only. The slot that says so came
+ * with Python 3.12; 3.11 knows neither its name nor the number, and would refuse the module for it. */
+#ifndef Py_mod_multiple_interpreters
+#define Py_mod_multiple_interpreters 3
+#define Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED NULL
+#endif
+static PyModuleDef_Slot slots_since_312[] = {
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
     {Py_mod_exec, module_exec}, /* a free-threaded Python takes its GIL up again: nothing here was run without one */
     {0, NULL},
 };
@@ -136,10 +143,14 @@ static PyModuleDef module_definition = {
     .m_name = "pagedkv._C",
     .m_doc = "The C extension of pagedkv; use it through the package.",
     .m_size = sizeof(py_state),
-    .m_slots = module_slots,
+    .m_slots = slots_since_312,
     .m_traverse = module_traverse,
     .m_clear = module_clear,
     .m_free = module_free,
 };
 
-PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&module_definition); }
+PyMODINIT_FUNC PyInit__C(void)
+{
+    if (Py_Version < 0x030C0000) module_definition.m_slots = slots_since_312 + 1; /* without the first */
+    return PyModuleDef_Init(&module_definition);
+}

@@ -17,9 +17,8 @@ static const char type_doc[] =
     "  num_host_blocks: pages of host memory for swap_out.\n"
     "  hash_key: 16 bytes; random if None. Results never depend on it (_hash_bits is for the tests of that).\n\n"
     "Errors: KeyError for an unknown sequence, OutOfBlocks (a MemoryError) where pages do not suffice, ValueError and\n"
-    "TypeError for bad arguments. After any error nothing has changed. Every call is atomic for other threads and "
-    "O(1)\n"
-    "a page. len(manager) is the number of sequences, `seq_id in manager` says whether it has one.";
+    "TypeError for bad arguments. After any error nothing has changed. Every call is O(1) a page, and atomic for other\n"
+    "threads, which run meanwhile where it is long. len(manager) is the number of sequences, `seq_id in manager` says whether it has one.";
 
 // --- life
 

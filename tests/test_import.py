@@ -158,6 +158,10 @@ def test_the_suite_fails_on_sources_without_extension(sources):
     result = start(sources, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(sources))
     assert result.returncode == 4
     assert "has no compiled extension" in result.stdout + result.stderr
+
+
+# --- other interpreters
+
 SUBINTERPRETER = """
 import sys, _interpreters
 sys.path.insert(0, sys.argv[1])

@@ -84,9 +84,11 @@ class FakeModule:
 
     @staticmethod
     def swap_blocks(sources: list[FakeTensor], targets: list[FakeTensor], pairs: np.ndarray) -> None:
-        def move(pairs: np.ndarray = pairs.copy()) -> None:
+        given = pairs.copy()
+
+        def move() -> None:
             for source, target in zip(sources, targets, strict=True):
-                target.array[pairs[:, 1]] = source.array[pairs[:, 0]]
+                target.array[given[:, 1]] = source.array[given[:, 0]]
 
         device_of(sources[0], targets[0]).call(move)
 

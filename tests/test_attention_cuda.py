@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import ATTENTION_CASES, AttentionCase
+from cases import ATTENTION_CASES
 from pools import forget, make_batch
 from test_attention import check, run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pagedkv import LLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import busy_neighbour  # noqa: E402
+import busy_neighbour
 
 
 def test_the_same_tokens_beside_busy_processes(seed, device):

@@ -1,6 +1,8 @@
 """What only a GPU can get wrong: ids in device arrays that are out of range, CUDA graphs whose inputs change between
 replays, pools beyond 2^31 elements, several devices, memory that runs out."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -313,3 +315,28 @@ def test_out_of_memory_is_a_memory_error_and_all_goes_on(torch, rng):
         inputs.run()
     stream.synchronize()
     inputs.check(batch)
+
+
+def test_a_forked_child_is_told(cuda):
+    """The driver does not work there; the CPU does."""
+    code = """
+import os, sys
+import numpy as np
+import pagedkv
+kept = pagedkv.asarray(np.ones((2, 8), np.float32), device="cuda")
+child = os.fork()
+if child == 0:
+    try:
+        pagedkv.silu_and_mul(kept)
+        os._exit(1)
+    except BufferError as error:
+        print(error, flush=True)
+    assert pagedkv.silu_and_mul(np.ones((2, 8), np.float32)).shape == (2, 4)
+    del kept  # the parent's memory
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(len(pagedkv.silu_and_mul(kept).tolist()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "was forked from one that used CUDA" in result.stdout and result.stdout.splitlines()[-1] == "2"

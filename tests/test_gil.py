@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,3 +152,71 @@ def test_numbers_that_change_during_a_call(rng):
     finally:
         is_done.set()
         thread.join()
+
+
+# --- on a GPU: waits, copies, allocations, and whatever is loaded at its first use
+
+
+GPU_CALLS = """
+import gc, sys
+import numpy as np
+import pagedkv
+from test_gil import longest_pause
+
+def report(name, call):
+    taken, worst = longest_pause(call)
+    print(name, taken, worst)
+
+report("the driver", lambda: pagedkv.memory_info())
+report("a context", lambda: pagedkv.empty(3, device="cuda"))
+host = np.ones((4096, 4096), np.float32)
+kept = []
+report("to the GPU", lambda: kept.append(pagedkv.asarray(host, device="cuda")))
+x = kept[0]
+report("a kernel", lambda: pagedkv.silu_and_mul(x[:4]))
+report("an allocation", lambda: kept.append(pagedkv.empty((1 << 30,), device="cuda")))
+report("pinned memory", lambda: kept.append(pagedkv.empty((1 << 28,), pinned=True)))
+small = pagedkv.empty((512, 4096), device="cuda")
+report("cuBLASLt", lambda: pagedkv.linear(x[:512], x, out=small))
+out = pagedkv.empty((4096, 4096), device="cuda")
+def work(times=300):
+    for _ in range(times):
+        pagedkv.linear(x, x, out=out)
+work(3)
+work()
+report("from the GPU", lambda: pagedkv.asarray(out, device="cpu"))
+work()
+stream = pagedkv.Stream()
+pagedkv.silu_and_mul(x, stream=stream)
+work()
+report("synchronize", lambda: pagedkv.synchronize("cuda"))
+work()
+report("an event", lambda: pagedkv.Event().record().synchronize())
+work()
+report("free", kept.pop)
+report("free pinned", kept.pop)
+big = pagedkv.asarray(host, device="cuda")
+work()
+def drop():
+    global big
+    del big
+report("free while the GPU works", drop)
+report("numbers", lambda: kept.append(pagedkv.asarray(host[:512], device="cuda").tolist()))
+"""
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_does_lets_others_run(cuda):
+    """In a fresh process, so that everything is a first use."""
+    folder = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    seen: dict[str, float] = {}
+    for _ in range(3):  # another process may need the processor: the best one counts
+        result = subprocess.run([sys.executable, "-c", GPU_CALLS], env=env, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        for line in result.stdout.splitlines():
+            name, _, worst = line.rsplit(" ", 2)
+            seen[name] = min(seen.get(name, 1e9), float(worst))
+        print(result.stdout)
+    assert len(seen) == 14
+    assert max(seen.values()) < 0.005, seen

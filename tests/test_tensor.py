@@ -309,3 +309,12 @@ def test_type_is_closed():
         type("Mine", (pagedkv.Tensor,), {})
     with pytest.raises(AttributeError):
         pagedkv.empty(1).shape = (2,)
+
+
+def test_one_element_is_a_number():
+    tensor = pagedkv.asarray([[1.5, 2.5], [3.5, 4.5]])
+    assert float(tensor[0, 1]) == 2.5 and int(tensor[1:, 1:]) == 4 and int(pagedkv.asarray(2**53 + 1)) == 2**53 + 1
+    assert float(pagedkv.asarray([0.5], "bfloat16")) == 0.5
+    for several in (tensor, tensor[:0], tensor[0]):
+        with pytest.raises(TypeError, match="only a tensor of one element is a number"):
+            float(several)

@@ -156,7 +156,7 @@ def test_long_and_short_calls_of_several_threads(seed):
                     known[number].clear()
                 if i % 50 == 0:
                     manager.check()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]

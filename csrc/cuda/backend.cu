@@ -39,17 +39,27 @@ static struct device_state {
     int num_pieces;
 } devices[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int known_device_count; /* 0: not known yet */
+static int known_device_count; /* 0: not known yet; -1: in a child of fork(), where the driver does not work */
+
+static void forget_devices() { known_device_count = -1; }
 
 pk_status pk_cuda_probe(int *device_count, pk_error *err)
 {
     *device_count = __atomic_load_n(&known_device_count, __ATOMIC_RELAXED);
     if (*device_count > 0) return PK_OK;
+    if (*device_count < 0) {
+        *device_count = 0;
+        return pk_fail(err, PK_EDEVICE, "no CUDA device: this process was forked from one that used CUDA, which the "
+                                        "driver does not support; start it by spawn, or fork before the first use");
+    }
     const pk_cuda_pause pause; /* it loads the driver */
     cudaError_t error = cudaGetDeviceCount(device_count);
     if (error == cudaSuccess && *device_count > 0) {
         if (*device_count > MAX_DEVICES) *device_count = MAX_DEVICES;
-        __atomic_store_n(&known_device_count, *device_count, __ATOMIC_RELAXED);
+        int unknown = 0;
+        if (__atomic_compare_exchange_n(&known_device_count, &unknown, *device_count, false, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED))
+            pthread_atfork(nullptr, nullptr, forget_devices);
         return PK_OK;
     }
     *device_count = 0;

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
             if (args.is_gated) { /* rounded where silu_and_mul would read it */
                 float gate = pk_round<T>(sum), up = 0;
                 for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
-                sum = pk_round<T>(gate / (1 + __expf(-gate))) * pk_round<T>(up * scale);
+                sum = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(up * scale);
             }
             if (args.out_dtype == PK_F32)
                 ((float *)args.out)[at] = sum;

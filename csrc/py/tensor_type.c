@@ -473,6 +473,34 @@ static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
     return list;
 }
 
+/* The element of a tensor that has one, as tolist() gives it. */
+static PyObject *only_element(PyObject *self)
+{
+    if (pk_view_numel(py_tensor_view(self)) != 1)
+        return PyErr_Format(PyExc_TypeError, "only a tensor of one element is a number: tolist() gives all of %R", self);
+    PyObject *value = tensor_tolist(self, NULL);
+    while (value && PyList_Check(value)) {
+        PyObject *inner = Py_NewRef(PyList_GetItem(value, 0));
+        Py_DECREF(value);
+        value = inner;
+    }
+    return value;
+}
+
+static PyObject *tensor_float(PyObject *self)
+{
+    PyObject *value = only_element(self), *number = value ? PyNumber_Float(value) : NULL;
+    Py_XDECREF(value);
+    return number;
+}
+
+static PyObject *tensor_int(PyObject *self)
+{
+    PyObject *value = only_element(self), *number = value ? PyNumber_Long(value) : NULL;
+    Py_XDECREF(value);
+    return number;
+}
+
 // --- the type
 
 PyDoc_STRVAR(
@@ -522,6 +550,8 @@ static PyType_Slot tensor_slots[] = {
     {Py_tp_methods, tensor_methods},
     {Py_tp_getset, tensor_getset},
     {Py_tp_members, tensor_members},
+    {Py_nb_float, tensor_float},
+    {Py_nb_int, tensor_int},
     {Py_mp_length, tensor_length},
     {Py_mp_subscript, tensor_subscript},
     {Py_bf_getbuffer, tensor_getbuffer},

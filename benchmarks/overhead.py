@@ -50,7 +50,7 @@ def calls() -> dict[str, Callable[[], object]]:
     x, weight, out = np.ones((1, 8), np.float32), np.ones(8, np.float32), np.ones((1, 8), np.float32)
     own = [pagedkv.asarray(a.copy()) for a in (x, weight, out)]
     shape, pairs = (1,), np.zeros((0, 2), np.int32)
-    cache = np.ones((2, 4, 1, 8), np.float32)
+    cache, v_cache = (np.ones((2, 4, 1, 8), np.float32) for _ in range(2))
     many = [pagedkv.asarray(cache.copy()) for _ in range(100)]
     key, slots = np.ones((1, 1, 8), np.float32), np.array([3])
     table, lens = np.array([[0]], np.int32), np.array([4], np.int32)
@@ -64,7 +64,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "rms_norm of pagedkv.Tensor, out given": lambda: rms_norm(own[0], own[1], out=own[2]),
         "rms_norm of NumPy, out given": lambda: rms_norm(x, weight, out=out),
         "rms_norm of NumPy, out allocated": lambda: rms_norm(x, weight),
-        "store_kvcache, one token, NumPy": lambda: pagedkv.store_kvcache(key, key, cache, cache, slots),
+        "store_kvcache, one token, NumPy": lambda: pagedkv.store_kvcache(key, key, cache, v_cache, slots),
         "paged_attention_fwd, one token, NumPy": lambda: pagedkv.paged_attention_fwd(key, cache, cache, table, lens),
         "100 pagedkv.Tensor": lambda: swap_blocks(many, many, pairs),
     }

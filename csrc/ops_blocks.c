@@ -35,30 +35,72 @@ static bool has_gapless_blocks(const pk_view *cache)
     return cache->shape[0] <= 1 || cache->stride[0] >= span;
 }
 
-static pk_status check_cache(const char *name, const pk_view *cache, pk_device device, bool is_written, pk_error *err)
+/* A cache of a list, or the pairs (index -1). */
+typedef struct {
+    uintptr_t low, high; /* its extent */
+    const pk_view *view;
+    const char *list;
+    int index;
+    bool is_written;
+} member;
+
+typedef char member_name[32];
+
+static const char *name_of(const member *of, member_name text)
 {
+    snprintf(text, sizeof(member_name), of->index < 0 ? "%s" : "%s[%d]", of->list, of->index);
+    return text;
+}
+
+static pk_status check_cache(const member *of, pk_device device, pk_error *err)
+{
+    const pk_view *cache = of->view;
+    member_name name;
     if (cache->ndim < 1)
-        return pk_fail(err, PK_ESHAPE, "%s: has no dimensions, the first one must be the blocks", name);
+        return pk_fail(err, PK_ESHAPE, "%s: has no dimensions, the first one must be the blocks", name_of(of, name));
     if (cache->device.type != device.type || cache->device.index != device.index)
-        return pk_fail(err, PK_EDEVICE, "%s: is on another device than the first cache", name);
-    if (is_written && cache->is_readonly)
-        return pk_fail(err, PK_ELAYOUT, "%s: is read-only but would be written", name);
-    uintptr_t low, high;
-    if (!pk_view_extent(cache, &low, &high))
-        return pk_fail(err, PK_ELAYOUT, "%s: its shape and strides reach beyond the address space", name);
+        return pk_fail(err, PK_EDEVICE, "%s: is on another device than the first cache", name_of(of, name));
+    if (of->is_written && cache->is_readonly)
+        return pk_fail(err, PK_ELAYOUT, "%s: is read-only but would be written", name_of(of, name));
     if (pk_view_numel(cache) > 0 && !has_gapless_blocks(cache))
-        return pk_fail(err, PK_ELAYOUT, "%s: a block's memory has gaps or overlaps the next block's", name);
+        return pk_fail(err, PK_ELAYOUT, "%s: a block's memory has gaps or overlaps the next block's",
+                       name_of(of, name));
     return PK_OK;
 }
 
-static pk_status check_range(const char *pairs_name, const pk_view *pairs, int side, const char *name,
-                             int64_t num_blocks, pk_error *err)
+/* Describes all views of a list, and checks each by itself. */
+static pk_status read_list(member *members, const char *list, const pk_view *views, int count, bool is_written,
+                           pk_error *err)
 {
-    for (int64_t p = 0; p < pairs->shape[0]; p++) {
-        int64_t block = pair_at(pairs, p, side);
+    member_name name;
+    for (int i = 0; i < count; i++) {
+        members[i] = (member){.view = &views[i], .list = list, .index = i, .is_written = is_written};
+        if (!pk_view_extent(&views[i], &members[i].low, &members[i].high))
+            return pk_fail(err, PK_ELAYOUT, "%s: its shape and strides reach beyond the address space",
+                           name_of(&members[i], name));
+        PK_TRY(check_cache(&members[i], views[0].device, err));
+    }
+    return PK_OK;
+}
+
+static pk_status read_pairs(member *pairs, const char *name, const pk_view *view, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, name, view, "P 2", PK_ANY_INT | PK_DENSE | PK_HOST);
+    *pairs = (member){.low = env.views[0].low, .high = env.views[0].high, .view = view, .list = name, .index = -1};
+    return PK_OK;
+}
+
+static pk_status check_range(const member *pairs, int side, const member *of, pk_error *err)
+{
+    int64_t num_blocks = of->view->shape[0];
+    member_name name;
+    for (int64_t p = 0; p < pairs->view->shape[0]; p++) {
+        int64_t block = pair_at(pairs->view, p, side);
         if (block < 0 || block >= num_blocks)
-            return pk_fail(err, PK_EVALUE, "%s[%lld, %d] is %lld but %s has %lld blocks", pairs_name, (long long)p,
-                           side, (long long)block, name, (long long)num_blocks);
+            return pk_fail(err, PK_EVALUE, "%s[%lld, %d] is %lld but %s has %lld blocks", pairs->list, (long long)p,
+                           side, (long long)block, name_of(of, name), (long long)num_blocks);
     }
     return PK_OK;
 }
@@ -93,154 +135,117 @@ static pk_status check_conflicts(const char *name, const pk_view *pairs, bool is
     return status;
 }
 
-/* Of a list, or a tensor by itself (list_index -1). */
-typedef struct {
-    uintptr_t low, high; /* its extent */
-    const pk_view *view;
-    const char *list;
-    int list_index;
-    bool is_written;
-} member;
-
-static void add_members(member *members, int *count, const char *list, const pk_view *views, int num_views,
-                        bool is_written)
-{
-    for (int i = 0; i < num_views; i++) {
-        member *added = &members[(*count)++];
-        *added = (member){.view = &views[i], .list = list, .list_index = i, .is_written = is_written};
-        pk_view_extent(&views[i], &added->low, &added->high); /* has one, see check_cache */
-    }
-}
-
-static const char *member_name(const member *of, char text[32])
-{
-    snprintf(text, 32, of->list_index < 0 ? "%s" : "%s[%d]", of->list, of->list_index);
-    return text;
-}
-
 static int compare_members(const void *left, const void *right)
 {
     const member *a = left, *b = right;
     return (a->low > b->low) - (a->low < b->low);
 }
 
-/* src[i] and dst[i] with the same blocks; they are alike otherwise, see check_alike. */
+/* src[i] and dst[i], alike otherwise, with the same block 0 and the same step to the next. */
 static bool are_one_pool(const member *a, const member *b)
 {
     const pk_view *left = a->view, *right = b->view;
-    return a->list_index >= 0 && a->list_index == b->list_index && left->data == right->data &&
+    return a->index >= 0 && a->index == b->index && left->data == right->data &&
+           left->device.type == right->device.type && left->device.index == right->device.index &&
            (left->shape[0] <= 1 || right->shape[0] <= 1 || left->stride[0] == right->stride[0]);
 }
 
-/* What is written overlaps nothing else, but for pools that are copied within themselves. In the order of their
- * addresses only those that follow one another can overlap: few, unless pools of one allocation interleave. */
+/* The same step from block to block, in which a block of the one and one of the other have their own places. */
+static bool interleave(const member *a, const member *b)
+{
+    uintptr_t bytes = pk_dtype_bytes(a->view->dtype), step = (uintptr_t)a->view->stride[0] * bytes;
+    if (a->index < 0 || b->index < 0 || (uintptr_t)b->view->stride[0] * pk_dtype_bytes(b->view->dtype) != step)
+        return false;
+    uintptr_t a_block = a->high - a->low - step * (uintptr_t)(a->view->shape[0] - 1);
+    uintptr_t b_block = b->high - b->low - step * (uintptr_t)(b->view->shape[0] - 1);
+    uintptr_t distance = step ? (b->low - a->low) % step : 0;
+    return distance >= a_block && distance + b_block <= step;
+}
+
+/* What is written overlaps nothing else, but for src[i] and dst[i] that are one pool. In the order of their addresses
+ * only those that follow one another can overlap: few, unless pools interleave in one allocation. */
 static pk_status check_apart(member *members, int count, bool *is_one_pool, pk_error *err)
 {
-    char name[32], other_name[32];
+    member_name name, other_name;
     qsort(members, (size_t)count, sizeof *members, compare_members);
     for (const member *a = members; a < members + count; a++)
         for (const member *b = a + 1; b < members + count && b->low < a->high; b++) {
-            if ((!a->is_written && !b->is_written) || !pk_views_overlap(a->view, b->view)) continue;
-            if (!are_one_pool(a, b))
-                return pk_fail_overlap(err, member_name(b, name), b->is_written, member_name(a, other_name),
-                                       a->is_written);
-            *is_one_pool = true;
+            if ((!a->is_written && !b->is_written) || b->low == b->high) continue;
+            if (are_one_pool(a, b))
+                *is_one_pool = true;
+            else if (!interleave(a, b) && pk_views_overlap(a->view, b->view))
+                return pk_fail_overlap(err, name_of(b, name), b->is_written, name_of(a, other_name), a->is_written);
         }
     return PK_OK;
 }
 
-/* `src` is read and `dst` is written, copy_blocks: src is NULL; the pairs are read. Says whether any src[i] is dst[i]. */
-static pk_status check_memory(const pk_view *src, const char *dst_name, const pk_view *dst, int num_caches,
-                              const char *pairs_name, const pk_view *pairs, bool *is_one_pool, pk_error *err)
+/* `members` has room for all. */
+static pk_status check_copy(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
 {
-    int count = 0;
-    member *members = malloc((2 * (size_t)num_caches + 1) * sizeof *members);
-    if (!members) return pk_fail(err, PK_ENOMEM, "cannot allocate room to check %d caches", num_caches);
-    if (src) add_members(members, &count, "src", src, num_caches, false);
-    add_members(members, &count, dst_name, dst, num_caches, true);
-    add_members(members, &count, pairs_name, pairs, 1, false);
-    members[count - 1].list_index = -1;
-    pk_status status = check_apart(members, count, is_one_pool, err);
+    int count = args->num_caches;
+    bool is_one_pool = true; /* each by itself */
+    PK_TRY(read_pairs(&members[count], "src_dst_pairs", pairs, err));
+    PK_TRY(read_list(members, "caches", args->dst, count, true, err));
+    for (int i = 0; i < count; i++)
+        for (int side = 0; side < 2; side++) PK_TRY(check_range(&members[count], side, &members[i], err));
+    PK_TRY(check_conflicts("src_dst_pairs", pairs, is_one_pool, err));
+    return check_apart(members, count + 1, &is_one_pool, err);
+}
+
+/* Both sides must lay a block out in the same way: a swap copies bytes. */
+static pk_status check_alike(const member *from, const member *to, pk_error *err)
+{
+    const pk_view *src = from->view, *dst = to->view;
+    member_name name, other;
+    if (src->dtype != dst->dtype)
+        return pk_fail(err, PK_EDTYPE, "%s: dtype is %s but %s has %s", name_of(to, other), pk_dtype_name(dst->dtype),
+                       name_of(from, name), pk_dtype_name(src->dtype));
+    if (src->ndim != dst->ndim)
+        return pk_fail(err, PK_ESHAPE, "%s: has %d dimensions but %s has %d", name_of(to, other), dst->ndim,
+                       name_of(from, name), src->ndim);
+    for (int dim = 1; dim < src->ndim; dim++)
+        if (src->shape[dim] != dst->shape[dim])
+            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", name_of(to, other), dim,
+                           (long long)dst->shape[dim], name_of(from, name), (long long)src->shape[dim]);
+    for (int dim = 1; dim < src->ndim; dim++)
+        if (src->shape[dim] > 1 && src->stride[dim] != dst->stride[dim])
+            return pk_fail(err, PK_ELAYOUT, "%s: stride %d is %lld but %s has %lld", name_of(to, other), dim,
+                           (long long)dst->stride[dim], name_of(from, name), (long long)src->stride[dim]);
+    return PK_OK;
+}
+
+static pk_status check_swap(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
+{
+    int count = args->num_caches;
+    member *src = members, *dst = members + count, *both = members + 2 * count;
+    bool is_one_pool = false;
+    PK_TRY(read_pairs(both, "pairs", pairs, err));
+    PK_TRY(read_list(src, "src", args->src, count, false, err));
+    PK_TRY(read_list(dst, "dst", args->dst, count, true, err));
+    for (int i = 0; i < count; i++) {
+        PK_TRY(check_alike(&src[i], &dst[i], err));
+        PK_TRY(check_range(both, 0, &src[i], err));
+        PK_TRY(check_range(both, 1, &dst[i], err));
+    }
+    PK_TRY(check_apart(members, 2 * count + 1, &is_one_pool, err));
+    return check_conflicts("pairs", pairs, is_one_pool, err);
+}
+
+typedef pk_status check_function(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err);
+
+/* Gives a check its room. */
+static pk_status check_blocks(check_function *check, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
+{
+    member *members = malloc((2 * (size_t)args->num_caches + 1) * sizeof *members);
+    if (!members) return pk_fail(err, PK_ENOMEM, "cannot allocate room to check %d caches", args->num_caches);
+    pk_status status = check(members, args, pairs, err);
     free(members);
     return status;
 }
 
-static pk_status check_pairs(const char *name, const pk_view *pairs, pk_error *err)
+static pk_blocks_args args_of(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs)
 {
-    pk_env env;
-    pk_env_init(&env, err);
-    return pk_expect(&env, name, pairs, "P 2", PK_ANY_INT | PK_DENSE | PK_HOST);
-}
-
-pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err)
-{
-    const char *pairs_name = "src_dst_pairs";
-    PK_TRY(check_pairs(pairs_name, pairs, err));
-    if (num_caches == 0) return PK_OK;
-    for (int i = 0; i < num_caches; i++) {
-        char name[32];
-        snprintf(name, sizeof name, "caches[%d]", i);
-        PK_TRY(check_cache(name, &caches[i], caches[0].device, true, err));
-        for (int side = 0; side < 2; side++)
-            PK_TRY(check_range(pairs_name, pairs, side, name, caches[i].shape[0], err));
-    }
-    bool is_one_pool = true; /* each cache by itself */
-    PK_TRY(check_memory(NULL, "caches", caches, num_caches, pairs_name, pairs, &is_one_pool, err));
-    PK_TRY(check_conflicts(pairs_name, pairs, is_one_pool, err));
-    const pk_backend *backend;
-    PK_BACKEND_OP(caches[0].device, copy_blocks, &backend, err);
-    pk_blocks_args args = {
-        .num_caches = num_caches,
-        .src = caches,
-        .dst = caches,
-        .pairs = pairs->data,
-        .num_pairs = pairs->shape[0],
-        .pairs_are_int64 = pairs->dtype == PK_I64,
-    };
-    return backend->copy_blocks(caches[0].device, &args, stream, err);
-}
-
-/* Both sides must lay a block out in the same way: a swap copies bytes. */
-static pk_status check_alike(const char *name, const pk_view *src, const char *other, const pk_view *dst, pk_error *err)
-{
-    if (src->dtype != dst->dtype)
-        return pk_fail(err, PK_EDTYPE, "%s: dtype is %s but %s has %s", other, pk_dtype_name(dst->dtype), name,
-                       pk_dtype_name(src->dtype));
-    if (src->ndim != dst->ndim)
-        return pk_fail(err, PK_ESHAPE, "%s: has %d dimensions but %s has %d", other, dst->ndim, name, src->ndim);
-    for (int dim = 1; dim < src->ndim; dim++)
-        if (src->shape[dim] != dst->shape[dim])
-            return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", other, dim, (long long)dst->shape[dim],
-                           name, (long long)src->shape[dim]);
-    for (int dim = 1; dim < src->ndim; dim++)
-        if (src->shape[dim] > 1 && src->stride[dim] != dst->stride[dim])
-            return pk_fail(err, PK_ELAYOUT, "%s: stride %d is %lld but %s has %lld", other, dim,
-                           (long long)dst->stride[dim], name, (long long)src->stride[dim]);
-    return PK_OK;
-}
-
-pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
-                         pk_error *err)
-{
-    PK_TRY(check_pairs("pairs", pairs, err));
-    if (num_caches == 0) return PK_OK;
-    bool is_one_pool = false;
-    for (int i = 0; i < num_caches; i++) {
-        char src_name[32], dst_name[32];
-        snprintf(src_name, sizeof src_name, "src[%d]", i);
-        snprintf(dst_name, sizeof dst_name, "dst[%d]", i);
-        PK_TRY(check_cache(src_name, &src[i], src[0].device, false, err));
-        PK_TRY(check_cache(dst_name, &dst[i], dst[0].device, true, err));
-        PK_TRY(check_alike(src_name, &src[i], dst_name, &dst[i], err));
-        PK_TRY(check_range("pairs", pairs, 0, src_name, src[i].shape[0], err));
-        PK_TRY(check_range("pairs", pairs, 1, dst_name, dst[i].shape[0], err));
-    }
-    PK_TRY(check_memory(src, "dst", dst, num_caches, "pairs", pairs, &is_one_pool, err));
-    PK_TRY(check_conflicts("pairs", pairs, is_one_pool, err));
-    const pk_backend *backend; /* the GPU moves the bytes where one side is there */
-    pk_device device = src[0].device.type == PK_CPU ? dst[0].device : src[0].device;
-    PK_BACKEND_OP(device, swap_blocks, &backend, err);
-    pk_blocks_args args = {
+    return (pk_blocks_args){
         .num_caches = num_caches,
         .src = src,
         .dst = dst,
@@ -248,5 +253,26 @@ pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches,
         .num_pairs = pairs->shape[0],
         .pairs_are_int64 = pairs->dtype == PK_I64,
     };
+}
+
+pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err)
+{
+    const pk_blocks_args args = args_of(caches, caches, num_caches, pairs);
+    PK_TRY(check_blocks(check_copy, &args, pairs, err));
+    if (num_caches == 0) return PK_OK;
+    const pk_backend *backend;
+    PK_BACKEND_OP(caches[0].device, copy_blocks, &backend, err);
+    return backend->copy_blocks(caches[0].device, &args, stream, err);
+}
+
+pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
+                         pk_error *err)
+{
+    const pk_blocks_args args = args_of(src, dst, num_caches, pairs);
+    PK_TRY(check_blocks(check_swap, &args, pairs, err));
+    if (num_caches == 0) return PK_OK;
+    const pk_backend *backend; /* the GPU moves the bytes where one side is there */
+    pk_device device = src[0].device.type == PK_CPU ? dst[0].device : src[0].device;
+    PK_BACKEND_OP(device, swap_blocks, &backend, err);
     return backend->swap_blocks(device, &args, stream, err);
 }

@@ -16,7 +16,7 @@ static pk_status check_memory(const pk_view *src, const pk_view *dst, pk_error *
 {
     uintptr_t low, high;
     if (!pk_view_extent(src, &low, &high) || !pk_view_extent(dst, &low, &high))
-        return pk_fail(err, PK_ELAYOUT, "src: its shape and strides, or the destination's, reach beyond the address space");
+        return pk_fail(err, PK_ELAYOUT, "src: its strides, or the destination's, reach beyond the address space");
     if (!pk_views_overlap(src, dst) || pk_views_are_same(src, dst)) return PK_OK;
     return pk_fail(err, PK_ELAYOUT, "src: overlaps the memory that would be written");
 }

@@ -1,11 +1,11 @@
 /* overlap.c - which memory a view touches, and whether two views share any of it.
  *
- * An element of `a` and one of `b` share a byte where the distance of their addresses, b's minus a's, is more than minus
- * b's and less than a's element. That distance is a constant plus a sum over the dimensions of both, step * x with
- * 0 <= x <= most, once every dimension that steps backwards has been turned round. So the question is whether such a sum
- * hits an interval [low, high]. Equal steps are one dimension. A step no longer than the interval only makes the interval
- * longer, and for dense rows, heads and pages nothing is left then but the step from page to page, or from row to row.
- * What is left is searched, the longest step first, where the shorter ones leave few multiples of it to try.
+ * An element of `a` and one of `b` share a byte where the distance of their addresses, b's minus a's, is more than
+ * minus b's and less than a's element. That distance is a constant plus a sum over the dimensions of both, step * x
+ * with 0 <= x <= most, once every dimension that steps backwards has been turned round. So the question is whether such
+ * a sum hits an interval [low, high]. Equal steps are one dimension. A step no longer than the interval only makes the
+ * interval longer, and for dense rows, heads and pages nothing is left then but the step from page to page, or from row
+ * to row. What is left is searched, the longest step first: the shorter ones leave few multiples of it to try.
  */
 #include "pk.h"
 
@@ -18,18 +18,17 @@ enum { MAX_WORK = 4096 }; /* sums looked at; a search that needs more says that 
 bool pk_view_extent(const pk_view *view, uintptr_t *low, uintptr_t *high)
 {
     int64_t count = 1, first = 0, last = 0;
-    bool is_empty = false, is_too_far = false;
+    bool is_empty = false;
     for (int i = 0; i < view->ndim; i++) {
-        int64_t size = view->shape[i], stride = view->stride[i], step;
-        if (size < 0) return false;
+        int64_t size = view->shape[i], step = view->stride[i]; /* to the last index, but at least to the next */
+        bool is_step = size > 1;
+        if (is_step && (__builtin_mul_overflow(size - 1, step, &step) || __builtin_mul_overflow(count, size, &count)))
+            return false;
+        if (size < 0 || step < -most_elements || step > most_elements) return false;
+        if (is_step) *(step < 0 ? &first : &last) += step;
         is_empty |= size == 0;
-        is_too_far |= stride < -most_elements || stride > most_elements;
-        if (size <= 1) continue;
-        is_too_far |= __builtin_mul_overflow(count, size, &count);
-        is_too_far |= __builtin_mul_overflow(size - 1, stride, &step);
-        is_too_far |= step < 0 ? __builtin_add_overflow(first, step, &first) : __builtin_add_overflow(last, step, &last);
     }
-    if (is_too_far || count > most_elements || first < -most_elements || last > most_elements + first) return false;
+    if (count > most_elements || last - first > most_elements) return false;
     *low = *high = (uintptr_t)view->data;
     if (is_empty) return true;
     uintptr_t bytes = pk_dtype_bytes(view->dtype);
@@ -76,8 +75,8 @@ static int add_axes(const pk_view *view, bool is_subtracted, axis *axes, int cou
     return count;
 }
 
-/* Whether some sum of multiples is in [low, high]; true, too, where `work` is used up. sums[i]: of the first i axes, the
- * largest. */
+/* Whether some sum of multiples is in [low, high]; true, too, where `work` is used up. sums[i]: the largest one of the
+ * first i axes. */
 static bool hits(const axis *axes, const int64_t *sums, int count, int64_t low, int64_t high, int *work)
 {
     if (high < 0 || low > sums[count]) return false;

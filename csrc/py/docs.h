@@ -5,14 +5,14 @@
 /* clang-format off */
 #define PY_DOC_OUT \
     "out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out,\n" \
-    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor. It must not overlap an input where nothing\n" \
-    "else is said.\n"
+    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
 #define PY_DOC_STREAM \
     "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: see pagedkv.Stream. Ignored on the CPU.\n" \
     "Nothing is waited for.\n"
 #define PY_DOC_ERRORS \
     "Shapes and values raise ValueError, dtypes TypeError, strides, read-only memory and devices BufferError; after an\n" \
-    "error nothing was written.\n"
+    "error nothing was written. BufferError, too, where what is written shares memory with another argument and nothing\n" \
+    "here allows it; tensors that interleave in one buffer share none.\n"
 /* clang-format on */
 
 #endif

@@ -198,7 +198,8 @@ PyDoc_STRVAR(
     "Copies whole pages from one pool to another, on the same device or between a GPU and the CPU:\n"
     "dst[i][pairs[p, 1]] = src[i][pairs[p, 0]].\n\n"
     "src, dst: one tensor each, or two lists of equal length, [num_blocks, ...] of any dtype and alike in all but the\n"
-    "number of pages. pairs: [num_pairs, 2] int32 or int64 on the CPU.\n" PY_DOC_STREAM PY_DOC_ERRORS
+    "number of pages. pairs: [num_pairs, 2] int32 or int64 on the CPU. src[i] and dst[i] may be one pool, where no page is\n"
+    "both read and written.\n" PY_DOC_STREAM PY_DOC_ERRORS
     "Host memory that a GPU copies must stay alive and unchanged until the stream has done it.");
 static PyObject *py_swap_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -223,7 +224,8 @@ PyDoc_STRVAR(
     "merge_attention_states($module, o, lse, *, out=None, return_lse=False, stream=None)\n--\n\n"
     "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n\n"
     "o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. lse: [num_parts, num_heads,\n"
-    "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing.\n" PY_DOC_OUT PY_DOC_STREAM
+    "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing. Where there is one part, out\n"
+    "may be that part.\n" PY_DOC_OUT PY_DOC_STREAM
         PY_DOC_ERRORS "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
 static PyObject *py_merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {

@@ -52,7 +52,8 @@ PyDoc_STRVAR(
     "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n\n"
     "x: [num_rows, row_size] float32, float16 or bfloat16. weight: [row_size] of the same dtype.\n"
     "residual: like x, updated in place: residual += x first, rounded to its dtype, and the sum is what is\n"
-    "normalised. x itself is never changed, unless it is given as out.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
+    "normalised. x itself is never changed, unless it is given as out: out may be x.\n" PY_DOC_OUT PY_DOC_STREAM
+        PY_DOC_ERRORS);
 static PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, EPS, RESIDUAL, OUT, STREAM };

@@ -222,6 +222,15 @@ PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
     return converted(state, tensor, view->dtype, (pk_device){PK_CPU, 0});
 }
 
+PyObject *py_tensor_as_numbers(py_state *state, PyObject *tensor)
+{
+    PyObject *on_cpu = py_tensor_on_cpu(state, tensor);
+    pk_dtype dtype = on_cpu ? py_tensor_view(on_cpu)->dtype : PK_F32;
+    bool is_small_float = dtype == PK_F16 || dtype == PK_BF16 || dtype == PK_F8E4M3;
+    if (is_small_float) Py_SETREF(on_cpu, converted(state, on_cpu, PK_F32, (pk_device){PK_CPU, 0}));
+    return on_cpu;
+}
+
 /* The NumPy array as `dtype`, a copy; numbers that an integer dtype does not hold are refused. */
 static PyObject *cast_array(PyObject *numpy, PyObject *array, const char *dtype)
 {

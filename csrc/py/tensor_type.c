@@ -443,12 +443,8 @@ static PyObject *list_of(const pk_view *view, int dim, const char *data, int64_t
                 return PyLong_FromLong(*(const int32_t *)data);
             case PK_I64:
                 return PyLong_FromLongLong(*(const int64_t *)data);
-            default: {
-                float value;
-                pk_view one = {.data = &value, .dtype = PK_F32}, element = {.data = (void *)data, .dtype = view->dtype};
-                pk_copy(&element, &one, NULL, NULL);
-                return PyFloat_FromDouble(value);
-            }
+            default:
+                return PyFloat_FromDouble(*(const float *)data);
         }
     }
     int64_t step = view->stride[dim] * (int64_t)pk_dtype_bytes(view->dtype);
@@ -467,7 +463,7 @@ static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 {
     (void)unused;
     int64_t since = 0;
-    PyObject *tensor = py_tensor_on_cpu(py_state_of(self), self);
+    PyObject *tensor = py_tensor_as_numbers(py_state_of(self), self);
     PyObject *list = tensor ? list_of(py_tensor_view(tensor), 0, py_tensor_view(tensor)->data, &since) : NULL;
     Py_XDECREF(tensor);
     return list;

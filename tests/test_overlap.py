@@ -332,3 +332,29 @@ def test_random_views_of_different_shapes(rng):
                 pagedkv.store_kvcache(**views, slot_mapping=slots)
         else:
             pagedkv.store_kvcache(**views, slot_mapping=slots)
+
+
+def test_random_lists_of_pools(rng):
+    """copy_blocks and swap_blocks without pairs: refused exactly where a written cache shares memory with another."""
+    outcomes = {True: 0, False: 0}
+    memory = np.zeros(4000, U8)
+    no_pairs = np.zeros((0, 2), I32)
+    while min(outcomes.values()) < 500:
+        step, pools = int(rng.integers(1, 13)), []
+        kinds = [(rng.choice([F32, np.float16, U8]), int(rng.integers(1, 7))) for _ in range(2)]
+        for dtype, size in kinds * 2:
+            view, blocks = memory.view(dtype), int(rng.integers(0, 12))
+            stride = max(step * 8 // view.itemsize, size) if rng.random() < 0.8 else size + int(rng.integers(9))
+            first = int(rng.integers(0, 160 // view.itemsize)) + int(rng.choice([0, 1000])) // view.itemsize
+            pools.append(as_strided(view[first:], (blocks, size), [stride * view.itemsize, view.itemsize]))
+        written, others = pools[:2], pools[2:] if rng.integers(2) else []
+        if any(a.ctypes.data == b.ctypes.data for a, b in zip(others, written, strict=False)):
+            continue  # may be one pool
+        shares = np.shares_memory(*written) or any(np.shares_memory(a, b) for a in others for b in written)
+        outcomes[shares] += 1
+        call = partial(pagedkv.swap_blocks, others, written) if others else partial(pagedkv.copy_blocks, written)
+        if shares:
+            with pytest.raises(BufferError, match=r"\[\d\]: overlaps \w+\[\d\], which is "):
+                call(no_pairs)
+        else:
+            call(no_pairs)

@@ -22,7 +22,7 @@ ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
               test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
-              test_overlap.py test_hostile_views.py
+              test_overlap.py test_overlap_views.py test_hostile_views.py
 asan: ## the C core and the extension's tests under ASan and UBSan
 	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS) -Wno-error" LDFLAGS="$(ASAN_FLAGS)" \
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib

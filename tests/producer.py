@@ -1,6 +1,7 @@
 """A DLPack producer that says what it is told to, true or not."""
 
 import ctypes
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Producer:
     """`strides` None: the shape's own, counted by the consumer. What describes it is never freed, because a tensor that
     was made of it looks there once more when it goes."""
 
-    alive: list["Producer"] = []
+    alive: ClassVar[list["Producer"]] = []
 
     def __init__(self, address: int, shape, strides, dtype: str, byte_offset: int = 0) -> None:
         self.alive.append(self)

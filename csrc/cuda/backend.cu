@@ -49,8 +49,9 @@ pk_status pk_cuda_probe(int *device_count, pk_error *err)
     if (*device_count > 0) return PK_OK;
     if (*device_count < 0) {
         *device_count = 0;
-        return pk_fail(err, PK_EDEVICE, "no CUDA device: this process was forked from one that used CUDA, which the "
-                                        "driver does not support; start it by spawn, or fork before the first use");
+        return pk_fail(err, PK_EDEVICE,
+                       "no CUDA device: this process was forked from one that used CUDA, which the "
+                       "driver does not support; start it by spawn, or fork before the first use");
     }
     const pk_cuda_pause pause; /* it loads the driver */
     cudaError_t error = cudaGetDeviceCount(device_count);
@@ -149,9 +150,10 @@ pk_status pk_cuda_load_kernel(const pk_cuda_call &call, const char *name, const 
     if (error != cudaSuccess) return pk_cuda_fail(call.err, name, error);
     size_t at = pk_cuda_place_of(kernel);
     const void *owner = nullptr;
-    bool is_new = __atomic_compare_exchange_n(&loaded->kernels[at], &owner, kernel, false, __ATOMIC_ACQ_REL,
-                                              __ATOMIC_ACQUIRE);
-    if (is_new || owner == kernel) __atomic_fetch_or(&loaded->devices[at], 1ull << call.device->index, __ATOMIC_RELAXED);
+    bool is_new =
+        __atomic_compare_exchange_n(&loaded->kernels[at], &owner, kernel, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    if (is_new || owner == kernel)
+        __atomic_fetch_or(&loaded->devices[at], 1ull << call.device->index, __ATOMIC_RELAXED);
     return PK_OK;
 }
 

@@ -63,7 +63,8 @@ pk_status pk_cuda_copy(const pk_copy_args *args, const pk_cuda_call &call)
     bool is_note = src->device.type == PK_CUDA && dst->is_pinned && are_plain_bytes && numel * bytes <= NOTE_BYTES;
     if (is_note || (is_one_device && !are_plain_bytes)) return copy_strided(args, numel, call);
     /* The driver copies pageable memory by way of its own, and waits for it. */
-    const bool is_waited_for = (src->device.type == PK_CPU && !src->is_pinned) || (dst->device.type == PK_CPU && !dst->is_pinned);
+    const bool is_waited_for =
+        (src->device.type == PK_CPU && !src->is_pinned) || (dst->device.type == PK_CPU && !dst->is_pinned);
     const pk_cuda_pause pause(is_waited_for);
     if (are_plain_bytes)
         PK_CUDA(call.err, cudaMemcpyAsync(dst->data, src->data, (size_t)numel * bytes, cudaMemcpyDefault, call.stream));

@@ -21,12 +21,12 @@ PK_RUNTIME_CALL(event_elapsed_ms, cudaEventElapsedTime(ms, (cudaEvent_t)start, (
                 pk_event end, float *ms)
 
 /* What waits: other threads run meanwhile, and a capture of this thread has nothing to do with it. */
-#define PK_RUNTIME_WAIT(entry, call, what)                                       \
-    pk_status pk_cuda_##entry(pk_device device, void *what, pk_error *err)       \
-    {                                                                            \
-        const pk_cuda_pause pause;                                               \
-        const pk_cuda_outside_capture relaxed;                                   \
-        return PK_ON_DEVICE(device, err, call);                                  \
+#define PK_RUNTIME_WAIT(entry, call, what)                                 \
+    pk_status pk_cuda_##entry(pk_device device, void *what, pk_error *err) \
+    {                                                                      \
+        const pk_cuda_pause pause;                                         \
+        const pk_cuda_outside_capture relaxed;                             \
+        return PK_ON_DEVICE(device, err, call);                            \
     }
 
 PK_RUNTIME_WAIT(stream_synchronize, cudaStreamSynchronize((cudaStream_t)stream), stream)
@@ -39,12 +39,12 @@ PK_RUNTIME_CALL(graph_launch, cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStrea
                 pk_stream stream)
 
 /* Nobody can be told of a failure here; these fail only after a sticky error, which every later call reports. */
-#define PK_RUNTIME_RELEASE(entry, call, what)          \
-    void pk_cuda_##entry(pk_device device, void *what) \
-    {                                                  \
+#define PK_RUNTIME_RELEASE(entry, call, what)           \
+    void pk_cuda_##entry(pk_device device, void *what)  \
+    {                                                   \
         const pk_cuda_pause pause; /* cudaFree waits */ \
-        pk_cuda_outside_capture relaxed;               \
-        PK_ON_DEVICE(device, nullptr, call);           \
+        pk_cuda_outside_capture relaxed;                \
+        PK_ON_DEVICE(device, nullptr, call);            \
     }
 
 PK_RUNTIME_RELEASE(release, cudaFree(data), data)

@@ -59,12 +59,10 @@ PyObject *py_none_result(PyObject *self, pk_status status, const pk_error *err)
 
 const char py_bm_allocate_doc[] =
     "allocate($self, seq_id, token_ids, *, salt=b'')\n--\n\n"
-    "A new sequence that starts with token_ids. Returns how many leading tokens are in the cache already: whole "
-    "pages,\n"
-    "verified; they count as computed, so the caller computes the rest and then commits. token_ids: list, tuple, "
-    "range,\n"
-    "or a one-dimensional int32 or int64 array (int32 is read in place). Only sequences with the same salt share "
-    "pages.";
+    "A new sequence that starts with token_ids. Returns how many leading tokens are in the cache already: whole\n"
+    "pages, verified; they count as computed, so the caller computes the rest and then commits. token_ids: list,\n"
+    "tuple, range, or a one-dimensional int32 or int64 array (int32 is read in place). Only sequences with the same\n"
+    "salt share pages.";
 PyObject *py_bm_allocate(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, allocate);
@@ -200,11 +198,9 @@ PyObject *py_bm_reserve(PY_FASTCALL)
 
 const char py_bm_commit_doc[] =
     "commit($self, seq_id, num_computed_tokens)\n--\n\n"
-    "Says that the KV of the first num_computed_tokens positions is in the pages (or is written before anything that "
-    "is\n"
-    "launched from now on). Full pages of known ids become reusable. The number must not fall (truncate lowers it) "
-    "and\n"
-    "may exceed the known tokens within reserved room.";
+    "Says that the KV of the first num_computed_tokens positions is in the pages (or is written before anything that\n"
+    "is launched from now on). Full pages of known ids become reusable. The number must not fall (truncate lowers it)\n"
+    "and may exceed the known tokens within reserved room.";
 PyObject *py_bm_commit(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, commit);
@@ -253,9 +249,8 @@ PyObject *py_bm_truncate(PY_FASTCALL)
 
 const char py_bm_free_doc[] =
     "free($self, seq_id)\n--\n\n"
-    "Ends a sequence, swapped out or not. Its full computed pages stay cached until they are needed for something "
-    "else:\n"
-    "least recently used first, and a sequence's end before its start.";
+    "Ends a sequence, swapped out or not. Its full computed pages stay cached until they are needed for something\n"
+    "else: least recently used first, and a sequence's end before its start.";
 PyObject *py_bm_free(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, free);
@@ -296,9 +291,8 @@ PyObject *py_bm_swap_out(PY_FASTCALL)
 
 const char py_bm_swap_in_doc[] =
     "swap_in($self, seq_id)\n--\n\n"
-    "Brings a swapped sequence back. Returns (host page, device page) pairs to be copied (swap_blocks) before the "
-    "next\n"
-    "step; pages that are still in the prefix cache are taken from there and need no copy.";
+    "Brings a swapped sequence back. Returns (host page, device page) pairs to be copied (swap_blocks) before the\n"
+    "next step; pages that are still in the prefix cache are taken from there and need no copy.";
 PyObject *py_bm_swap_in(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, swap_in);
@@ -307,9 +301,8 @@ PyObject *py_bm_swap_in(PY_FASTCALL)
 
 const char py_bm_reset_prefix_cache_doc[] =
     "reset_prefix_cache($self)\n--\n\n"
-    "Forgets all reusable KV, after a change of weights say; sequences that live on are never cached. Returns how "
-    "many\n"
-    "pages were in the cache.";
+    "Forgets all reusable KV, after a change of weights say; sequences that live on are never cached. Returns how\n"
+    "many pages were in the cache.";
 PyObject *py_bm_reset_prefix_cache(PyObject *self, PyObject *unused)
 {
     (void)unused;

@@ -14,10 +14,9 @@ static void get_counts(PyObject *self, pk_bm_counts *counts, int64_t *waste)
 
 const char py_bm_stats_doc[] =
     "stats($self)\n--\n\n"
-    "A dict of numbers. Pages now: num_blocks = used + cached + free; shared (used by more than one sequence); "
-    "pending\n"
-    "(full, being computed); host_used, host_free. Tokens now: waste_tokens (positions of used pages that hold none).\n"
-    "Since the start: hit_tokens of lookup_tokens in allocate, evictions and copies (on write) of pages.\n"
+    "A dict of numbers. Pages now: num_blocks = used + cached + free; shared (used by more than one sequence);\n"
+    "pending (full, being computed); host_used, host_free. Tokens now: waste_tokens (positions of used pages that\n"
+    "hold none). Since the start: hit_tokens of lookup_tokens in allocate, evictions and copies (on write) of pages.\n"
     "Also block_size and num_seqs.";
 PyObject *py_bm_stats(PyObject *self, PyObject *unused)
 {

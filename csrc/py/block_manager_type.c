@@ -4,21 +4,20 @@
 #include <stddef.h>
 
 static const char type_doc[] =
-    "BlockManager(num_blocks, block_size, *, enable_prefix_caching=True, watermark=0.0, num_host_blocks=0, "
-    "hash_key=None, _hash_bits=64)\n--\n\n"
+    "BlockManager(num_blocks, block_size, *, enable_prefix_caching=True, watermark=0.0, num_host_blocks=0, hash_key=None, _hash_bits=64)\n--\n\n"
     "The page allocator of a paged KV cache. It does the bookkeeping only: it holds no KV and knows no engine.\n\n"
     "A pool of num_blocks pages of block_size token positions each. A sequence is named by any int64 that the caller\n"
     "picks; it owns pages, knows its token ids, and knows how many of its tokens are computed (their KV is in the\n"
-    "pages). Full computed pages are found again by other sequences that start with the same tokens and the same "
-    "salt;\n"
-    "such hits are verified token by token back to the start, never taken on a hash's word.\n\n"
+    "pages). Full computed pages are found again by other sequences that start with the same tokens and the same\n"
+    "salt; such hits are verified token by token back to the start, never taken on a hash's word.\n\n"
     "  watermark: the fraction of the pages that allocate and swap_in leave available, so that running sequences can\n"
     "    grow; it does not bind a sequence that would be alone in the pool.\n"
     "  num_host_blocks: pages of host memory for swap_out.\n"
     "  hash_key: 16 bytes; random if None. Results never depend on it (_hash_bits is for the tests of that).\n\n"
     "Errors: KeyError for an unknown sequence, OutOfBlocks (a MemoryError) where pages do not suffice, ValueError and\n"
-    "TypeError for bad arguments. After any error nothing has changed. Every call is O(1) a page, and atomic for other\n"
-    "threads, which run meanwhile where it is long. len(manager) is the number of sequences, `seq_id in manager` says whether it has one.";
+    "TypeError for bad arguments. After any error nothing has changed. Every call is O(1) a page, and atomic for\n"
+    "other threads, which run meanwhile where it is long. len(manager) is the number of sequences, `seq_id in\n"
+    "manager` says whether it has one.";
 
 // --- life
 

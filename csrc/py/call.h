@@ -40,9 +40,9 @@ typedef struct {
 typedef struct {
     py_state *state;
     const py_signature *signature;
-    bool has_failed; /* a Python exception is set */
-    bool has_torch;  /* a tensor of PyTorch's is among the arguments, on whatever device */
-    bool has_memory; /* so is a Tensor that a GPU can write */
+    bool has_failed;     /* a Python exception is set */
+    bool has_torch;      /* a tensor of PyTorch's is among the arguments, on whatever device */
+    bool has_memory;     /* so is a Tensor that a GPU can write */
     bool has_own_output; /* a Tensor was made for one */
     bool stream_is_given, stream_is_fixed;
     bool is_in_foreign_capture;

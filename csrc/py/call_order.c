@@ -99,7 +99,8 @@ static py_queue *given_queue(py_call *call)
     py_queue *capturing = py_capturing_queue();
     if (call->given_queue && call->given_queue->device.index != call->device.index)
         return PyErr_Format(PyExc_BufferError, "stream: is of cuda:%d but the work is cuda:%d's",
-                            call->given_queue->device.index, call->device.index), NULL;
+                            call->given_queue->device.index, call->device.index),
+               NULL;
     py_queue *queue = call->given_queue;
     for (int i = 0; i < call->num_peers && !queue; i++) /* where a framework works now, nothing more needs asking */
         if (call->peers[i].queue->handle == call->stream && call->peers[i].queue->device.index == call->device.index)
@@ -126,9 +127,10 @@ static int refuse_torch_capture(const py_call *call)
     if (torch_queue(call, &torch) < 0) return -1;
     if (torch && py_queue_capture_id(call->state, torch, &capture) < 0) return -1;
     if (!capture) return 0;
-    PyErr_SetString(PyExc_RuntimeError,
-                    "PyTorch is capturing a graph, and a call without a tensor of PyTorch's would be no part of it: give "
-                    "stream=torch.cuda.current_stream()");
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "PyTorch is capturing a graph, and a call without a tensor of PyTorch's would be no part of it: give "
+        "stream=torch.cuda.current_stream()");
     return -1;
 }
 
@@ -140,7 +142,8 @@ static py_queue *choose_queue(py_call *call)
     if (call->stream_is_given) return given_queue(call);
     if (capturing) {
         if (capturing->device.index == call->device.index) return capturing;
-        PyErr_Format(PyExc_RuntimeError, "a Graph of cuda:%d is being captured, and work of cuda:%d would be no part of it",
+        PyErr_Format(PyExc_RuntimeError,
+                     "a Graph of cuda:%d is being captured, and work of cuda:%d would be no part of it",
                      capturing->device.index, call->device.index);
         return NULL;
     }
@@ -202,8 +205,9 @@ static int give_to_graph(py_call *call, py_tensor_in *taken)
 static int order_on_host(py_call *call)
 {
     if (py_capturing_queue()) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a Graph is being captured, and an operation whose tensors are on the cpu would be no part of it");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "a Graph is being captured, and an operation whose tensors are on the cpu would be no part of it");
         return -1;
     }
     return call->has_memory ? for_each_tensor(call, wait_for_tensor) : 0;
@@ -263,7 +267,8 @@ int py_call_keep_output(py_call *call, PyObject *object)
     py_memory_written(memory, call->queue);
     if (!call->is_in_foreign_capture) return 0;
     memory->is_in_graph = true;
-    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, drop_object, object, &err) == PK_OK) {
+    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, drop_object, object, &err) ==
+        PK_OK) {
         Py_INCREF(object);
         return 0;
     }

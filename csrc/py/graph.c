@@ -320,15 +320,9 @@ static PyGetSetDef graph_getset[] = {
 };
 
 static PyType_Slot graph_slots[] = {
-    {Py_tp_doc, (void *)graph_doc},
-    {Py_tp_new, graph_new},
-    {Py_tp_dealloc, graph_dealloc},
-    {Py_tp_traverse, graph_traverse},
-    {Py_tp_clear, graph_clear},
-    {Py_tp_repr, graph_repr},
-    {Py_tp_methods, graph_methods},
-    {Py_tp_getset, graph_getset},
-    {0, NULL},
+    {Py_tp_doc, (void *)graph_doc},   {Py_tp_new, graph_new},       {Py_tp_dealloc, graph_dealloc},
+    {Py_tp_traverse, graph_traverse}, {Py_tp_clear, graph_clear},   {Py_tp_repr, graph_repr},
+    {Py_tp_methods, graph_methods},   {Py_tp_getset, graph_getset}, {0, NULL},
 };
 static PyType_Spec graph_spec = {"pagedkv.Graph", sizeof(py_graph), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE, graph_slots};

@@ -225,8 +225,8 @@ PyDoc_STRVAR(
     "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n\n"
     "o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. lse: [num_parts, num_heads,\n"
     "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing. Where there is one part, out\n"
-    "may be that part.\n" PY_DOC_OUT PY_DOC_STREAM
-        PY_DOC_ERRORS "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
+    "may be that part.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
 static PyObject *py_merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { O, LSE, OUT, RETURN_LSE, STREAM };
@@ -305,8 +305,7 @@ PyDoc_STRVAR(
     "negative, it must be its own in block_tables, or one that is not read here. A scale has one number, or one a KV\n"
     "head.\n"
     "past_is_constant=True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
-    "block_tables.\n"
-PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
+    "block_tables.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
     "An id out of range is treated as by the two operations: where the second raises, on the CPU, the first is done.\n\n"
     "Returns out, [num_tokens, num_q_heads, head_dim].");
 static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)

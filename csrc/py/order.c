@@ -211,7 +211,8 @@ int py_memory_wait(py_state *state, py_memory *memory, pk_device device, bool is
     if (before.writer && py_queue_wait(state, before.writer, before.tick) < 0) return -1;
     for (int i = 0; i < PY_MAX_READERS && is_written && before.readers[i].queue; i++)
         if (py_queue_wait(state, before.readers[i].queue, before.readers[i].tick) < 0) return -1;
-    bool is_same = memory->writer == before.writer && memory->tick == before.tick; /* no other thread has written since */
+    bool is_same =
+        memory->writer == before.writer && memory->tick == before.tick; /* no other thread has written since */
     if (is_same) memory->writer = NULL;
     return 0;
 }

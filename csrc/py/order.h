@@ -52,12 +52,12 @@ enum { PY_MAX_READERS = 3 };
 /* The memory of a Tensor and of all views of it. It lies in the Tensor that owns the memory. A read runs after the last
  * write, a write after that and after all reads since; on one queue both is so by itself. */
 struct py_memory {
-    py_queue *writer; /* of the last write; NULL: no write can be on its way */
-    uint64_t tick;    /* writer->submitted right after the write */
+    py_queue *writer;                         /* of the last write; NULL: no write can be on its way */
+    uint64_t tick;                            /* writer->submitted right after the write */
     py_memory_reader readers[PY_MAX_READERS]; /* the last one first; one that is pushed out precedes its successor */
-    bool is_shared;   /* other libraries know the address and may write there by themselves */
-    bool is_in_graph; /* of somebody else's, which may be replayed at any time, on any stream */
-    int graph_slot;   /* 1 + its place in the Graph that is capturing; 0: none */
+    bool is_shared;                           /* other libraries know the address and may write there by themselves */
+    bool is_in_graph;                         /* of somebody else's, which may be replayed at any time, on any stream */
+    int graph_slot;                           /* 1 + its place in the Graph that is capturing; 0: none */
 };
 
 /* What `queue` submits next may use the memory. A few ns where the queue used it last. */

@@ -36,7 +36,7 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
 PyObject *py_tensor_dlpack_device(PyObject *self, PyObject *unused);
 
 /* tensor_make.c */
-PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor); /* itself, or a copy; the host may read it */
+PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor);     /* itself, or a copy; the host may read it */
 PyObject *py_tensor_as_numbers(py_state *state, PyObject *tensor); /* the same, with every float as float32 */
 /* dst = src by a call of its own, ordered as every call is. */
 int py_copy_tensor(py_state *state, PyObject *dst, PyObject *src);

@@ -316,7 +316,8 @@ static int refuse_type(const char *name, PyTypeObject *type)
 {
     PyObject *type_name = PyType_GetName(type);
     if (type_name)
-        PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name, type_name);
+        PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name,
+                     type_name);
     Py_XDECREF(type_name);
     return -1;
 }

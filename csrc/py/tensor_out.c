@@ -115,7 +115,8 @@ static int be_ready(py_state *state, PyObject *self, PyObject *stream)
     py_memory_of(self)->is_shared = true;
     if (number == -1) return 0;
     if (number < 1) {
-        PyErr_Format(PyExc_ValueError, "stream: is %lld but must be None, -1, 1 (the legacy default stream), 2 or above",
+        PyErr_Format(PyExc_ValueError,
+                     "stream: is %lld but must be None, -1, 1 (the legacy default stream), 2 or above",
                      (long long)number);
         return -1;
     }

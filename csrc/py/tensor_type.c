@@ -473,7 +473,8 @@ static PyObject *tensor_tolist(PyObject *self, PyObject *unused)
 static PyObject *only_element(PyObject *self)
 {
     if (pk_view_numel(py_tensor_view(self)) != 1)
-        return PyErr_Format(PyExc_TypeError, "only a tensor of one element is a number: tolist() gives all of %R", self);
+        return PyErr_Format(PyExc_TypeError, "only a tensor of one element is a number: tolist() gives all of %R",
+                            self);
     PyObject *value = tensor_tolist(self, NULL);
     while (value && PyList_Check(value)) {
         PyObject *inner = Py_NewRef(PyList_GetItem(value, 0));

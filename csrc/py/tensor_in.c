@@ -326,15 +326,17 @@ static int refuse_type(const char *name, PyTypeObject *type)
  * arrays are the host's (NumPy's __array_interface__): CuPy's and JAX's types have buffers, too. */
 static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_known_type *known)
 {
+    if (type == state->tensor_type) {
+        *known = (py_known_type){.type = type, .reader = PY_READ_TENSOR};
+        return 0;
+    }
     for (int i = 0; i < state->num_known_types; i++) {
         if (state->known_types[i].type != type) continue;
         *known = state->known_types[i];
         return 0;
     }
     *known = (py_known_type){.type = type};
-    if (type == state->tensor_type) {
-        known->reader = PY_READ_TENSOR;
-    } else if ((known->exchange = exchange_of(state, type))) {
+    if ((known->exchange = exchange_of(state, type))) {
         known->reader = PY_READ_EXCHANGE;
         if (!state->torch) find_torch(state);
     } else {

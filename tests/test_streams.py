@@ -263,6 +263,17 @@ def test_cupy_writes_on_its_own_stream(torch, x):
     assert is_close(torch.from_dlpack(out), x)
 
 
+def test_cupy_reads_what_was_written_for_it(torch, side, x):
+    """Its array is written on torch's stream; CuPy goes on on the default one."""
+    cupy = pytest.importorskip("cupy")
+    value, out = late(torch, x, side), cupy.full((64, 256), cupy.nan, dtype=cupy.float32)
+    (out + 0).get()  # its kernel is loaded
+    with torch.cuda.stream(side):
+        pagedkv.silu_and_mul(value, out=out)
+        assert not side.query()
+    assert is_close((out + 0).get(), silu_and_mul(x))
+
+
 def test_streams_that_are_gone(torch, own, x, poisoned):
     """Nobody touches a destroyed stream, whose address the next one has."""
     cupy = pytest.importorskip("cupy")

@@ -120,13 +120,15 @@ static py_queue *given_queue(py_call *call)
 }
 
 /* PyTorch may be capturing where none of its tensors says so. */
-static int refuse_torch_capture(const py_call *call)
+static int refuse_torch_capture(const py_call *call, const py_queue *queue)
 {
-    uint64_t capture = 0;
+    uint64_t capture = 0, own = 0;
     py_queue *torch;
     if (torch_queue(call, &torch) < 0) return -1;
     if (torch && py_queue_capture_id(call->state, torch, &capture) < 0) return -1;
     if (!capture) return 0;
+    if (py_queue_capture_id(call->state, queue, &own) < 0) return -1;
+    if (capture == own) return 0; /* it has joined the capture by an event */
     PyErr_SetString(
         PyExc_RuntimeError,
         "PyTorch is capturing a graph, and a call without a tensor of PyTorch's would be no part of it: give "
@@ -151,11 +153,11 @@ static py_queue *choose_queue(py_call *call)
         queue = peer_queue(call, call->state->torch);
         return queue || torch_queue(call, &queue) == 0 ? queue : NULL;
     }
-    if ((queue = py_entered_queue(call->device))) return queue;
-    if (refuse_torch_capture(call) < 0) return NULL;
-    for (int i = 0; i < call->num_peers; i++)
-        if (call->peers[i].queue->device.index == call->device.index) return call->peers[i].queue;
-    return py_queue_of(call->state, call->device, NULL, PY_STREAM_LASTS);
+    queue = py_entered_queue(call->device);
+    for (int i = 0; i < call->num_peers && !queue; i++)
+        if (call->peers[i].queue->device.index == call->device.index) queue = call->peers[i].queue;
+    if (!queue) queue = py_queue_of(call->state, call->device, NULL, PY_STREAM_LASTS);
+    return queue && refuse_torch_capture(call, queue) == 0 ? queue : NULL;
 }
 
 // --- before the work
@@ -230,6 +232,16 @@ int py_call_order(py_call *call)
 
 // --- after it
 
+/* Who owns what was written may go on with it at once. A producer that does not tell where it works is taken to do so
+ * on the legacy default stream. */
+static int let_owner_follow(py_call *call, py_tensor_in *taken)
+{
+    bool is_silent = taken->reader == PY_READ_DLPACK && taken->view.device.type != PK_CPU;
+    if (!taken->is_written || !is_silent) return 0;
+    py_queue *legacy = py_queue_of(call->state, taken->view.device, NULL, PY_STREAM_LASTS);
+    return legacy ? py_queue_after(call->state, legacy, call->queue) : -1;
+}
+
 static int note_write(py_call *call, py_tensor_in *taken)
 {
     if (!taken->is_written || !taken->memory) return 0;
@@ -254,8 +266,6 @@ PyObject *py_call_enter_torchs_stream(const py_call *call, const DLPackExchangeA
     return context;
 }
 
-static void drop_object(void *object) { py_drop_later(object); }
-
 int py_call_keep_output(py_call *call, PyObject *object)
 {
     pk_error err;
@@ -267,7 +277,7 @@ int py_call_keep_output(py_call *call, PyObject *object)
     py_memory_written(memory, call->queue);
     if (!call->is_in_foreign_capture) return 0;
     memory->is_in_graph = true;
-    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, drop_object, object, &err) ==
+    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, py_drop_later, object, &err) ==
         PK_OK) {
         Py_INCREF(object);
         return 0;
@@ -287,8 +297,8 @@ int py_call_note_writes(py_call *call)
         if (!capture && py_queue_submit(call->state, call->queue) < 0) return -1;
         for_each_tensor(call, note_write);
     }
-    /* A given stream is the caller's business; otherwise who owns what was written may go on with it at once. */
-    for (int i = 0; i < call->num_peers && !call->stream_is_given; i++)
+    if (call->stream_is_given) return 0; /* the caller orders what comes later */
+    for (int i = 0; i < call->num_peers; i++)
         if (call->peers[i].is_written && py_queue_after(call->state, call->peers[i].queue, call->queue) < 0) return -1;
-    return 0;
+    return for_each_tensor(call, let_owner_follow);
 }

@@ -62,7 +62,7 @@ static int drop_all(void *unused)
     return 0;
 }
 
-void py_drop_later(PyObject *object)
+void py_drop_later(void *object)
 {
     struct dropped *entry = malloc(sizeof *entry);
     if (!entry) return; /* it leaks: there is nobody to tell */

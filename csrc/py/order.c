@@ -1,4 +1,8 @@
-/* order.c - queues, and who wrote a memory last; see order.h. */
+/* order.c - queues, and who wrote a memory last; see order.h.
+ *
+ * Recording an event takes the host 150 ns, having a stream wait for one 140, and the GPU next to nothing (an H200). So
+ * a stream that is known to live is asked for one only when somebody must wait for it, which on one stream is never.
+ */
 #include "py/order.h"
 
 #include <stdlib.h>

@@ -228,7 +228,7 @@ void py_take_gil(void);
 bool py_yield_gil_when_due(int64_t *since);
 void py_set_pause(void); /* at import */
 /* Py_DECREF from a thread that need not be Python's, and may not wait for the GIL. */
-void py_drop_later(PyObject *object);
+void py_drop_later(void *object);
 
 /* --------------------------------------------------------- runtime (runtime.c) */
 

@@ -25,7 +25,8 @@ class AttentionCase:
     scales: str | None = None  # "number", "one" [1], "heads" [kv heads], "seqs" [seqs, kv heads]
     num_splits: int = 0
     masked_page: bool = False  # one page of every sequence is -1
-    layout: str = "NHD"  # "HND": heads before slots in memory; "interleaved": K and V of a block side by side
+    # "HND": heads before slots in memory; "interleaved": K and V of a block side by side; "backwards": the last page first
+    layout: str = "NHD"
     strided_q: bool = False  # q and out are views of wider rows
     uniform: bool = False  # without cu_seqlens_q
 
@@ -106,6 +107,8 @@ ATTENTION_CASES: list[AttentionCase] = [
     replace(_RAGGED, name="masked page, 2 splits, window", masked_page=True, num_splits=2, window_size=(30, 0)),
     replace(_RAGGED, name="HND", layout="HND"),
     replace(_RAGGED, name="interleaved", layout="interleaved"),
+    replace(_RAGGED, name="backwards", layout="backwards"),
+    replace(_RAGGED, name="backwards, bfloat16", layout="backwards", dtype="bfloat16"),
     replace(_RAGGED, name="strided q and out", strided_q=True),
     replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
             alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
@@ -121,6 +124,8 @@ ATTENTION_CASES: list[AttentionCase] = [
     *(replace(_CHUNKS, name=f"chunks, block size {b}", block_size=b) for b in sorted({*PAGE_SIZES, 8, 64})),
     *(replace(_CHUNKS, name=f"chunks, float16 with an fp8 cache, scale {s}", dtype="float16", cache_dtype="float8_e4m3fn", scales=s)
       for s in (None, "heads")),
+    replace(_CHUNKS, name="chunks, backwards", layout="backwards"),
+    replace(_CHUNKS, name="chunks, backwards, page of 16", layout="backwards", block_size=16),
     replace(_CHUNKS, name="chunks, negative scale", softmax_scale=-0.1),
     replace(_CHUNKS, name="chunks, large scale", softmax_scale=0.7),
     replace(_CHUNKS, name="chunks, masked page", masked_page=True, sinks=True, block_size=24),

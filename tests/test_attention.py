@@ -23,6 +23,8 @@ def place_caches(case, batch, device):
     dtype = case.cache_dtype or case.dtype
     if case.layout == "NHD":
         return put(batch.k_cache, device, dtype), put(batch.v_cache, device, dtype)
+    if case.layout == "backwards":
+        return tuple(put(x[::-1], device, dtype)[::-1] for x in (batch.k_cache, batch.v_cache))
     if case.layout == "HND":
         heads_first = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (batch.k_cache, batch.v_cache))
         return tuple(put_sliceable(x, device, dtype).swapaxes(1, 2) for x in heads_first)

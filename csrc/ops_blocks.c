@@ -208,7 +208,8 @@ static pk_status check_alike(const member *from, const member *to, pk_error *err
         if (src->shape[dim] != dst->shape[dim])
             return pk_fail(err, PK_ESHAPE, "%s: dim %d is %lld but %s has %lld", name_of(to, other), dim,
                            (long long)dst->shape[dim], name_of(from, name), (long long)src->shape[dim]);
-    for (int dim = 1; dim < src->ndim; dim++)
+    bool are_empty = pk_view_numel(src) == 0 || pk_view_numel(dst) == 0; /* whose strides say nothing */
+    for (int dim = 1; dim < src->ndim && !are_empty; dim++)
         if (src->shape[dim] > 1 && src->stride[dim] != dst->stride[dim])
             return pk_fail(err, PK_ELAYOUT, "%s: stride %d is %lld but %s has %lld", name_of(to, other), dim,
                            (long long)dst->stride[dim], name_of(from, name), (long long)src->stride[dim]);

@@ -37,7 +37,7 @@ def store_kvcache(key, value, k_cache, v_cache, slot_mapping, *, cache_dtype, k_
     results = []
     for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
         cache = cache.copy()
-        rows = cache.reshape(-1, *cache.shape[2:])
+        rows = cache.reshape(cache.shape[0] * cache.shape[1], *cache.shape[2:])
         for token, slot in enumerate(slot_mapping):
             if slot >= 0:
                 new = np.asarray(x[token], np.float64)

@@ -210,6 +210,27 @@ def test_nan_in_own_keys_is_not_hidden(device, rng):
     assert np.isnan(out[0]).all() and not np.isnan(out[1:]).any()
 
 
+@pytest.mark.parametrize("lengths", [((1, 1), (30, 5)), ((20, 3), (30, 5))], ids=["decode", "prefill"])
+def test_pages_that_lie_backwards(lengths, rng):
+    """NumPy views of negative steps: an offset below the start of a cache is no masked page."""
+    batch = make_batch(AttentionCase("backwards", *lengths, head_dim=16, block_size=4), rng)
+    k_cache, v_cache = (np.ascontiguousarray(x[::-1], np.float32)[::-1] for x in (batch.k_cache, batch.v_cache))
+    assert k_cache.strides[0] < 0
+    out = pagedkv.paged_attention_fwd(batch.q.astype(np.float32), k_cache, v_cache, batch.block_tables, batch.context_lens,
+                                      cu_seqlens_q=batch.cu_seqlens_q)  # fmt: skip
+    np.testing.assert_allclose(out, batch.expected()[0], atol=oracle.tolerance("float32"))
+
+
+@pytest.mark.parametrize("softcap", [1e3, 1e6, 1e12])
+def test_a_large_softcap_changes_nothing(softcap, rng):
+    """What tanh is wrong by near 0 is multiplied by the cap."""
+    batch = make_batch(AttentionCase("large cap", (1, 9), (40, 9), head_dim=16), rng)
+    arguments = [x.astype(np.float32) for x in (batch.q, batch.k_cache, batch.v_cache)] + [batch.block_tables, batch.context_lens]
+    out = pagedkv.paged_attention_fwd(*arguments, cu_seqlens_q=batch.cu_seqlens_q, softcap=softcap)
+    batch.arguments["softcap"] = softcap
+    np.testing.assert_allclose(out, batch.expected()[0], atol=oracle.tolerance("float32"))
+
+
 def test_large_logits_neither_overflow_nor_vanish(device, rng):
     batch = make_batch(CASE, rng)
     batch.arguments["softmax_scale"] = 300.0

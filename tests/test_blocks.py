@@ -178,3 +178,11 @@ def test_bad_swaps(rng):
         pagedkv.swap_blocks(cache, cache, np.array([[0, 1], [1, 2]], np.int32))
     with pytest.raises(ValueError, match=r"pairs\[0, 1\] is 1 but dst\[0\] has 1 blocks"):
         pagedkv.swap_blocks(cache, cache[:1].copy(), pairs)
+
+
+def test_pools_without_elements_are_alike():
+    """Strides say nothing there, and NumPy's are zeros where others count on."""
+    shape = (2, 3, 0, 1)
+    pairs = np.array([[0, 1]])
+    pagedkv.swap_blocks(np.zeros(shape, np.float32), pagedkv.empty(shape), pairs)
+    pagedkv.swap_blocks(np.zeros((2, 3, 5), np.float32)[:0], np.zeros((2, 5, 3), np.float32).transpose(0, 2, 1), pairs[:0])

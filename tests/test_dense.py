@@ -330,3 +330,11 @@ def test_rope_is_qwen3s(qwen3, seed):
     torch.testing.assert_close(out, q, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(k_cache.view(20, 2, 32)[:17], k, rtol=1e-6, atol=2e-6)
     assert torch.equal(v_cache.view(20, 2, 32)[:17], heads[:, 6:])
+
+
+def test_rows_of_nothing():
+    """However many rows there are, none of them takes time."""
+    many = np.zeros((2**50, 0), np.float32)
+    assert pagedkv.rms_norm(many, many[0]).shape == pagedkv.silu_and_mul(many).shape == many.shape
+    assert pagedkv.gather_rows(many, np.zeros(3, np.int32)).shape == (3, 0)
+    assert pagedkv.linear(np.zeros((0, 0), np.float32), many).shape == (0, 2**50)

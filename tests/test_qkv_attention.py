@@ -306,3 +306,13 @@ def test_layers_in_a_graph(torch, rng, batch, longest):
             assert torch.equal(out, expected) and not out.isnan().any()
         assert torch.equal(after.view(torch.int16), caches.view(torch.int16))  # where both are NaN, too
         x.normal_()
+
+
+@pytest.mark.parametrize(("name", "value"), [("tables", 2147480000), ("context_lens", 2147480000), ("starts", -1)])
+def test_a_batch_that_is_refused_stores_nothing(rng, name, value):
+    case = Case(rng, "float32", (9, 5), (4, 2))
+    getattr(case, name).flat[0] = value
+    heads, keys, batch = case.place("cpu")
+    with pytest.raises(ValueError, match="is -?[0-9]+ but"):
+        pagedkv.qkv_attention_fwd(*heads, *keys, **batch)
+    assert_same((get(heads[5]), get(heads[6])), case.caches)

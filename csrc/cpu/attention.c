@@ -295,16 +295,39 @@ static void execute(const cpu_plan *plan, const pk_attention_kernel *kernel)
     }
 }
 
-pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err)
+/* `rope`, or NULL: what stores the last keys and makes the queries, behind all checks of both. */
+static pk_status attend(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                        pk_stream stream, pk_error *err)
 {
-    (void)device, (void)stream;
     PK_TRY(check_queries(args, err));
     PK_TRY(check_keys(args, err));
-    if (args->num_seqs == 0 || args->num_tokens == 0) return PK_OK;
     const pk_attention_kernel *kernel = kernel_of_isa();
     cpu_plan plan = {0};
-    pk_status status = make_plan(&plan, args, kernel, err);
+    pk_status status = PK_OK;
+    if (args->num_seqs > 0 && args->num_tokens > 0) status = make_plan(&plan, args, kernel, err);
+    if (status == PK_OK && rope) status = pk_cpu_qk_norm_rope_store(device, rope, stream, err);
     if (status == PK_OK && plan.num_items) execute(&plan, kernel);
     release_plan(&plan);
+    return status;
+}
+
+pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err)
+{
+    return attend(device, NULL, args, stream, err);
+}
+
+pk_status pk_cpu_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                               pk_stream stream, pk_error *err)
+{
+    pk_qk_norm_rope_store_args with_q = *rope;
+    pk_attention_args of_q = *args;
+    int64_t count = args->num_tokens * args->num_q_heads * args->head_dim;
+    void *q = malloc((size_t)(count ? count : 1) * pk_dtype_bytes(args->dtype));
+    if (!q)
+        return pk_fail(err, PK_ENOMEM, "qkv_attention_fwd: cannot allocate the queries of %lld tokens",
+                       (long long)args->num_tokens);
+    of_q.q = with_q.q_out = q;
+    pk_status status = attend(device, &with_q, &of_q, stream, err);
+    free(q);
     return status;
 }

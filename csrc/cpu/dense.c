@@ -29,6 +29,7 @@ pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream 
                            (long long)id, (long long)args->num_rows - 1);
     }
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), row_bytes = args->row_size * bytes;
+    if (row_bytes == 0) return PK_OK; /* of however many rows, and nothing may have no address */
 #pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < args->num_ids; t++) {
         int64_t id = id_at(args->ids, args->ids_are_int64, t);
@@ -85,6 +86,7 @@ pk_status pk_cpu_rms_norm(pk_device device, const pk_rms_norm_args *args, pk_str
 {
     (void)device, (void)stream;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
+    if (size == 0) return PK_OK; /* of however many rows */
     int num_threads = args->num_rows * size > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
     /* the weights in fp32, then two rows of scratch a thread */
     float *scratch = malloc((size_t)(size * (1 + 2 * num_threads) + 1) * sizeof *scratch);
@@ -118,6 +120,7 @@ pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_str
 {
     (void)device, (void)stream, (void)err;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
+    if (size == 0) return PK_OK;
 #pragma omp parallel for schedule(static) if (args->num_rows * size > PARALLEL_ELEMENTS / 4)
     for (int64_t t = 0; t < args->num_rows; t++) {
         const char *x = (const char *)args->x + t * args->x_stride * bytes;

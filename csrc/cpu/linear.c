@@ -157,6 +157,7 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
 {
     (void)device, (void)stream;
     int64_t size = args->in_features, num_rows = args->num_rows;
+    if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->dtype) && pk_cpu_onednn_linear(args)) return PK_OK;
     linear_plan plan = make_plan(args);
     int num_threads = num_rows * args->out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;

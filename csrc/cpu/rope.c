@@ -94,20 +94,3 @@ pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_stor
     free(scratch);
     return PK_OK;
 }
-
-pk_status pk_cpu_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
-                               pk_stream stream, pk_error *err)
-{
-    pk_qk_norm_rope_store_args with_q = *rope;
-    pk_attention_args of_q = *args;
-    int64_t count = args->num_tokens * args->num_q_heads * args->head_dim;
-    void *q = malloc((size_t)(count ? count : 1) * pk_dtype_bytes(args->dtype));
-    if (!q)
-        return pk_fail(err, PK_ENOMEM, "qkv_attention_fwd: cannot allocate the queries of %lld tokens",
-                       (long long)args->num_tokens);
-    of_q.q = with_q.q_out = q;
-    pk_status status = pk_cpu_qk_norm_rope_store(device, &with_q, stream, err);
-    if (status == PK_OK) status = pk_cpu_attention(device, &of_q, stream, err);
-    free(q);
-    return status;
-}

@@ -218,7 +218,7 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream 
         for (int64_t i = 0; i < args->num_rows; i++) {
             pk_sample_row row = pk_sample_row_of(args, i);
             args->out[i] = tokens[i];
-            if (row.counts) row.counts[tokens[i]] += 2;
+            if (row.counts) row.counts[tokens[i]] = (int32_t)((uint32_t)row.counts[tokens[i]] + 2); /* the caller's */
         }
     } else if (err) {
         *err = first_error;

@@ -306,7 +306,7 @@ PyDoc_STRVAR(
     "head.\n"
     "past_is_constant=True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
     "block_tables.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "An id out of range is treated as by the two operations: where the second raises, on the CPU, the first is done.\n\n"
+    "An id out of range is treated as by the two operations.\n\n"
     "Returns out, [num_tokens, num_q_heads, head_dim].");
 static PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {

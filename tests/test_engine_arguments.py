@@ -34,6 +34,9 @@ def test_token_ids_of_any_sequence(count, rng):
     for given in (ids.tolist(), tuple(ids.tolist()), list(ids), ids, ids.astype(np.int32)):
         assert _pack_ids(given, 2**31 - 1) == ids.astype(np.int32).tobytes()
     assert _pack_ids([True, False], 2) == np.int32([1, 0]).tobytes()
+    for nothing in (0, -1, -(2**63)):
+        with pytest.raises(ValueError, match="element 0 is 1 but must be in"):
+            _pack_ids([1], nothing)
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 2**31, -(2**31) - 1, 2**32 + 3, 2**64, np.int64(7)])

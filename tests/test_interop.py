@@ -324,3 +324,17 @@ def test_torch_tensors_that_have_no_memory_or_too_much_shape():
         pagedkv.from_dlpack(torch.empty(3, device="meta"))
     with pytest.raises(BufferError, match="obj: its producer gave a shape of more than 2\\^63 bytes"):
         pagedkv.from_dlpack(torch.zeros(1).expand(2**31, 2**31))
+
+
+def test_a_deleter_may_run_python_after_an_error():
+    """A producer's deleter finds no exception, and the exception survives it."""
+    import fuzz_calls_memory
+
+    view = fuzz_calls_memory.place(np.random.default_rng(1), np.zeros(3), "float32", is_plain=True)
+    assert not fuzz_calls_memory.alive
+    with pytest.raises(ValueError, match="x: has 1 dimensions"):
+        pagedkv.silu_and_mul(fuzz_calls_memory.Producer(view))
+    bent = fuzz_calls_memory.at(view, memory=fuzz_calls_memory.Memory(np.zeros(99, np.uint8)), offset=1)
+    with pytest.raises(BufferError, match="obj: its address 0x[0-9a-f]+ is not aligned"):
+        pagedkv.from_dlpack(fuzz_calls_memory.Producer(bent))
+    assert not fuzz_calls_memory.alive

@@ -318,3 +318,11 @@ def test_one_element_is_a_number():
     for several in (tensor, tensor[:0], tensor[0]):
         with pytest.raises(TypeError, match="only a tensor of one element is a number"):
             float(several)
+
+
+def test_view_of_nothing_with_vast_sizes():
+    nothing = pagedkv.empty(0)
+    assert nothing.view((0, 2**61, 2)).shape == (0, 2**61, 2)
+    for shape in ((0, 2**62, 2), (2**62, 0, 2), (2**40, 2**40, 0)):
+        with pytest.raises(ValueError, match="does not fit 0 elements"):
+            nothing.view(shape)

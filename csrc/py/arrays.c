@@ -233,7 +233,7 @@ static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t
     py_ints ints;
     if (py_bind(&state->signatures[PY_SIG__pack_ids], args, nargs, kwnames, given) < 0) return NULL;
     if (py_int64_arg("vocab_size", given[1], &vocab_size) < 0) return NULL;
-    int64_t max = vocab_size <= INT32_MAX ? vocab_size - 1 : INT32_MAX;
+    int64_t max = vocab_size < 0 ? -1 : vocab_size <= INT32_MAX ? vocab_size - 1 : INT32_MAX;
     if (py_take_ints(state, "ids", given[0], PK_I32, 0, max, &ints) == 0)
         bytes = PyBytes_FromStringAndSize(NULL, ints.count * (Py_ssize_t)sizeof *ints.i32);
     if (bytes && ints.count) {

@@ -294,9 +294,10 @@ static pk_status allocate_output(pk_output *base, pk_dtype dtype, pk_device devi
     py_call *call = output->call;
     pk_view *view = &base->view;
     *view = (pk_view){.ndim = ndim, .dtype = dtype, .device = device};
-    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= shape[i--]) {
+    uint64_t stride = 1; /* may overflow where the shape is empty */
+    for (int i = ndim - 1; i >= 0; stride *= (uint64_t)shape[i--]) {
         view->shape[i] = shape[i];
-        view->stride[i] = stride;
+        view->stride[i] = (int64_t)stride;
     }
     if (call->has_released) py_take_gil();
     output->object = allocate_object(call, dtype, device, ndim, shape, view, err);

@@ -436,6 +436,16 @@ static void release_memory(py_hold *hold)
     if (is_slow) py_take_gil();
 }
 
+/* A deleter may run Python, which must find no exception, nor leave one. */
+#define CALL_DELETER(managed)                   \
+    do {                                        \
+        PyObject *type, *value, *traceback;     \
+        if (!(managed)->deleter) break;         \
+        PyErr_Fetch(&type, &value, &traceback); \
+        (managed)->deleter(managed);            \
+        PyErr_Restore(type, value, traceback);  \
+    } while (0)
+
 void py_release(py_hold *hold)
 {
     switch (hold->kind) {
@@ -448,10 +458,10 @@ void py_release(py_hold *hold)
             PyBuffer_Release(&hold->buffer);
             break;
         case PY_HOLD_VERSIONED:
-            if (hold->versioned->deleter) hold->versioned->deleter(hold->versioned);
+            CALL_DELETER(hold->versioned);
             break;
         case PY_HOLD_LEGACY:
-            if (hold->legacy->deleter) hold->legacy->deleter(hold->legacy);
+            CALL_DELETER(hold->legacy);
             break;
         case PY_HOLD_MEMORY:
             release_memory(hold);

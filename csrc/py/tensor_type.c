@@ -265,7 +265,7 @@ static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t n
     PyObject *given[COUNT];
     pk_view view = *py_tensor_view(self);
     if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_view], args, nargs, kwnames, given) < 0) return NULL;
-    int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1;
+    int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1, dense = 1; /* dense: an empty dimension is 1 */
     if (!pk_view_is_contiguous(&view)) {
         PyErr_SetString(PyExc_BufferError, "only a contiguous tensor can be viewed with another shape");
         return NULL;
@@ -275,8 +275,9 @@ static PyObject *tensor_view(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (ndim < 0) return NULL;
     bool overflows = false;
     for (int i = 0; i < ndim; i++) {
+        overflows |= shape[i] > 0 && __builtin_mul_overflow(dense, shape[i], &dense);
         if (shape[i] >= 0)
-            overflows |= __builtin_mul_overflow(known, shape[i], &known);
+            known = overflows ? 0 : known * shape[i];
         else if (free_dim < 0)
             free_dim = i;
         else

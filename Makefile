@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
+FUZZ_CALLS ?= 20000
 CLANG ?= $(firstword $(shell command -v clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14 2>/dev/null))
 CLANG_FORMAT ?= $(firstword $(shell command -v clang-format-14 clang-format 2>/dev/null))
 C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu \
@@ -22,14 +23,20 @@ ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
               test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
-              test_overlap.py test_overlap_views.py test_hostile_views.py
-asan: ## the C core and the extension's tests under ASan and UBSan
+              test_overlap.py test_overlap_views.py test_hostile_views.py test_qkv_attention.py test_all_parameters.py \
+              test_fuzz_calls.py test_threads.py
+ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
+               ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+               LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(PYTHON)
+build-asan:
 	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS) -Wno-error" LDFLAGS="$(ASAN_FLAGS)" \
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
-	PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
-	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(wildcard $(addprefix tests/,$(ASAN_TESTS)))
+
+asan: build-asan ## the C core and the extension's tests under ASan and UBSan
+	$(ASAN_PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(wildcard $(addprefix tests/,$(ASAN_TESTS)))
+
+fuzz-calls: build-asan ## FUZZ_CALLS random calls of everything (default 20000) under ASan and UBSan, against the oracles
+	$(ASAN_PYTHON) tests/fuzz_calls.py --calls $(FUZZ_CALLS)
 
 fuzz: ## the BlockManager core under libFuzzer for FUZZ_SECONDS (default 60); needs clang
 	@test -n "$(CLANG)" || { echo "make fuzz: no clang found (CLANG=...)"; exit 1; }
@@ -70,4 +77,4 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 clean: ## what was built
 	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test asan fuzz bench format lint sanitize-gpu clean
+.PHONY: help build test build-asan asan fuzz-calls fuzz bench format lint sanitize-gpu clean

@@ -1,0 +1,169 @@
+"""The dense operations and copies, for the fuzzer of calls; see fuzz_calls_ops.py."""
+
+import numpy as np
+import oracle
+from fuzz_calls_memory import FLOATS, View, place
+from fuzz_calls_ops import F8, Draw, Operation, Outcome, near, numbers
+
+# --- rows
+
+
+def draw_rows_of(table: str, ids: str):
+    def draw(d: Draw) -> dict:
+        dtype, rows, width = d.dtype(), d.size(), d.size(9)
+        chosen = d.rng.integers(0, max(rows, 1), d.size() if rows else 0)
+        a = {table: d.tensor((rows, width), dtype), ids: d.array(chosen, d.one_of("int32", "int64"))}
+        return a | d.some(out=lambda: d.output((len(chosen), width), dtype)) | d.stream()
+
+    return Operation(draw, lambda a: {"out": Outcome(numbers(getattr(a, table))[numbers(getattr(a, ids))])})
+
+
+def draw_norm(d: Draw) -> dict:
+    dtype, shape = d.dtype(), (d.size(), d.size(300 if d.is_large else 20))
+    return {
+        "x": d.tensor(shape, dtype, 2),
+        "weight": d.tensor(shape[1:], dtype),
+        **d.some(
+            eps=lambda: d.one_of(1e-6, 1e-3, 1, np.float32(0.1)),
+            residual=lambda: d.output(shape, dtype),
+            out=lambda: d.output(shape, dtype),
+        ),
+        **d.stream(),
+    }
+
+
+def expect_norm(a) -> dict:
+    """In float16 and bfloat16 each of three roundings may fall on the other side."""
+    residual = numbers(a.residual)
+    out, new = oracle.rms_norm(numbers(a.x), numbers(a.weight), float(a.eps), a.x.dtype, residual=residual)
+    return {"out": near(out, a.x.dtype, 3), **({} if new is None else {"residual": Outcome(new)})}
+
+
+def draw_scale(d: Draw) -> dict:
+    dtype, shape = d.dtype(), (d.size(), d.size(20))
+    return {
+        "x": d.tensor(shape, dtype),
+        "factors": d.tensor(shape[1:], dtype),
+        **d.some(out=lambda: d.output(shape, dtype)),
+        **d.stream(),
+    }
+
+
+def draw_silu(d: Draw) -> dict:
+    dtype, rows, width = d.dtype(), d.size(), d.size(300 if d.is_large else 20)
+    return {
+        "x": d.tensor((rows, 2 * width), dtype, 4),
+        **d.some(out=lambda: d.output((rows, width), dtype)),
+        **d.stream(),
+    }
+
+
+def draw_linear(d: Draw) -> dict:
+    dtype, rows, outputs, width = d.dtype(), d.size(10), d.size(20), d.size(40)
+    a = {
+        "x": d.tensor((rows, width), dtype),
+        "weight": d.tensor((outputs, width), dtype),
+        **d.some(weight_is_constant=d.flag),
+        **d.stream(),
+    }
+    if outputs % 2 == 0 and d.maybe(0.4):
+        a |= {
+            "gate_up": d.output((rows, outputs), dtype),
+            **d.some(rms_eps=lambda: d.one_of(1e-6, 0.5), bias=lambda: None),
+        }
+        a |= d.some(out=lambda: d.output((rows, outputs // 2), dtype), add_to_out=lambda: d.one_of(False, 0))
+        return (
+            a if a.get("rms_eps") is not None or d.everything else a | d.some(bias=lambda: d.tensor((outputs,), dtype))
+        )
+    a |= d.some(
+        bias=lambda: d.tensor((outputs,), dtype), out=lambda: d.output((rows, outputs), d.one_of(dtype, "float32"))
+    )
+    a |= d.some(add_to_out=d.flag) if "out" in a else {}
+    return a | ({"gate_up": None, "rms_eps": None} if d.everything else {})
+
+
+def expect_linear(a) -> dict:
+    """The rounding of the product is felt behind the gate too; sums of K products have a size of about sqrt(K)."""
+    dtype, scale = a.x.dtype, 2 + a.x.shape[1] ** 0.5
+    product = oracle.linear(numbers(a.x), numbers(a.weight), numbers(a.bias))
+    if a.gate_up is None:
+        out = product + (numbers(a.out) if a.add_to_out else 0)
+        return {"out": near(out, dtype if a.out is None else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
+    product = product if a.rms_eps is None else oracle.over_rms(product, numbers(a.x), float(a.rms_eps))
+    tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(product).max(initial=0))
+    return {
+        "out": Outcome(oracle.silu_and_mul(product, "float32"), tolerance, tolerance),
+        "gate_up": Outcome(None, is_scratch=True),
+    }
+
+
+def draw_algorithms(d: Draw) -> dict:
+    dtype, rows, outputs, width = d.dtype(), d.size(), d.size(20), d.size(40)
+    return {
+        "x": d.tensor((rows, width), dtype),
+        "weight": d.tensor((outputs, width), dtype),
+        "out": d.output((rows, outputs), dtype),
+    }
+
+
+# --- copies
+
+
+def draw_pair(d: Draw):
+    """Two dtypes between which numbers are converted, a shape and numbers of the first."""
+    shape = tuple(d.size(4) for _ in range(d.rng.integers(0, 5)))
+    if d.rng.random() < 0.3:
+        dtype = d.one_of("uint8", "int32", "int64")
+        return dtype, dtype, shape, d.rng.integers(0, 99, shape)
+    src, dst = d.one_of(*FLOATS, F8), d.one_of(*FLOATS, F8)
+    values = d.floats(shape, src, d.one_of(1e-4, 1, 300, 1e30))
+    odd = d.rng.random(shape) < 0.1
+    return (
+        src,
+        dst,
+        shape,
+        np.where(odd, oracle.rounded(d.one_of(np.nan, np.inf, -np.inf, -0.0, 1e-7, 448.5), src), values),
+    )
+
+
+def draw_copy_(d: Draw) -> dict:
+    src, dst, shape, values = draw_pair(d)
+    target = place(d.rng, d.rng.integers(0, 9, shape), dst)
+    target.kind = "tensor"
+    return {"self": target, "src": place(d.rng, values, src, may_repeat=True, may_be_readonly=True), **d.stream()}
+
+
+def converted(values, dtype: str):
+    return oracle.rounded(values, dtype) if dtype[0] in "fb" else values
+
+
+def draw_asarray(d: Draw) -> dict:
+    src, dst, _, values = draw_pair(d)
+    obj = place(d.rng, values, src, may_repeat=True, may_be_readonly=True)
+    return {"obj": obj, **d.some(dtype=lambda: d.one_of(dst, None), device=lambda: d.one_of("cpu", "cpu:0", None))}
+
+
+def expect_asarray(a) -> dict:
+    if not isinstance(a.obj, View):  # a number, a sequence of them, bytes: what NumPy makes of it is NumPy's
+        return {"return": Outcome(None)}
+    return {"return": Outcome(converted(numbers(a.obj), a.obj.dtype if a.dtype is None else str(a.dtype)))}
+
+
+DENSE_OPERATIONS = {
+    "embedding": draw_rows_of("weight", "token_ids"),
+    "gather_rows": draw_rows_of("x", "indices"),
+    "rms_norm": Operation(draw_norm, expect_norm),
+    "scale_columns": Operation(
+        draw_scale, lambda a: {"out": Outcome(oracle.rounded(numbers(a.x) * numbers(a.factors), a.x.dtype))}
+    ),
+    "silu_and_mul": Operation(
+        draw_silu, lambda a: {"out": near(oracle.silu_and_mul(numbers(a.x), a.x.dtype), a.x.dtype, 2)}
+    ),
+    "linear": Operation(draw_linear, expect_linear),
+    "linear_algorithms": Operation(draw_algorithms, None),
+    "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
+    "Tensor.copy_": Operation(
+        draw_copy_, lambda a: {"self": Outcome(converted(numbers(a.src), a.self.dtype))}, lambda a: ["self"]
+    ),
+    "asarray": Operation(draw_asarray, expect_asarray, lambda a: ["return"]),
+}

@@ -26,7 +26,6 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
-import pagedkv
 from fuzz_calls_attention import ATTENTION_OPERATIONS
 from fuzz_calls_bad import MUTATIONS, pick, views_in
 from fuzz_calls_dense import DENSE_OPERATIONS
@@ -35,6 +34,8 @@ from fuzz_calls_memory import View, alive, torch
 from fuzz_calls_objects import SESSIONS as OBJECT_SESSIONS
 from fuzz_calls_ops import CACHE_OPERATIONS, Draw
 from fuzz_calls_sampling import SAMPLING_OPERATIONS
+
+import pagedkv
 
 OPERATIONS = CACHE_OPERATIONS | ATTENTION_OPERATIONS | DENSE_OPERATIONS | SAMPLING_OPERATIONS
 SESSIONS = OBJECT_SESSIONS | {"BlockManager": try_manager}

@@ -267,11 +267,7 @@ def draw_qkv(d: Draw) -> dict:
             past_is_constant=d.flag,
             out=lambda: d.output((tokens, heads[0], heads[2]), dtype),
         ),
-        **d.some(
-            0.2,
-            plan=lambda: draw_plan_rows(d),
-            q_out=lambda: d.output((tokens, heads[0], heads[2]), dtype, is_plain=True),
-        ),
+        **d.some(0.2, plan=lambda: draw_plan_rows(d)),
     }
 
 
@@ -294,7 +290,6 @@ def expect_qkv(a) -> dict:
     return {
         "out": Outcome(out, tolerance, tolerance, owned_rows(a, len(out))[:, None, None]),
         **rope_stored(a, k, v),
-        "q_out": Outcome(None, is_scratch=True),
     }
 
 

@@ -1,9 +1,10 @@
 """Sessions of a BlockManager, for the fuzzer of calls: its state after an error, and the tokens of its sequences."""
 
 import numpy as np
-import pagedkv
 from fuzz_calls_bad import NOT_NUMBERS, NOT_TENSORS, pick
 from fuzz_calls_objects import Wrong, attempt
+
+import pagedkv
 
 
 def dump(manager, ids=range(-1, 8)):

@@ -4,9 +4,10 @@ A session makes some calls in a row. After each that raises, everything that can
 """
 
 import numpy as np
-import pagedkv
 from fuzz_calls_bad import NOT_NUMBERS, NOT_TENSORS, pick
 from fuzz_calls_memory import CODES, decode, place
+
+import pagedkv
 
 ERRORS = (
     TypeError,

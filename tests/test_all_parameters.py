@@ -42,9 +42,9 @@ def draw_everything(name: str, rng) -> dict:
     missing = set(fuzz_calls.PARAMETERS[name]) - GIVEN_NOWHERE_ELSE.get(name, set())
     for _ in range(2000):
         arguments = fuzz_calls.OPERATIONS[name].draw(Draw(rng, everything=True))
-        if "k_scale" not in arguments or isinstance(arguments["k_scale"], View):
-            if not missing - set(arguments):
-                return arguments
+        has_tensor_scales = "k_scale" not in arguments or isinstance(arguments["k_scale"], View)
+        if has_tensor_scales and not missing - set(arguments):
+            return arguments
     raise AssertionError(f"{name}: {missing - set(arguments)} is never drawn")
 
 

@@ -1,8 +1,13 @@
 """Tensors of other libraries through every way in (exchange API, buffer, DLPack of both kinds) and every way out."""
 
 import gc
+import json
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -258,6 +263,19 @@ def test_torch_out_is_torch(torch, rng):
     assert type(pagedkv.rms_norm(pagedkv.from_dlpack(x), weight)) is pagedkv.Tensor
     empty = pagedkv.rms_norm(torch.empty(0, 16), torch.ones(16))
     assert type(empty) is torch.Tensor and empty.shape == (0, 16)
+
+
+def test_torch_is_first_met_behind_a_silent_framework(torch):
+    """The stream for a producer's __dlpack__ is looked for among the later arguments, PyTorch's for the first time."""
+    code = """
+        import torch, pagedkv
+        from test_interop import Producer
+        x = Producer(pagedkv.asarray([[3.0, 4.0]], "float32"), True)
+        print(pagedkv.rms_norm(x, torch.ones(2), 0.0).tolist())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    np.testing.assert_allclose(json.loads(result.stdout), [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6)
 
 
 def test_torch_views_and_strides(torch):

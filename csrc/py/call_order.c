@@ -45,13 +45,13 @@ int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken)
  * is none. */
 static int torch_stream_of(const py_call *call, PyObject *object, pk_stream *stream)
 {
-    const DLPackExchangeAPI *torch = call->state->torch;
     bool is_tuple = PyTuple_Check(object), is_list = PyList_Check(object);
     Py_ssize_t count = is_tuple ? PyTuple_Size(object) : is_list ? PyList_Size(object) : 0;
     int found = 0;
     for (Py_ssize_t i = 0; i < count && !found; i++)
         found = torch_stream_of(call, is_tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i), stream);
     if (is_tuple || is_list || !py_is_torch(call->state, Py_TYPE(object))) return found;
+    const DLPackExchangeAPI *torch = call->state->torch; /* py_is_torch() may have met it first */
     DLTensor tensor;
     if (!torch->dltensor_from_py_object_no_sync || torch->dltensor_from_py_object_no_sync(object, &tensor) < 0) {
         PyErr_Clear(); /* it is read, and refused, later */

@@ -82,6 +82,9 @@ class Draw:
 
 
 def numbers(x):
+    """Of a tensor or of bytes, which are elements of uint8; anything else is returned as it is."""
+    if isinstance(x, (bytes, bytearray, memoryview)):
+        return np.asarray(memoryview(x))
     return x.numbers() if isinstance(x, View) else x
 
 

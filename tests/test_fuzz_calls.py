@@ -5,13 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pagedkv
-
 SCRIPT = Path(__file__).with_name("fuzz_calls.py")
 
 
 def test_random_calls(seed):
-    path = os.pathsep.join([str(Path(pagedkv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SCRIPT.parent), os.environ["PYTHONPATH"]])
     command = [sys.executable, str(SCRIPT), "--calls", "12000", "--seed", str(seed)]
     run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]

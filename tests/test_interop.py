@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -274,7 +275,8 @@ def test_torch_is_first_met_behind_a_silent_framework(torch):
         print(pagedkv.rms_norm(x, torch.ones(2), 0.0).tolist())
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     np.testing.assert_allclose(json.loads(result.stdout), [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6)
 
 

@@ -64,14 +64,17 @@ OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample sampl
 SMALL := not large and (bfloat16 or not sample and not linear)
 ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
 CASES := (case or oracle) and (cuda:0 or fp8 or bfloat16)
-sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitialised memory, races
+sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitialised memory, races, barriers
 	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"
 	$(call SANITIZE,memcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,memcheck) tests/test_cuda_limits.py -k "bad or graph"
+	$(call SANITIZE,memcheck) tests/test_graph.py tests/test_streams.py -k "not torch and not cupy"
 	$(call SANITIZE,initcheck) $(OPERATIONS) -k "$(SMALL) and not linear"
 	$(call SANITIZE,initcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,racecheck) $(OPERATIONS) -k "$(SMALL)"
 	$(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged or oracle and decode)"
+	$(call SANITIZE,synccheck) $(OPERATIONS) -k "$(SMALL)"
+	$(call SANITIZE,synccheck) $(ATTENTION) -k "$(CASES)"
 	PAGEDKV_CUDA_MAX_CC=80 $(call SANITIZE,racecheck) $(ATTENTION) -k "$(CASES) and (chunks or ragged or oracle and decode)"
 
 clean: ## what was built

@@ -225,7 +225,8 @@ def one(seed: int, number: int, names: list[str]) -> str:
     name = pick(rng, names)
     report: dict = {}
     try:
-        how = SESSIONS[name](rng, report) if name in SESSIONS else try_operation(name, rng, report)
+        with np.errstate(all="ignore"):  # NumPy's casts of numbers that do not fit
+            how = SESSIONS[name](rng, report) if name in SESSIONS else try_operation(name, rng, report)
     except Exception as error:
         for line in traceback.format_exception(error):
             sys.stderr.write(line)

@@ -74,6 +74,9 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path, place):
             assert "no token to sample" in str(output.error)
         assert llm.manager.stats()["used"] == 0
         assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected
+    if place[0] != "cpu":
+        with pytest.raises(ValueError, match="logits: row . has a NaN"):
+            pagedkv.check_errors()
 
 
 def test_bad_requests_fail_alone(llm):

@@ -1,0 +1,292 @@
+"""pagedkv's operations as PyTorch's custom operators: `torch.compile(fullgraph=True)` and `torch.export` keep them.
+
+    import pagedkv.torch as ops
+
+    out = ops.paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens)
+
+The functions here have the names, parameters, results and errors of pagedkv's own (see `help(pagedkv.rms_norm)`), but
+for `stream`: they take torch tensors and run on torch's current stream. Each calls one of the operators
+`torch.ops.pagedkv.<name>`. Their overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the
+log-sum-exp; `rms_norm_residual`, `linear_gate_up` and `sample_counts` write what they are named after. What an operator
+writes in place stands in its schema, so a compiler orders it as it orders PyTorch's own. In code that is not compiled,
+pagedkv's own functions do the same in less time.
+
+`plan_attention` needs `out` here, because only the device knows how many rows a plan has. There are no gradients: a
+backward pass through a result raises NotImplementedError.
+
+Where k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch
+2.13 gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).
+
+Importing this module is the only thing in pagedkv that needs PyTorch (2.4 or newer).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ImportError("pagedkv.torch needs PyTorch (package torch), which is not installed") from error
+
+import pagedkv._C as _C
+
+Fake = Callable[[dict[str, Any]], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What the signature of one of pagedkv's functions does not say."""
+
+    results: Fake | None = None  # the new tensors that it returns, given its arguments by name; None: only into `outs`
+    outs: tuple[str, ...] = ("out",)  # parameters that take memory for its results
+    writes: tuple[str, ...] = ()  # parameters that it changes in place
+    lse: Fake | None = None  # the results with return_lse=True
+
+
+# --- the tensors that operations return
+
+# Types of the parameters that are no tensors, in the language of PyTorch's schemas.
+TYPES = {
+    "max_seqlen_q": "SymInt?",
+    "softmax_scale": "float?",
+    "causal": "bool",
+    "window_size": "SymInt[2]",
+    "softcap": "float",
+    "num_splits": "int",
+    "num_best": "int",
+    "past_is_constant": "bool",
+    "eps": "float",
+    "rms_eps": "float?",
+    "add_to_out": "bool",
+    "weight_is_constant": "bool",
+}
+OPTIONAL = ("q_weight", "k_weight")  # parameters that may be None, and have no default
+LISTS = ("caches", "src", "dst")  # parameters that take one tensor or a list of them
+SCALES = ("k_scale", "v_scale")  # and those that take a tensor or a number, two arguments of an operator
+NUMBER = "_number"
+
+
+def like(name: str) -> Fake:
+    return lambda a: (torch.empty_like(a[name], memory_format=torch.contiguous_format),)
+
+
+def rows_of(name: str, indices: str) -> Fake:
+    return lambda a: (a[name].new_empty(a[indices].shape[0], a[name].shape[1]),)
+
+
+def queries(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Of a fused projection."""
+    _, _, num_kv_heads, head_dim = a["k_cache"].shape
+    num_tokens, width = a["qkv"].shape
+    return (a["qkv"].new_empty(num_tokens, width // head_dim - 2 * num_kv_heads, head_dim),)
+
+
+def attention_and_lse(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    num_tokens, num_heads, _ = a["q"].shape
+    return *like("q")(a), a["q"].new_empty(num_heads, num_tokens, dtype=torch.float32)
+
+
+def merged(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return (a["o"].new_empty(a["o"].shape[1:]),)
+
+
+def merged_and_lse(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return *merged(a), a["lse"].new_empty(a["lse"].shape[1:])
+
+
+def product(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    num_columns = a["weight"].shape[0]
+    return (a["x"].new_empty(a["x"].shape[0], num_columns if a["gate_up"] is None else num_columns // 2),)
+
+
+def tokens(name: str) -> Fake:
+    return lambda a: (a[name].new_empty(a[name].shape[0], dtype=torch.int32),)
+
+
+def logprobs(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    shape = a["logits"].shape[0], 1 + a["num_best"]
+    return a["logits"].new_empty(shape, dtype=torch.int32), a["logits"].new_empty(shape, dtype=torch.float32)
+
+
+CACHES = ("k_cache", "v_cache")
+OPERATIONS = {
+    "store_kvcache": Operation(outs=(), writes=CACHES),
+    "paged_attention_fwd": Operation(like("q"), lse=attention_and_lse),
+    "plan_attention": Operation(),
+    "merge_attention_states": Operation(merged, lse=merged_and_lse),
+    "copy_blocks": Operation(outs=(), writes=("caches",)),
+    "swap_blocks": Operation(outs=(), writes=("dst",)),
+    "qk_norm_rope_store": Operation(queries, outs=("q_out",), writes=CACHES),
+    "qkv_attention_fwd": Operation(queries, writes=CACHES),
+    "embedding": Operation(rows_of("weight", "token_ids")),
+    "gather_rows": Operation(rows_of("x", "indices")),
+    "rms_norm": Operation(like("x"), writes=("residual",)),
+    "scale_columns": Operation(like("x")),
+    "linear": Operation(product, writes=("gate_up",)),
+    "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
+    "sample": Operation(tokens("logits"), writes=("counts",)),
+    "sample_linear": Operation(tokens("x"), writes=("logits",)),
+    "count_tokens": Operation(outs=(), writes=("counts",)),
+    "token_logprobs": Operation(logprobs, outs=("out_ids", "out")),
+    "take_sampled": Operation(outs=(), writes=("token_ids",)),
+}
+
+# --- operators
+
+_library = torch.library.Library("pagedkv", "DEF")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the operators of an operation: what it is given that others are not."""
+
+    has_lse: bool  # return_lse=True
+    has_optional: bool  # the parameter that is written in place, where it may be left out
+    is_into: bool  # memory for the results
+
+
+def _parameters(name: str) -> list[inspect.Parameter]:
+    return [each for each in inspect.signature(getattr(_C, name)).parameters.values() if each.name != "stream"]
+
+
+def _optional(name: str) -> str | None:
+    """What the operation writes in place if it is given. PyTorch's compiler (2.13) fails on an operator that may write
+    something and does not, so there are two."""
+    writes = OPERATIONS[name].writes
+    return next((each.name for each in _parameters(name) if each.name in writes and each.default is None), None)
+
+
+def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
+    """One argument of a schema; `mark`, as in (a!), where it is written; `is_given`: it has no default."""
+    name, default = parameter.name, parameter.default
+    if name in TYPES:
+        declared = f"{TYPES[name]} {name}"
+    elif name in LISTS:
+        declared = f"Tensor{mark}[] {name}"
+    else:
+        may_be_none = not is_given and (default is None or name in OPTIONAL)
+        declared = f"Tensor{mark}{'?' if may_be_none else ''} {name}"
+    if not is_given and default is not inspect.Parameter.empty:
+        declared += f"={list(default) if isinstance(default, tuple) else default}"
+    return f"{declared}, float? {name}{NUMBER}=None" if name in SCALES else declared
+
+
+def _schema(name: str, variant: Variant, num_results: int) -> str:
+    """All arguments may be given by position: PyTorch's autograd takes no tensors that are keywords only, but outs."""
+    operation, optional, marks = OPERATIONS[name], _optional(name), iter("abcdefgh")
+    needed: list[str] = []
+    others: list[str] = []
+    for parameter in _parameters(name):
+        is_optional = parameter.name == optional
+        if parameter.name in ("return_lse", *operation.outs) or (is_optional and not variant.has_optional):
+            continue
+        mark = f"({next(marks)}!)" if parameter.name in operation.writes else ""
+        has_default = parameter.default is not inspect.Parameter.empty and not is_optional
+        (others if has_default else needed).append(_declare(parameter, mark, is_given=is_optional))
+    outs = ["*", *(f"Tensor({next(marks)}!) {out}" for out in operation.outs)] if variant.is_into else []
+    return f"({', '.join(needed + others + outs)}) -> ({', '.join(['Tensor'] * num_results)})"
+
+
+def _with_scales(options: dict[str, Any]) -> dict[str, Any]:
+    """An operator's arguments as those of pagedkv's function."""
+    for scale in SCALES:
+        if (number := options.pop(scale + NUMBER, None)) is not None:
+            options[scale] = number
+    return options
+
+
+def _refuse_backward(name: str) -> Callable[..., Any]:
+    def backward(context: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(f"{name}: pagedkv computes no gradients")
+
+    return backward
+
+
+def _register(name: str, variant: Variant) -> Any:
+    """Defines one operator and returns it."""
+    operation, function = OPERATIONS[name], getattr(_C, name)
+    results = operation.lse if variant.has_lse else operation.results
+    packet = name + ("_lse" if variant.has_lse else "") + (f"_{_optional(name)}" if variant.has_optional else "")
+    operator = packet + (".out" if variant.is_into else "")
+    num_outs, constants = len(operation.outs), {"return_lse": True} if variant.has_lse else {}
+    num_results = variant.has_lse + (0 if variant.is_into else num_outs)
+    schema = _schema(name, variant, num_results)
+    names = [argument.name for argument in torch._C.parse_schema(operator + schema).arguments]
+    defaults = {each.name: each.default for each in _parameters(name)}
+
+    def run(*args: Any, **options: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | options
+        result = function(**_with_scales(given), **constants)
+        if not variant.is_into:
+            return result
+        return result[num_outs] if variant.has_lse else None
+
+    def fake(*args: Any, **options: Any) -> Any:
+        if not num_results:
+            return None
+        assert results is not None
+        made = results(defaults | dict(zip(names, args, strict=False)) | options)
+        made = made[num_outs:] if variant.is_into else made
+        return made if len(made) > 1 else made[0]
+
+    _library.define(operator + schema)
+    _library.impl(operator, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pagedkv::{operator}", fake, lib=_library)
+    if "!" not in schema:
+        torch.library.register_autograd(f"pagedkv::{operator}", _refuse_backward(name), lib=_library)
+    return getattr(getattr(torch.ops.pagedkv, packet), "out" if variant.is_into else "default")
+
+
+def _variants(name: str) -> list[Variant]:
+    operation, may = OPERATIONS[name], (False, True)
+    every = itertools.product(
+        may if operation.lse else (False,), may if _optional(name) else (False,), may if operation.outs else (False,)
+    )
+    variants = [Variant(*each) for each in every]
+    return [each for each in variants if each.is_into or operation.results or not operation.outs]
+
+
+def _make(name: str) -> Callable[..., Any]:
+    """The function of this module, over its operators; a compiler traces it."""
+    operators = {(each.has_lse, each.has_optional, each.is_into): _register(name, each) for each in _variants(name)}
+    names, parameter_outs, optional = [each.name for each in _parameters(name)], OPERATIONS[name].outs, _optional(name)
+    lists = [(i, each) for i, each in enumerate(names) if each in LISTS]
+    scales = [each for each in SCALES if each in names]
+
+    def function(*args: Any, **options: Any) -> Any:
+        for i, each in lists:
+            if i < len(args) and isinstance(args[i], torch.Tensor):
+                args = (*args[:i], [args[i]], *args[i + 1 :])
+            elif isinstance(options.get(each), torch.Tensor):
+                options[each] = [options[each]]
+        for each in scales:
+            if isinstance(options.get(each), (int, float)):
+                options[each + NUMBER] = options.pop(each)
+        has_lse = bool(options.pop("return_lse", False))
+        has_optional = optional is not None and options.get(optional) is not None
+        if optional is not None and not has_optional:
+            options.pop(optional, None)
+        given = [options.pop(each, None) for each in parameter_outs]
+        outs = [out for out in given if out is not None]
+        operator = operators.get((has_lse, has_optional, bool(outs)))
+        if operator is None or len(outs) not in (0, len(parameter_outs)):
+            raise TypeError(f"{name}: {' and '.join(parameter_outs)} must be given")
+        if not outs:
+            return operator(*args, **options)
+        lse = operator(*args, **options, **dict(zip(parameter_outs, outs, strict=True)))
+        results = (*outs, lse) if has_lse else tuple(outs)
+        return results if len(results) > 1 else results[0]
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"pagedkv.{name} as an operator of PyTorch's: see help(pagedkv.{name})."
+    function.__signature__ = inspect.Signature(_parameters(name))  # type: ignore[attr-defined]
+    return function
+
+
+__all__ = list(OPERATIONS)
+globals().update({name: _make(name) for name in OPERATIONS})

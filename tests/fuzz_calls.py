@@ -32,6 +32,7 @@ from fuzz_calls_dense import DENSE_OPERATIONS
 from fuzz_calls_manager import try_manager
 from fuzz_calls_memory import View, alive, torch
 from fuzz_calls_objects import SESSIONS as OBJECT_SESSIONS
+from fuzz_calls_objects import Wrong
 from fuzz_calls_ops import CACHE_OPERATIONS, Draw
 from fuzz_calls_sampling import SAMPLING_OPERATIONS
 
@@ -40,10 +41,6 @@ import pagedkv
 OPERATIONS = CACHE_OPERATIONS | ATTENTION_OPERATIONS | DENSE_OPERATIONS | SAMPLING_OPERATIONS
 SESSIONS = OBJECT_SESSIONS | {"BlockManager": try_manager}
 ERRORS = (TypeError, ValueError, BufferError, MemoryError, NotImplementedError)  # OutOfBlocks is a MemoryError
-
-
-class Wrong(Exception):
-    """What a call did that no call may do."""
 
 
 def function_of(name: str):

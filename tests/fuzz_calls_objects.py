@@ -5,7 +5,7 @@ A session makes some calls in a row. After each that raises, everything that can
 
 import numpy as np
 from fuzz_calls_bad import NOT_NUMBERS, NOT_TENSORS, pick
-from fuzz_calls_memory import CODES, decode, place
+from fuzz_calls_memory import CODES, Exported, decode, place
 
 import pagedkv
 
@@ -23,7 +23,7 @@ ERRORS = (
 
 
 class Wrong(Exception):
-    pass
+    """What a call did that no call may do."""
 
 
 def attempt(report, text: str, call):
@@ -109,19 +109,6 @@ def try_tensor(rng, report) -> str:
             if tensor.shape != codes.shape or not np.array_equal(same, decode(codes, dtype), equal_nan=True):
                 raise Wrong(f"{report}: {tensor.tolist()} is not {decode(codes, dtype)}")
     return "tensor session"
-
-
-class Exported:
-    """Whatever capsule there is."""
-
-    def __init__(self, capsule):
-        self.capsule = capsule
-
-    def __dlpack_device__(self):
-        return (1, 0)
-
-    def __dlpack__(self, **options):
-        return self.capsule
 
 
 def try_export(rng, report, tensor, codes):

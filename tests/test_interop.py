@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_calls_memory import Exported
 
 import pagedkv
 
@@ -139,18 +140,8 @@ def test_producers_that_misbehave():
     class Used(Producer):
         def __dlpack__(self, **options):
             capsule = self.tensor.__dlpack__()
-            np.from_dlpack(Wrap(capsule))
+            np.from_dlpack(Exported(capsule))
             return capsule
-
-    class Wrap:
-        def __init__(self, capsule):
-            self.capsule = capsule
-
-        def __dlpack_device__(self):
-            return (1, 0)
-
-        def __dlpack__(self, **options):
-            return self.capsule
 
     tensor = pagedkv.asarray([1.0])
     for producer, error, text in [

@@ -12,17 +12,22 @@ import pytest
 import pagedkv
 
 
+def in_threads(work) -> None:
+    """work(0) to work(3), each in a thread of its own, to the end."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_releases_the_gil(rng):
     """Two calls at once: another Python thread runs while the CPU computes."""
     weight = rng.standard_normal((2048, 1024)).astype(np.float32)
     x = rng.standard_normal((64, 1024)).astype(np.float32)
     expected = pagedkv.linear(x, weight)
     results: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: results.append(pagedkv.linear(x, weight))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda number: results.append(pagedkv.linear(x, weight)))
     assert len(results) == 4 and all(np.array_equal(r, expected) for r in results)
 
 
@@ -89,11 +94,7 @@ def test_one_manager_for_several_threads(seed):
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not failures
     manager.check()
     assert len(manager) == 0 and manager.num_used_blocks == 0
@@ -159,11 +160,7 @@ def test_long_and_short_calls_of_several_threads(seed):
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not failures, failures
     manager.check()
     sequences = {seq_id: tokens for mine in known for seq_id, tokens in mine.items()}

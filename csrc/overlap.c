@@ -38,8 +38,8 @@ static bool extent_of_any(const pk_view *view, uintptr_t *low, uintptr_t *high)
            !__builtin_add_overflow(*high, ((uintptr_t)last + 1) * bytes, high);
 }
 
-/* Every call looks at each of its tensors here, so those that go forwards in small steps, as nearly all do, take a few ns:
- * their steps cannot overflow. */
+/* Every call asks this of each of its tensors. Nearly all of them have small strides, none negative: their products
+ * cannot overflow, and they take a few ns. */
 bool pk_view_extent(const pk_view *view, uintptr_t *low, uintptr_t *high)
 {
     const uint64_t small = 1 << 28;

@@ -12,7 +12,8 @@ writes in place stands in its schema, so a compiler orders it as it orders PyTor
 pagedkv's own functions do the same in less time.
 
 `plan_attention` needs `out` here, because only the device knows how many rows a plan has. There are no gradients: a
-backward pass through a result raises NotImplementedError.
+backward pass through a result raises NotImplementedError, or where the operator also writes in place, which PyTorch
+lets no backward be registered for, gives PyTorch's warning that there is none.
 
 Where k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch
 2.13 gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).

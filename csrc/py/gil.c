@@ -73,7 +73,7 @@ void py_drop_later(void *object)
     Py_AddPendingCall(drop_all, NULL); /* where there is no room for a call, the next one drops this, too */
 }
 
-// --- what backends let go of it for
+// --- the GIL while a backend waits
 
 static bool pause_begin(void)
 {

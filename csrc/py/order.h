@@ -42,7 +42,7 @@ int py_queue_mark(py_state *state, py_queue *queue);
 /* The driver's number of the capture that the stream is in; 0: none. */
 int py_queue_capture_id(py_state *state, const py_queue *queue, uint64_t *id);
 
-/* Who read a memory after its last write, up to which of his submissions. */
+/* A queue that has read a memory since the last write, and the last of its submissions that did. */
 typedef struct {
     py_queue *queue;
     uint64_t tick;
@@ -54,7 +54,7 @@ enum { PY_MAX_READERS = 3 };
 struct py_memory {
     py_queue *writer;                         /* of the last write; NULL: no write can be on its way */
     uint64_t tick;                            /* writer->submitted right after the write */
-    py_memory_reader readers[PY_MAX_READERS]; /* the last one first; one that is pushed out precedes its successor */
+    py_memory_reader readers[PY_MAX_READERS]; /* the latest first; a new one runs after the one that it pushes out */
     bool is_shared;                           /* other libraries know the address and may write there by themselves */
     bool is_in_graph;                         /* of somebody else's, which may be replayed at any time, on any stream */
     int graph_slot;                           /* 1 + its place in the Graph that is capturing; 0: none */

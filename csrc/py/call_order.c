@@ -25,14 +25,12 @@ int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken)
     py_peer *peer = call->peers, *end = peer + call->num_peers;
     while (peer < end && (peer->exchange != taken->exchange || peer->queue->device.index != device.index)) peer++;
     if (peer == end) {
-        pk_stream stream;
         if (call->num_peers == PY_MAX_PEERS) {
             PyErr_Format(PyExc_BufferError, "%s: a call takes tensors of at most %d GPUs and frameworks", name,
                          PY_MAX_PEERS);
             return -1;
         }
-        if (py_current_work_stream(name, taken->exchange, device.index, &stream) < 0) return -1;
-        py_queue *queue = py_queue_of(call->state, device, stream, PY_STREAM_LASTS);
+        py_queue *queue = py_queue_of_framework(call->state, name, taken->exchange, device);
         if (!queue) return -1;
         *peer = (py_peer){taken->exchange, queue, false};
         call->num_peers++;
@@ -86,12 +84,9 @@ static py_queue *peer_queue(const py_call *call, const DLPackExchangeAPI *exchan
 /* Where PyTorch works now on the call's GPU; NULL: it is not in use. */
 static int torch_queue(const py_call *call, py_queue **queue)
 {
-    pk_stream stream;
     const DLPackExchangeAPI *torch = call->state->torch;
-    *queue = NULL;
-    if (!torch) return 0;
-    if (py_current_work_stream("stream", torch, call->device.index, &stream) < 0) return -1;
-    return (*queue = py_queue_of(call->state, call->device, stream, PY_STREAM_LASTS)) ? 0 : -1;
+    *queue = torch ? py_queue_of_framework(call->state, "stream", torch, call->device) : NULL;
+    return torch && !*queue ? -1 : 0;
 }
 
 static py_queue *given_queue(py_call *call)

@@ -223,10 +223,8 @@ static py_queue *replay_queue(PyObject *self, PyObject *given)
     if (!is_given && capturing) return py_capturing_queue();
     for (int i = 0; i < graph->num_peers && !is_given; i++) {
         const py_peer *peer = &graph->peers[i];
-        pk_stream stream;
         if (peer->exchange != state->torch || peer->queue->device.index != captured_on->device.index) continue;
-        if (py_current_work_stream("stream", peer->exchange, captured_on->device.index, &stream) < 0) return NULL;
-        return py_queue_of(state, captured_on->device, stream, PY_STREAM_LASTS);
+        return py_queue_of_framework(state, "stream", peer->exchange, captured_on->device);
     }
     py_queue *entered = py_entered_queue(captured_on->device);
     if (!is_given) return entered ? entered : captured_on->queue;
@@ -246,10 +244,9 @@ static int order_replay(PyObject *self, py_queue *queue)
     }
     for (int i = 0; i < graph->num_peers; i++) {
         py_peer *peer = &graph->peers[i];
-        pk_stream stream;
-        int device = peer->queue->device.index;
-        if (py_current_work_stream("stream", peer->exchange, device, &stream) < 0) return -1;
-        if (!(peer->queue = py_queue_of(state, peer->queue->device, stream, PY_STREAM_LASTS))) return -1;
+        py_queue *now = py_queue_of_framework(state, "stream", peer->exchange, peer->queue->device);
+        if (!now) return -1;
+        peer->queue = now;
         if (capturing ? py_graph_meet(peer) < 0 : py_queue_after(state, queue, peer->queue) < 0) return -1;
     }
     return capturing ? PyList_Append(capturing->kept, self) : 0;

@@ -81,6 +81,13 @@ py_queue *py_queue_of(py_state *state, pk_device device, pk_stream stream, py_st
     return queues = queue;
 }
 
+py_queue *py_queue_of_framework(py_state *state, const char *name, const DLPackExchangeAPI *exchange, pk_device device)
+{
+    pk_stream stream;
+    if (py_current_work_stream(name, exchange, device.index, &stream) < 0) return NULL;
+    return py_queue_of(state, device, stream, PY_STREAM_LASTS);
+}
+
 // --- ordering
 
 static int raise(py_state *state, const pk_error *err)
@@ -158,10 +165,8 @@ int py_queue_after(py_state *state, py_queue *queue, py_queue *other)
 static int after_foreign_graph(py_state *state, py_queue *queue)
 {
     pk_error err;
-    pk_stream stream;
     if (!state->torch) return queue->backend->synchronize(queue->device, &err) == PK_OK ? 0 : raise(state, &err);
-    if (state->torch->current_work_stream(kDLCUDA, queue->device.index, &stream) < 0) return -1;
-    py_queue *torch = py_queue_of(state, queue->device, stream, PY_STREAM_LASTS);
+    py_queue *torch = py_queue_of_framework(state, "stream", state->torch, queue->device);
     return torch ? py_queue_after(state, queue, torch) : -1;
 }
 

@@ -31,6 +31,9 @@ struct py_queue {
 /* The queue of a stream, made at its first use. NULL with an exception set. 1 is the legacy default stream, too. */
 py_queue *py_queue_of(py_state *state, pk_device device, pk_stream stream, py_stream_kind kind);
 
+/* That on which a framework works now; `name`: the argument that a failure is said of. */
+py_queue *py_queue_of_framework(py_state *state, const char *name, const DLPackExchangeAPI *exchange, pk_device device);
+
 /* What is queued on `queue` from now on starts after all that is queued on `other` so far. */
 int py_queue_after(py_state *state, py_queue *queue, py_queue *other);
 /* The host waits for the first `tick` submissions, with the GIL released. */

@@ -274,7 +274,7 @@ def _make(name: str) -> Callable[..., Any]:
             options.pop(optional, None)
         given = [options.pop(each, None) for each in parameter_outs]
         outs = [out for out in given if out is not None]
-        operator = operators.get((has_lse, has_optional, bool(outs)))
+        operator = operators.get((has_lse, has_optional, len(outs) > 0))  # bool(outs) stops PyTorch 2.11
         if operator is None or len(outs) not in (0, len(parameter_outs)):
             raise TypeError(f"{name}: {' and '.join(parameter_outs)} must be given")
         if not outs:

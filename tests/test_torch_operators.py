@@ -24,11 +24,21 @@ def as_torch(value, device):
     """A drawn argument as a tensor of its own memory."""
     if isinstance(value, View):
         codes = torch.from_numpy(value.of(value.memory.bytes).copy())
-        memory = torch.empty(codes.shape, dtype=codes.dtype, device=device)  # which has the usual strides of 1 element, too
+        memory = torch.empty(
+            codes.shape, dtype=codes.dtype, device=device
+        )  # which has the usual strides of 1 element, too
         return memory.copy_(codes).view(getattr(torch, value.dtype))
     if isinstance(value, np.generic):
         return value.item()
     return [as_torch(each, device) for each in value] if isinstance(value, list) else value
+
+
+def plan_of(arguments: dict):
+    """The plan for a call of the attention: on a GPU its size is the device's own."""
+    names = inspect.signature(pagedkv.plan_attention).parameters
+    q = arguments["q"] if "q" in arguments else ops.queries(arguments)[0]
+    given = {key: value for key, value in arguments.items() if key in names and key != "out"}
+    return pagedkv.plan_attention(**given | {"q": q})
 
 
 def draw(name: str, rng, device: str) -> dict:
@@ -43,6 +53,10 @@ def draw(name: str, rng, device: str) -> dict:
         for key in ("src_dst_pairs", "pairs"):
             if key in arguments:
                 arguments[key] = arguments[key].cpu()
+        if "plan" in arguments:
+            arguments["plan"] = plan_of(arguments)
+        if name == "plan_attention" and "out" in arguments:
+            arguments["out"] = plan_of(arguments).zero_()
         num_outs = sum(arguments.get(out) is not None for out in ops.OPERATIONS[name].outs)
         is_complete = num_outs in ((1,) if name == "plan_attention" else (0, len(ops.OPERATIONS[name].outs)))
         starts, num_tokens = arguments.get("cu_seqlens_q"), len(arguments.get("q", arguments.get("qkv", ())))
@@ -159,7 +173,9 @@ class Attention(torch.nn.Module):
 def batch_of(rng, device: str, num_tokens: int) -> tuple:
     lens = torch.tensor([num_tokens - 1, 1, 0], dtype=torch.int32)
     tables = torch.from_numpy(rng.permutation(24).reshape(3, 8).astype(np.int32))
-    slots = torch.cat([tables[0].repeat_interleave(4)[: num_tokens - 1] * 4 + torch.arange(num_tokens - 1) % 4, tables[1, :1] * 4])
+    slots = torch.cat(
+        [tables[0].repeat_interleave(4)[: num_tokens - 1] * 4 + torch.arange(num_tokens - 1) % 4, tables[1, :1] * 4]
+    )
     starts = torch.tensor([0, num_tokens - 1, num_tokens, num_tokens], dtype=torch.int32)
     x = torch.from_numpy(rng.standard_normal((num_tokens, 64)).astype(np.float32))
     kv_cache = torch.full((2, 24, 4, 2, 16), float("nan"))

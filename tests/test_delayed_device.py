@@ -12,6 +12,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 from fake_device import Device, FakeEvent, LateRunner, Story, patch_engine
@@ -243,6 +244,23 @@ def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[L
             traffic.device.interrupt_in = rng.randint(1, 20)
         traffic.turn()
     traffic.finish()
+
+
+def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
+    """Its pages are in the prefix index from swap_in on, but nobody has copied them from the host."""
+    prompt, manager = [1, 2, 3, 4], BlockManager(num_blocks=3, block_size=2, num_host_blocks=2)
+    manager.allocate(0, prompt)
+    manager.commit(0, 4)
+    manager.swap_out(0)
+    manager.allocate(1, [9] * 6)  # takes the pages that the prompt was in
+    manager.free(1)
+    scheduler, runner = Mock(manager=manager), Mock()
+    scheduler.schedule = lambda: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
+    runner.launch.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        Pipeline(runner, scheduler, EngineStats()).launch()
+    manager.free(0)
+    assert manager.allocate(2, prompt) == 0
 
 
 @pytest.fixture

@@ -37,6 +37,14 @@ class Pipeline:
 
     def launch(self) -> None:
         """Starts the next step, where there is anything to compute."""
+        try:
+            self._launch()
+        except BaseException:
+            # Pages that the step was to bring back from the host are in the prefix cache, but may never be written.
+            self.scheduler.manager.reset_prefix_cache()
+            raise
+
+    def _launch(self) -> None:
         start = time.perf_counter()
         step = self.scheduler.schedule()
         scheduled = launched = time.perf_counter()

@@ -4,10 +4,13 @@
  *   q             [num_tokens, num_q_heads, head_dim], f32, f16 or bf16; views of a fused qkv are fine
  *   k_cache, ...  [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype or float8_e4m3fn; num_q_heads is a
  *                 multiple of num_kv_heads and q head h reads KV head h / (num_q_heads / num_kv_heads)
- *   block_tables  [num_seqs, max_blocks_per_seq] int32: key j of sequence s is slot j % block_size of page
- *                 block_tables[s, j / block_size]. A negative page is padding: its keys are seen by nobody. Entries
- *                 that hold no key which a query may see are never looked at.
+ *   block_tables  [num_seqs, max_blocks_per_seq] int32: the pages of a sequence. Key j of sequence s is in slot
+ *                 i = key_starts[s] + j of them: slot i % block_size of page block_tables[s, i / block_size]. A
+ *                 negative page is padding: its keys are seen by nobody. Entries that hold no key which a query may see
+ *                 are never looked at.
  *   context_lens  [num_seqs] int32: keys of a sequence, its new tokens included
+ *   key_starts    [num_seqs] int32. Absent: 0. With one page as long as a dense tensor, this is where each sequence's
+ *                 keys start in it.
  *   cu_seqlens_q  [num_seqs + 1] int32: sequence s owns the queries cu[s] .. cu[s + 1] - 1. Rows of out and lse outside
  *                 cu[0] .. cu[num_seqs] are left as they are. Absent: num_tokens / num_seqs queries each.
  *   max_seqlen_q  an upper bound of the queries of one sequence (CUDA sizes its grid by it)
@@ -31,7 +34,7 @@
  * or one whose keys nobody reads in this call: a backend may write and read in any order. past_is_constant means
  * positions, slot_mapping, cos_sin and the norms' weights too.
  *
- * A page, context or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
+ * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
  * records it in the device status word.
  */
 #include "ops.h"
@@ -94,6 +97,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
     PK_EXPECT(env, "block_tables", call->block_tables, "S M", PK_ACCEPT_I32);
     PK_EXPECT(env, "context_lens", call->context_lens, "S", PK_ACCEPT_I32);
     if (call->cu_seqlens_q) PK_EXPECT(env, "cu_seqlens_q", call->cu_seqlens_q, "S+1", PK_ACCEPT_I32);
+    if (call->key_starts) PK_EXPECT(env, "key_starts", call->key_starts, "S", PK_ACCEPT_I32);
     if (alibi) PK_EXPECT(env, "alibi_slopes", alibi, alibi->ndim == 2 ? "S H" : "H", PK_ACCEPT_F32);
     if (call->sinks) PK_EXPECT(env, "sinks", call->sinks, "H", PK_ACCEPT_F32);
     PK_TRY(check_shapes(env, call));
@@ -106,6 +110,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .block_tables = call->block_tables->data,
         .context_lens = call->context_lens->data,
         .cu_seqlens_q = call->cu_seqlens_q ? call->cu_seqlens_q->data : NULL,
+        .key_starts = call->key_starts ? call->key_starts->data : NULL,
         .alibi_slopes = alibi ? alibi->data : NULL,
         .sinks = call->sinks ? call->sinks->data : NULL,
         .num_tokens = pk_dim(env, 'T'),

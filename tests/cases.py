@@ -29,6 +29,8 @@ class AttentionCase:
     layout: str = "NHD"
     strided_q: bool = False  # q and out are views of wider rows
     uniform: bool = False  # without cu_seqlens_q
+    pages: str = "many"  # "one": of each sequence, as long as the longest; "shared": one, where all sequences lie
+    key_starts: bool = False  # there are slots in front of a sequence's keys
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +112,13 @@ ATTENTION_CASES: list[AttentionCase] = [
     replace(_RAGGED, name="backwards", layout="backwards"),
     replace(_RAGGED, name="backwards, bfloat16", layout="backwards", dtype="bfloat16"),
     replace(_RAGGED, name="strided q and out", strided_q=True),
+    *(replace(case, name=f"{case.name}, {pages} page, key_starts {starts}, window {window[0]}", pages=pages, key_starts=starts, window_size=window)
+      for case, window in ((_RAGGED, (-1, -1)), (_DECODE, (40, 0)), (_CHUNKS, (90, 0)), (_CHUNKS, (-1, -1)))
+      for pages, starts in (("one", False), ("one", True), ("shared", True), ("many", True))),
+    *(replace(_CHUNKS, name=f"chunks, {pages} page, key_starts, {d}", pages=pages, key_starts=True, head_dim=d, causal=False)
+      for pages, d in (("one", 64), ("shared", 96), ("shared", 256), ("many", 64))),
+    replace(_RAGGED, name="key_starts in odd pages", key_starts=True, block_size=7, num_splits=3),
+    replace(_RAGGED, name="key_starts, masked page", key_starts=True, masked_page=True),
     replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
             alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
             block_size=5, head_dim=72, num_q_heads=6, num_kv_heads=3),

@@ -26,7 +26,7 @@ def head_sizes(d: Draw) -> tuple[int, int, int]:
     return kv_heads * d.one_of(1, 1, 2, 3), kv_heads, d.one_of(8, 8, 8, 16, 24, 32, 64, 256 if d.is_large else 40)
 
 
-def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads) -> dict:
+def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads, has_key_starts=False) -> dict:
     """Tables and pools of sequences whose queries are `lens`; what no query may see is NaN, or a page that is none."""
     _, num_kv_heads, head_dim = heads
     seqs = d.size(4)
@@ -34,10 +34,10 @@ def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads) -> dict:
     lens = np.full(seqs, d.size(3)) if is_uniform else np.array([d.size(4) for _ in range(seqs)], int)
     contexts = np.array([max(0, n + int(d.rng.integers(-1, 60 if d.is_large else 12))) for n in lens], int)
     block_size = int(d.rng.integers(1, 41 if d.is_large else 9))
-    tables, blocks = make_tables(d.rng, contexts, block_size)
-    pools = [
-        make_pool(d.rng, tables, contexts, blocks, block_size, num_kv_heads, head_dim, cache_dtype) for _ in range(2)
-    ]
+    key_starts = d.rng.integers(0, 2 * block_size, seqs) if has_key_starts else np.zeros(seqs, int)
+    tables, blocks = make_tables(d.rng, contexts + key_starts, block_size)
+    shape = tables, contexts, blocks, block_size, num_kv_heads, head_dim, cache_dtype, key_starts
+    pools = [make_pool(d.rng, *shape) for _ in range(2)]
     if d.rng.random() < 0.1 and contexts.any():
         seq = d.rng.choice(np.flatnonzero(contexts))
         tables[seq, d.rng.integers(-(-contexts[seq] // block_size))] = d.one_of(-1, -(2**31))
@@ -46,6 +46,8 @@ def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads) -> dict:
     batch = {} if is_uniform else {"cu_seqlens_q": d.array(starts)}
     if d.maybe():
         batch["max_seqlen_q"] = int(lens.max(initial=0)) + d.one_of(0, 1, 2**62)
+    if has_key_starts:
+        batch["key_starts"] = d.array(key_starts)
     return dict(
         pools=pools,
         tables=tables,
@@ -80,7 +82,7 @@ def draw_plan_rows(d: Draw) -> View:
 def draw_attention(d: Draw) -> dict:
     dtype, heads = d.dtype(), head_sizes(d)
     cache_dtype = F8 if d.maybe(0.3) else dtype
-    b = draw_batch(d, dtype, cache_dtype, heads)
+    b = draw_batch(d, dtype, cache_dtype, heads, has_key_starts=d.maybe(0.3))
     seqs, q_heads, shape = len(b["lens"]), heads[0], (b["num_tokens"], heads[0], heads[2])
     slopes = (seqs, q_heads) if d.rng.random() < 0.5 else (q_heads,)
     a = {
@@ -130,6 +132,7 @@ def expect_attention(a) -> dict:
         numbers(a.block_tables),
         numbers(a.context_lens),
         cu_seqlens_q=numbers(a.cu_seqlens_q),
+        key_starts=numbers(a.key_starts),
         softmax_scale=softmax_scale,
         causal=bool(a.causal),
         window_size=window_of(a),
@@ -153,6 +156,7 @@ def draw_plan(d: Draw) -> dict:
         "context_lens",
         "cu_seqlens_q",
         "max_seqlen_q",
+        "key_starts",
         "causal",
         "window_size",
         "num_splits",

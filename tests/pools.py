@@ -15,9 +15,10 @@ from cases import AttentionCase
 UNUSED_PAGE = 2147480000
 
 
-def make_tables(rng, context_lens, block_size: int, *, spare_blocks: int = 3, spare_entries: int = 2):
-    """Block tables [seqs, most pages + spare_entries] with pages in random order, and the size of the pool."""
-    counts = [-(-int(n) // block_size) for n in context_lens]
+def make_tables(rng, slots, block_size: int, *, spare_blocks: int = 3, spare_entries: int = 2):
+    """Block tables [seqs, most pages + spare_entries] with pages in random order, and the size of the pool. `slots`: how
+    many each sequence needs."""
+    counts = [-(-int(n) // block_size) for n in slots]
     num_blocks = sum(counts) + spare_blocks
     order = rng.permutation(num_blocks)
     tables = np.full((len(counts), max(counts, default=0) + spare_entries), UNUSED_PAGE, np.int32)
@@ -26,14 +27,34 @@ def make_tables(rng, context_lens, block_size: int, *, spare_blocks: int = 3, sp
     return tables, num_blocks
 
 
-def make_pool(rng, tables, context_lens, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str):
+def make_pool(rng, tables, context_lens, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str,
+              starts=None):  # fmt: skip
     """A cache [blocks, block_size, heads, dim] (float64 holding numbers of `dtype`), NaN where nobody owns it."""
     pool = np.full((num_blocks, block_size, num_kv_heads, head_dim), np.nan)
     for s, context in enumerate(context_lens):
-        for first in range(0, int(context), block_size):
-            part = pool[tables[s, first // block_size], : min(block_size, int(context) - first)]
-            part[:] = oracle.rounded(rng.standard_normal(part.shape), dtype)
+        slots = np.arange(int(context)) + (0 if starts is None else int(starts[s]))
+        drawn = oracle.rounded(rng.standard_normal((len(slots), num_kv_heads, head_dim)), dtype)
+        pool[tables[s, slots // block_size], slots % block_size] = drawn
     return pool
+
+
+def make_places(case: AttentionCase, rng):
+    """Where a case's keys lie: block_tables, the number of pages and their size, and key_starts or None."""
+    contexts, starts, block_size = np.array(case.context_lens, int), None, case.block_size
+    if case.key_starts:
+        starts = rng.integers(0, 2 * block_size, len(contexts)).astype(np.int32)
+    if case.pages == "shared":  # in random order, with slots of nobody between them
+        assert case.key_starts
+        order, gaps = rng.permutation(len(contexts)), rng.integers(0, 4, len(contexts))
+        starts[order] = np.cumsum((contexts + gaps)[order]) - contexts[order]
+        return np.zeros((len(contexts), 1), np.int32), 1, int((contexts + gaps).sum()) + 1, starts
+    slots = contexts + (0 if starts is None else starts)
+    if case.pages == "one":
+        block_size = int(slots.max(initial=0)) + 1
+        tables, num_blocks = make_tables(rng, np.maximum(slots, 1), block_size, spare_entries=0)
+    else:
+        tables, num_blocks = make_tables(rng, slots, block_size)
+    return tables, num_blocks, block_size, starts
 
 
 def forget(caches, tables, lens) -> None:
@@ -67,9 +88,9 @@ class Batch:
 
 def make_batch(case: AttentionCase, rng) -> Batch:
     num_seqs, heads, kv_heads = len(case.query_lens), case.num_q_heads, case.num_kv_heads
-    tables, num_blocks = make_tables(rng, case.context_lens, case.block_size)
-    shape = (tables, case.context_lens, num_blocks, case.block_size, kv_heads, case.head_dim)
-    k_cache, v_cache = (make_pool(rng, *shape, case.cache_dtype or case.dtype) for _ in range(2))
+    tables, num_blocks, block_size, starts = make_places(case, rng)
+    shape = (tables, case.context_lens, num_blocks, block_size, kv_heads, case.head_dim)
+    k_cache, v_cache = (make_pool(rng, *shape, case.cache_dtype or case.dtype, starts) for _ in range(2))
     if case.masked_page:
         for s, context in enumerate(case.context_lens):
             if context:
@@ -86,7 +107,7 @@ def make_batch(case: AttentionCase, rng) -> Batch:
     arguments = dict(
         softmax_scale=case.softmax_scale, causal=case.causal, window_size=case.window_size, softcap=case.softcap,
         alibi_slopes=None if slopes is None else rng.uniform(0, 1, slopes).astype(np.float32),
-        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, k_scale=scale(), v_scale=scale())
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts, k_scale=scale(), v_scale=scale())
     q = oracle.rounded(rng.standard_normal((case.num_tokens, heads, case.head_dim)), case.dtype)
     cu_seqlens_q = np.cumsum((0, *case.query_lens)).astype(np.int32)
     return Batch(case, q, k_cache, v_cache, tables, np.array(case.context_lens, np.int32), cu_seqlens_q, arguments)

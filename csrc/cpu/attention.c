@@ -45,10 +45,13 @@ static pk_status check_keys(const pk_attention_args *args, pk_error *err)
 {
     int64_t room = args->max_blocks_per_seq * args->block_size;
     for (int64_t s = 0; s < args->num_seqs; s++) {
-        int32_t context = args->context_lens[s];
-        if (context < 0 || context > room)
+        int32_t context = args->context_lens[s], start = args->key_starts ? args->key_starts[s] : 0;
+        if (start < 0 || start > room)
+            return pk_fail(err, PK_EVALUE, "key_starts[%lld] is %d but must be 0 to %lld, the room in block_tables",
+                           (long long)s, start, (long long)room);
+        if (context < 0 || context > room - start)
             return pk_fail(err, PK_EVALUE, "context_lens[%lld] is %d but block_tables has room for 0 to %lld keys",
-                           (long long)s, context, (long long)room);
+                           (long long)s, context, (long long)(room - start));
     }
     return PK_OK;
 }
@@ -58,7 +61,8 @@ static pk_status check_pages(const pk_attention_args *args, const pk_attention_s
 {
     const int32_t *table = args->block_tables + s * args->block_table_stride;
     int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
-    for (int64_t block = first / args->block_size; block * args->block_size < end; block++)
+    int64_t first_slot = seq->first_slot + first, end_slot = seq->first_slot + end;
+    for (int64_t block = first_slot / args->block_size; first < end && block * args->block_size < end_slot; block++)
         if (table[block] >= args->num_blocks)
             return pk_fail(err, PK_EVALUE, "block_tables[%lld, %lld] is %d but k_cache has %lld blocks", (long long)s,
                            (long long)block, table[block], (long long)args->num_blocks);
@@ -118,6 +122,7 @@ static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double
         seq->first_token = args->cu_seqlens_q ? args->cu_seqlens_q[s] : s * per_seq;
         seq->num_queries = args->cu_seqlens_q ? args->cu_seqlens_q[s + 1] - args->cu_seqlens_q[s] : per_seq;
         seq->context_len = args->context_lens[s];
+        seq->first_slot = args->key_starts ? args->key_starts[s] : 0;
         if (seq->num_queries == 0) continue;
         PK_TRY(check_pages(args, seq, s, err));
         cut_keys(args, seq);

@@ -8,6 +8,7 @@
  * for the parts first_part .. end_part - 1 that some query sees. */
 typedef struct {
     int64_t index, first_token, num_queries, context_len;
+    int64_t first_slot; /* of its pages: where key 0 lies */
     int64_t first_part, end_part, part_keys;
     int64_t part_row; /* its first row in pk_attention_plan.parts */
 } pk_attention_seq;

@@ -44,11 +44,17 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
 
 struct sequence_view {
     int first_query, num_queries; /* rows of q */
-    int context;                  /* keys */
+    int context, first_slot;      /* keys, and where in the sequence's pages the first one lies */
 };
 
+__device__ static inline int first_slot_of(const pk_attention_args &args, int seq)
+{
+    return args.key_starts ? args.key_starts[seq] : 0;
+}
+
 /* Takes what the device arrays say with a grain of salt and records what does not fit: a sequence without a sound range
- * of queries has none, a context is cut. `is_recorder` is one thread of the grid. */
+ * of queries has none, a context is cut, and is 0 where the keys start nowhere. `is_recorder` is one thread of the
+ * grid. */
 __device__ static inline sequence_view view_sequence(const pk_attention_args &args, int seq, pk_cuda_bad_id *bad_id,
                                                      bool is_recorder)
 {
@@ -66,12 +72,18 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         view.first_query = seq * view.num_queries;
     }
     int64_t capacity = args.max_blocks_per_seq * args.block_size;
-    int context = args.context_lens[seq];
+    int context = args.context_lens[seq], first_slot = first_slot_of(args, seq);
+    if (first_slot < 0 || first_slot > capacity) {
+        if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_KEY_START, seq, first_slot, capacity + 1);
+        capacity = first_slot = 0;
+    }
+    capacity -= first_slot;
     if (context < 0 || context > capacity) {
         if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_CONTEXT, seq, context, capacity + 1);
         context = context < 0 ? 0 : (int)capacity;
     }
     view.context = context;
+    view.first_slot = first_slot;
     return view;
 }
 

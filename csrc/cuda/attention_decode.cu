@@ -91,7 +91,8 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         /* & and |: behind the branch of an && the compiler would put what it reads, another way to L2 and back. */
         bool is_sound =
             (unit.signature == params.shape.signature) & ((unsigned)unit.seq < args.num_seqs) & (unit.context >= 0) &
-            (unit.context <= args.max_blocks_per_seq * args.block_size) & (unit.first_query >= 0) &
+            (unit.first_slot >= 0) & (unit.first_query >= 0) &
+            ((int64_t)unit.first_slot + unit.context <= args.max_blocks_per_seq * args.block_size) &
             (unit.num_queries > 0) & (unit.tile >= 0) & (unit.first_step >= 0) &
             ((int64_t)unit.first_query + unit.num_queries <= args.num_tokens) &
             ((int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor) &
@@ -115,9 +116,16 @@ struct decode_cta : decode_warp<Kind, D, NT> {
 
     // --- loading
 
+    /* Both of a key: its page, and where it lies in that. */
     __device__ int read_page(int key) const
     {
-        return __ldcg(args.block_tables + rows.unit.seq * args.block_table_stride + params.block_size.divide(key));
+        int block = params.block_size.divide(rows.unit.first_slot + key);
+        return __ldcg(args.block_tables + rows.unit.seq * args.block_table_stride + block);
+    }
+    __device__ int slot_of(int key) const
+    {
+        int slot = rows.unit.first_slot + key;
+        return slot - params.block_size.divide(slot) * params.block_size.divisor;
     }
 
     /* The pages of the next chunks, where those consist of 16 keys in one page: lane i looks after the i-th 16. Only
@@ -127,14 +135,13 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     {
         int key = lookup_key + key_of_lane();
         lookup_key += CHUNKS_AT_ONCE * step;
-        bool is_needed = params.are_pages_of_16 && key < min(end_key, end_seen) && key + 16 > first_seen;
+        bool is_needed = params.are_16_in_a_page && key < min(end_key, end_seen) && key + 16 > first_seen;
         return is_needed ? read_page(key) : -1;
     }
 
     /* Whether the 16 bytes that this lane copies of a row are in it; those behind head_dim become zeros. */
     __device__ bool is_in_row() const { return lane % tile::PIECES * 16 < (int)args.head_dim * Kind::CACHE_BYTES; }
 
-    __device__ int slot_of(int key) const { return key - params.block_size.divide(key) * params.block_size.divisor; }
     __device__ row_offsets offsets_of(int page, int64_t slot) const
     {
         int64_t k = slot * args.k_slot_stride, v = slot * args.v_slot_stride;
@@ -150,10 +157,10 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         int key = load_key + lane % CHUNK, first_lane = num_loaded % CHUNKS_AT_ONCE * KEY_TILES;
         bool is_seen = key >= first_seen && key < end_seen;
         row_offsets from = table;
-        if (!params.are_pages_of_16) /* less the row that the copying lane will add */
+        if (!params.are_16_in_a_page) /* less the row that the copying lane will add */
             from = offsets_of(is_seen ? read_page(key) : -1, slot_of(key) - lane % ROWS_AT_ONCE);
         unsigned int known = __ballot_sync(~0u, from.is_there);
-        int its_lane = params.are_pages_of_16 ? first_lane + lane % CHUNK / 16 : lane;
+        int its_lane = params.are_16_in_a_page ? first_lane + lane % CHUNK / 16 : lane;
         unsigned int mask = __ballot_sync(~0u, is_seen && known >> its_lane & 1) & ALL_KEYS;
         if (mask == 0) return 0; /* what the stage holds from before is not used */
 
@@ -168,7 +175,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
             copy_async_16(its_to, k, bytes, policy);
             copy_async_16(its_to + TILE_BYTES, v, bytes, policy);
         };
-        if (params.are_pages_of_16) {
+        if (params.are_16_in_a_page) {
             int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
             int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
             for (int t = 0; t < KEY_TILES; t++) {
@@ -330,6 +337,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         }
         begin();
         int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
+        int planned_slot = rows.unit.first_slot, first_slot = first_slot_of(args, rows.unit.seq);
         if constexpr (TAKES_HEADS) {
             if (Kind::IS_FP8 && args.dtype == PK_BF16)
                 take_heads<__nv_bfloat16>(token);
@@ -355,6 +363,8 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)
             pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
+        if (threadIdx.x == 0 && first_slot != planned_slot)
+            pk_record_bad_id(params.bad_id, PK_STALE_START, rows.unit.seq, planned_slot, first_slot);
         if (TAKES_HEADS && threadIdx.x == 0 && !makes_key && rows.head == 0 && has_last_keys())
             check_token(params.rope, rows.unit.seq, params.bad_id);
     }
@@ -409,7 +419,7 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     params.group = make_divider(params.shape.group);
     params.num_heads = make_divider(args->num_kv_heads);
     params.block_size = make_divider(args->block_size);
-    params.are_pages_of_16 = args->block_size % 16 == 0;
+    params.are_16_in_a_page = args->max_blocks_per_seq == 1 || (args->block_size % 16 == 0 && !args->key_starts);
     auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
                   : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>
                                                  : launch_decode<kind_bf16>;

@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(THREADS)
         int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
         attention_unit unit = {shape.signature, seq, 0, it.view.first_query, it.view.num_queries, it.view.context};
         unit.num_parts = num_parts;
+        unit.first_slot = it.view.first_slot;
         int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
         for (unit.tile = 0; unit.tile < it.num_tiles; unit.tile++) {
             unit.end_step = 0;
@@ -191,7 +192,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->max_slots = (int)parts;
     shape->signature = sign({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows,
                              shape->step, slots, units, filter.min_rows, filter.max_rows, args->window_left,
-                             args->num_splits, args->max_blocks_per_seq * args->block_size});
+                             args->num_splits, args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr});
     return PK_OK;
 }
 

@@ -16,7 +16,8 @@ struct alignas(16) attention_unit {
     int first_query, num_queries, context;
     int first_step, end_step; /* of the sequence's keys, from its first_key on */
     int part, num_parts;
-    int unused[2];
+    int first_slot; /* of the sequence's pages: where its first key lies */
+    int unused;
 };
 static_assert(sizeof(attention_unit) == 12 * sizeof(int32_t), "a row of the plan tensor");
 
@@ -79,7 +80,7 @@ struct decode_params {
     decode_workspace workspace;
     pk_cuda_bad_id *bad_id;
     divider group, block_size, num_heads;
-    bool are_pages_of_16;            /* block_size is a multiple of 16 keys */
+    bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
     pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
 };
 

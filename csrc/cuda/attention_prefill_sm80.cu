@@ -50,7 +50,8 @@ struct prefill_sm80_cta {
     const prefill_item &item = shared.item;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    int slot;                   /* of the next tile to multiply */
+    int slot;                   /* of the ring: the next tile to multiply */
+    int first_slot;             /* of the sequence's pages: where its first key lies */
     int page;                   /* of a key of the tile to load next: lane i and 16 + i for key i of the warp's share */
     bool is_first, is_modified; /* no tile multiplied yet; scores are not just scaled */
     float row_scale[M_TILES][2];               /* of scores; only with fp8 do rows differ */
@@ -88,9 +89,9 @@ struct prefill_sm80_cta {
     // --- loading: tile n is the keys n * KEYS and on; there is none below item.begin
 
     __device__ int key_of(int n) const { return n * KEYS + warp * WARP_KEYS + lane % WARP_KEYS; }
-    __device__ int block_of(int key) const
+    __device__ int block_of(int slot) const
     {
-        return batch.block_shift >= 0 ? key >> batch.block_shift : key / (int)args.block_size;
+        return batch.block_shift >= 0 ? slot >> batch.block_shift : slot / (int)args.block_size;
     }
 
     __device__ void look_up_pages(int n)
@@ -98,7 +99,7 @@ struct prefill_sm80_cta {
         int key = key_of(n);
         page = -1;
         if (key >= item.begin && key < item.end)
-            page = args.block_tables[item.seq * args.block_table_stride + block_of(key)];
+            page = args.block_tables[item.seq * args.block_table_stride + block_of(first_slot + key)];
     }
 
     __device__ void find_rows(int n, int to_slot)
@@ -106,7 +107,7 @@ struct prefill_sm80_cta {
         page = checked_page(args, page, item.seq, batch.bad_id);
         unsigned int mask = __ballot_sync(~0u, page >= 0);
         if (lane == 0) shared.key_masks[to_slot][warp] = mask & ((1u << WARP_KEYS) - 1);
-        int key = key_of(n), in_page = key - block_of(key) * (int)args.block_size;
+        int page_slot = first_slot + key_of(n), in_page = page_slot - block_of(page_slot) * (int)args.block_size;
         bool is_value = lane >= 16;
         int64_t at = max(page, 0) * (is_value ? args.v_block_stride : args.k_block_stride) +
                      in_page * (is_value ? args.v_slot_stride : args.k_slot_stride) +
@@ -328,6 +329,7 @@ struct prefill_sm80_cta {
         while (enter_item()) {
             int n = (item.end + KEYS - 1) / KEYS - 1;
             slot = 0;
+            first_slot = first_slot_of(args, item.seq); /* if it is nowhere, there are no keys */
             look_up_pages(n);
             load_tile<false>(n, 0);
             load_tile<true>(n, 1);

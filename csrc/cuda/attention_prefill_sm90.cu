@@ -11,7 +11,8 @@
  * A tile is 128 keys (64 for head_dim 256); three stages of K, two of V, two of Q. A page arrives by one TMA box: the
  * tensor map splits a slot into (slot / 8, slot % 8) and a head into columns of 64 elements, so that the box of any
  * page lands as groups of 8 swizzled rows at one stride, whatever the page size. A page that does not exist is a
- * coordinate outside of the tensor, which reads as zeros.
+ * coordinate outside of the tensor, which reads as zeros. Where a sequence has one page, which may be a dense tensor of
+ * any length, a box is 8 slots from any one on.
  *
  * Each warpgroup walks one chain of tiles, over the borders of items: issue S of the next tile, issue O of this one, do
  * the softmax of the next while O runs. The warpgroups take turns at issuing, so that the softmax of one lies under the
@@ -97,9 +98,11 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     prefill_params params = {};
     int64_t num_ctas = call.device->num_sms;
     PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch, &num_ctas));
+    params.is_one_page = args->max_blocks_per_seq == 1 && (args->key_starts || args->block_size % 8);
     params.box_shift = 3;
     constexpr int most_rows = shape::tile / (Kind::IS_FP8 ? 2 : 1); /* of a box: those of a warp that converts */
-    while (args->block_size % (2 << params.box_shift) == 0 && most_rows % (2 << params.box_shift) == 0)
+    while (!params.is_one_page && args->block_size % (2 << params.box_shift) == 0 &&
+           most_rows % (2 << params.box_shift) == 0)
         params.box_shift++;
     params.box_rows = 1 << params.box_shift;
     params.k_head_columns = (int)(args->k_head_stride / shape::column);
@@ -113,8 +116,9 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, int64_t block_stride,
                          int64_t slot_stride, int64_t head_stride) {
         int64_t head_columns = head_stride / shape::column;
-        int64_t sizes[5] = {shape::column, 8, (args->num_kv_heads - 1) * head_columns + shape::columns,
-                            args->block_size / 8, args->num_blocks};
+        int64_t rows = params.is_one_page ? args->block_size : 8;
+        int64_t sizes[5] = {shape::column, rows, (args->num_kv_heads - 1) * head_columns + shape::columns,
+                            args->block_size / rows, args->num_blocks};
         int64_t strides[5] = {1, slot_stride, shape::column, 8 * slot_stride, block_stride};
         int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
         return pk_cuda_tensor_map(map, name, args->cache_dtype, data, 5, sizes, strides, box, call.err);
@@ -137,7 +141,8 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
                            args->k_head_stride, args->v_block_stride, args->v_slot_stride, args->v_head_stride})
         if (stride <= 0) return false; /* the tensor maps want them so */
     return device->compute_capability == 90 && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
-           (args->cache_dtype == args->dtype || is_fp8) && args->block_size % 8 == 0 &&
+           (args->cache_dtype == args->dtype || is_fp8) &&
+           (args->max_blocks_per_seq == 1 || (args->block_size % 8 == 0 && !args->key_starts)) &&
            pk_are_multiples(dim % 64 ? 32 : 64, args->k_head_stride, args->v_head_stride) && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
            args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&

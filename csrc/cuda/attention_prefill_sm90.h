@@ -42,9 +42,10 @@ struct tiling {
 
 struct prefill_params {
     CUtensorMap q_map; /* [head_dim / column, num_tokens, num_q_heads, column] */
-    CUtensorMap k_map; /* [num_blocks, block_size / 8, heads * columns, 8, column] */
+    CUtensorMap k_map; /* [num_blocks, block_size / 8, heads * columns, 8, column]; is_one_page: 1, block_size */
     CUtensorMap v_map;
     prefill_batch batch;
+    bool is_one_page;                   /* all keys of a sequence are in one: a box starts at any slot */
     int box_rows, box_shift;            /* keys that one TMA box brings, a power of two */
     int k_head_columns, v_head_columns; /* from one head to the next, in columns */
     float cap_scale;                    /* of a score to twice the argument of tanh, in units of log2 */
@@ -124,11 +125,11 @@ __device__ __forceinline__ prefill_item read_item(prefill_shared<head_dim> *shar
 
 /* The page of one lane's box of a tile, looked up ahead of its copy. */
 struct page_lookup {
-    int page, group; /* page -1: reads as zeros */
+    int page, group; /* page -1: reads as zeros; is_one_page: group is the slot */
     bool is_bad;
 };
 template <int tile>
-__device__ static page_lookup look_up(const prefill_params &params, const prefill_item &item, int n)
+__device__ static page_lookup look_up(const prefill_params &params, const prefill_item &item, int first_slot, int n)
 {
     const pk_attention_args &args = params.batch.args;
     int key = n * tile + (threadIdx.x & 31) * params.box_rows;
@@ -136,7 +137,7 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     /* An entry whose keys nobody sees is not looked at: what it holds may be anything. */
     if (n < 0 || key >= min((n + 1) * tile, item.end) || key + params.box_rows <= item.begin) return found;
     unsigned block_size = (unsigned)args.block_size, at = (unsigned)key / block_size;
-    found.group = (int)(key - at * block_size) / 8;
+    found.group = params.is_one_page ? first_slot + key : (int)(key - at * block_size) / 8;
     found.page = args.block_tables[item.seq * args.block_table_stride + at];
     found.page = checked_page(args, found.page, item.seq, params.batch.bad_id);
     found.is_bad = found.page < 0;
@@ -159,7 +160,8 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
         prefill_item item = read_item(shared, slot, q.at);
         if (!item.num_positions) return;
         int n = shape::last_tile(item);
-        page_lookup found = look_up<shape::tile>(params, item, n);
+        int first_slot = first_slot_of(params.batch.args, item.seq); /* if it is nowhere, there are no keys */
+        page_lookup found = look_up<shape::tile>(params, item, first_slot, n);
         for (; n >= shape::first_tile(item); n--, stage.advance()) {
             uint32_t full = smem_address(IS_FP8 ? &ring->converting[stage.at] : &ring->full[stage.at]);
             uint32_t to = smem + stage.at * shape::kv_bytes;
@@ -173,12 +175,12 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
             to += lane * params.box_rows * head_dim * bytes;
             if (IS_FP8) to += lane * params.box_rows < shape::tile / 2 ? shape::part_bytes : 2 * shape::part_bytes;
             /* What is read once need not stay in L2. (evict_normal would be slower than no hint.) */
+            int row = params.is_one_page ? found.group : 0, group = params.is_one_page ? 0 : found.group;
             if (lane < boxes && params.batch.reads_keys_once())
-                copy_5d(to, &map, full, 0, 0, item.kv_head * head_columns, found.group, found.page,
-                        evict_first_policy());
+                copy_5d(to, &map, full, 0, row, item.kv_head * head_columns, group, found.page, evict_first_policy());
             else if (lane < boxes)
-                copy_5d(to, &map, full, 0, 0, item.kv_head * head_columns, found.group, found.page);
-            found = look_up<shape::tile>(params, item, n - 1);
+                copy_5d(to, &map, full, 0, row, item.kv_head * head_columns, group, found.page);
+            found = look_up<shape::tile>(params, item, first_slot, n - 1);
         }
     }
 }

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(WARPS * 32)
         output[i] = 0;
     }
     for (int64_t key = first; key < end; key++) {
-        int64_t block = key / args.block_size, slot = key - block * args.block_size;
+        int64_t block = (view.first_slot + key) / args.block_size;
+        int64_t slot = view.first_slot + key - block * args.block_size;
         int page = args.block_tables[seq * args.block_table_stride + block];
         if (page >= args.num_blocks && lane == 0) checked_page(args, page, seq, bad_id);
         if (page < 0 || page >= args.num_blocks) continue;

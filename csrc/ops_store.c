@@ -56,11 +56,11 @@ pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_
                           pk_scale k_scale, pk_scale v_scale, pk_store_args *args)
 {
     PK_TRY(pk_expect_caches(env, k_cache, v_cache, 'H', PK_WRITABLE));
-    PK_EXPECT(env, "slot_mapping", slot_mapping, "T", PK_ANY_INT);
+    if (slot_mapping) PK_EXPECT(env, "slot_mapping", slot_mapping, "T", PK_ANY_INT);
     *args = (pk_store_args){
         .k_cache = k_cache->data,
         .v_cache = v_cache->data,
-        .slot_mapping = slot_mapping->data,
+        .slot_mapping = slot_mapping ? slot_mapping->data : NULL,
         .num_tokens = pk_dim(env, 'T'),
         .num_kv_heads = pk_dim(env, 'H'),
         .head_dim = pk_dim(env, 'D'),
@@ -74,10 +74,26 @@ pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_
         .v_head_stride = v_cache->stride[2],
         .dtype = (pk_dtype)env->dtype,
         .cache_dtype = k_cache->dtype,
-        .slots_are_int64 = slot_mapping->dtype == PK_I64,
+        .slots_are_int64 = slot_mapping && slot_mapping->dtype == PK_I64,
     };
     PK_TRY(pk_expect_scale(env, "k_scale", k_scale, k_cache->dtype, 'H', false, &args->k_scale));
     return pk_expect_scale(env, "v_scale", v_scale, v_cache->dtype, 'H', false, &args->v_scale);
+}
+
+pk_status pk_expect_rows(pk_env *env, const pk_view *key, const pk_view *value)
+{
+    PK_EXPECT(env, "key", key, "T H D", PK_ANY_FLOAT);
+    return pk_expect(env, "value", value, "T H D", PK_SAME);
+}
+
+void pk_set_rows(const pk_view *key, const pk_view *value, pk_store_args *args)
+{
+    args->key = key->data;
+    args->value = value->data;
+    args->key_token_stride = key->stride[0];
+    args->key_head_stride = key->stride[1];
+    args->value_token_stride = value->stride[0];
+    args->value_head_stride = value->stride[1];
 }
 
 pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_view *k_cache, const pk_view *v_cache,
@@ -87,15 +103,9 @@ pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_vi
     pk_env env;
     pk_store_args args;
     pk_env_init(&env, err);
-    PK_EXPECT(&env, "key", key, "T H D", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "value", value, "T H D", PK_SAME);
+    PK_TRY(pk_expect_rows(&env, key, value));
     PK_TRY(pk_expect_store(&env, k_cache, v_cache, slot_mapping, k_scale, v_scale, &args));
-    args.key = key->data;
-    args.value = value->data;
-    args.key_token_stride = key->stride[0];
-    args.key_head_stride = key->stride[1];
-    args.value_token_stride = value->stride[0];
-    args.value_head_stride = value->stride[1];
+    pk_set_rows(key, value, &args);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, store_kvcache, &backend, err);
     return backend->store_kvcache(env.device, &args, stream, err);

@@ -227,6 +227,26 @@ typedef struct {
     bool slots_are_int64;
 } pk_store_args;
 
+/* append_kvcache and rope_append_kvcache, see csrc/ops_append.c for the semantics of every field */
+typedef struct {
+    pk_store_args store;          /* slot_mapping unset: the tables say where a token goes */
+    const int32_t *block_tables;  /* [num_seqs, max_blocks_per_seq], last dimension dense */
+    const int32_t *cache_lens;    /* [num_seqs] */
+    const int32_t *key_starts;    /* [num_seqs] or NULL: 0 */
+    const int32_t *cu_seqlens;    /* [num_seqs + 1] of key, or NULL: num_tokens / num_seqs each */
+    const int32_t *cu_seqlens_q;  /* the same of q */
+    const int32_t *rotary_starts; /* [num_seqs] or NULL: cache_lens */
+    const void *cos, *sin;        /* [max_positions, rotary_dim / 2] dense, of angle_dtype; NULL: nothing is rotated */
+    const void *q;                /* [num_q_tokens, num_q_heads, head_dim] */
+    void *out;                    /* the same shape */
+    int64_t num_seqs, max_blocks_per_seq, block_table_stride, num_q_tokens, num_q_heads;
+    int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
+    int64_t max_positions, rotary_dim;
+    bool is_interleaved; /* pairs of neighbours, not of halves */
+    bool q_is_at_start;  /* all queries have the position of the first new key */
+    pk_dtype angle_dtype;
+} pk_append_args;
+
 /* paged_attention_fwd, see csrc/ops_attention.c for the semantics of every field */
 enum { PK_PLAN_COLUMNS = 12 };
 typedef struct {
@@ -429,6 +449,7 @@ typedef struct pk_backend {
     pk_status (*check_errors)(pk_device device, pk_error *err); /* raises and clears what kernels recorded */
     pk_status (*copy)(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
     pk_status (*store_kvcache)(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
+    pk_status (*append_kvcache)(pk_device device, const pk_append_args *args, pk_stream stream, pk_error *err);
     pk_status (*attention)(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err);
     /* The rows of a plan, by shapes alone; fills args->plan, where that is given. NULL: there is nothing to prepare. */
     pk_status (*plan_attention)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_stream stream,
@@ -525,6 +546,17 @@ pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_e
 pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_view *k_cache, const pk_view *v_cache,
                            const pk_view *slot_mapping, pk_scale k_scale, pk_scale v_scale, pk_stream stream,
                            pk_error *err);
+
+typedef struct {
+    const pk_view *key, *value, *k_cache, *v_cache, *block_tables, *cache_lens;
+    const pk_view *cu_seqlens, *key_starts; /* optional */
+    pk_scale k_scale, v_scale;
+    const pk_view *q, *cos, *sin;                /* of rope_append_kvcache; NULL: append_kvcache */
+    const pk_view *cu_seqlens_q, *rotary_starts; /* optional */
+    bool is_interleaved, q_is_at_start;
+    pk_output *out;
+} pk_append_call;
+pk_status pk_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err);
 
 typedef struct {
     const pk_view *q, *k_cache, *v_cache, *block_tables, *context_lens;

@@ -121,6 +121,42 @@ def store_kvcache(
     v_scale: _Scale = None,
     stream: _Stream = None,
 ) -> None: ...
+def append_kvcache(
+    key: _Tensor,
+    value: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    block_tables: _Tensor,
+    cache_lens: _Tensor,
+    *,
+    cu_seqlens: _Tensor | None = None,
+    key_starts: _Tensor | None = None,
+    k_scale: _Scale = None,
+    v_scale: _Scale = None,
+    stream: _Stream = None,
+) -> None: ...
+def rope_append_kvcache(
+    q: _T,
+    cos: _Tensor,
+    sin: _Tensor,
+    key: _Tensor,
+    value: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    block_tables: _Tensor,
+    cache_lens: _Tensor,
+    *,
+    cu_seqlens_q: _Tensor | None = None,
+    cu_seqlens: _Tensor | None = None,
+    key_starts: _Tensor | None = None,
+    rotary_starts: _Tensor | None = None,
+    interleaved: bool = False,
+    q_at_start: bool = False,
+    k_scale: _Scale = None,
+    v_scale: _Scale = None,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 @overload
 def paged_attention_fwd(
     q: _T,

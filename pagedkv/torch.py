@@ -65,6 +65,8 @@ TYPES = {
     "rms_eps": "float?",
     "add_to_out": "bool",
     "weight_is_constant": "bool",
+    "interleaved": "bool",
+    "q_at_start": "bool",
 }
 OPTIONAL = ("q_weight", "k_weight")  # parameters that may be None, and have no default
 LISTS = ("caches", "src", "dst")  # parameters that take one tensor or a list of them
@@ -117,6 +119,8 @@ def logprobs(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 CACHES = ("k_cache", "v_cache")
 OPERATIONS = {
     "store_kvcache": Operation(outs=(), writes=CACHES),
+    "append_kvcache": Operation(outs=(), writes=CACHES),
+    "rope_append_kvcache": Operation(like("q"), writes=CACHES),
     "paged_attention_fwd": Operation(like("q"), lse=attention_and_lse),
     "plan_attention": Operation(),
     "merge_attention_states": Operation(merged, lse=merged_and_lse),

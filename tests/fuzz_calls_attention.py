@@ -171,6 +171,93 @@ def expect_plan(a) -> dict:
     return {"out": Outcome(np.zeros((0, 12)) if a.out is None else numbers(a.out), mask=False)}
 
 
+# --- new keys behind others
+
+
+def share_out(d: Draw, seqs: int):
+    """Tokens of each sequence, where each one's start, rows that nobody owns included, and the argument or nothing."""
+    if d.rng.random() < 0.3 and not d.everything:
+        lens = np.full(seqs, d.size(3))
+        return lens, int(lens.sum()), None
+    lens = np.array([d.size(4) for _ in range(seqs)], int)
+    ahead, behind = (0, 0) if d.rng.random() < 0.7 else (d.size(2), d.size(2))
+    starts = np.cumsum([ahead, *lens])
+    return lens, int(starts[-1]) + behind, d.array(starts)
+
+
+def draw_append(d: Draw) -> dict:
+    dtype, (_, kv_heads, head_dim) = d.dtype(), head_sizes(d)
+    cache_dtype = F8 if d.maybe(0.3) else dtype
+    seqs, block_size = d.size(4), int(d.rng.integers(1, 9))
+    lens, tokens, starts = share_out(d, seqs)
+    cache_lens, key_starts = d.rng.integers(0, 9, seqs), d.rng.integers(0, 2 * block_size, seqs)
+    has_key_starts = d.maybe(0.3)
+    slots = cache_lens + lens + (key_starts if has_key_starts else 0)
+    tables, blocks = make_tables(d.rng, slots, block_size)
+    if d.rng.random() < 0.1 and slots.any():
+        seq = d.rng.choice(np.flatnonzero(slots))
+        tables[seq, d.rng.integers(-(-slots[seq] // block_size))] = d.one_of(-1, -(2**31))
+    shape = (blocks, block_size, kv_heads, head_dim)
+    return {
+        "key": d.tensor((tokens, kv_heads, head_dim), dtype, 2),
+        "value": d.tensor((tokens, kv_heads, head_dim), dtype, 2),
+        **draw_caches(d, d.floats(shape, cache_dtype), d.floats(shape, cache_dtype), cache_dtype),
+        "block_tables": d.array(tables),
+        "cache_lens": d.array(cache_lens),
+        **({} if starts is None else {"cu_seqlens": starts}),
+        **({"key_starts": d.array(key_starts)} if has_key_starts else {}),
+        **draw_scales(d, cache_dtype, kv_heads),
+        **d.stream(),
+    }
+
+
+def draw_rope_append(d: Draw) -> dict:
+    a = draw_append(d)
+    dtype, (_, kv_heads, head_dim), seqs = a["key"].dtype, a["key"].shape, a["cache_lens"].shape[0]
+    _, tokens, starts = share_out(d, seqs)
+    shape, pairs = (tokens, kv_heads * d.one_of(1, 2, 3), head_dim), d.size(head_dim // 2) % (head_dim // 2 + 1)
+    angles, angle_dtype = d.rng.uniform(0, 7, (80, pairs)), d.one_of(dtype, "float32")
+    table = lambda x: place(d.rng, oracle.rounded(x, angle_dtype), angle_dtype, is_plain=True, may_be_readonly=True)
+    return (
+        {"q": d.tensor(shape, dtype), "cos": table(np.cos(angles)), "sin": table(np.sin(angles))}
+        | a
+        | ({} if starts is None else {"cu_seqlens_q": starts})
+        | d.some(
+            0.4,
+            rotary_starts=lambda: d.array(d.rng.integers(0, 20, seqs)),
+            interleaved=d.flag,
+            q_at_start=d.flag,
+            out=lambda: d.output(shape, dtype),
+        )
+    )
+
+
+def expect_append(a) -> dict:
+    with_q = {}
+    if "q" in vars(a):
+        names = ("q", "cos", "sin", "cu_seqlens_q", "rotary_starts")
+        with_q = {name: numbers(getattr(a, name)) for name in names} | {"dtype": a.key.dtype}
+        with_q |= {"interleaved": bool(a.interleaved), "q_at_start": bool(a.q_at_start)}
+    k, v, out, slots = oracle.append_kvcache(
+        numbers(a.key),
+        numbers(a.value),
+        numbers(a.k_cache),
+        numbers(a.v_cache),
+        numbers(a.block_tables),
+        numbers(a.cache_lens),
+        cache_dtype=a.k_cache.dtype,
+        cu_seqlens=numbers(a.cu_seqlens),
+        key_starts=numbers(a.key_starts),
+        k_scale=scale_of(a.k_scale),
+        v_scale=scale_of(a.v_scale),
+        **with_q,
+    )
+    tolerance = 4 * oracle.tolerance(a.key.dtype)
+    how = {"atol": tolerance, "rtol": 0.13 if a.k_cache.dtype == F8 else tolerance} if with_q else {}
+    outcomes = stored(a.k_cache, slots, k, v, **how)
+    return outcomes | ({"out": near(out, a.q.dtype, 4, owned_rows(a, len(out))[:, None, None])} if with_q else {})
+
+
 # --- what stands before attention
 
 
@@ -238,7 +325,7 @@ def rope_oracle(a):
 def rope_stored(a, k, v) -> dict:
     """A number may fall on the other side of a rounding, which is an eighth in fp8, where the least step is 2^-9."""
     tolerance = 4 * oracle.tolerance(a.qkv.dtype)
-    return stored(a, k, v, atol=tolerance, rtol=0.13 if a.k_cache.dtype == F8 else tolerance)
+    return stored(a.k_cache, numbers(a.slot_mapping), k, v, atol=tolerance, rtol=0.13 if a.k_cache.dtype == F8 else tolerance)
 
 
 def expect_rope(a) -> dict:
@@ -298,6 +385,8 @@ def expect_qkv(a) -> dict:
 
 
 ATTENTION_OPERATIONS = {
+    "append_kvcache": Operation(draw_append, expect_append, lambda a: []),
+    "rope_append_kvcache": Operation(draw_rope_append, expect_append),
     "paged_attention_fwd": Operation(draw_attention, expect_attention, out_and_lse),
     "plan_attention": Operation(draw_plan, expect_plan),
     "qk_norm_rope_store": Operation(draw_rope, expect_rope, lambda a: ["q_out"]),

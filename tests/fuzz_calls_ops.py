@@ -143,9 +143,8 @@ def draw_store(d: Draw) -> dict:
     }
 
 
-def stored(a, k, v, **how):
+def stored(cache, slots, k, v, **how):
     """Outcomes of the caches: exactly the rows of the slots change."""
-    slots, cache = numbers(a.slot_mapping), a.k_cache
     mask = np.zeros(cache.shape[0] * cache.shape[1], bool)
     mask[slots[slots >= 0]] = True
     mask = mask.reshape(*cache.shape[:2], 1, 1)
@@ -163,7 +162,7 @@ def expect_store(a) -> dict:
         k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
-    return stored(a, k, v)
+    return stored(a.k_cache, numbers(a.slot_mapping), k, v)
 
 
 def scale_of(scale):

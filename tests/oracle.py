@@ -163,6 +163,44 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_c
                              k_scale=k_scale, v_scale=v_scale)
 
 
+def rotated(x, cos, sin, interleaved: bool):
+    """x [..., dim]; cos, sin [..., rotary_dim / 2] of pairs (i, i + rotary_dim / 2), or neighbours."""
+    pairs = cos.shape[-1]
+    low = np.arange(pairs) * 2 if interleaved else np.arange(pairs)
+    high = low + (1 if interleaved else pairs)
+    result = np.array(x, np.float64)
+    result[..., low] = x[..., low] * cos - x[..., high] * sin
+    result[..., high] = x[..., high] * cos + x[..., low] * sin
+    return result
+
+
+def append_kvcache(key, value, k_cache, v_cache, block_tables, cache_lens, *, cache_dtype, cu_seqlens=None,
+                   key_starts=None, k_scale=None, v_scale=None, q=None, cos=None, sin=None, cu_seqlens_q=None,
+                   rotary_starts=None, interleaved=False, q_at_start=False, dtype=None):
+    """Returns copies of the caches after it, q rotated (NaN where nobody owns a row), and the slots of the tokens, -1 for
+    none. `dtype`: of key, with q."""
+    num_seqs, size = len(cache_lens), k_cache.shape[1]
+    each = lambda starts, x: np.arange(num_seqs + 1) * (len(x) // max(num_seqs, 1)) if starts is None else starts
+    key, slots = np.array(key, np.float64), np.full(len(key), -1)
+    out = None if q is None else np.full(q.shape, np.nan)
+    for s in range(num_seqs):
+        rotary_start = cache_lens[s] if rotary_starts is None else rotary_starts[s]
+        turned = lambda x, position: rounded(rotated(x, cos[position], sin[position], interleaved), dtype)
+        first, end = each(cu_seqlens, key)[s : s + 2]
+        for i, token in enumerate(range(first, end)):
+            at = (0 if key_starts is None else key_starts[s]) + cache_lens[s] + i
+            page = block_tables[s, at // size]
+            slots[token] = -1 if page < 0 else page * size + at % size
+            if q is not None:
+                key[token] = turned(key[token], rotary_start + i)
+        if q is not None:
+            first, end = each(cu_seqlens_q, q)[s : s + 2]
+            for i, token in enumerate(range(first, end)):
+                out[token] = turned(q[token], rotary_start + (0 if q_at_start else i))
+    caches = store_kvcache(key, value, k_cache, v_cache, slots, cache_dtype=cache_dtype, k_scale=k_scale, v_scale=v_scale)
+    return *caches, out, slots
+
+
 # --- sampling
 
 

@@ -85,6 +85,7 @@ const pk_backend pk_cpu_backend = {
     .count_tokens = pk_cpu_count_tokens,
     .token_logprobs = pk_cpu_token_logprobs,
     .store_kvcache = pk_cpu_store_kvcache,
+    .append_kvcache = pk_cpu_append_kvcache,
     .attention = pk_cpu_attention,
     .qkv_attention = pk_cpu_qkv_attention,
     .copy_blocks = pk_cpu_copy_blocks,

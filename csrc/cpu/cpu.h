@@ -28,13 +28,17 @@ bool pk_cpu_has_avx512bf16(void); /* beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx51
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);
-/* One token, its KV heads `*_head_stride` elements apart, to its slot; nothing where the slot is negative. */
+/* One token, its KV heads `*_head_stride` elements apart, to a slot. */
+void pk_cpu_store_at(const pk_store_args *args, int64_t slot, const void *key, int64_t key_head_stride,
+                     const void *value, int64_t value_head_stride);
+/* The same to the token's slot in slot_mapping; nothing where that is negative. */
 void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *key, int64_t key_head_stride,
                         const void *value, int64_t value_head_stride);
 
 /* --- entries of the backend's table */
 pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream,
                              pk_error *err); /* swap_blocks too */

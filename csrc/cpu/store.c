@@ -24,11 +24,9 @@ pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err)
     return PK_OK;
 }
 
-void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *key, int64_t key_head_stride,
-                        const void *value, int64_t value_head_stride)
+void pk_cpu_store_at(const pk_store_args *args, int64_t slot, const void *key, int64_t key_head_stride,
+                     const void *value, int64_t value_head_stride)
 {
-    int64_t slot = slot_of(args, token);
-    if (slot < 0) return;
     int64_t block = slot / args->block_size, offset = slot % args->block_size;
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), cache_bytes = (int64_t)pk_dtype_bytes(args->cache_dtype);
     char *k_slot = (char *)args->k_cache + (block * args->k_block_stride + offset * args->k_slot_stride) * cache_bytes;
@@ -41,6 +39,13 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
                          (const char *)value + head * value_head_stride * bytes, args->dtype, args->head_dim,
                          pk_cpu_scale_at(&args->v_scale, 0, head));
     }
+}
+
+void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *key, int64_t key_head_stride,
+                        const void *value, int64_t value_head_stride)
+{
+    int64_t slot = slot_of(args, token);
+    if (slot >= 0) pk_cpu_store_at(args, slot, key, key_head_stride, value, value_head_stride);
 }
 
 pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err)

@@ -53,6 +53,8 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
     X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
     X(PK_BAD_KEY_START, "key_starts: sequence %lld has %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_APPEND, "cache_lens: a new token of sequence %lld belongs in slot %lld, but its pages have slots 0 to %lld") \
+    X(PK_BAD_ROTARY, "rotary_starts: token %lld has position %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
     X(PK_BAD_TEMPERATURE, "temperatures: row %lld has one that is negative or not finite") \
     X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
@@ -347,7 +349,7 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
 // clang-format off
 #define PK_CUDA_ENTRIES(X, OP) \
     X(allocate) X(release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
-    OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
+    OP(append_kvcache) OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
     OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
     OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \

@@ -153,8 +153,8 @@ PyDoc_STRVAR(
     "paged_attention_fwd has to do it for itself.\n\n"
     "The arguments are those of paged_attention_fwd. Of q, the caches and the tables only shapes, strides and dtypes\n"
     "count, of context_lens, cu_seqlens_q and key_starts the numbers: where those change, the plan must be made again\n"
-    "(out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT PY_DOC_STREAM
-        PY_DOC_ERRORS
+    "(out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS
     "A plan for other shapes is refused, or masked and recorded for check_errors(), as is one for other lengths.\n\n"
     "Returns an int32 tensor [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on\n"
     "the CPU. out may have more rows, which are left as they are. With num_splits=0 n is at most num_seqs +\n"

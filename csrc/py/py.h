@@ -44,7 +44,8 @@
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
     X(reload_context) X(_pack_ids)                                                                                    \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
-    X(store_kvcache) X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
+    X(store_kvcache) X(append_kvcache) X(rope_append_kvcache)                                                         \
+    X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
     X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
     X(use_linear_algorithm)                                                                                           \
     X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(sample_linear) X(take_sampled) X(count_tokens)                  \
@@ -110,8 +111,8 @@ int py_add_stream_type(PyObject *module);
 int py_add_event_type(PyObject *module);
 int py_add_graph_type(PyObject *module);
 /* The module's functions, by file. */
-extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_dense_functions[], py_sample_functions[],
-    py_runtime_functions[], py_array_functions[];
+extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_append_functions[], py_dense_functions[],
+    py_sample_functions[], py_runtime_functions[], py_array_functions[];
 
 /* ------------------------------------------------------- errors (errors.c) */
 

@@ -158,7 +158,7 @@ def _shorter(batch: Batch) -> None:
 
 
 BAD_CONTENT = [
-    (_at("cache_lens", 0, -1), r"cache_lens\[0\] is -1", "sequence 0 belongs in slot -1"),
+    (_at("cache_lens", 0, -1), r"cache_lens\[0\] is -1", "sequence 0 belongs in slot -1|position -1"),
     (_at("cache_lens", 0, 30), r"cache_lens\[0\] is 30 but block_tables has room for 0 to 29 keys and 3 new ones", "sequence 0 belongs in slot 3[2-4]"),
     (_at("block_tables", (1, 5), UNUSED_PAGE), r"block_tables\[1, 5\] is 2147480000 but k_cache has", "sequence 1 has block 2147480000"),
     (_shorter, r"cache_lens\[1\] is 20 and 2 tokens are rotated from there on, but cos has rows 0 to 11", "has position 2[01] but it must be at least 0 and below 12"),
@@ -178,7 +178,8 @@ def test_bad_content(change, message, on_a_gpu, device, rng):
     out = pagedkv.rope_append_kvcache(**placed)
     with pytest.raises(ValueError, match=on_a_gpu):
         pagedkv.check_errors(device)
-    assert np.isfinite(get(placed["k_cache"])).all() and (get(out)[-1] == 0).all() == (change is _shorter)
+    first, end = batch.rotation["cu_seqlens_q"][1:]
+    assert np.isfinite(get(placed["k_cache"])).all() and (get(out)[first:end] == 0).all() == (change is _shorter)
 
 
 BAD_ARGUMENTS = [

@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(256)
     pk_let_next_kernel_start();
     append_place place = find_place(args, token, is_query);
     if (place.seq < 0) return;
+    if (!is_query) place.slot = find_slot(args, place, bad_id, is_recorder);
     bool is_valid = !args.cos || (place.position >= 0 && place.position < args.max_positions);
     if (!is_valid && is_recorder) pk_record_bad_id(bad_id, PK_BAD_ROTARY, token, place.position, args.max_positions);
-    if (!is_query) place.slot = find_slot(args, place, bad_id, is_recorder);
     if (dim >= store.head_dim || (!is_query && (!is_valid || place.slot < 0))) return;
     piece_turner<T, IS_ALIGNED> turner(args, dim, is_valid ? place.position : 0);
     if (is_query) {

@@ -282,6 +282,10 @@ def test_torch_views_and_strides(torch):
         if slot >= 0:
             assert torch.equal(flat[0, slot], key[token]) and torch.equal(flat[1, slot], value[token])
     assert torch.isnan(flat[:, [1, 2, 4, 5, 6, 8, 9, 10]]).all()
+    # A stride that is never taken may be anything, that of the last dimension, too.
+    one, ones = torch.randn(5).as_strided((5, 1, 1), (1, 3, 7)), torch.zeros(3, 4, 1, 1)
+    pagedkv.store_kvcache(one, one, ones, torch.zeros_like(ones), slots)
+    assert torch.equal(ones.flatten()[slots[slots >= 0]], one.flatten()[slots >= 0])
     with pytest.raises(BufferError, match="key: the last dimension must be dense but its stride is 20"):
         pagedkv.store_kvcache(torch.randn(16, 4, 5).permute(2, 1, 0), value, caches[0], caches[1], slots)
     with pytest.raises(BufferError, match="k_cache: would be written but its elements share memory"):

@@ -91,12 +91,22 @@ static int refuse_grad(py_call *call, const char *name, PyObject *object, const 
     return requires_grad > 0 ? -1 : 0;
 }
 
+/* The stride of a dimension of one element means nothing, and producers give what they like: here it is the dense one,
+ * so that no kernel sees a layout that is none. */
+static void settle_strides(pk_view *view)
+{
+    uint64_t dense = 1;
+    for (int i = view->ndim - 1; i >= 0; dense *= (uint64_t)view->shape[i--])
+        if (view->shape[i] == 1) view->stride[i] = (int64_t)dense;
+}
+
 /* Reads one tensor, which the caller releases where this succeeds. */
 static int take(py_call *call, const char *name, PyObject *object, bool is_written, py_tensor_in *taken)
 {
     if (py_find_reader(call->state, name, object, taken) < 0) return -1;
     if (taken->reader == PY_READ_DLPACK && !call->stream_is_fixed) py_call_foresee_stream(call);
     if (call->has_failed || py_read_tensor(call->state, name, false, call->stream, taken) < 0) return -1;
+    settle_strides(&taken->view);
     taken->is_written = is_written;
     if (py_call_meet(call, name, taken) == 0 && !(is_written && refuse_grad(call, name, object, taken) < 0)) return 0;
     py_release(&taken->hold);

@@ -368,9 +368,7 @@ def sample_linear(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
-def count_tokens(
-    prompt_ids: _Tensor, output_ids: _Tensor, counts: _Tensor, *, stream: _Stream = None
-) -> None: ...
+def count_tokens(prompt_ids: _Tensor, output_ids: _Tensor, counts: _Tensor, *, stream: _Stream = None) -> None: ...
 def token_logprobs(
     logits: _T,
     token_ids: _Tensor,

@@ -42,6 +42,17 @@ def batch() -> dict:
                 cu_seqlens_q=np.array([0, 2, 4], I32), out=ones(T, H, D))  # fmt: skip
 
 
+def placed() -> dict:
+    """What only a call that is not fused takes."""
+    return batch() | dict(key_starts=np.zeros(2, I32))
+
+
+def appended() -> dict:
+    return dict(key=ones(T, K, D), value=ones(T, K, D), k_cache=fp8_cache(), v_cache=fp8_cache(),
+                block_tables=np.array([[0, 1], [2, 3]], I32), cache_lens=np.array([3, 5], I32), cu_seqlens=np.array([0, 2, 4], I32),
+                key_starts=np.zeros(2, I32), k_scale=ones(K), v_scale=ones(K))  # fmt: skip
+
+
 def plan() -> np.ndarray:
     return np.zeros((4, 12), I32)
 
@@ -62,11 +73,15 @@ def copy(dst: np.ndarray, src: np.ndarray) -> None:
 TABLE: list[tuple[Callable, dict, set, set]] = [
     (pagedkv.store_kvcache, dict(key=ones(T, K, D), value=ones(T, K, D), k_cache=fp8_cache(), v_cache=fp8_cache(),
                                  slot_mapping=upto(T), k_scale=ones(K), v_scale=ones(K)), {"k_cache", "v_cache"}, set()),
-    (pagedkv.paged_attention_fwd, dict(q=ones(T, H, D), k_cache=fp8_cache(), v_cache=fp8_cache(), **batch(), plan=plan(),
+    (pagedkv.paged_attention_fwd, dict(q=ones(T, H, D), k_cache=fp8_cache(), v_cache=fp8_cache(), **placed(), plan=plan(),
                                        alibi_slopes=ones(H), sinks=ones(H), k_scale=ones(K), v_scale=ones(2, K)),
      {"out"}, set()),
-    (pagedkv.plan_attention, dict(q=ones(T, H, D), k_cache=cache(), v_cache=cache(), **batch()) | dict(out=plan()),
+    (pagedkv.plan_attention, dict(q=ones(T, H, D), k_cache=cache(), v_cache=cache(), **placed()) | dict(out=plan()),
      {"out"}, set()),
+    (pagedkv.append_kvcache, appended(), {"k_cache", "v_cache"}, set()),
+    (pagedkv.rope_append_kvcache, dict(q=ones(T, H, D), cos=ones(9, D // 2), sin=ones(9, D // 2), **appended(),
+                                       cu_seqlens_q=np.array([0, 2, 4], I32), rotary_starts=np.array([3, 5], I32), out=ones(T, H, D)),
+     {"k_cache", "v_cache", "out"}, set()),
     (pagedkv.qk_norm_rope_store, heads(), {"k_cache", "v_cache", "q_out"}, set()),
     (pagedkv.qkv_attention_fwd, without(heads(), "q_out") | batch() | dict(plan=plan()),
      {"k_cache", "v_cache", "out"}, set()),
@@ -98,7 +113,7 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
 ]  # fmt: skip
 NOT_TENSORS = {
     "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "max_seqlen_q", "softmax_scale", "causal",
-    "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best",
+    "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)
          for other in tensors if other not in NOT_TENSORS | {written}]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Other libraries' names over pagedkv's operations, one module a library."""

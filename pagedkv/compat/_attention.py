@@ -1,0 +1,189 @@
+"""What the modules with FlashAttention's names share: batches as those give them, as pagedkv's operations take them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ImportError("pagedkv.compat needs PyTorch (package torch), which is not installed") from error
+
+import pagedkv
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Window = tuple[int, int]
+HEAD_DIM_STEP, MAX_SPLITS = 8, 256
+
+
+def operations() -> Any:
+    """pagedkv, or, for code that PyTorch compiles, the same as its custom operators, which a compiler keeps."""
+    if torch.compiler.is_compiling():
+        from pagedkv import torch as custom_operators
+
+        return custom_operators
+    return pagedkv
+
+
+def with_torchs_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """What an extension of PyTorch says of bad arguments is a RuntimeError, and callers expect that."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*args, **options)
+        except (ValueError, TypeError, BufferError) as error:
+            raise RuntimeError(f"{function.__name__}: {error}") from error
+
+    return call
+
+
+def refuse(**arguments: Any) -> None:
+    """Raises for the first of these that is given: something that pagedkv does not compute."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) or value:
+            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise NotImplementedError(f"{name} is {shown}, which pagedkv does not compute")
+
+
+def refuse_gradients(**tensors: torch.Tensor) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires grad, but pagedkv computes no gradients: call it in torch.no_grad()"
+            )
+
+
+def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
+    """A cache cannot be padded without being copied."""
+    if tensor.shape[-1] % HEAD_DIM_STEP:
+        raise NotImplementedError(
+            f"{name} has a head_dim of {tensor.shape[-1]}, which must be a multiple of {HEAD_DIM_STEP}"
+        )
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros behind an odd head_dim, which change no product."""
+    missing = -tensor.shape[-1] % HEAD_DIM_STEP
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def int32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.int32)
+
+
+def full(num_seqs: int, value: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((num_seqs,), value, dtype=torch.int32, device=like.device)
+
+
+def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
+    """The block tables of a dense batch: sequence i lies in row i of the cache, as long as that is."""
+    return torch.arange(num_seqs, dtype=torch.int32, device=like.device)[:, None]
+
+
+def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
+    """The block tables of sequences behind each other in one tensor, which is a page; key_starts say where."""
+    return torch.zeros((num_seqs, 1), dtype=torch.int32, device=like.device)
+
+
+def lse_of_rows(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens] as [batch, heads, seqlen] where q is [batch, seqlen, heads, head_dim]."""
+    return lse if q.dim() == 3 else lse.view(lse.shape[0], q.shape[0], q.shape[1]).transpose(0, 1)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """paged_attention_fwd of q [batch, seqlen, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q.
+    Returns out in q's shape, and where return_lse is set the log-sum-exp, [batch, heads, seqlen] or [heads, tokens]."""
+    rows = q.flatten(0, 1) if q.dim() == 4 else q
+    result = operations().paged_attention_fwd(rows, k_cache, v_cache, tables, lens, **options)
+    out, lse = result if options["return_lse"] else (result, None)
+    return out.view(q.shape), None if lse is None else lse_of_rows(lse, q)
+
+
+def attend_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    *,
+    cache_seqlens: int | torch.Tensor | None,
+    tables: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rotary_seqlens: torch.Tensor | None,
+    rotary_interleaved: bool,
+    window_size: Window,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens count what lies in front of a
+    sequence, cache_leftpad, too; rotary positions count from there."""
+    num_seqs = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    if tables is None:
+        tables = one_page_each(num_seqs, q) if cache_batch_idx is None else cache_batch_idx[:, None]
+    elif cache_batch_idx is not None:
+        tables = tables[cache_batch_idx]
+    room = tables.shape[1] * k_cache.shape[1]
+    if not isinstance(cache_seqlens, torch.Tensor):
+        cache_seqlens = full(num_seqs, room if cache_seqlens is None else cache_seqlens, q)
+    lens = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
+    if k is not None:
+        if v is None:
+            raise RuntimeError("k is given but v is not")
+        is_local = any(0 <= int(side) < room for side in window_size)
+        q, lens = _append(
+            q, k, v, k_cache, v_cache, tables, lens, rotary, cu_seqlens_q, cu_seqlens_k_new,
+            key_starts=cache_leftpad, rotary_starts=cache_seqlens if rotary_seqlens is None else rotary_seqlens,
+            interleaved=rotary_interleaved, q_at_start=not (options["causal"] or is_local),
+        )  # fmt: skip
+    elif rotary is not None:
+        raise RuntimeError("rotary_cos and rotary_sin are given but k is not, and only new keys are rotated")
+    return attend(
+        q, k_cache, v_cache, tables, lens, cu_seqlens_q=cu_seqlens_q, key_starts=cache_leftpad, window_size=window_size,
+        **options,
+    )  # fmt: skip
+
+
+def _append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    *,
+    key_starts: torch.Tensor | None,
+    **rotation: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the queries, rotated where that is asked for, and the lengths with the new keys."""
+    keys, values = (x if cu_seqlens is not None else x.flatten(0, 1) for x in (k, v))
+    pages = (k_cache, v_cache, tables, lens)
+    shares = {"cu_seqlens": cu_seqlens, "key_starts": key_starts}
+    new = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    if rotary is None:
+        operations().append_kvcache(keys, values, *pages, **shares)
+        return q, lens + new
+    rows = q.flatten(0, 1) if cu_seqlens_q is None else q
+    turned = operations().rope_append_kvcache(
+        rows, *rotary, keys, values, *pages, **shares, cu_seqlens_q=cu_seqlens_q, **rotation
+    )
+    return turned.view(q.shape), lens + new

@@ -106,6 +106,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """paged_attention_fwd of q [batch, seqlen, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q.
     Returns out in q's shape, and where return_lse is set the log-sum-exp, [batch, heads, seqlen] or [heads, tokens]."""
+    if k_cache.shape[1] == 0:  # no keys, but a page has a slot, which nobody looks at
+        k_cache = v_cache = k_cache.new_zeros((len(k_cache), 1, *k_cache.shape[2:]))
     rows = q.flatten(0, 1) if q.dim() == 4 else q
     result = operations().paged_attention_fwd(rows, k_cache, v_cache, tables, lens, **options)
     out, lse = result if options["return_lse"] else (result, None)

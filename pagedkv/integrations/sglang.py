@@ -138,7 +138,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         """The most pages of a sequence, from the lengths that the host knows."""
         lens = forward_batch.seq_lens_cpu
         longest = self.max_context_len if lens is None else min(int(lens.max()), self.max_context_len)
-        return -(-longest // self.page_size)
+        return int(-(-longest // self.page_size))
 
     def _empty_tables(self, num_seqs: int, max_pages: int) -> list[torch.Tensor]:
         """With the page that SGLang keeps for padding, 0, in every entry."""
@@ -186,18 +186,18 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         assert metadata is not None
         pool = self.token_to_kv_pool
         is_windowed = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
-        caches = [self._pages(each, layer) for each in pool.get_kv_buffer(layer.layer_id)]
+        k_cache, v_cache = (self._pages(each, layer) for each in pool.get_kv_buffer(layer.layer_id))
         scales: dict[str, Any] = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float} if self.is_fp8 else {}
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
             if is_windowed:
                 slots = metadata.window_slots[: len(slots)]  # a caller may have narrowed the batch to real tokens
             k, v = (each.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for each in (k, v))
-            pagedkv.store_kvcache(k, v, *caches, slots, **scales)
+            pagedkv.store_kvcache(k, v, k_cache, v_cache, slots, **scales)
 
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        batch = q, *caches, metadata.tables[is_windowed], metadata.context_lens
-        options = _mask(layer) | {
+        batch = q, k_cache, v_cache, metadata.tables[is_windowed], metadata.context_lens
+        options: dict[str, Any] = _mask(layer) | {
             "cu_seqlens_q": metadata.cu_seqlens_q,
             "max_seqlen_q": metadata.max_seqlen_q,
             "num_splits": self.num_splits,
@@ -206,17 +206,15 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         if kind not in metadata.plans:
             metadata.plans[kind] = pagedkv.plan_attention(*batch, **options)
         out = forward_batch._attn_output  # memory for the result, where a caller has some
-        out = pagedkv.paged_attention_fwd(
-            *batch,
-            **options,
-            **scales,
-            softmax_scale=layer.scaling,
-            softcap=layer.logit_cap,
-            sinks=None if sinks is None else sinks.float(),
-            plan=metadata.plans[kind],
-            past_is_constant=metadata.is_graph,
-            out=None if out is None else out.view(q.shape),
-        )
+        options |= scales | {
+            "softmax_scale": layer.scaling,
+            "softcap": layer.logit_cap,
+            "sinks": None if sinks is None else sinks.float(),
+            "plan": metadata.plans[kind],
+            "past_is_constant": metadata.is_graph,
+            "out": None if out is None else out.view(q.shape),
+        }
+        out = pagedkv.paged_attention_fwd(*batch, **options)
         return out.view(-1, layer.tp_q_head_num * layer.qk_head_dim)
 
     def _pages(self, buffer: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -275,7 +273,10 @@ def _check_layer(layer: Any, options: dict[str, Any]) -> None:
             (layer.v_head_dim != layer.qk_head_dim, f"v_head_dim {layer.v_head_dim} beside {layer.qk_head_dim}"),
             (not is_known, f"attn_type {layer.attn_type}"),
             (layer.pos_encoding_mode != "NONE", f"pos_encoding_mode {layer.pos_encoding_mode}"),
-            (layer.logit_cap > 0 and layer.logit_capping_method != "tanh", layer.logit_capping_method),
+            (
+                layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
+                f"logit_capping_method {layer.logit_capping_method}",
+            ),
             (layer.xai_temperature_len > 0, "xai_temperature_len"),
             *((value is not None and value is not False, name) for name, value in options.items()),
         )

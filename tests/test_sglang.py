@@ -1,0 +1,509 @@
+"""SGLang's attention backend, driven as its scheduler would, beside attention in float64 over each request's own keys.
+
+Requests lie in random pages of poisoned pools; they come in with a prefix that another has computed, in chunks, mixed
+with decodes, and decode with and without a graph. The modules are stand-ins and, where it is installed, SGLang's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+from fake_sglang import (
+    ForwardBatch, ForwardMode, KVPool, Layer, ReqToTokenPool, WindowPools, imported, make_runner, torch,
+)  # fmt: skip
+
+import pagedkv
+
+CONTEXT_LEN, NUM_ROWS, MOST = 333, 8, 6  # no multiple of a page; rows of requests; sequences of the graph
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+F8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(params=["stand-ins", "sglang"])
+def sglang(request, monkeypatch):
+    return imported(monkeypatch, is_real=request.param == "sglang")
+
+
+@dataclass
+class Kind:
+    """Two layers and a pool."""
+
+    layers: list[Layer]
+    dtype: object = torch.float32
+    cache_dtype: object = None
+    has_window_pool: bool = False
+    is_heads_first: bool = False
+    has_sinks: bool = False
+
+
+WINDOWED = replace(Layer(layer_id=1), sliding_window_size=37)
+KINDS = {
+    "float32": Kind([Layer(), Layer(1, tp_q_head_num=6, tp_k_head_num=2)]),
+    "bfloat16": Kind([Layer(), Layer(1, scaling=0.2)], torch.bfloat16),
+    "float16, one key head": Kind([Layer(tp_k_head_num=1), Layer(1, tp_k_head_num=1)], torch.float16),
+    "window": Kind([Layer(), WINDOWED]),
+    "window None": Kind([Layer(), replace(WINDOWED, sliding_window_size=None)]),
+    "window pool": Kind([Layer(), WINDOWED], has_window_pool=True),
+    "window pool, bfloat16": Kind([Layer(), WINDOWED], torch.bfloat16, has_window_pool=True, has_sinks=True),
+    "logit cap, sinks": Kind([Layer(logit_cap=3.0), WINDOWED], has_sinks=True),
+    "fp8": Kind([Layer(k_scale_float=0.03, v_scale_float=0.5), WINDOWED], torch.bfloat16, F8),
+    "fp8 of float32": Kind([Layer(), Layer(1, k_scale_float=1.7, v_scale_float=0.02)], torch.float32, F8),
+    "heads first": Kind([Layer(), WINDOWED], is_heads_first=True),
+    "heads first, fp8": Kind([Layer(), Layer(1, k_scale_float=0.03, v_scale_float=0.5)], torch.bfloat16, F8,
+                             is_heads_first=True),
+}  # fmt: skip
+
+
+def attention(layer: Layer, q, k, v, sinks, *, is_causal: bool = True):
+    """q: [n, heads, dim], the last n of the positions of k and v, [length, key heads, dim]; all of float64."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    k, v = (x.repeat_interleave(group, 1).movedim(0, 1) for x in (k, v))
+    logits = q.movedim(0, 1) @ k.mT * layer.scaling
+    if layer.logit_cap > 0:
+        logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+    length = k.shape[1]
+    distance = torch.arange(length - len(q), length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    is_seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if (layer.sliding_window_size or -1) >= 0:
+        is_seen &= distance.abs() <= layer.sliding_window_size
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return (logits.softmax(-1)[..., :length] @ v).movedim(0, 1)
+
+
+@dataclass
+class Request:
+    row: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    keys: dict = field(default_factory=dict)  # of each layer: what its cache holds of k and v, [length, heads, dim]
+
+
+class Server:
+    """A runner with its pools, and what they should hold."""
+
+    def __init__(self, sglang, seed: int, device: str, page_size: int, kind: Kind, **runner) -> None:
+        self.sglang, self.device, self.page_size, self.kind = sglang, device, page_size, kind
+        self.rng = torch.Generator(device).manual_seed(seed)
+        self.layers = [replace(layer, attn_type=sglang.AttentionType.DECODER) for layer in kind.layers]
+        self.cache_dtype = kind.cache_dtype or kind.dtype
+        num_pages = 1 + NUM_ROWS * -(-CONTEXT_LEN // page_size)
+        self.num_slots = num_pages * page_size
+        self.free = (torch.randperm(num_pages - 1, generator=self.rng, device=device) + 1).tolist()
+        self.requests: list[Request] = []
+        table = torch.randint(0, self.num_slots, (NUM_ROWS + 1, CONTEXT_LEN), generator=self.rng, device=device)
+        table[0] = 0
+        self.req_to_token = table.int()  # rows hold what former requests left
+        buffers = {layer.layer_id: (self.buffer(layer), self.buffer(layer)) for layer in self.layers}
+        pool = KVPool(buffers)
+        if kind.has_window_pool:
+            base = type("Pool", (WindowPools, sglang.SWAKVPool), {"__abstractmethods__": frozenset()})
+            window_pages = 1 + torch.randperm(num_pages - 1, generator=self.rng, device=device)
+            self.window_pages = torch.cat([torch.zeros_like(window_pages[:1]), window_pages])
+            layers = {layer.layer_id: (0, layer is self.layers[1]) for layer in self.layers}
+            pool = base(buffers, layers, torch.zeros(self.num_slots, dtype=torch.int64, device=device))
+        self.pool = pool
+        arguments = device, page_size, CONTEXT_LEN, ReqToTokenPool(self.req_to_token), pool, self.cache_dtype
+        self.backend = sglang.PagedKVBackend(make_runner(*arguments, **runner))
+
+    def buffer(self, layer: Layer):
+        """NaN but for the page of padding. In front of it and behind it lies other memory."""
+        heads, dim, size = layer.tp_k_head_num, layer.qk_head_dim, self.page_size
+        shape = (self.num_slots // size, heads, size, dim) if self.kind.is_heads_first else (self.num_slots, heads, dim)
+        buffer = torch.full(shape, torch.nan, device=self.device).to(self.cache_dtype)
+        buffer[: 1 if self.kind.is_heads_first else size].view(torch.uint8).zero_()
+        return buffer
+
+    def slots(self, request: Request, first: int, end: int):
+        position = torch.arange(first, end, device=self.device)
+        pages = torch.tensor(request.pages, device=self.device, dtype=torch.int64)
+        return pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def add(self, prefix_of: Request | None = None, num_pages: int = 0) -> Request:
+        """A request; its first pages may be those of another."""
+        request = Request(len(self.requests) + 1)
+        if prefix_of is not None:
+            request.pages, request.length = prefix_of.pages[:num_pages], num_pages * self.page_size
+            request.keys = {i: [x[: request.length] for x in pair] for i, pair in prefix_of.keys.items()}
+            self.req_to_token[request.row, : request.length] = self.slots(request, 0, request.length).int()
+        self.requests.append(request)
+        return request
+
+    def grow(self, request: Request, num_tokens: int):
+        """New slots, in pages that are new where they have to be."""
+        first, request.length = request.length, request.length + num_tokens
+        while len(request.pages) * self.page_size < request.length:
+            request.pages.append(self.free.pop())
+        slots = self.slots(request, first, request.length)
+        self.req_to_token[request.row, first : request.length] = slots.int()
+        return slots
+
+    def move_windows(self) -> None:
+        """Before a step: pages that no window reaches any more leave the pool of the windows."""
+        window, size = self.layers[1].sliding_window_size, self.page_size
+        needed = {page for each in self.requests for page in each.pages[max(0, each.length - window) // size :]}
+        for page in {page for each in self.requests for page in each.pages} - needed:
+            self.pool.full_to_swa_index_mapping[page * size : (page + 1) * size] = 0
+            for buffer in self.pool.buffers[1]:
+                slot = int(self.window_pages[page]) * size
+                buffer[slot : slot + size] = torch.nan
+
+    def open_windows(self, slots) -> None:
+        if self.kind.has_window_pool:
+            moved = self.window_pages[slots // self.page_size] * self.page_size + slots % self.page_size
+            self.pool.full_to_swa_index_mapping[slots] = moved
+
+    def random(self, *shape: int):
+        return torch.randn(shape, generator=self.rng, device=self.device).to(self.kind.dtype)
+
+    def inputs(self, num_tokens: int):
+        """q, k, v of both layers, as slices of a fused projection, and sinks."""
+        result = []
+        for layer in self.layers:
+            q_size, k_size = (n * layer.qk_head_dim for n in (layer.tp_q_head_num, layer.tp_k_head_num))
+            q, k, v = self.random(num_tokens, q_size + 2 * k_size).split([q_size, k_size, k_size], -1)
+            shape = -1, layer.tp_k_head_num, layer.qk_head_dim
+            sinks = self.random(layer.tp_q_head_num).bfloat16() if self.kind.has_sinks else None
+            result.append((q, k.view(shape), v.view(shape), sinks))
+        return result
+
+    def remember(self, request: Request, layer: Layer, k, v) -> None:
+        """The keys of float64 that the cache should hold."""
+        for i, (x, scale) in enumerate(((k, layer.k_scale_float), (v, layer.v_scale_float))):
+            scale = 1.0 if scale is None or self.cache_dtype != F8 else scale
+            x = (x.float() / scale).to(self.cache_dtype).double() * scale
+            pair = request.keys.setdefault(layer.layer_id, [x[:0], x[:0]])
+            pair[i] = torch.cat([pair[i], x])
+
+    def batch(self, mode, work: list[tuple[Request, int]]) -> ForwardBatch:
+        if self.kind.has_window_pool:
+            self.move_windows()
+        slots = torch.cat([self.grow(*each) for each in work])
+        self.open_windows(slots)
+        lens = torch.tensor([request.length for request, _ in work])
+        rows, counts = [request.row for request, _ in work], [count for _, count in work]
+        extend = {} if mode == ForwardMode.DECODE else {
+            "extend_seq_lens": torch.tensor(counts, dtype=torch.int32, device=self.device), "extend_seq_lens_cpu": counts
+        }  # fmt: skip
+        mode = self.sglang.ForwardMode[mode.name]
+        rows = torch.tensor(rows, device=self.device)
+        return ForwardBatch(mode, len(work), rows, lens.to(self.device), slots, lens, **extend)
+
+    def check(self, work, layer: Layer, given, out) -> None:
+        q, k, v, sinks = given
+        first = 0
+        for request, count in work:
+            rows = slice(first, first := first + count)
+            self.remember(request, layer, k[rows], v[rows])
+            heads = q[rows].double().view(count, layer.tp_q_head_num, -1)
+            expected = attention(layer, heads, *request.keys[layer.layer_id], sinks)
+            error = TOLERANCES[self.kind.dtype]
+            torch.testing.assert_close(out[rows].double().view_as(expected), expected, atol=error, rtol=error)
+
+    def run(self, mode, work, *, is_saved: bool = True, has_out: bool = False) -> None:
+        """One step of both layers without a graph."""
+        batch = self.batch(mode, work)
+        self.backend.init_forward_metadata(batch)
+        self.req_to_token_is_gone(batch)
+        for layer, (q, k, v, sinks) in zip(self.layers, given := self.inputs(len(batch.out_cache_loc))):
+            if not is_saved:  # a fused kernel of the model's has stored them
+                self.put(layer, batch.out_cache_loc, k, v)
+            batch._attn_output = torch.empty_like(q.contiguous()) if has_out else None
+            sinks = {} if sinks is None else {"sinks": sinks}
+            pair = (k, v) if is_saved else (None, None)
+            out = self.backend.forward(q, *pair, layer, batch, save_kv_cache=is_saved, **sinks)
+            assert out.shape == q.shape and (not has_out or out.data_ptr() == batch._attn_output.data_ptr())
+            self.check(work, layer, given[layer.layer_id], out)
+
+    def put(self, layer: Layer, slots, k, v) -> None:
+        if self.kind.has_window_pool and layer.layer_id == 1:
+            slots = self.pool.full_to_swa_index_mapping[slots]
+        for buffer, x, scale in zip(self.pool.buffers[layer.layer_id], (k, v), (layer.k_scale_float, layer.v_scale_float)):
+            x = (x.float() / (scale if scale and self.cache_dtype == F8 else 1.0)).to(self.cache_dtype)
+            if self.kind.is_heads_first:
+                buffer = buffer.transpose(1, 2)
+                buffer.view(torch.uint8)[slots // self.page_size, slots % self.page_size] = x.view(torch.uint8)
+            else:
+                buffer.view(torch.uint8)[slots] = x.view(torch.uint8)
+
+    def req_to_token_is_gone(self, batch) -> None:
+        """The metadata are copies: the scheduler may write its tables while the layers run."""
+        rows = self.req_to_token[batch.req_pool_indices].clone()
+        self.req_to_token[batch.req_pool_indices] = 2147480000
+        batch.seq_lens.fill_(-1)
+        self.restore = batch.req_pool_indices, rows
+
+    def put_back(self) -> None:
+        self.req_to_token[self.restore[0]] = self.restore[1]
+
+
+def serve(server: Server) -> list[Request]:
+    """Prompts, a chunk of one of them, a prefix of another, and decodes."""
+    size = server.page_size
+    a, b, c = (server.add() for _ in range(3))
+
+    def run(mode, work, **options) -> None:
+        server.run(mode, work, **options)
+        server.put_back()
+
+    run(ForwardMode.EXTEND, [(a, 37), (b, 1), (c, 130)])
+    d = server.add(prefix_of=c, num_pages=100 // size)
+    run(ForwardMode.MIXED, [(a, 20), (b, 1), (d, 51)], has_out=True)
+    for step in range(3):
+        run(ForwardMode.DECODE, [(d, 1), (a, 1), (c, 1), (b, 1)], is_saved=step != 1, has_out=step == 2)
+    run(ForwardMode.EXTEND, [(a, 3)], is_saved=False)
+    return [d, a, c, b]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests(sglang, seed, device, kind, page_size):
+    serve(Server(sglang, seed, device, page_size, KINDS[kind]))
+
+
+class Graph:
+    """Decodes of up to MOST sequences from memory that stays where it is: on a GPU, a torch.cuda.CUDAGraph."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, device = server, server.device
+        backend, self.mode = server.backend, server.sglang.ForwardMode.DECODE
+        backend.init_cuda_graph_state(MOST, MOST)
+        self.fill = backend.get_cuda_graph_seq_len_fill_value()
+        self.rows, self.slots = (torch.zeros(MOST, dtype=torch.int64, device=device) for _ in range(2))
+        self.lens = torch.full((MOST,), self.fill, device=device)
+        self.lens_cpu = self.lens.cpu()
+        self.given, self.graph = server.inputs(MOST), None
+        backend.init_forward_metadata_out_graph(self.view(), in_capture=True)
+        if device != "cpu":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.layers()  # a warm-up
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.layers()
+
+    def view(self, slots=None) -> ForwardBatch:
+        slots = self.slots if slots is None else slots
+        return ForwardBatch(self.mode, MOST, self.rows, self.lens, slots, self.lens_cpu)
+
+    def layers(self) -> None:
+        batch, backend = self.view(), self.server.backend
+        backend.init_forward_metadata_in_graph(batch)
+        self.outs = [
+            backend.forward(q, k, v, layer, batch, **({} if sinks is None else {"sinks": sinks}))
+            for layer, (q, k, v, sinks) in zip(self.server.layers, self.given)
+        ]
+
+    def replay(self, work) -> None:
+        server, count = self.server, len(work)
+        batch = server.batch(ForwardMode.DECODE, work)
+        for buffer, values, padding in (
+            (self.rows, batch.req_pool_indices, 0), (self.slots, batch.out_cache_loc, 0), (self.lens, batch.seq_lens, self.fill),
+            (self.lens_cpu, batch.seq_lens_cpu, self.fill),
+        ):  # fmt: skip
+            buffer.fill_(padding)[:count].copy_(values)
+        for given, new in zip(self.given, server.inputs(MOST)):
+            for tensor, values in zip(given, new):
+                if tensor is not None:
+                    tensor.copy_(values)
+        server.backend.init_forward_metadata_out_graph(self.view(batch.out_cache_loc))
+        server.req_to_token_is_gone(batch)
+        if self.graph is None:
+            self.layers()
+        else:
+            self.graph.replay()
+        for layer, given, out in zip(server.layers, self.given, self.outs):
+            server.check(work, layer, given, out)
+            assert out.isfinite().all()  # padding, too
+        server.put_back()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decodes_in_a_graph(sglang, seed, device, kind, page_size):
+    server = Server(sglang, seed, device, page_size, KINDS[kind])
+    graph = Graph(server)
+    requests = serve(server)
+    for work in (requests, requests[:1], requests[1:3], requests, requests[3:], requests[:3]):
+        graph.replay([(request, 1) for request in work])
+    server.run(ForwardMode.EXTEND, [(requests[0], 9), (requests[2], 1)])  # after a graph, without one
+    if device != "cpu":
+        pagedkv.check_errors()
+
+
+def test_an_encoder(sglang, seed, device):
+    """Its queries see the keys behind them, too, and a window reaches to both sides."""
+    server = Server(sglang, seed, device, 16, KINDS["window"])
+    for layer in server.layers:
+        layer.attn_type = sglang.AttentionType.ENCODER_ONLY
+    work = [(server.add(), 50), (server.add(), 1), (server.add(), 129)]
+    batch = server.batch(ForwardMode.EXTEND, work)
+    server.backend.init_forward_metadata(batch)
+    for layer, (q, k, v, _) in zip(server.layers, server.inputs(180)):
+        out, first = server.backend.forward(q, k, v, layer, batch), 0
+        for _, count in work:
+            rows = slice(first, first := first + count)
+            heads = q[rows].double().view(count, layer.tp_q_head_num, -1)
+            expected = attention(layer, heads, k[rows].double(), v[rows].double(), None, is_causal=False)
+            torch.testing.assert_close(out[rows].double().view_as(expected), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_batch_without_sequences(sglang, seed, device):
+    """Of a data-parallel rank that has nothing to do."""
+    server = Server(sglang, seed, device, 16, KINDS["float32"])
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    batch = ForwardBatch(sglang.ForwardMode.IDLE, 0, empty, empty, empty, empty.cpu())
+    server.backend.init_forward_metadata(batch)
+    (q, k, v, _), layer = server.inputs(0)[0], server.layers[0]
+    assert server.backend.forward(q, k, v, layer, batch).shape == (0, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def test_the_host_may_not_know_the_lengths(sglang, seed):
+    server = Server(sglang, seed, "cpu", 16, KINDS["float32"])
+    batch, work = server.batch, [(server.add(), 40), (server.add(), 3)]
+    server.batch = lambda *given: replace(batch(*given), seq_lens_cpu=None)
+    server.run(ForwardMode.EXTEND, work)
+
+
+def test_deterministic_inference(monkeypatch, seed):
+    """A sequence's result does not depend on the batch: the keys of each are added up in one part."""
+    sglang = imported(monkeypatch, is_real=False, is_deterministic=True)
+    server = Server(sglang, seed, "cpu", 16, KINDS["float32"])
+    given = []
+    monkeypatch.setattr(pagedkv, "paged_attention_fwd", spied(pagedkv.paged_attention_fwd, given))
+    server.run(ForwardMode.EXTEND, [(server.add(), 40)])
+    assert [each["num_splits"] for each in given] == [1, 1]
+
+
+def test_the_layers_of_a_kind_share_a_plan(sglang, monkeypatch, seed):
+    """One for each kind of layer and step, made by the first of them: in a graph, inside it."""
+    layers = [Layer(i, sliding_window_size=-1 if i % 2 else 20) for i in range(6)]
+    server = Server(sglang, seed, "cpu", 16, Kind(layers))
+    planned, attended = [], []
+    monkeypatch.setattr(pagedkv, "plan_attention", spied(pagedkv.plan_attention, planned))
+    monkeypatch.setattr(pagedkv, "paged_attention_fwd", spied(pagedkv.paged_attention_fwd, attended))
+    server.run(ForwardMode.EXTEND, work := [(server.add(), 40), (server.add(), 3)])
+    server.put_back()
+    assert len(planned) == 2 and len(attended) == 6 and not any(each["past_is_constant"] for each in attended)
+    assert all(each["plan"] is attended[i % 2]["plan"] for i, each in enumerate(attended))
+    planned.clear(), attended.clear()
+    graph = Graph(server)
+    for _ in range(2):
+        graph.replay([(request, 1) for request, _ in work])
+    assert len(planned) == 4 and len(attended) == 12 and all(each["past_is_constant"] for each in attended)
+
+
+def spied(function, calls: list[dict]):
+    def call(*args, **options):
+        calls.append(options)
+        return function(*args, **options)
+
+    return call
+
+
+def test_registering_twice(sglang):
+    """Every process of SGLang's registers all plugins, and some do it again."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    for _ in range(2):
+        sglang.register()
+    assert ATTENTION_BACKENDS["pagedkv"] is not None
+    assert choices.ATTENTION_BACKEND_CHOICES.count("pagedkv") == 1
+    assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("pagedkv") == 1
+    assert {"triton", "fa3"} <= set(choices.ATTENTION_BACKEND_CHOICES)
+
+
+def test_without_sglang(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    for name in [name for name in sys.modules if name.startswith("sglang.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "pagedkv.integrations.sglang", raising=False)
+    with pytest.raises(ImportError, match=r"pagedkv.integrations.sglang needs SGLang 0.5.23 \(package sglang\)"):
+        import pagedkv.integrations.sglang  # noqa: F401
+
+
+NAMED = SimpleNamespace
+
+
+@pytest.mark.parametrize(
+    ("runner", "message"),
+    [
+        (dict(spec_algorithm=NAMED(name="EAGLE", is_none=lambda: False)), "speculative_algorithm EAGLE"),
+        (dict(use_mla_backend=True), "use_mla_backend"),
+        (dict(model_config=NAMED(context_len=9, is_encoder_decoder=True)), "is_encoder_decoder"),
+        (dict(attention_chunk_size=8192), "attention_chunk_size 8192"),
+        (dict(kv_cache_dtype=torch.float8_e5m2), "kv_cache_dtype torch.float8_e5m2"),
+        (dict(kv_cache_dtype_str="mxfp8"), "kv_cache_dtype mxfp8"),
+        (dict(kv_index_translator=NAMED(is_translating=True)), "enable_unified_memory"),
+    ],
+)
+def test_refused_servers(sglang, seed, runner, message):
+    arguments = dict(device="cpu", page_size=1, context_len=9, requests=None, pool=None, dtype=torch.bfloat16)
+    dtype = runner.pop("kv_cache_dtype", torch.bfloat16) if "kv_cache_dtype" in runner else torch.bfloat16
+    with pytest.raises(NotImplementedError, match=message):
+        sglang.PagedKVBackend(make_runner(**arguments | {"dtype": dtype}, **runner))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [(dict(dcp_enabled=True, attn_cp_size=1), "dcp_size"), (dict(dcp_enabled=False, attn_cp_size=2), "attn_cp_size 2")],
+)
+def test_refused_parallelism(sglang, monkeypatch, parallel, message):
+    monkeypatch.setattr(sglang, "get_parallel", lambda: NAMED(**parallel))
+    with pytest.raises(NotImplementedError, match=message):
+        sglang.PagedKVBackend(make_runner("cpu", 1, 9, None, None, torch.bfloat16))
+
+
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND", "PREBUILT"])
+def test_refused_modes(sglang, seed, mode):
+    server = Server(sglang, seed, "cpu", 16, KINDS["float32"])
+    batch = server.batch(ForwardMode.EXTEND, [(server.add(), 3)])
+    batch.forward_mode = sglang.ForwardMode[mode]
+    with pytest.raises(NotImplementedError, match=f"forward_mode {mode}"):
+        server.backend.init_forward_metadata(batch)
+    server.backend.init_cuda_graph_state(MOST, MOST)
+    for mode in (batch.forward_mode, sglang.ForwardMode.EXTEND):
+        batch.forward_mode = mode
+        with pytest.raises(NotImplementedError, match=f"forward_mode {mode.name}"):
+            server.backend.init_forward_metadata_out_graph(batch)
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "message"),
+    [
+        (dict(is_cross_attention=True), {}, "is_cross_attention"),
+        (dict(v_head_dim=32), {}, "v_head_dim 32 beside 64"),
+        (dict(pos_encoding_mode="ALIBI"), {}, "pos_encoding_mode ALIBI"),
+        (dict(logit_cap=2.0, logit_capping_method="clip"), {}, "logit_capping_method clip"),
+        (dict(xai_temperature_len=1024), {}, "xai_temperature_len"),
+        (dict(attn_type="DECODER_BIDIRECTIONAL"), {}, "attn_type"),
+        ({}, dict(q_rope=1), "q_rope"),
+        ({}, dict(return_lse=True), "return_lse"),
+    ],
+)
+def test_refused_layers(sglang, seed, layer, options, message):
+    server = Server(sglang, seed, "cpu", 16, KINDS["float32"])
+    batch = server.batch(ForwardMode.EXTEND, [(server.add(), 3)])
+    server.backend.init_forward_metadata(batch)
+    if "attn_type" in layer:
+        layer = {"attn_type": sglang.AttentionType[layer["attn_type"]]}
+    q, k, v, _ = server.inputs(3)[0]
+    with pytest.raises(NotImplementedError, match=f"{message}: the pagedkv backend does not support it"):
+        server.backend.forward(q, k, v, replace(server.layers[0], **layer), batch, **options)
+    server.backend.forward(q, k, v, server.layers[0], batch, return_lse=False, q_rope=None)
+
+
+def test_when_the_scheduler_may_write_its_tables(sglang, seed):
+    backend, mode = Server(sglang, seed, "cpu", 16, KINDS["float32"]).backend, sglang.ForwardMode
+    ends = sglang.SharedReadEnds
+    assert [backend.shared_read_ends(each) for each in (mode.EXTEND, mode.DECODE, mode.MIXED)] == [
+        ends.PRE_REPLAY, ends.IN_REPLAY, ends.UNKNOWN
+    ]  # fmt: skip

@@ -8,6 +8,7 @@ can be imported, tests/test_sglang.py runs on its modules, too.
 from __future__ import annotations
 
 import enum
+import importlib
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -104,8 +105,6 @@ def modules() -> dict[str, ModuleType]:
 
 def imported(monkeypatch, *, is_real: bool, is_deterministic: bool = False) -> ModuleType:
     """pagedkv.integrations.sglang, on these modules or on SGLang's own."""
-    import importlib
-
     if is_real:
         pytest.importorskip("sglang.srt.layers.attention.base_attn_backend", reason="SGLang is not installed")
     else:

@@ -6,13 +6,22 @@ with decodes, and decode with and without a graph. The modules are stand-ins and
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 from fake_sglang import (
-    ForwardBatch, ForwardMode, KVPool, Layer, ReqToTokenPool, WindowPools, imported, make_runner, torch,
-)  # fmt: skip
+    ForwardBatch,
+    ForwardMode,
+    KVPool,
+    Layer,
+    ReqToTokenPool,
+    WindowPools,
+    imported,
+    make_runner,
+    torch,
+)
 
 import pagedkv
 
@@ -420,8 +429,6 @@ def test_registering_twice(sglang):
 
 
 def test_without_sglang(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "sglang", None)
     for name in [name for name in sys.modules if name.startswith("sglang.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -430,26 +437,21 @@ def test_without_sglang(monkeypatch):
         import pagedkv.integrations.sglang  # noqa: F401
 
 
-NAMED = SimpleNamespace
-
-
 @pytest.mark.parametrize(
     ("runner", "message"),
     [
-        (dict(spec_algorithm=NAMED(name="EAGLE", is_none=lambda: False)), "speculative_algorithm EAGLE"),
+        (dict(spec_algorithm=SimpleNamespace(name="EAGLE", is_none=lambda: False)), "speculative_algorithm EAGLE"),
         (dict(use_mla_backend=True), "use_mla_backend"),
-        (dict(model_config=NAMED(context_len=9, is_encoder_decoder=True)), "is_encoder_decoder"),
+        (dict(model_config=SimpleNamespace(context_len=9, is_encoder_decoder=True)), "is_encoder_decoder"),
         (dict(attention_chunk_size=8192), "attention_chunk_size 8192"),
         (dict(kv_cache_dtype=torch.float8_e5m2), "kv_cache_dtype torch.float8_e5m2"),
         (dict(kv_cache_dtype_str="mxfp8"), "kv_cache_dtype mxfp8"),
-        (dict(kv_index_translator=NAMED(is_translating=True)), "enable_unified_memory"),
+        (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "enable_unified_memory"),
     ],
 )
-def test_refused_servers(sglang, seed, runner, message):
-    arguments = dict(device="cpu", page_size=1, context_len=9, requests=None, pool=None, dtype=torch.bfloat16)
-    dtype = runner.pop("kv_cache_dtype", torch.bfloat16) if "kv_cache_dtype" in runner else torch.bfloat16
+def test_refused_servers(sglang, runner, message):
     with pytest.raises(NotImplementedError, match=message):
-        sglang.PagedKVBackend(make_runner(**arguments | {"dtype": dtype}, **runner))
+        sglang.PagedKVBackend(make_runner("cpu", 1, 9, None, None, torch.bfloat16, **runner))
 
 
 @pytest.mark.parametrize(
@@ -457,7 +459,7 @@ def test_refused_servers(sglang, seed, runner, message):
     [(dict(dcp_enabled=True, attn_cp_size=1), "dcp_size"), (dict(dcp_enabled=False, attn_cp_size=2), "attn_cp_size 2")],
 )
 def test_refused_parallelism(sglang, monkeypatch, parallel, message):
-    monkeypatch.setattr(sglang, "get_parallel", lambda: NAMED(**parallel))
+    monkeypatch.setattr(sglang, "get_parallel", lambda: SimpleNamespace(**parallel))
     with pytest.raises(NotImplementedError, match=message):
         sglang.PagedKVBackend(make_runner("cpu", 1, 9, None, None, torch.bfloat16))
 
@@ -484,7 +486,7 @@ def test_refused_modes(sglang, seed, mode):
         (dict(pos_encoding_mode="ALIBI"), {}, "pos_encoding_mode ALIBI"),
         (dict(logit_cap=2.0, logit_capping_method="clip"), {}, "logit_capping_method clip"),
         (dict(xai_temperature_len=1024), {}, "xai_temperature_len"),
-        (dict(attn_type="DECODER_BIDIRECTIONAL"), {}, "attn_type"),
+        (dict(attn_type="DECODER_BIDIRECTIONAL"), {}, "attn_type AttentionType.DECODER_BIDIRECTIONAL"),
         ({}, dict(q_rope=1), "q_rope"),
         ({}, dict(return_lse=True), "return_lse"),
     ],

@@ -45,11 +45,12 @@ class Kind:
     has_window_pool: bool = False
     is_heads_first: bool = False
     has_sinks: bool = False
+    lens_dtype: object = torch.int64
 
 
 WINDOWED = replace(Layer(layer_id=1), sliding_window_size=37)
 KINDS = {
-    "float32": Kind([Layer(), Layer(1, tp_q_head_num=6, tp_k_head_num=2)]),
+    "float32": Kind([Layer(), Layer(1, tp_q_head_num=6, tp_k_head_num=2)], lens_dtype=torch.int32),
     "bfloat16": Kind([Layer(), Layer(1, scaling=0.2)], torch.bfloat16),
     "float16, one key head": Kind([Layer(tp_k_head_num=1), Layer(1, tp_k_head_num=1)], torch.float16),
     "window": Kind([Layer(), WINDOWED]),
@@ -192,7 +193,7 @@ class Server:
             self.move_windows()
         slots = torch.cat([self.grow(*each) for each in work])
         self.open_windows(slots)
-        lens = torch.tensor([request.length for request, _ in work])
+        lens = torch.tensor([request.length for request, _ in work], dtype=self.kind.lens_dtype)
         rows, counts = [request.row for request, _ in work], [count for _, count in work]
         extend = {} if mode == ForwardMode.DECODE else {
             "extend_seq_lens": torch.tensor(counts, dtype=torch.int32, device=self.device), "extend_seq_lens_cpu": counts
@@ -281,6 +282,7 @@ class Graph:
         backend, self.mode = server.backend, server.sglang.ForwardMode.DECODE
         backend.init_cuda_graph_state(MOST, MOST)
         self.fill = backend.get_cuda_graph_seq_len_fill_value()
+        assert self.fill == 1  # SGLang also takes it for the length of prompts to warm up with
         self.rows, self.slots = (torch.zeros(MOST, dtype=torch.int64, device=device) for _ in range(2))
         self.lens = torch.full((MOST,), self.fill, device=device)
         self.lens_cpu = self.lens.cpu()
@@ -362,6 +364,22 @@ def test_an_encoder(sglang, seed, device):
             torch.testing.assert_close(out[rows].double().view_as(expected), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["float32", "window pool, bfloat16"])
+def test_a_padded_prefill(sglang, seed, device, kind):
+    """Between the pieces of a graph the layers are called with the real tokens of the batch that was announced."""
+    server = Server(sglang, seed, device, 16, KINDS[kind])
+    work = [(server.add(), 21), (server.add(), 7)]
+    batch = server.batch(ForwardMode.EXTEND, work)
+    real = batch.out_cache_loc
+    batch.out_cache_loc = torch.cat([real, torch.zeros_like(real[:4])])
+    server.backend.init_forward_metadata(batch)
+    batch.out_cache_loc = real
+    for layer, given in zip(server.layers, server.inputs(len(real))):
+        q, k, v, sinks = given
+        out = server.backend.forward(q, k, v, layer, batch, sinks=sinks)
+        server.check(work, layer, given, out)
+
+
 def test_a_batch_without_sequences(sglang, seed, device):
     """Of a data-parallel rank that has nothing to do."""
     server = Server(sglang, seed, device, 16, KINDS["float32"])
@@ -405,6 +423,10 @@ def test_the_layers_of_a_kind_share_a_plan(sglang, monkeypatch, seed):
     for _ in range(2):
         graph.replay([(request, 1) for request, _ in work])
     assert len(planned) == 4 and len(attended) == 12 and all(each["past_is_constant"] for each in attended)
+    planned.clear()
+    for _ in range(3):  # warm-ups, and what is captured
+        graph.layers()
+    assert len(planned) == 6
 
 
 def spied(function, calls: list[dict]):

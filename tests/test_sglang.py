@@ -6,6 +6,7 @@ with decodes, and decode with and without a graph. The modules are stand-ins and
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 F8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(params=["stand-ins", "sglang"])
+@pytest.fixture(params=["stand-ins"] + ["sglang"] * (importlib.util.find_spec("sglang") is not None))
 def sglang(request, monkeypatch):
     return imported(monkeypatch, is_real=request.param == "sglang")
 

@@ -7,7 +7,8 @@ SGLang finds `register` through the entry point group `sglang.srt.plugins` in ea
 serves the model with pagedkv's kernels: prefill (with a prefix from the radix cache, in chunks, mixed with decodes, and
 between the pieces of a breakable CUDA graph) and decode (in full CUDA graphs). Keys and values are stored straight into
 SGLang's pools, which may be float8_e4m3fn with a scale for each layer, hold the heads before the tokens
-(SGLANG_USE_HND_KVCACHE), or keep the layers with a sliding window apart. Any page size works.
+(SGLANG_USE_HND_KVCACHE), or keep the layers with a sliding window apart. Any page size works; SGLang's own default, 1,
+needs a page table with an entry for each token.
 
 Raises NotImplementedError with the name of what is refused: speculative decoding, diffusion language models, MLA,
 encoder-decoder models, layers that attend to chunks, context parallelism, unified memory, other quantized KV caches,

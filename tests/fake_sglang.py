@@ -134,6 +134,8 @@ class Layer:
     logit_capping_method: str = "tanh"
     sliding_window_size: int | None = -1
     is_cross_attention: bool = False
+    k_scale: float | None = None
+    v_scale: float | None = None
     k_scale_float: float | None = None
     v_scale_float: float | None = None
     attn_type: Any = None  # the enumeration of the modules in use

@@ -188,7 +188,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         pool = self.token_to_kv_pool
         is_windowed = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
         k_cache, v_cache = (self._pages(each, layer) for each in pool.get_kv_buffer(layer.layer_id))
-        scales: dict[str, Any] = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float} if self.is_fp8 else {}
+        scales = _scales(layer) if self.is_fp8 else {}
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
             if is_windowed:
@@ -233,6 +233,13 @@ def _mask(layer: Any) -> dict[str, Any]:
     is_causal = layer.attn_type != AttentionType.ENCODER_ONLY
     window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     return {"causal": is_causal, "window_size": (window, 0 if is_causal else window)}
+
+
+def _scales(layer: Any) -> dict[str, Any]:
+    """A number each, or None. A checkpoint sets k_scale_float; a file of scales sets k_scale alone, to a number."""
+    k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
+    v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float
+    return {"k_scale": k_scale, "v_scale": v_scale}
 
 
 # --- what is refused

@@ -52,7 +52,7 @@ def write_model(size: str, folder: Path) -> Path:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Weights as of an untrained model; those of norms are 1 already. In place: the CUDA graphs have their addresses."""
+    """Weights as of an untrained model; those of norms are 1 already. In place: CUDA graphs have their addresses."""
     with torch.inference_mode():
         for weight in model.parameters():
             if weight.ndim == 2:

@@ -61,8 +61,9 @@ class BlockManager:
         can_allocate said, or ValueError. OutOfBlocks where the pages do not suffice."""
         if seq.block_table:
             raise ValueError(f"allocate: sequence {seq.seq_id} has pages already")
-        if num_cached_blocks != self._cached_blocks(seq):
-            raise ValueError(f"num_cached_blocks is {num_cached_blocks} but {self._cached_blocks(seq)} are in the cache")
+        found = self._cached_blocks(seq)
+        if num_cached_blocks != found:
+            raise ValueError(f"num_cached_blocks is {num_cached_blocks} but {found} are in the cache")
         seq.num_cached_tokens = self.manager.allocate(seq.seq_id, self._looked_up(seq))
         seq.block_table[:] = self.manager.block_table(seq.seq_id).tolist()
 
@@ -93,8 +94,8 @@ class BlockManager:
         return (len(seq) - 1) % self.block_size == 0
 
     def _looked_up(self, seq: Sequence) -> list[int]:
-        """The tokens to look up in the cache. One is left out where they would fill the last page: that page must not be
-        a hit, because a prompt with nothing to compute has no logits to sample from. It has room for the token."""
+        """The tokens to look up in the cache. The last is left out where it would fill a page: that page must not be a
+        hit, because a prompt with nothing to compute has no logits to sample from. It has room for the token."""
         return seq.token_ids[: len(seq) - (len(seq) % self.block_size == 0)]
 
     def _cached_blocks(self, seq: Sequence) -> int:

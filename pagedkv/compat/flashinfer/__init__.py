@@ -1,0 +1,39 @@
+"""FlashInfer's paged attention over pagedkv: names, argument order, defaults and results of flashinfer-python 0.7.2,
+whose calls 0.6.14 shares.
+
+    from pagedkv.compat.flashinfer import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
+
+Here `plan` costs nothing: it notes its arguments and turns (indptr, indices, last_page_len) into what the kernels read,
+a first slot and a length per sequence, by five operations on the device. It copies nothing to the host and waits for
+nothing, wherever the tensors lie. The pages are not made into a table: every sequence's row of block_tables is the
+whole of `indices`, and key_starts says where in it the sequence's pages begin. So no bound of a sequence's pages is
+needed either. The workspace buffers are only asked for their device.
+
+With use_cuda_graph=True the buffers given, and those that `plan` fills beside them, stay where they are: a captured
+`run` follows each later `plan`.
+
+Results are as theirs: out, or (out, lse) with lse [num_tokens, num_qo_heads] float32 in base 2; a row that sees no key
+gives 0 and -inf. What has no meaning here is accepted and has no effect: backend, use_tensor_cores, enable_pdl,
+block_tables (the same pages again), rope_scale and rope_theta, use_fp16_qk_reduction, use_fp16_softmax,
+uses_spcompress, max_sequence_kv, seq_lens_q. What is refused raises NotImplementedError and names the argument.
+"""
+
+from pagedkv.compat.flashinfer import decode, page, prefill
+from pagedkv.compat.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
+from pagedkv.compat.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from pagedkv.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "append_paged_kv_cache",
+    "decode",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "page",
+    "prefill",
+]

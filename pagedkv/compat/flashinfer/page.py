@@ -1,0 +1,74 @@
+"""FlashInfer's module page: where new keys and values go, and writing them there."""
+
+from __future__ import annotations
+
+import torch
+
+import pagedkv
+from pagedkv.compat.flashinfer.arguments import Pair, caches_in_nhd, check_buffer
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keys of every sequence [batch_size]: kv_indptr [batch_size + 1] says where its pages start, kv_last_page_len how
+    many keys its last page has. As in theirs, a sequence without pages has kv_last_page_len keys."""
+    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each of nnz new tokens, and its place there, both int32 [nnz].
+
+    append_indptr: [batch_size + 1], the sequences' new tokens; they are the last of seq_lens [batch_size] tokens.
+    batch_indices, positions: memory for the results. A token behind append_indptr[-1] is padding: its sequence is -1,
+    and positions keeps what it held (0 in new memory)."""
+    device, shape = append_indptr.device, (nnz,)
+    if batch_indices is None:
+        batch_indices = torch.empty(shape, dtype=torch.int32, device=device)
+    if positions is None:
+        positions = torch.zeros(shape, dtype=torch.int32, device=device)
+    check_buffer("batch_indices", batch_indices, shape, torch.int32, device)
+    check_buffer("positions", positions, shape, torch.int32, device)
+    tokens, ends = torch.arange(nnz, dtype=append_indptr.dtype, device=device), append_indptr[1:]
+    owners = torch.searchsorted(ends, tokens, right=True, out_int32=True)
+    is_padding = owners == len(ends)
+    shifts = torch.nn.functional.pad(seq_lens.to(ends) - ends, (0, 1))  # one more, which padding looks up
+    positions.copy_(torch.where(is_padding, positions, tokens + shifts[owners]))
+    return batch_indices.copy_(owners.masked_fill_(is_padding, -1)), positions
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: Pair,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new keys and values into their pages, in place, with no wait for the device.
+
+    append_key, append_value: [nnz, num_kv_heads, head_dim] of the caches' dtype; those of 16 bits go into a
+    float8_e4m3fn cache, too, rounded. batch_indices, positions: [nnz], as get_batch_indices_positions gives them; a
+    negative sequence stores nothing. paged_kv_cache: a tuple of K and V, [num_pages, page_size, num_kv_heads, head_dim]
+    or with page_size and num_kv_heads exchanged ("HND"), or one tensor [num_pages, 2, ...]. kv_indices, kv_indptr: the
+    pages of sequence i are kv_indices[kv_indptr[i]:kv_indptr[i + 1]], those of the new tokens included.
+    kv_last_page_len is not read. Errors are store_kvcache's."""
+    k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
+    page_size = k_cache.shape[1]
+    if len(kv_indices) == 0:  # no page: every token is padding
+        return
+    if append_key.dtype == k_cache.dtype == torch.float8_e4m3fn:  # nothing is rounded: pairs of bytes are copied
+        append_key, append_value, k_cache, v_cache = (
+            each.view(torch.float16) for each in (append_key, append_value, k_cache, v_cache)
+        )
+    is_padding = batch_indices < 0
+    at = torch.add(positions, kv_indptr[batch_indices], alpha=page_size).masked_fill_(is_padding, 0)
+    slots = torch.add(at % page_size, kv_indices[at // page_size], alpha=page_size).masked_fill_(is_padding, -1)
+    pagedkv.store_kvcache(append_key, append_value, k_cache, v_cache, slots)

@@ -269,6 +269,22 @@ def test_no_sequence_has_a_page(rng, device):
     agrees(wrapper.run(q, caches, return_lse=True), batch.expected(q))
 
 
+def test_a_compiler_keeps_runs_and_appends(rng, device):
+    batch = Batch(rng, device, lens_of(rng), 16)
+    q, cache = batch.queries(rng, len(batch.lens), 4), batch.caches("NHD", True)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.pages, 4, 2, 64, 16, q_data_type="float32")
+    whole = dict(fullgraph=True, backend="aot_eager")
+    run = torch.compile(lambda q: wrapper.run(q, cache, return_lse=True), **whole)
+    agrees(run(q), batch.expected(q))
+    owner = batch.lens.index(max(batch.lens))
+    where = (torch.tensor([each], dtype=torch.int32, device=device) for each in (owner, 0))
+    key = torch.randn(1, 2, 64, device=device)
+    append = torch.compile(fi.append_paged_kv_cache, **whole)
+    append(key, -key, *where, cache, batch.indices, batch.indptr, batch.last_page_len)
+    assert torch.equal(cache[batch.tables[owner, 0], :, 0], torch.cat([key, -key]))
+
+
 # --- CUDA graphs
 
 

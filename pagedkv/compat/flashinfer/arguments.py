@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError("pagedkv.compat.flashinfer needs PyTorch (package torch), which is not installed") from error
+import torch
 
 Pair: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Dtype: TypeAlias = str | torch.dtype
 Scale: TypeAlias = float | torch.Tensor | None
-
-
-def refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name}: pagedkv's attention has none; leave it out")
 
 
 def dtype_of(name: Dtype) -> torch.dtype:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pagedkv.compat.flashinfer.arguments import Dtype, Pair, refuse
+from pagedkv.compat._attention import refuse
+from pagedkv.compat.flashinfer.arguments import Dtype, Pair
 from pagedkv.compat.flashinfer.wrapper import Wrapper
 
 
@@ -126,7 +127,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
         Returns out, or (out, lse) with lse in base 2."""
         refuse(
-            args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            args=args, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
         expected = self._pages.batch_size * (self._q_len_per_req if q_len_per_req is None else q_len_per_req)

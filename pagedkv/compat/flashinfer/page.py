@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import pagedkv
+from pagedkv.compat._attention import operations
 from pagedkv.compat.flashinfer.arguments import Pair, caches_in_nhd, check_buffer
 
 
@@ -71,4 +71,4 @@ def append_paged_kv_cache(
     is_padding = batch_indices < 0
     at = torch.add(positions, kv_indptr[batch_indices], alpha=page_size).masked_fill_(is_padding, 0)
     slots = torch.add(at % page_size, kv_indices[at // page_size], alpha=page_size).masked_fill_(is_padding, -1)
-    pagedkv.store_kvcache(append_key, append_value, k_cache, v_cache, slots)
+    operations().store_kvcache(append_key, append_value, k_cache, v_cache, slots)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale, refuse
+from pagedkv.compat._attention import refuse
+from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale
 from pagedkv.compat.flashinfer.wrapper import Wrapper
 
 
@@ -142,7 +143,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         transposed. Rows of q after qo_indptr[-1] are an error where plan() had qo_indptr on the host; where it was on
         the device, their results are not written."""
         refuse(
-            args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            args=args, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
         if lse_base not in ("log2", "ln"):

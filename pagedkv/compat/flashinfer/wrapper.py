@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import pagedkv
+from pagedkv.compat._attention import operations
 from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale, caches_in_nhd, check_buffer, check_layout, dtype_of
 
 LOG2_E = math.log2(math.e)
@@ -159,7 +159,7 @@ class Wrapper:
         k_cache, v_cache = self._checked(q, paged_kv_cache, out)
         softmax_scale, v_factor, cache_scales = self._split_scales(k_cache.dtype, *scales)
         pages = self._pages
-        result: Any = pagedkv.paged_attention_fwd(
+        result: Any = operations().paged_attention_fwd(
             q, k_cache, v_cache, pages.tables, pages.lens, key_starts=pages.starts, softmax_scale=softmax_scale,
             causal=self._causal, window_size=(self._window_left if window_left is None else window_left, -1),
             softcap=self._soft_cap, alibi_slopes=self._slopes, sinks=sinks, num_splits=self._num_splits, out=out,

@@ -1,0 +1,224 @@
+"""Attention of one layer in continuous batching: over the pages of transformers' PagedAttentionCache, in place.
+
+A step is one row of tokens of many requests. transformers writes new keys and values by an index for each token and
+gathers every key of the batch by another, or for decodes alone has a block table of each request. Here both become a
+block table, made by the first layer of a step and read by the others: new keys are appended to the pages, and
+attention reads them there, in prefill and decode alike. The index has the tokens of a page in a row, so that every
+page_size-th entry of it names a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching import cache as cache_module
+from transformers.generation.continuous_batching import continuous_api, initialization
+
+import pagedkv
+from pagedkv.integrations.transformers.attention import check
+
+# The name while a batch runs. It has no mask function: transformers makes no mask, and reads no positions on the host.
+NAME = "pagedkv_continuous"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layers that share a block table, and the pages of one of them."""
+
+    index: int
+    layer_type: str
+    is_first_layer: bool
+    pages: tuple[torch.Tensor, torch.Tensor] | None  # [num_blocks, page_size, kv_heads, head_dim]; None: a ring
+    slots_per_block: int  # from a block to the next one, in the numbers of read_index and write_index
+    entries_per_block: int  # and in those of block_table
+
+
+@dataclass(slots=True)
+class Step:
+    """What the layers of a group read in one step."""
+
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    past_lens: torch.Tensor
+    key_starts: torch.Tensor | None
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # by the shape and strides of the queries
+
+
+_steps: WeakKeyDictionary[Any, dict[int, Step]] = WeakKeyDictionary()
+
+
+# --- where releases differ
+
+
+def _group_of(cache: Any, layer: int) -> Group:
+    if hasattr(cache, "layer_to_allocator"):  # 5.23: one tensor; a block has pages for keys, then values, of each layer
+        allocator = cache.layer_to_allocator[layer]
+        entries, pages = allocator.block_physical_stride // allocator.tokens_per_page, None
+        if allocator.supports_block_table:
+            k_pages, v_pages = allocator.get_cache_for_block_table(layer)
+            pages = k_pages[::entries], v_pages[::entries]
+        is_first = layer == allocator.layer_indices[0]
+        return Group(
+            allocator.index, allocator.layer_type, is_first, pages, allocator.block_physical_stride, entries
+        )
+    index, layer_in_group = cache.layer_index_to_group_indices[layer]  # 5.17: two tensors for each layer of a group
+    shape = -1, cache.block_size, cache.num_key_value_heads, cache.head_dim
+    is_ring = cache.sliding_windows[layer] > 1
+    pages = None if is_ring else (cache.key_cache[layer_in_group].view(shape), cache.value_cache[layer_in_group].view(shape))
+    layer_type = "sliding_attention" if is_ring else "full_attention"
+    return Group(index, layer_type, layer_in_group == 0, pages, cache.block_size, 1)
+
+
+def _of_type(per_type: Any, group: Group) -> Any:
+    """5.17 has no dictionary where all layers are of one type."""
+    return per_type[group.layer_type] if isinstance(per_type, dict) else per_type
+
+
+def _update_ring(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> Any:
+    """The cache's own update: copies of the keys and values that the queries may see, [num_keys, kv_heads, head_dim],
+    those of each request one after the other; then the new ones are written."""
+    if hasattr(cache, "layer_to_allocator"):
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=dict(options))
+        return key[0].transpose(0, 1), value[0].transpose(0, 1)
+    index = {name: options[name] for name in ("read_index", "write_index")}
+    return cache.update(key_states=key, value_states=value, layer_idx=layer, **index)
+
+
+# --- a step
+
+
+def _make_step(group: Group, cu_q: torch.Tensor, cu_k: torch.Tensor, options: dict[str, Any]) -> Step:
+    context_lens = cu_k.diff()
+    past_lens = context_lens - cu_q.diff()
+    if group.pages is None:  # all keys lie in one page
+        return Step(torch.zeros_like(context_lens)[:, None], context_lens, past_lens, cu_k[:-1])
+    if options.get("block_table") is not None:
+        tables = options["block_table"][group.index] // group.entries_per_block
+        return Step(tables, context_lens, past_lens, None)
+    index = options["read_index"][group.index]
+    if not index.numel():  # no request has a past: what is written is all there is
+        index = options["write_index"][group.index]
+    page_size = group.pages[0].shape[1]
+    longest = _of_type(options["max_length_k"], group)
+    places = cu_k[:-1, None] + torch.arange(0, longest, page_size, dtype=torch.int32, device=cu_k.device)
+    # Places behind the last key of a request name pages of others, which nobody looks at.
+    tables = index[places.clamp_(max=index.numel() - 1)] // group.slots_per_block
+    return Step(tables.int(), context_lens, past_lens, None)
+
+
+def _plan_of(step: Step, q: torch.Tensor, *batch: torch.Tensor, **options: Any) -> torch.Tensor:
+    """How a GPU divides the step, made once for all layers whose queries lie alike."""
+    shape = q.shape, q.stride()
+    if shape not in step.plans:
+        step.plans[shape] = pagedkv.plan_attention(q, *batch, **options)
+    return step.plans[shape]
+
+
+@torch.compiler.disable
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Any,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function as continuous batching calls it (5.17, 5.23).
+
+    query: [1, q_heads, num_tokens, head_dim]; key, value: [1, kv_heads, num_tokens, head_dim], the new ones, which are
+    written to the cache. cu_seq_lens_q, cu_seq_lens_k: [num_requests + 1] int32, the second for each type of layers.
+
+    Returns out [1, num_tokens, q_heads, head_dim], and None in place of the attention weights. Rows that no request
+    owns are not written.
+    """
+    check(query, key, value, dropout, options)
+    for new, old in ("max_length_q", "max_seqlen_q"), ("max_length_k", "max_seqlen_k"):  # 5.23, 5.17
+        options.setdefault(new, options.pop(old, None))
+    layer = module.layer_idx
+    group = _group_of(cache, layer)
+    cu_k = _of_type(cu_seq_lens_k, group)
+    steps = _steps.setdefault(cache, {})
+    if group.is_first_layer:  # a later layer may run in a CUDA graph, which must hold what makes its step
+        steps[group.index] = _make_step(group, cu_seq_lens_q, cu_k, options)
+    step = steps[group.index]
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    lens = dict(cu_seqlens_q=cu_seq_lens_q, max_seqlen_q=options["max_length_q"], key_starts=step.key_starts)
+    if group.pages is None:
+        k, v = _update_ring(cache, layer, key, value, options | {"cu_seq_lens_k": cu_seq_lens_k})
+        pages = k[None], v[None]
+        lens["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
+    else:
+        pages = group.pages
+        pagedkv.append_kvcache(k, v, *pages, step.block_tables, step.past_lens, cu_seqlens=cu_seq_lens_q)
+    batch = *pages, step.block_tables, step.context_lens
+    out = pagedkv.paged_attention_fwd(
+        q, *batch, **lens, softmax_scale=scaling, softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(), plan=_plan_of(step, q, *batch, **lens),
+    )  # fmt: skip
+    return out[None], None
+
+
+# --- the way into continuous batching
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} has no {owner.__name__}.{name}: pagedkv was written for 5.17 and 5.23"
+        )
+    if not hasattr(original, "is_pagedkv"):
+        replacement = make(original)
+        replacement.is_pagedkv = True
+        setattr(owner, name, replacement)
+
+
+def install(name: str) -> None:
+    """Lets models whose attn_implementation is `name` run in continuous batching.
+
+    transformers takes a fixed list of names there, and whatever has "flash" in it for one of its own. So three of its
+    functions are asked about ours first; for all other names they do what they did.
+    """
+
+    def switch(original: Any) -> Any:
+        def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **options: Any) -> None:
+            if model.config._attn_implementation != name:
+                return original(self, model, *args, **options)
+            model.set_attn_implementation(NAME)
+            self._original_attn_impl = name  # stop() gives it back
+
+        return switch_to_cb_friendly_attn
+
+    def needs_no_mask(original: Any) -> Any:
+        def is_flash_attention_requested(config: Any = None, *args: Any, **options: Any) -> bool:
+            is_ours = config is not None and config._attn_implementation == NAME
+            return original(config, *args, **options) or (is_ours and options.get("version") is None)
+
+        return is_flash_attention_requested
+
+    def takes_block_tables(original: Any) -> Any:
+        def ensure_decode_fast_path_is_available(config: Any, *args: Any, **options: Any) -> None:
+            if config._attn_implementation != NAME:
+                original(config, *args, **options)
+
+        return ensure_decode_fast_path_is_available
+
+    _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
+    _replace(initialization, "is_flash_attention_requested", needs_no_mask)
+    _replace(cache_module, "is_flash_attention_requested", needs_no_mask)
+    _replace(initialization, "ensure_decode_fast_path_is_available", takes_block_tables)
+    AttentionInterface.register(NAME, attend)

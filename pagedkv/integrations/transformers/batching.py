@@ -32,11 +32,11 @@ class Group:
     """The layers that share a block table, and the pages of one of them."""
 
     index: int
-    layer_type: str
+    window: int  # keys that a query sees, itself included; 0: all
     is_first_layer: bool
-    pages: tuple[torch.Tensor, torch.Tensor] | None  # [num_blocks, page_size, kv_heads, head_dim]; None: a ring
     slots_per_block: int  # from a block to the next one, in the numbers of read_index and write_index
     entries_per_block: int  # and in those of block_table
+    pages: tuple[torch.Tensor, torch.Tensor] | None  # [num_blocks, page_size, kv_heads, head_dim]; None with a window
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Step:
     context_lens: torch.Tensor
     past_lens: torch.Tensor
     key_starts: torch.Tensor | None
-    plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # by the shape and strides of the queries
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # by the strides of queries, keys and values
 
 
 _steps: WeakKeyDictionary[Any, dict[int, Step]] = WeakKeyDictionary()
@@ -58,26 +58,27 @@ _steps: WeakKeyDictionary[Any, dict[int, Step]] = WeakKeyDictionary()
 
 def _group_of(cache: Any, layer: int) -> Group:
     if hasattr(cache, "layer_to_allocator"):  # 5.23: one tensor; a block has pages for keys, then values, of each layer
-        allocator = cache.layer_to_allocator[layer]
-        entries, pages = allocator.block_physical_stride // allocator.tokens_per_page, None
+        allocator, pages = cache.layer_to_allocator[layer], None
+        slots = allocator.block_physical_stride
+        entries = slots // allocator.tokens_per_page
         if allocator.supports_block_table:
             k_pages, v_pages = allocator.get_cache_for_block_table(layer)
             pages = k_pages[::entries], v_pages[::entries]
         is_first = layer == allocator.layer_indices[0]
-        return Group(
-            allocator.index, allocator.layer_type, is_first, pages, allocator.block_physical_stride, entries
-        )
-    index, layer_in_group = cache.layer_index_to_group_indices[layer]  # 5.17: two tensors for each layer of a group
+        window = getattr(allocator, "sliding_window", 0)
+        return Group(allocator.index, window, is_first, slots, entries, pages)
+    index, place = cache.layer_index_to_group_indices[layer]  # 5.17: two tensors for each layer of a group
+    if cache.sliding_windows[layer] > 1:
+        return Group(index, cache.sliding_windows[layer], place == 0, cache.block_size, 1, None)
     shape = -1, cache.block_size, cache.num_key_value_heads, cache.head_dim
-    is_ring = cache.sliding_windows[layer] > 1
-    pages = None if is_ring else (cache.key_cache[layer_in_group].view(shape), cache.value_cache[layer_in_group].view(shape))
-    layer_type = "sliding_attention" if is_ring else "full_attention"
-    return Group(index, layer_type, layer_in_group == 0, pages, cache.block_size, 1)
+    pages = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    return Group(index, 0, place == 0, cache.block_size, 1, pages)
 
 
 def _of_type(per_type: Any, group: Group) -> Any:
     """5.17 has no dictionary where all layers are of one type."""
-    return per_type[group.layer_type] if isinstance(per_type, dict) else per_type
+    layer_type = "sliding_attention" if group.window else "full_attention"
+    return per_type[layer_type] if isinstance(per_type, dict) else per_type
 
 
 def _update_ring(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> Any:
@@ -113,14 +114,13 @@ def _make_step(group: Group, cu_q: torch.Tensor, cu_k: torch.Tensor, options: di
 
 
 def _plan_of(step: Step, q: torch.Tensor, *batch: torch.Tensor, **options: Any) -> torch.Tensor:
-    """How a GPU divides the step, made once for all layers whose queries lie alike."""
-    shape = q.shape, q.stride()
-    if shape not in step.plans:
-        step.plans[shape] = pagedkv.plan_attention(q, *batch, **options)
-    return step.plans[shape]
+    """How a GPU divides the step, made once for all layers whose tensors lie alike."""
+    layout = q.stride(), batch[0].stride(), batch[1].stride()
+    if layout not in step.plans:
+        step.plans[layout] = pagedkv.plan_attention(q, *batch, **options)
+    return step.plans[layout]
 
 
-@torch.compiler.disable
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -132,7 +132,6 @@ def attend(
     cu_seq_lens_k: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **options: Any,
@@ -140,7 +139,8 @@ def attend(
     """An attention function as continuous batching calls it (5.17, 5.23).
 
     query: [1, q_heads, num_tokens, head_dim]; key, value: [1, kv_heads, num_tokens, head_dim], the new ones, which are
-    written to the cache. cu_seq_lens_q, cu_seq_lens_k: [num_requests + 1] int32, the second for each type of layers.
+    written to the cache, which knows the layer's window. cu_seq_lens_q, cu_seq_lens_k: [num_requests + 1] int32, the
+    second for each type of layers.
 
     Returns out [1, num_tokens, q_heads, head_dim], and None in place of the attention weights. Rows that no request
     owns are not written.
@@ -152,19 +152,19 @@ def attend(
     group = _group_of(cache, layer)
     cu_k = _of_type(cu_seq_lens_k, group)
     steps = _steps.setdefault(cache, {})
-    if group.is_first_layer:  # a later layer may run in a CUDA graph, which must hold what makes its step
+    if group.is_first_layer:  # in every run: the capture of a CUDA graph follows one of the same arguments
         steps[group.index] = _make_step(group, cu_seq_lens_q, cu_k, options)
     step = steps[group.index]
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     lens = dict(cu_seqlens_q=cu_seq_lens_q, max_seqlen_q=options["max_length_q"], key_starts=step.key_starts)
     if group.pages is None:
         k, v = _update_ring(cache, layer, key, value, options | {"cu_seq_lens_k": cu_seq_lens_k})
-        pages = k[None], v[None]
-        lens["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
+        k_pages, v_pages = k[None], v[None]
+        lens["window_size"] = group.window - 1, 0
     else:
-        pages = group.pages
-        pagedkv.append_kvcache(k, v, *pages, step.block_tables, step.past_lens, cu_seqlens=cu_seq_lens_q)
-    batch = *pages, step.block_tables, step.context_lens
+        k_pages, v_pages = group.pages
+        pagedkv.append_kvcache(k, v, k_pages, v_pages, step.block_tables, step.past_lens, cu_seqlens=cu_seq_lens_q)
+    batch = k_pages, v_pages, step.block_tables, step.context_lens
     out = pagedkv.paged_attention_fwd(
         q, *batch, **lens, softmax_scale=scaling, softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(), plan=_plan_of(step, q, *batch, **lens),
@@ -178,8 +178,9 @@ def attend(
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name, None)
     if original is None:
+        release = transformers.__version__
         raise NotImplementedError(
-            f"transformers {transformers.__version__} has no {owner.__name__}.{name}: pagedkv was written for 5.17 and 5.23"
+            f"transformers {release} has no {owner.__name__}.{name}: pagedkv was written for 5.17 and 5.23"
         )
     if not hasattr(original, "is_pagedkv"):
         replacement = make(original)
@@ -196,17 +197,18 @@ def install(name: str) -> None:
 
     def switch(original: Any) -> Any:
         def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **options: Any) -> None:
-            if model.config._attn_implementation != name:
-                return original(self, model, *args, **options)
-            model.set_attn_implementation(NAME)
-            self._original_attn_impl = name  # stop() gives it back
+            if model.config._attn_implementation in (name, NAME):  # NAME stays where an earlier batch failed to start
+                model.set_attn_implementation(NAME)
+                self._original_attn_impl = name  # stop() gives it back
+            else:
+                original(self, model, *args, **options)
 
         return switch_to_cb_friendly_attn
 
     def needs_no_mask(original: Any) -> Any:
         def is_flash_attention_requested(config: Any = None, *args: Any, **options: Any) -> bool:
             is_ours = config is not None and config._attn_implementation == NAME
-            return original(config, *args, **options) or (is_ours and options.get("version") is None)
+            return is_ours or bool(original(config, *args, **options))
 
         return is_flash_attention_requested
 
@@ -221,4 +223,4 @@ def install(name: str) -> None:
     _replace(initialization, "is_flash_attention_requested", needs_no_mask)
     _replace(cache_module, "is_flash_attention_requested", needs_no_mask)
     _replace(initialization, "ensure_decode_fast_path_is_available", takes_block_tables)
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))  # pages are views of one tensor

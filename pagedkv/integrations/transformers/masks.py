@@ -50,7 +50,7 @@ def unpack(mask: torch.Tensor) -> Mask:
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Any]]:
     """The functions whose conjunction it is, each with the one variable that it has closed over, if any."""
-    variable = next(iter(inspect.getclosurevars(mask_function).nonlocals.values()), None)
+    variable: Any = next(iter(inspect.getclosurevars(mask_function).nonlocals.values()), None)
     if mask_function.__code__ is AND:
         for each in variable:
             yield from _parts(each)

@@ -10,6 +10,14 @@ import pagedkv
 import pagedkv.torch
 from pagedkv.integrations.transformers import masks
 
+REFUSED = {  # what some models pass to their attention, and would be lost
+    "output_attentions": "has no attention weights to return",
+    "position_bias": "adds no bias to the logits",
+    "indices": "has no choice of keys for each query",
+    "block_indices": "has no choice of keys for each query",
+    "sinks": "takes sinks as s_aux only",
+}
+
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, options: dict[str, Any]) -> None:
     """Raises NotImplementedError, by its name, for what a layer asks and pagedkv does not do."""
@@ -17,10 +25,9 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: 
         raise NotImplementedError(f"dropout is {dropout}, but pagedkv has none: call model.eval()")
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise NotImplementedError("pagedkv computes no gradients: call the model under torch.no_grad()")
-    if options.get("output_attentions"):
-        raise NotImplementedError("output_attentions: pagedkv has no attention weights to return")
-    if options.get("position_bias") is not None:
-        raise NotImplementedError("position_bias: pagedkv adds no bias to the logits")
+    for name, why in REFUSED.items():
+        if (asked := options.get(name)) is not None and asked is not False:
+            raise NotImplementedError(f"{name}: pagedkv {why}")
     if value.shape[-1] != key.shape[-1]:
         raise NotImplementedError(
             f"value: head_dim is {value.shape[-1]} but key has {key.shape[-1]}; pagedkv has one for both"

@@ -119,6 +119,6 @@ def make_mask(
     if _can_be_read(is_key):
         _check_padding(is_key, window_size)
     key_starts = is_key.int().argmax(1)
-    # Of causal attention no query sees the padding behind its own place, so only the queries there see it.
-    context_lens = end - key_starts if is_causal else is_key.sum(1)
+    # With a causal mask only queries that are padding themselves see the padding on the right.
+    context_lens = (end - key_starts).clamp(min=0) if is_causal else is_key.sum(1)
     return pack(key_starts, context_lens * is_key.any(1), window_size)

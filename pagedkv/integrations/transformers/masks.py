@@ -107,7 +107,8 @@ def make_mask(
 
     attention_mask: bool [batch, keys since the first], True where there is no padding, or None. q_offset and kv_offset
     are the positions of the first query and key; a static cache has slots behind the last key, and its q_offset is a
-    tensor. Raises NotImplementedError for a mask_function or an attention_mask that pagedkv has no form for.
+    tensor. Raises NotImplementedError for a mask_function or an attention_mask that pagedkv has no form for; compiled
+    code and a CUDA graph's capture cannot look at attention_mask, and take it to be padding on one side.
     """
     window_size = window_of(mask_function)
     is_causal = window_size[1] == 0

@@ -1,0 +1,34 @@
+"""What vLLM 0.26.0 wants otherwise than 0.33.0: the backend gives the cache its shape, and a name goes another way."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+from pagedkv.integrations import vllm
+
+
+class PagedKVBackend(vllm.PagedKVBackend):
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Keys and values of a token side by side, the only shape that 0.33.0 has."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The order in memory of the dimensions above, for the layout that vLLM was told: NHD has tokens before heads.
+        With all layers in one tensor, whose first dimension they are, blocks stay outermost."""
+        is_nhd = get_kv_cache_layout() == "NHD"
+        if include_num_layers_dimension:
+            return (1, 0, 3, 2, 4) if is_nhd else (1, 2, 0, 3, 4)
+        return (0, 2, 1, 3) if is_nhd else (0, 1, 2, 3)
+
+
+def register() -> None:
+    """0.26.0 has one name for the backends of others, CUSTOM: PAGEDKV becomes an alias of it."""
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        raise RuntimeError(f"{vllm.NAME}: vLLM's CUSTOM backend is taken by {AttentionBackendEnum.CUSTOM.get_path()}")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedKVBackend.__name__}")
+    AttentionBackendEnum._member_map_[vllm.NAME] = AttentionBackendEnum.CUSTOM

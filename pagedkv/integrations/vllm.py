@@ -52,10 +52,18 @@ def register() -> None:
         return
     if hasattr(AttentionBackendEnum, "register"):
         register_backend(NAME, f"{__name__}.{PagedKVBackend.__name__}")
+        # A process that vLLM spawns unpickles its configuration, with this name in it, before it loads plugins.
+        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (registered, ())
     else:
         from pagedkv.integrations import vllm_0_26
 
         vllm_0_26.register()
+
+
+def registered() -> AttentionBackendEnum:
+    """PAGEDKV among vLLM's names, in a process where `register` was called or was not."""
+    register()
+    return AttentionBackendEnum[NAME]
 
 
 @dataclass

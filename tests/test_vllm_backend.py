@@ -320,6 +320,20 @@ def test_the_name(integration):
         assert pickle.loads(pickle.dumps(enum["PAGEDKV"])) is enum["PAGEDKV"]
 
 
+def test_graphs_of_0_26(integration, rng):
+    """Whatever a graph for all kinds of batches was captured with, it is made for one request with all tokens."""
+    if not hasattr(backend_class(), "get_kv_cache_shape"):
+        pytest.skip("0.33.0 captures with such a batch")
+    common = Server(rng, "cpu").batch(np.ones(NUM_REQUESTS, int))
+    common.max_query_len = 1
+    modes = sys.modules["vllm.config"].CUDAGraphMode
+    for mode, longest in [(modes.FULL, NUM_REQUESTS), (modes.FULL_AND_PIECEWISE, 1), (modes.PIECEWISE, 1)]:
+        builder = make_builder("cpu")
+        builder.vllm_config.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+        assert builder.build_for_cudagraph_capture(common).max_query_len == longest
+        assert builder.build(0, common).max_query_len == 1
+
+
 def test_the_shape_of_0_26(integration):
     """The logical shape is that of the tests above; its order in memory puts tokens before heads in NHD."""
     backend = backend_class()

@@ -26,6 +26,15 @@ class AttentionCGSupport(enum.Enum):
     NEVER = 0
 
 
+class CUDAGraphMode(enum.Enum):
+    PIECEWISE = 1
+    FULL = 2
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+    def mixed_mode(self):
+        return self.PIECEWISE if self is self.FULL_AND_PIECEWISE else self
+
+
 class AttentionType(enum.StrEnum):
     DECODER = "decoder"
     ENCODER_ONLY = "encoder_only"
@@ -70,6 +79,7 @@ def modules(release: str) -> dict[str, ModuleType]:
     """What `import vllm` and the rest would find."""
     contents = {
         "vllm": dict(__version__=release),
+        "vllm.config": dict(CUDAGraphMode=CUDAGraphMode),
         "vllm.envs": dict(VLLM_BATCH_INVARIANT=False),
         "vllm.v1": {},
         "vllm.v1.attention": {},

@@ -1,14 +1,35 @@
-"""What vLLM 0.26.0 wants otherwise than 0.33.0: the backend gives the cache its shape, and a name goes another way."""
+"""What vLLM 0.26.0 wants otherwise than 0.33.0: the backend gives the cache its shape, a graph for batches of all kinds
+is captured with short queries, and the name PAGEDKV is made in another way."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from pagedkv.integrations import vllm
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+class PagedKVMetadataBuilder(vllm.PagedKVMetadataBuilder):
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> vllm.PagedKVMetadata:
+        """A graph that serves prefills, too, may be replayed for one request with all of its tokens, but is captured
+        with many requests and the max_query_len of those."""
+        metadata = self.build(0, common_attn_metadata)
+        if self.vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            metadata.max_query_len = metadata.num_actual_tokens
+        return metadata
+
 
 class PagedKVBackend(vllm.PagedKVBackend):
+    @staticmethod
+    def get_builder_cls() -> type[PagedKVMetadataBuilder]:
+        return PagedKVMetadataBuilder
+
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"

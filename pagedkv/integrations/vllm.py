@@ -9,9 +9,8 @@ processes. Written for vLLM 0.33.0; vllm_0_26.py has what 0.26.0 wants otherwise
 Decoder attention in float16, bfloat16 and float32, with a KV cache of the same type or of fp8 (e4m3, with scales for
 the tensor or for each head), sliding windows, logits_soft_cap, ALiBi and sinks; chunked prefill, prefix caching and all
 modes of CUDA graphs. With VLLM_BATCH_INVARIANT=1 the keys of a sequence are added up in one order whatever the batch.
-vLLM refuses at its start what a method supports_... here denies: encoders, MLA, context parallelism, ranges of tokens
-that see each other (PrefixLM), fp8 of the kind e5m2. NotImplementedError comes for `output_scale` (a quantised output)
-and for a `causal` that differs within a batch.
+vLLM refuses at its start what a method supports_... here denies: encoders, MLA, context parallelism, PrefixLM and fp8
+of the kind e5m2. NotImplementedError comes for a quantised output and for a `causal` that differs within a batch.
 """
 
 from __future__ import annotations
@@ -24,22 +23,13 @@ import pagedkv
 try:
     import torch
     import vllm.envs as envs
-    from vllm.v1.attention.backend import (
-        AttentionBackend,
-        AttentionCGSupport,
-        AttentionImpl,
-        AttentionMetadata,
-        AttentionMetadataBuilder,
-        AttentionType,
-        MultipleOf,
-    )
+    from vllm.v1.attention import backend as interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 except ModuleNotFoundError as error:
     raise ImportError(f"pagedkv.integrations.vllm needs vLLM (package vllm): {error}") from error
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
-    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 NAME = "PAGEDKV"
@@ -67,7 +57,7 @@ def registered() -> AttentionBackendEnum:
 
 
 @dataclass
-class PagedKVMetadata(AttentionMetadata):  # type: ignore[misc]
+class PagedKVMetadata(interface.AttentionMetadata):  # type: ignore[misc]
     """The batch of one step for the layers of one group, all tensors on the device.
 
     In a batch padded for a CUDA graph, the last requests have no queries and no keys, and the last slots are -1.
@@ -84,15 +74,15 @@ class PagedKVMetadata(AttentionMetadata):  # type: ignore[misc]
     plans: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
 
-class PagedKVMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class PagedKVMetadataBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc]
     # The kernels choose by shapes alone and read lengths on the device, so one graph serves every batch that fits it.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[interface.AttentionCGSupport] = interface.AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self, common_prefix_len: int, common_attn_metadata: interface.CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedKVMetadata:
         """The step's batch. Nothing is computed here: a plan is made by the first layer that needs it."""
         common = common_attn_metadata
@@ -111,7 +101,7 @@ class PagedKVMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
 
-class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
+class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
     """The attention of one layer."""
 
     supports_dcp = False
@@ -127,11 +117,11 @@ class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
         logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
+        attn_type: str = interface.AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
+        if attn_type != interface.AttentionType.DECODER:
             raise NotImplementedError(f"attn_type is {attn_type}: {NAME} has decoder attention only")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks: shape is {tuple(sinks.shape)} but must be ({num_heads},), one for each head")
@@ -143,7 +133,6 @@ class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = float(logits_soft_cap or 0)
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else 0
 
@@ -153,14 +142,13 @@ class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
 
     def do_kv_cache_update(
         self,
-        layer: AttentionLayer,
+        layer: interface.AttentionLayer,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Stores the new keys and values; vLLM calls it in front of forward. key and value may have rows of padding
-        behind those that slot_mapping has slots for."""
+        """Stores the new keys and values, before forward. Their rows behind those of slot_mapping are padding."""
         num_tokens = slot_mapping.shape[0]
         k_cache, v_cache = self.caches(kv_cache)
         k_scale, v_scale = self.scales(layer)
@@ -169,7 +157,7 @@ class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
 
     def forward(
         self,
-        layer: AttentionLayer,
+        layer: interface.AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
@@ -231,14 +219,14 @@ class PagedKVImpl(AttentionImpl):  # type: ignore[misc]
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return k_cache, v_cache
 
-    def scales(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    def scales(self, layer: interface.AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Of the keys and the values of an fp8 cache: a number, which vLLM has as a scalar, or one for each KV head."""
         if self.kv_cache_dtype not in FP8:
             return None, None
         return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
 
-class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
+class PagedKVBackend(interface.AttentionBackend):  # type: ignore[misc]
     """What vLLM asks before it chooses. The layout of the cache is vLLM's own choice: the kernels take all strides."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -259,9 +247,9 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         return PagedKVMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | interface.MultipleOf]:
         """Any size would do, but vLLM takes the smallest that it finds here for layers with a window."""
-        return [MultipleOf(16)]
+        return [interface.MultipleOf(16)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

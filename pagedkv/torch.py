@@ -18,7 +18,7 @@ lets no backward be registered for, gives PyTorch's warning that there is none.
 Where k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch
 2.13 gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).
 
-Importing this module is the only thing in pagedkv that needs PyTorch (2.4 or newer).
+It needs PyTorch 2.4 or newer, which nothing outside of it, pagedkv.compat and pagedkv.integrations does.
 """
 
 from __future__ import annotations

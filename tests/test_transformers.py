@@ -199,11 +199,11 @@ def test_compiled_whole(rng, seed):
 
 @pytest.fixture
 def batching_config(device):
-    def make(page_size, **options):
+    def make(page_size, can_be_captured=True, **options):
         is_new = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
         if device == "cpu" and not is_new:
             pytest.importorskip("psutil", reason="transformers before page_size asks it for the memory of a CPU")
-        on_gpu = {} if device == "cpu" else dict(use_cuda_graph=True)
+        on_gpu = {} if device == "cpu" else dict(use_cuda_graph=can_be_captured)
         return ContinuousBatchingConfig(**{"page_size" if is_new else "block_size": page_size}, **options, **on_gpu)
 
     return make
@@ -257,6 +257,7 @@ def test_generate_batch(
     config = batching_config(
         page_size, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, max_blocks_per_request=max_blocks,
         max_requests_per_batch=3,
+        can_be_captured=name not in ("GptOss", "Phimoe"),  # PyTorch 2.11 copies to the host to multiply by experts
     )  # fmt: skip
     got = generate_batch(model, prompts, config)
     assert got == [tokens.tolist() for tokens in want]

@@ -376,13 +376,14 @@ def test_the_interface_of_vllm(integration):
 
 
 def test_the_entry_point():
-    """It names the function, and the package that is built has the module."""
+    """It names the function, and the package that is tested has the module."""
     root = Path(__file__).parents[1]
     if not (root / "pyproject.toml").exists():
         pytest.skip("the sources are not here")
     project = tomllib.loads((root / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["vllm.general_plugins"] == {"pagedkv": "pagedkv.integrations.vllm:register"}
-    assert {"pagedkv.compat", "pagedkv.integrations"} <= set(project["tool"]["setuptools"]["packages"])
+    for name in ("pagedkv.compat.vllm_ops", "pagedkv.integrations.vllm", "pagedkv.integrations.vllm_0_26"):
+        assert importlib.util.find_spec(name)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")

@@ -73,6 +73,11 @@ class Request:
     keys: dict = field(default_factory=dict)  # of each layer: what its cache holds of k and v, [length, heads, dim]
 
 
+def quotient(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rounded once: by a Python number a GPU's PyTorch multiplies with the reciprocal."""
+    return x.float() / torch.tensor(scale, device=x.device)
+
+
 class Server:
     """A runner with its pools, and what they should hold."""
 
@@ -169,7 +174,7 @@ class Server:
     def remember(self, request: Request, layer: Layer, k, v) -> None:
         """The keys of float64 that the cache should hold."""
         for i, (x, scale) in enumerate(zip((k, v), self.scales(layer))):
-            x = (x.float() / scale).to(self.cache_dtype).double() * scale
+            x = quotient(x, scale).to(self.cache_dtype).double() * scale
             pair = request.keys.setdefault(layer.layer_id, [x[:0], x[:0]])
             pair[i] = torch.cat([pair[i], x])
 
@@ -217,7 +222,7 @@ class Server:
         if self.kind.has_window_pool and layer.layer_id == 1:
             slots = self.pool.full_to_swa_index_mapping[slots]
         for buffer, x, scale in zip(self.pool.buffers[layer.layer_id], (k, v), self.scales(layer)):
-            x = (x.float() / scale).to(self.cache_dtype)
+            x = quotient(x, scale).to(self.cache_dtype)
             if self.kind.is_heads_first:
                 buffer = buffer.transpose(1, 2)
                 buffer.view(torch.uint8)[slots // self.page_size, slots % self.page_size] = x.view(torch.uint8)

@@ -60,8 +60,7 @@ static pk_status read_rotation(pk_env *env, const pk_append_call *call, pk_appen
     args->q_head_stride = q->stride[1];
     args->num_q_tokens = pk_dim(env, 'Q');
     args->num_q_heads = pk_dim(env, 'G');
-    args->cos = cos->data;
-    args->sin = sin->data;
+    if (args->rotary_dim > 0) args->cos = cos->data, args->sin = sin->data; /* else all stays, at any position */
     args->angle_dtype = cos->dtype;
     args->max_positions = pk_dim(env, 'P');
     args->rotary_starts = call->rotary_starts ? call->rotary_starts->data : NULL;

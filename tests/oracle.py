@@ -185,7 +185,7 @@ def append_kvcache(key, value, k_cache, v_cache, block_tables, cache_lens, *, ca
     out = None if q is None else np.full(q.shape, np.nan)
     for s in range(num_seqs):
         rotary_start = cache_lens[s] if rotary_starts is None else rotary_starts[s]
-        turned = lambda x, position: rounded(rotated(x, cos[position], sin[position], interleaved), dtype)
+        turned = lambda x, at: rounded(rotated(x, cos[at], sin[at], interleaved), dtype) if cos.shape[1] else x
         first, end = each(cu_seqlens, key)[s : s + 2]
         for i, token in enumerate(range(first, end)):
             at = (0 if key_starts is None else key_starts[s]) + cache_lens[s] + i

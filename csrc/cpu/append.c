@@ -117,8 +117,10 @@ static void rotate_heads(const pk_append_args *args, int64_t position, const cha
     int64_t bytes = (int64_t)pk_dtype_bytes(dtype), num_pairs = args->rotary_dim / 2, dim = args->store.head_dim;
     int64_t angle_bytes = position * num_pairs * (int64_t)pk_dtype_bytes(args->angle_dtype);
     float *angles = scratch + dim;
-    pk_cpu_row_to_f32(angles, (const char *)args->cos + angle_bytes, args->angle_dtype, num_pairs);
-    pk_cpu_row_to_f32(angles + num_pairs, (const char *)args->sin + angle_bytes, args->angle_dtype, num_pairs);
+    if (args->cos) {
+        pk_cpu_row_to_f32(angles, (const char *)args->cos + angle_bytes, args->angle_dtype, num_pairs);
+        pk_cpu_row_to_f32(angles + num_pairs, (const char *)args->sin + angle_bytes, args->angle_dtype, num_pairs);
+    }
     for (int64_t h = 0; h < num_heads; h++) {
         pk_cpu_row_to_f32(scratch, x + h * x_stride * bytes, dtype, dim);
         rotate(scratch, angles, num_pairs, args->is_interleaved);

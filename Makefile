@@ -22,7 +22,7 @@ test: build ## the tests, of the extension in place (`pytest` by itself tests th
 ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
-              test_store.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
+              test_store.py test_append.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
               test_overlap.py test_overlap_views.py test_hostile_views.py test_qkv_attention.py test_all_parameters.py \
               test_fuzz_calls.py test_threads.py
 ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
@@ -63,7 +63,7 @@ lint: ## what .ci/run says of the sources: clang-format 14, ruff, mypy
 # with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
 BARRIERS := --num-cuda-barriers 65536
-OPERATIONS := $(patsubst %,tests/test_%.py,store blocks merge dense sample sample_linear linear zero_rows)
+OPERATIONS := $(patsubst %,tests/test_%.py,store append blocks merge dense sample sample_linear linear zero_rows)
 SMALL := not large and (bfloat16 or not sample and not linear)
 LIFETIMES := (repeats or give or holds or replay or gone or programs) and not given_stream
 ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)

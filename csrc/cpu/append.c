@@ -33,7 +33,7 @@ static int64_t slot_of(const pk_append_args *args, int64_t s, int64_t key)
 
 /* ------------------------------------------------------------------ checks */
 
-static pk_status check_starts(const char *name, const int32_t *starts, int64_t num_seqs, const char *of,
+pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t num_seqs, const char *of,
                               int64_t num_tokens, pk_error *err)
 {
     if (!starts) return PK_OK;
@@ -85,8 +85,8 @@ static pk_status check_positions(const pk_append_args *args, int64_t s, int64_t 
 static pk_status check(const pk_append_args *args, pk_error *err)
 {
     int64_t num_tokens = args->store.num_tokens, num_seqs = args->num_seqs;
-    PK_TRY(check_starts("cu_seqlens", args->cu_seqlens, num_seqs, "key", num_tokens, err));
-    PK_TRY(check_starts("cu_seqlens_q", args->cu_seqlens_q, num_seqs, "q", args->num_q_tokens, err));
+    PK_TRY(pk_cpu_check_starts("cu_seqlens", args->cu_seqlens, num_seqs, "key", num_tokens, err));
+    PK_TRY(pk_cpu_check_starts("cu_seqlens_q", args->cu_seqlens_q, num_seqs, "q", args->num_q_tokens, err));
     for (int64_t s = 0; s < num_seqs; s++) {
         token_range keys = tokens_of(args->cu_seqlens, num_tokens, num_seqs, s);
         token_range queries = tokens_of(args->cu_seqlens_q, args->num_q_tokens, num_seqs, s);

@@ -26,18 +26,11 @@ static pk_status check_queries(const pk_attention_args *args, pk_error *err)
 {
     const int32_t *cu = args->cu_seqlens_q;
     if (!cu) return PK_OK;
-    if (cu[0] < 0) return pk_fail(err, PK_EVALUE, "cu_seqlens_q[0] is %d but must be at least 0", cu[0]);
-    for (int64_t s = 0; s < args->num_seqs; s++) {
-        if (cu[s + 1] < cu[s])
-            return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] is %d but cu_seqlens_q[%lld] is %d: it must not fall",
-                           (long long)s + 1, cu[s + 1], (long long)s, cu[s]);
-        if (cu[s + 1] - (int64_t)cu[s] > args->max_seqlen_q && cu[s + 1] <= args->num_tokens)
+    PK_TRY(pk_cpu_check_starts("cu_seqlens_q", cu, args->num_seqs, "q", args->num_tokens, err));
+    for (int64_t s = 0; s < args->num_seqs; s++)
+        if (cu[s + 1] - (int64_t)cu[s] > args->max_seqlen_q)
             return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] ends %lld queries but max_seqlen_q is %lld",
                            (long long)s + 1, (long long)cu[s + 1] - cu[s], (long long)args->max_seqlen_q);
-    }
-    if (cu[args->num_seqs] > args->num_tokens)
-        return pk_fail(err, PK_EVALUE, "cu_seqlens_q[%lld] is %d but q has %lld tokens", (long long)args->num_seqs,
-                       cu[args->num_seqs], (long long)args->num_tokens);
     return PK_OK;
 }
 

@@ -35,6 +35,10 @@ void pk_cpu_store_at(const pk_store_args *args, int64_t slot, const void *key, i
 void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *key, int64_t key_head_stride,
                         const void *value, int64_t value_head_stride);
 
+/* --- append.c: shared with attention.c. Offsets of `num_seqs` sequences into `num_tokens` rows of `of`, or NULL. */
+pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t num_seqs, const char *of,
+                              int64_t num_tokens, pk_error *err);
+
 /* --- entries of the backend's table */
 pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);

@@ -2,8 +2,8 @@
  * beside them, both rotated.
  *
  * One CTA a token: of its threads, one row of `x` covers a head in pieces of 16 bytes, and the rows share the heads. So a
- * thread has the same dims of every head that it does, and loads its angles once. Only bytes move. Whose the token is,
- * where there is cu_seqlens, is a search by every warp for itself, 32 sequences at a time.
+ * thread has the same dims of every head that it does, and loads its angles once. With cu_seqlens, each warp searches for
+ * the sequence that owns the token, 32 sequences at a time.
  */
 #include "cuda/store.h"
 
@@ -11,7 +11,7 @@
 
 /* A token, and where it goes. */
 struct append_place {
-    int seq, index; /* of how many tokens of its sequence it is behind; seq -1: nobody's */
+    int seq, index; /* the sequence that owns it, -1 for none, and its place among that one's tokens of this call */
     int64_t slot;   /* of the pool, or -1 */
     int64_t position;
 };
@@ -72,7 +72,7 @@ __device__ static int64_t find_slot(const pk_append_args &args, const append_pla
 }
 
 /* What turns one piece of a head. Element j becomes x[j] * cosine[j] + partner[j] * sine[j], where its partner is the
- * other of its pair: in the same piece, or in another one `partner_distance` elements away. */
+ * other of its pair: a neighbour, or half of the rotated dimensions away. */
 template <typename T, bool IS_ALIGNED>
 struct piece_turner {
     using packed = pk_packed<T>;

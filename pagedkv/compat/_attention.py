@@ -73,10 +73,6 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def int32(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.int32)
-
-
 def full(num_seqs: int, value: int, like: torch.Tensor) -> torch.Tensor:
     return torch.full((num_seqs,), value, dtype=torch.int32, device=like.device)
 
@@ -125,7 +121,8 @@ def attend_with_kvcache(
     tables: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rotary_cos: torch.Tensor | None,
+    rotary_sin: torch.Tensor | None,
     rotary_seqlens: torch.Tensor | None,
     rotary_interleaved: bool,
     window_size: Window,
@@ -135,6 +132,11 @@ def attend_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens count what lies in front of a
     sequence, cache_leftpad, too; rotary positions count from there."""
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
+    if k is not None and cache_seqlens is None:
+        raise RuntimeError("k is given but cache_seqlens, where it goes, is not")
+    rotary = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
     num_seqs = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if tables is None:
         tables = one_page_each(num_seqs, q) if cache_batch_idx is None else cache_batch_idx[:, None]

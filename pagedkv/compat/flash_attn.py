@@ -101,7 +101,7 @@ def flash_attn_varlen_func(
     shape, or with return_attn_probs (out, lse [heads, total_q] float32, an empty tensor)."""
     refuse(dropout_p=dropout_p)
     refuse_gradients(q=q, k=k, v=v)
-    num_seqs, head_dim = len(cu_seqlens_q) - 1, q.shape[-1]
+    num_seqs, head_dim, scale = len(cu_seqlens_q) - 1, q.shape[-1], _scale(softmax_scale, q)
     if block_table is None:
         tables, starts = one_page_for_all(num_seqs, q), cu_seqlens_k[:-1]
         q, k, v = padded(q), padded(k)[None], padded(v)[None]
@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
         tables, starts = block_table, None
     out, lse = attend(
         q, k, v, tables, cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, key_starts=starts,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale, causal=causal,
+        softmax_scale=scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
     return _results(out, lse, head_dim)
@@ -148,13 +148,9 @@ def flash_attn_with_kvcache(
     begin. Returns out in q's shape, or (out, lse [batch, heads, seqlen_q] float32).
     """
     refuse_odd_heads("k_cache", k_cache)
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
-    if k is not None and cache_seqlens is None:
-        raise RuntimeError("k is given but cache_seqlens, where it goes, is not")
     out, lse = attend_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, tables=block_table, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, rotary=None if rotary_cos is None else (rotary_cos, rotary_sin),
+        cache_leftpad=cache_leftpad, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_seqlens=None, rotary_interleaved=rotary_interleaved, softmax_scale=_scale(softmax_scale, q),
         causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
         num_splits=min(num_splits, MAX_SPLITS), return_lse=return_softmax_lse,

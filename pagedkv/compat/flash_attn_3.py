@@ -182,14 +182,10 @@ def flash_attn_with_kvcache(
     picks rows of a page_table, too; rotary_seqlens, int32 [batch], are positions instead of cache_seqlens. Returns out
     in q's shape, or (out, lse [batch, heads, seqlen_q] or [heads, total_q], and two empty tensors)."""
     _refuse_shapes(q, k_cache, v_cache, qv, attention_chunk)
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
-    if k is not None and cache_seqlens is None:
-        raise RuntimeError("k is given but cache_seqlens, where it goes, is not")
     out, lse = attend_with_kvcache(
         _widened(q), k_cache, v_cache, _widened(k), _widened(v), cache_seqlens=cache_seqlens, tables=page_table,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
-        rotary=None if rotary_cos is None else (_widened(rotary_cos), _widened(rotary_sin)),
+        rotary_cos=_widened(rotary_cos), rotary_sin=_widened(rotary_sin),
         rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, num_splits=min(num_splits, MAX_SPLITS),

@@ -5,12 +5,14 @@
  *   k_cache, ...  [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype or float8_e4m3fn; num_q_heads is a
  *                 multiple of num_kv_heads and q head h reads KV head h / (num_q_heads / num_kv_heads)
  *   block_tables  [num_seqs, max_blocks_per_seq] int32: the pages of a sequence. Key j of sequence s is in slot
- *                 i = key_starts[s] + j of them: slot i % block_size of page block_tables[s, i / block_size]. A
- *                 negative page is padding: its keys are seen by nobody. Entries that hold no key which a query may see
- *                 are never looked at.
+ *                 i = key_starts[s] + j of them: slot i % block_size of page
+ *                 block_tables[s, table_starts[s] + i / block_size]. A negative page is padding: its keys are seen by
+ *                 nobody. Entries that hold no key which a query may see are never looked at.
  *   context_lens  [num_seqs] int32: keys of a sequence, its new tokens included
  *   key_starts    [num_seqs] int32. Absent: 0. With one page as long as a dense tensor, this is where each sequence's
  *                 keys start in it.
+ *   table_starts  [num_seqs] int32. Absent: 0. With one row for all (stride 0) that has the pages of one sequence after
+ *                 the other, this is where each sequence's begin: no table need be made of such a list.
  *   cu_seqlens_q  [num_seqs + 1] int32: sequence s owns the queries cu[s] .. cu[s + 1] - 1. Rows of out and lse outside
  *                 cu[0] .. cu[num_seqs] are left as they are. Absent: num_tokens / num_seqs queries each.
  *   max_seqlen_q  an upper bound of the queries of one sequence (CUDA sizes its grid by it)
@@ -98,6 +100,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
     PK_EXPECT(env, "context_lens", call->context_lens, "S", PK_ACCEPT_I32);
     if (call->cu_seqlens_q) PK_EXPECT(env, "cu_seqlens_q", call->cu_seqlens_q, "S+1", PK_ACCEPT_I32);
     if (call->key_starts) PK_EXPECT(env, "key_starts", call->key_starts, "S", PK_ACCEPT_I32);
+    if (call->table_starts) PK_EXPECT(env, "table_starts", call->table_starts, "S", PK_ACCEPT_I32);
     if (alibi) PK_EXPECT(env, "alibi_slopes", alibi, alibi->ndim == 2 ? "S H" : "H", PK_ACCEPT_F32);
     if (call->sinks) PK_EXPECT(env, "sinks", call->sinks, "H", PK_ACCEPT_F32);
     PK_TRY(check_shapes(env, call));
@@ -111,6 +114,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .context_lens = call->context_lens->data,
         .cu_seqlens_q = call->cu_seqlens_q ? call->cu_seqlens_q->data : NULL,
         .key_starts = call->key_starts ? call->key_starts->data : NULL,
+        .table_starts = call->table_starts ? call->table_starts->data : NULL,
         .alibi_slopes = alibi ? alibi->data : NULL,
         .sinks = call->sinks ? call->sinks->data : NULL,
         .num_tokens = pk_dim(env, 'T'),

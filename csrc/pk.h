@@ -256,6 +256,7 @@ typedef struct {
     const int32_t *context_lens;   /* [num_seqs]: keys that a sequence may see, its new tokens included */
     const int32_t *cu_seqlens_q;   /* [num_seqs + 1], or NULL: num_tokens / num_seqs queries each */
     const int32_t *key_starts;     /* [num_seqs]: slots of its pages in front of a sequence's keys, or NULL: none */
+    const int32_t *table_starts;   /* [num_seqs]: entries of its row in front of its pages, or NULL: none */
     const float *alibi_slopes;     /* [num_seqs or 1, num_q_heads] or NULL */
     const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
     void *out;                     /* [num_tokens, num_q_heads, head_dim] */
@@ -560,9 +561,9 @@ pk_status pk_append_kvcache(const pk_append_call *call, pk_stream stream, pk_err
 
 typedef struct {
     const pk_view *q, *k_cache, *v_cache, *block_tables, *context_lens;
-    const pk_view *cu_seqlens_q, *key_starts, *alibi_slopes, *sinks; /* optional */
-    int64_t max_seqlen_q;                                            /* INT64_MAX: not given */
-    const double *softmax_scale;                                     /* NULL: 1 / sqrt(head_dim) */
+    const pk_view *cu_seqlens_q, *key_starts, *table_starts, *alibi_slopes, *sinks; /* optional */
+    int64_t max_seqlen_q;                                                           /* INT64_MAX: not given */
+    const double *softmax_scale;                                                    /* NULL: 1 / sqrt(head_dim) */
     bool is_causal;
     int64_t window_left, window_right;
     double softcap;

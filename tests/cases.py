@@ -29,7 +29,8 @@ class AttentionCase:
     layout: str = "NHD"
     strided_q: bool = False  # q and out are views of wider rows
     uniform: bool = False  # without cu_seqlens_q
-    pages: str = "many"  # "one": of each sequence, as long as the longest; "shared": one, where all sequences lie
+    # "one": of each sequence, as long as the longest; "shared": one, where all sequences lie; "listed": those of all in one row
+    pages: str = "many"
     key_starts: bool = False  # there are slots in front of a sequence's keys
 
     @property
@@ -119,6 +120,11 @@ ATTENTION_CASES: list[AttentionCase] = [
       for pages, d in (("one", 64), ("shared", 96), ("shared", 256), ("many", 64))),
     replace(_RAGGED, name="key_starts in odd pages", key_starts=True, block_size=7, num_splits=3),
     replace(_RAGGED, name="key_starts, masked page", key_starts=True, masked_page=True),
+    *(replace(case, name=f"{case.name}, listed pages, {d}", pages="listed", dtype=d, window_size=window)
+      for case in (_RAGGED, _DECODE, _CHUNKS) for d, window in (("float16", (-1, -1)), ("bfloat16", (60, 0)))),
+    *(replace(_CHUNKS, name=f"chunks, listed pages of {n}, key_starts {starts}", pages="listed", block_size=n, key_starts=starts)
+      for n in (1, 7, 16, 64) for starts in (False, True)),
+    replace(_RAGGED, name="listed pages, masked page", pages="listed", masked_page=True, num_splits=2),
     replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
             alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
             block_size=5, head_dim=72, num_q_heads=6, num_kv_heads=3),

@@ -17,7 +17,7 @@ from fuzz_calls_ops import (
     scale_of,
     stored,
 )
-from pools import make_pool, make_tables
+from pools import listed, make_pool, make_tables
 
 
 def head_sizes(d: Draw) -> tuple[int, int, int]:
@@ -48,6 +48,9 @@ def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads, has_key_starts=Fals
         batch["max_seqlen_q"] = int(lens.max(initial=0)) + d.one_of(0, 1, 2**62)
     if has_key_starts:
         batch["key_starts"] = d.array(key_starts)
+    if has_key_starts and d.maybe():
+        tables, table_starts = listed(tables, contexts + key_starts, block_size, d.rng)
+        batch["table_starts"] = d.array(table_starts)
     return dict(
         pools=pools,
         tables=tables,
@@ -133,6 +136,7 @@ def expect_attention(a) -> dict:
         numbers(a.context_lens),
         cu_seqlens_q=numbers(a.cu_seqlens_q),
         key_starts=numbers(a.key_starts),
+        table_starts=numbers(a.table_starts),
         softmax_scale=softmax_scale,
         causal=bool(a.causal),
         window_size=window_of(a),
@@ -157,6 +161,7 @@ def draw_plan(d: Draw) -> dict:
         "cu_seqlens_q",
         "max_seqlen_q",
         "key_starts",
+        "table_starts",
         "causal",
         "window_size",
         "num_splits",

@@ -56,7 +56,7 @@ def _scale_of(scale, seq, num_kv_heads):
 
 def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None,
                         causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
-                        v_scale=None, key_starts=None):
+                        v_scale=None, key_starts=None, table_starts=None):
     """Attention over pages, one query at a time. Returns out [tokens, heads, dim] and lse [heads, tokens]; rows that
     no sequence owns are NaN. Only what a query may see is read, so poison anywhere else shows."""
     q = np.asarray(q, np.float64)
@@ -75,10 +75,11 @@ def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_s
         for token in range(first, end):
             position = token - first + context - (end - first)
             start = 0 if key_starts is None else int(key_starts[s])
+            table = block_tables[s, 0 if table_starts is None else int(table_starts[s]) :]
             seen = [j for j in range(context)
                     if (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
-                    and block_tables[s, (start + j) // block_size] >= 0]
-            pages = [int(block_tables[s, (start + j) // block_size]) for j in seen]
+                    and table[(start + j) // block_size] >= 0]
+            pages = [int(table[(start + j) // block_size]) for j in seen]
             slots = [(start + j) % block_size for j in seen]
             keys = k_cache[pages, slots].astype(np.float64) * _scale_of(k_scale, s, num_kv_heads)[:, None]
             values = v_cache[pages, slots].astype(np.float64) * _scale_of(v_scale, s, num_kv_heads)[:, None]

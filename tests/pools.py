@@ -57,6 +57,17 @@ def make_places(case: AttentionCase, rng):
     return tables, num_blocks, block_size, starts
 
 
+def listed(tables, slots, block_size: int, rng):
+    """These tables as one row that all sequences share, in any order and with entries of nobody, and where they begin."""
+    counts, starts = -(-slots // block_size), np.zeros(len(slots), np.int32)
+    row = []
+    for s in rng.permutation(len(slots)):
+        row += [UNUSED_PAGE] * int(rng.integers(3))
+        starts[s] = len(row)
+        row += tables[s, : counts[s]].tolist()
+    return np.tile(np.array(row, np.int32), (len(slots), 1)), starts
+
+
 def forget(caches, tables, lens) -> None:
     """NaN in every slot of these torch caches that is no key of one of these sequences."""
     torch = pytest.importorskip("torch")
@@ -96,6 +107,11 @@ def make_batch(case: AttentionCase, rng) -> Batch:
             if context:
                 tables[s, rng.integers(-(-context // case.block_size))] = -1
 
+    table_starts = None
+    if case.pages == "listed":
+        slots = np.array(case.context_lens, int) + (0 if starts is None else starts)
+        tables, table_starts = listed(tables, slots, block_size, rng)
+
     def scale():
         shapes = {"number": (), "one": (1,), "heads": (kv_heads,), "seqs": (num_seqs, kv_heads)}
         if case.scales is None:
@@ -107,7 +123,8 @@ def make_batch(case: AttentionCase, rng) -> Batch:
     arguments = dict(
         softmax_scale=case.softmax_scale, causal=case.causal, window_size=case.window_size, softcap=case.softcap,
         alibi_slopes=None if slopes is None else rng.uniform(0, 1, slopes).astype(np.float32),
-        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts, k_scale=scale(), v_scale=scale())
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts, table_starts=table_starts,
+        k_scale=scale(), v_scale=scale())
     q = oracle.rounded(rng.standard_normal((case.num_tokens, heads, case.head_dim)), case.dtype)
     cu_seqlens_q = np.cumsum((0, *case.query_lens)).astype(np.int32)
     return Batch(case, q, k_cache, v_cache, tables, np.array(case.context_lens, np.int32), cu_seqlens_q, arguments)

@@ -42,7 +42,7 @@ def place_queries(case, batch, device):
     return put_sliceable(wide, device, case.dtype)[:, 1:-2], around[:, 2:-1], around
 
 
-SHARED_WITH_PLAN = ("cu_seqlens_q", "max_seqlen_q", "key_starts", "causal", "window_size", "num_splits")
+SHARED_WITH_PLAN = ("cu_seqlens_q", "max_seqlen_q", "key_starts", "table_starts", "causal", "window_size", "num_splits")
 
 
 def run(batch, device, has_plan=False, **changes):
@@ -269,6 +269,9 @@ BAD_CONTENT = [
     (_argument(key_starts=np.array([0, -1], np.int32)), r"key_starts\[1\] is -1 but must be 0 to 28"),
     (_argument(key_starts=np.array([29, 0], np.int32)), r"key_starts\[0\] is 29 but must be 0 to 28"),
     (_argument(key_starts=np.array([20, 8], np.int32)), r"context_lens\[0\] is 9 but block_tables has room for 0 to 8 keys"),
+    (_argument(table_starts=np.array([0, -1], np.int32)), r"table_starts\[1\] is -1 but must be 0 to 7"),
+    (_argument(table_starts=np.array([8, 0], np.int32)), r"table_starts\[0\] is 8 but must be 0 to 7"),
+    (_argument(table_starts=np.array([5, 0], np.int32)), r"context_lens\[0\] is 9 but block_tables has room for 0 to 8 keys"),
     (_with(cu_seqlens_q=(0, -1)), r"cu_seqlens_q\[0\] is -1 "),
     (_with(cu_seqlens_q=(1, 5)), r"cu_seqlens_q\[2\] is 4 but cu_seqlens_q\[1\] is 5"),
     (_with(cu_seqlens_q=(2, 5)), r"cu_seqlens_q\[2\] is 5 but q has 4 tokens"),
@@ -312,6 +315,8 @@ BAD_ARGUMENTS = [
     (dict(block_tables=np.zeros((2, 7), np.int64)), TypeError, "block_tables: dtype is int64"),
     (dict(key_starts=np.zeros(3, np.int32)), ValueError, "key_starts: dim 0 is 3 but block_tables has S=2"),
     (dict(key_starts=np.zeros(2, np.int64)), TypeError, "key_starts: dtype is int64"),
+    (dict(table_starts=np.zeros(3, np.int32)), ValueError, "table_starts: dim 0 is 3 but block_tables has S=2"),
+    (dict(table_starts=np.zeros(2, np.int64)), TypeError, "table_starts: dtype is int64"),
     (dict(context_lens=np.zeros(3, np.int32)), ValueError, "context_lens: dim 0 is 3 but block_tables has S=2"),
 ]
 

@@ -44,7 +44,7 @@ def batch() -> dict:
 
 def placed() -> dict:
     """What only a call that is not fused takes."""
-    return batch() | dict(key_starts=np.zeros(2, I32))
+    return batch() | dict(key_starts=np.zeros(2, I32), table_starts=np.zeros(2, I32))
 
 
 def appended() -> dict:

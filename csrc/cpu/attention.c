@@ -36,9 +36,13 @@ static pk_status check_queries(const pk_attention_args *args, pk_error *err)
 
 static pk_status check_keys(const pk_attention_args *args, pk_error *err)
 {
-    int64_t room = args->max_blocks_per_seq * args->block_size;
     for (int64_t s = 0; s < args->num_seqs; s++) {
         int32_t context = args->context_lens[s], start = args->key_starts ? args->key_starts[s] : 0;
+        int32_t entry = args->table_starts ? args->table_starts[s] : 0;
+        if (entry < 0 || entry > args->max_blocks_per_seq)
+            return pk_fail(err, PK_EVALUE, "table_starts[%lld] is %d but must be 0 to %lld, the length of a row",
+                           (long long)s, entry, (long long)args->max_blocks_per_seq);
+        int64_t room = (args->max_blocks_per_seq - entry) * args->block_size;
         if (start < 0 || start > room)
             return pk_fail(err, PK_EVALUE, "key_starts[%lld] is %d but must be 0 to %lld, the room in block_tables",
                            (long long)s, start, (long long)room);
@@ -116,6 +120,7 @@ static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double
         seq->num_queries = args->cu_seqlens_q ? args->cu_seqlens_q[s + 1] - args->cu_seqlens_q[s] : per_seq;
         seq->context_len = args->context_lens[s];
         seq->first_slot = args->key_starts ? args->key_starts[s] : 0;
+        if (args->table_starts) seq->first_slot += args->table_starts[s] * args->block_size;
         if (seq->num_queries == 0) continue;
         PK_TRY(check_pages(args, seq, s, err));
         cut_keys(args, seq);

@@ -47,9 +47,10 @@ struct sequence_view {
     int context, first_slot;      /* keys, and where in the sequence's pages the first one lies */
 };
 
-__device__ static inline int first_slot_of(const pk_attention_args &args, int seq)
+__device__ static inline int64_t first_slot_of(const pk_attention_args &args, int seq)
 {
-    return args.key_starts ? args.key_starts[seq] : 0;
+    int64_t entry = args.table_starts ? args.table_starts[seq] : 0;
+    return entry * args.block_size + (args.key_starts ? args.key_starts[seq] : 0);
 }
 
 /* Takes what the device arrays say with a grain of salt and records what does not fit: a sequence without a sound range
@@ -71,8 +72,9 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         view.num_queries = (int)args.max_seqlen_q;
         view.first_query = seq * view.num_queries;
     }
-    int64_t capacity = args.max_blocks_per_seq * args.block_size;
-    int context = args.context_lens[seq], first_slot = first_slot_of(args, seq);
+    int64_t capacity = args.max_blocks_per_seq * args.block_size, first_slot = first_slot_of(args, seq);
+    int context = args.context_lens[seq];
+    if (capacity > INT32_MAX) capacity = INT32_MAX; /* slots are counted in int */
     if (first_slot < 0 || first_slot > capacity) {
         if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_KEY_START, seq, first_slot, capacity + 1);
         capacity = first_slot = 0;
@@ -83,7 +85,7 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         context = context < 0 ? 0 : (int)capacity;
     }
     view.context = context;
-    view.first_slot = first_slot;
+    view.first_slot = (int)first_slot;
     return view;
 }
 

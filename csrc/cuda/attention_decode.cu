@@ -337,7 +337,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         }
         begin();
         int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
-        int planned_slot = rows.unit.first_slot, first_slot = first_slot_of(args, rows.unit.seq);
+        int planned_slot = rows.unit.first_slot, first_slot = (int)first_slot_of(args, rows.unit.seq);
         if constexpr (TAKES_HEADS) {
             if (Kind::IS_FP8 && args.dtype == PK_BF16)
                 take_heads<__nv_bfloat16>(token);

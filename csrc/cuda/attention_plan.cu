@@ -193,7 +193,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->signature =
         sign({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows, shape->step,
               slots, units, filter.min_rows, filter.max_rows, args->window_left, args->num_splits,
-              args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr});
+              args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr, args->table_starts != nullptr});
     return PK_OK;
 }
 

@@ -329,7 +329,7 @@ struct prefill_sm80_cta {
         while (enter_item()) {
             int n = (item.end + KEYS - 1) / KEYS - 1;
             slot = 0;
-            first_slot = first_slot_of(args, item.seq); /* if it is nowhere, there are no keys */
+            first_slot = (int)first_slot_of(args, item.seq); /* if it is nowhere, there are no keys */
             look_up_pages(n);
             load_tile<false>(n, 0);
             load_tile<true>(n, 1);

@@ -136,8 +136,8 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     page_lookup found = {-1, 0, false};
     /* An entry whose keys nobody sees is not looked at: what it holds may be anything. */
     if (n < 0 || key >= min((n + 1) * tile, item.end) || key + params.box_rows <= item.begin) return found;
-    unsigned block_size = (unsigned)args.block_size, at = (unsigned)key / block_size;
-    found.group = params.is_one_page ? first_slot + key : (int)(key - at * block_size) / 8;
+    unsigned slot = (unsigned)(first_slot + key), block_size = (unsigned)args.block_size, at = slot / block_size;
+    found.group = params.is_one_page ? (int)slot : (int)(slot - at * block_size) / 8;
     found.page = args.block_tables[item.seq * args.block_table_stride + at];
     found.page = checked_page(args, found.page, item.seq, params.batch.bad_id);
     found.is_bad = found.page < 0;
@@ -160,7 +160,7 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
         prefill_item item = read_item(shared, slot, q.at);
         if (!item.num_positions) return;
         int n = shape::last_tile(item);
-        int first_slot = first_slot_of(params.batch.args, item.seq); /* if it is nowhere, there are no keys */
+        int first_slot = (int)first_slot_of(params.batch.args, item.seq); /* if it is nowhere, there are no keys */
         page_lookup found = look_up<shape::tile>(params, item, first_slot, n);
         for (; n >= shape::first_tile(item); n--, stage.advance()) {
             uint32_t full = smem_address(IS_FP8 ? &ring->converting[stage.at] : &ring->full[stage.at]);

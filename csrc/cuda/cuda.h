@@ -52,7 +52,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_POSITION, "positions: token %lld has position %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
     X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
-    X(PK_BAD_KEY_START, "key_starts: sequence %lld has %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_KEY_START, "key_starts, table_starts: sequence %lld begins at slot %lld, which must be at least 0 and below %lld") \
     X(PK_BAD_APPEND, "cache_lens: a new token of sequence %lld belongs in slot %lld, but its pages have slots 0 to %lld") \
     X(PK_BAD_ROTARY, "rotary_starts: token %lld has position %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
@@ -60,7 +60,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
     X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)") \
     X(PK_STALE_PLAN, "plan: made when sequence %lld had %lld keys, but context_lens has %lld now") \
-    X(PK_STALE_START, "plan: made when the keys of sequence %lld started at %lld, but key_starts has %lld now")
+    X(PK_STALE_START, "plan: made when the keys of sequence %lld began at slot %lld, but it is %lld now")
 // clang-format on
 #define PK_BAD_KIND(kind, format) kind,
 enum pk_cuda_bad_kind { PK_NO_BAD_ID, PK_BAD_KINDS(PK_BAD_KIND) PK_NUM_BAD_KINDS };

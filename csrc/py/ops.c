@@ -71,7 +71,10 @@ static void read_split(py_call *call, int parameter, pk_attention_call *request)
 }
 
 /* The batch, which the arguments of both calls begin with. */
-enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, KEY_STARTS, NUM_BATCH };
+/* clang-format off */
+enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, KEY_STARTS, TABLE_STARTS,
+       NUM_BATCH };
+/* clang-format on */
 
 static void read_batch(py_call *call, pk_attention_call *request)
 {
@@ -83,14 +86,15 @@ static void read_batch(py_call *call, pk_attention_call *request)
     request->cu_seqlens_q = py_call_optional(call, CU_SEQLENS_Q);
     request->max_seqlen_q = py_call_int(call, MAX_SEQLEN_Q, INT64_MAX);
     request->key_starts = py_call_optional(call, KEY_STARTS);
+    request->table_starts = py_call_optional(call, TABLE_STARTS);
 }
 
 PyDoc_STRVAR(
     paged_attention_fwd_doc,
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
-    "max_seqlen_q=None, key_starts=None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, "
-    "alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
-    "return_lse=False, stream=None)\n--\n\n"
+    "max_seqlen_q=None, key_starts=None, table_starts=None, softmax_scale=None, causal=True, window_size=(-1, -1), "
+    "softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, "
+    "past_is_constant=False, out=None, return_lse=False, stream=None)\n--\n\n"
     "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
     "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" CACHES_DOC
     "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
@@ -100,6 +104,8 @@ PyDoc_STRVAR(
     "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
     "key_starts: [num_seqs] int32, slots of a sequence's pages in front of its first key; None: 0. So dense keys and\n"
     "values of ragged sequences, [num_keys, num_kv_heads, head_dim], are one page: k[None], with block_tables zeros.\n"
+    "table_starts: [num_seqs] int32, entries of a sequence's row of block_tables in front of its pages; None: 0. So a\n"
+    "list of the pages of all sequences, one after the other, is every sequence's row: pages.expand(num_seqs, -1).\n"
     "softmax_scale: None is 1 / sqrt(head_dim). causal: query i of n sees key j iff j <= i + context_len - n.\n"
     "window_size: (left, right) keys seen beside a query's own position, -1 is unbounded.\n"
     "softcap: c > 0 makes every logit c * tanh(logit / c).\n"
@@ -148,12 +154,13 @@ static PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args,
 PyDoc_STRVAR(
     plan_attention_doc,
     "plan_attention($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
-    "max_seqlen_q=None, key_starts=None, causal=True, window_size=(-1, -1), num_splits=0, out=None, stream=None)\n--\n\n"
+    "max_seqlen_q=None, key_starts=None, table_starts=None, causal=True, window_size=(-1, -1), num_splits=0, out=None, "
+    "stream=None)\n--\n\n"
     "Divides a batch among the processors of a GPU, once for all layers of a step: with plan=plan, no call of\n"
     "paged_attention_fwd has to do it for itself.\n\n"
     "The arguments are those of paged_attention_fwd. Of q, the caches and the tables only shapes, strides and dtypes\n"
-    "count, of context_lens, cu_seqlens_q and key_starts the numbers: where those change, the plan must be made again\n"
-    "(out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT
+    "count, of context_lens, cu_seqlens_q, key_starts and table_starts the numbers: where those change, the plan must be\n"
+    "made again (out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT
         PY_DOC_STREAM PY_DOC_ERRORS
     "A plan for other shapes is refused, or masked and recorded for check_errors(), as is one for other lengths.\n\n"
     "Returns an int32 tensor [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on\n"

@@ -4,10 +4,10 @@ whose calls 0.6.14 shares.
     from pagedkv.compat.flashinfer import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
 
 Here `plan` costs nothing: it notes its arguments and turns (indptr, indices, last_page_len) into what the kernels read,
-a first slot and a length per sequence, by five operations on the device. It copies nothing to the host and waits for
-nothing, wherever the tensors lie. The pages are not made into a table: every sequence's row of block_tables is the
-whole of `indices`, and key_starts says where in it the sequence's pages begin. So no bound of a sequence's pages is
-needed either. The workspace buffers are only asked for their device.
+by four operations on the device that count keys. It copies nothing to the host and waits for nothing, wherever the
+tensors lie. The pages are not made into a table: every sequence's row of block_tables is the whole of `indices`, and
+table_starts, which is indptr, says where in it the sequence's pages begin. So no bound of a sequence's pages is needed
+either. The workspace buffers are only asked for their device.
 
 With use_cuda_graph=True the buffers given, and those that `plan` fills beside them, stay where they are: a captured
 `run` follows each later `plan`.

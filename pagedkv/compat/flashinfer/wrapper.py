@@ -29,7 +29,7 @@ class Pages:
     """The pages of a batch's sequences, as paged_attention_fwd reads them.
 
     tables: [batch_size, num_pages] int32, in every row all pages of the batch: a view without memory of its own.
-    starts: [batch_size] int32, the slots of those pages in front of a sequence's own; at most 2^31 - 1.
+    starts: [batch_size] int32, how many of those pages stand in front of a sequence's own: a view of indptr.
     lens: [batch_size] int32, a sequence's keys.
     buffers: memory for indptr, indices and last_page_len, by the names of FlashInfer's arguments: a captured CUDA graph
     reads what the last plan has put there. None: each plan makes new tensors."""
@@ -45,8 +45,8 @@ class Pages:
         self.batch_size = len(self.last_page_len)
         if len(self.indptr) != self.batch_size + 1:
             raise ValueError(f"The size of {name} should be batch_size + 1")
-        self.starts, self.lens = (torch.zeros(self.batch_size, dtype=torch.int32, device=device) for _ in range(2))
-        self.tables = self.indices.expand(self.batch_size, -1)
+        self.lens = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+        self.tables, self.starts = self.indices.expand(self.batch_size, -1), self.indptr[:-1]
 
     def plan(
         self,
@@ -74,9 +74,8 @@ class Pages:
                 each.to(self.device, torch.int32, non_blocking=non_blocking)
                 for each in (indptr, indices, last_page_len)
             )
-            self.tables = self.indices.expand(self.batch_size, -1)
-            self.starts, self.lens = (torch.empty_like(self.last_page_len) for _ in range(2))
-        torch.mul(self.indptr[:-1], page_size, out=self.starts)
+            self.tables, self.starts = self.indices.expand(self.batch_size, -1), self.indptr[:-1]
+            self.lens = torch.empty_like(self.last_page_len)
         if seq_lens is None:
             torch.add(self.last_page_len - page_size, self.indptr.diff(), alpha=page_size, out=self.lens)
             self.lens.clamp_(min=0)  # no page, no key: whatever last_page_len says
@@ -160,7 +159,7 @@ class Wrapper:
         softmax_scale, v_factor, cache_scales = self._split_scales(k_cache.dtype, *scales)
         pages = self._pages
         result: Any = operations().paged_attention_fwd(
-            q, k_cache, v_cache, pages.tables, pages.lens, key_starts=pages.starts, softmax_scale=softmax_scale,
+            q, k_cache, v_cache, pages.tables, pages.lens, table_starts=pages.starts, softmax_scale=softmax_scale,
             causal=self._causal, window_size=(self._window_left if window_left is None else window_left, -1),
             softcap=self._soft_cap, alibi_slopes=self._slopes, sinks=sinks, num_splits=self._num_splits, out=out,
             return_lse=return_lse, **cache_scales, **queries,

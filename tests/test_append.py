@@ -160,8 +160,8 @@ def _shorter(batch: Batch) -> None:
 
 
 BAD_CONTENT = [
-    (_at("cache_lens", 0, -1), r"cache_lens\[0\] is -1", "sequence 0 belongs in slot -1|position -1"),
-    (_at("cache_lens", 0, 30), r"cache_lens\[0\] is 30 but block_tables has room for 0 to 29 keys and 3 new ones", "sequence 0 belongs in slot 3[2-4]"),
+    (_at("cache_lens", 0, -1), r"cache_lens\[0\] is -1", "sequence 0 has -1 keys|position -1"),
+    (_at("cache_lens", 0, 30), r"cache_lens\[0\] is 30 but block_tables has room for 0 to 29 keys and 3 new ones", "sequence 0 has 30 keys but it must be at least 0 and below 3[0-2]"),
     (_at("block_tables", (1, 5), UNUSED_PAGE), r"block_tables\[1, 5\] is 2147480000 but k_cache has", "sequence 1 has block 2147480000"),
     (_shorter, r"cache_lens\[1\] is 20 and 2 tokens are rotated from there on, but cos has rows 0 to 11", "has position 2[01] but it must be at least 0 and below 12"),
 ]  # fmt: skip

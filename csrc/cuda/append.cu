@@ -58,8 +58,12 @@ __device__ static int64_t find_slot(const pk_append_args &args, const append_pla
     int64_t capacity = args.max_blocks_per_seq * args.store.block_size;
     int64_t start = args.key_starts ? args.key_starts[place.seq] : 0, len = args.cache_lens[place.seq];
     int64_t at = start + len + place.index;
-    if (start < 0 || len < 0 || at >= capacity) {
-        if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_APPEND, place.seq, at, capacity - 1);
+    if (start < 0 || start > capacity) {
+        if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_KEY_START, place.seq, start, capacity + 1);
+        return -1;
+    }
+    if (len < 0 || at >= capacity) {
+        if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_APPEND, place.seq, len, capacity - start - place.index);
         return -1;
     }
     int64_t block = at / args.store.block_size;

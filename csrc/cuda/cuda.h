@@ -53,7 +53,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
     X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
     X(PK_BAD_KEY_START, "key_starts, table_starts: sequence %lld begins at slot %lld, which must be at least 0 and below %lld") \
-    X(PK_BAD_APPEND, "cache_lens: a new token of sequence %lld belongs in slot %lld, but its pages have slots 0 to %lld") \
+    X(PK_BAD_APPEND, "cache_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld, so that its pages hold a new one") \
     X(PK_BAD_ROTARY, "rotary_starts: token %lld has position %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
     X(PK_BAD_TEMPERATURE, "temperatures: row %lld has one that is negative or not finite") \

@@ -72,23 +72,21 @@ class Latency:
         """Milliseconds, of a request that comes into the middle of a run of others."""
         llm, times = self.llm, []
         for _ in range(REPEATS):
-            pipeline = Pipeline(llm._runner, llm.scheduler, llm.stats)
-            now = time.perf_counter()
             for _ in range(63):
-                llm._submit(self.prompt(1000), None, _params(100), now)
+                llm.add_request(self.prompt(1000), _params(100))
             for _ in range(40):  # steps, in the last of which all decode
-                pipeline.launch()
-                pipeline.take()
-            late = llm._submit(self.prompt(length), None, _params(1), time.perf_counter())
-            while pipeline.has_work:
-                pipeline.launch()
-                pipeline.take()
-            times.append((late.first_token_time - late.start_time) * 1e3)
+                llm.step()
+            late = llm.add_request(self.prompt(length), _params(1))
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    if output.request_id == late:
+                        times.append(output.metrics.time_to_first_token * 1e3)
         return statistics.median(times[1:])
 
 
 def _params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens)
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, output_kind=kind)
 
 
 def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:

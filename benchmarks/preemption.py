@@ -37,10 +37,10 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
         with bench.make_llm(folder, workload, load_format="dummy", block_size=BLOCK_SIZE, **options, **extra) as llm:
             llm.scheduler.max_num_seqs = num_seqs
             bench.warm_up(llm, workload)
-            swaps, llm.stats.peak_used_blocks = llm.scheduler.num_swaps, 0
+            swaps, llm.counters.peak_used_blocks = llm.scheduler.num_swaps, 0
             result = bench.run(llm, workload)
             num_swaps = llm.scheduler.num_swaps - swaps
-            used, page_bytes = used or llm.stats.peak_used_blocks, llm._page_bytes(llm.manager.block_size)
+            used, page_bytes = used or llm.counters.peak_used_blocks, llm._page_bytes(llm.manager.block_size)
         tokens[name] = [output.token_ids for output in result.outputs]
         row = rows[name] = {
             "num_blocks": llm.manager.num_blocks,

@@ -21,46 +21,49 @@ from engine import device_name
 from record import add_record_option, record
 
 from pagedkv import LLM, SamplingParams, bench
-from pagedkv.engine.pipeline import Pipeline
-from pagedkv.engine.sequence import Sequence
+from pagedkv.engine import Engine, RequestOutput, RequestOutputKind
+
+Served = list[tuple[RequestOutput, float]]  # and by how many seconds a request came late, because a step was computed
 
 
-def serve(llm: LLM, requests: list[traces.Request], speed: float = 1.0) -> list[Sequence]:
+def serve(engine: Engine, requests: list[traces.Request], speed: float = 1.0) -> Served:
     """Each is submitted when its time has come, whatever the engine does then. One after the other in the result."""
-    pipeline = Pipeline(llm._runner, llm.scheduler, llm.stats)
-    waiting, sequences, start = deque(requests), [], time.perf_counter()
-    prompts = [traces.token_ids(request, llm.config.vocab_size) for request in requests]
-    while waiting or pipeline.has_work:
+    prompts = [traces.token_ids(request, engine.config.vocab_size) for request in requests]
+    waiting, start = deque(requests), time.perf_counter()
+    late: dict[str, float] = {}
+    outputs: dict[str, RequestOutput] = {}
+    while len(outputs) < len(requests):
         now = time.perf_counter()
         while waiting and start + waiting[0].seconds / speed <= now:
             request = waiting.popleft()
-            params = SamplingParams(temperature=0.6, max_tokens=request.output_length, ignore_eos=True, seed=0)
-            prompt = prompts[len(sequences)]
-            sequences.append(llm._submit(prompt, None, params, start + request.seconds / speed))
-        if pipeline.has_work:
-            pipeline.launch()
-            pipeline.take()
+            params = SamplingParams(
+                temperature=0.6, max_tokens=request.output_length, ignore_eos=True, seed=0,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            late[engine.add_request(prompts[len(late)], params)] = now - start - request.seconds / speed
+        if engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
         else:
             time.sleep(max(start + waiting[0].seconds / speed - time.perf_counter(), 0))
-    return sequences
+    return [(outputs[request_id], seconds) for request_id, seconds in late.items()]
 
 
-def summary(llm: LLM, requests: list[traces.Request], sequences: list[Sequence], seconds: float) -> dict:
-    served = [seq for seq in sequences if seq.error is None]
-    first = [(seq.first_token_time - seq.start_time) * 1e3 for seq in served]
+def summary(llm: LLM, all_served: Served, seconds: float) -> dict:
+    served = [(output, late) for output, late in all_served if output.error is None]
+    first = [(output.metrics.time_to_first_token + late) * 1e3 for output, late in served]
     each = [
-        (seq.finish_time - seq.first_token_time) * 1e3 / (len(seq.new_tokens) - 1)
-        for seq in served
-        if len(seq.new_tokens) > 1
+        (output.metrics.total_time - output.metrics.time_to_first_token) * 1e3 / (len(output.token_ids) - 1)
+        for output, _ in served
+        if len(output.token_ids) > 1
     ]
     stats = llm.manager.stats()
     return {
-        "requests": len(requests),
-        "refused": len(sequences) - len(served),
+        "requests": len(all_served),
+        "refused": len(all_served) - len(served),
         "seconds": seconds,
-        "prompt_tokens": sum(seq.num_prompt_tokens for seq in served),
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output, _ in served),
         "hit_tokens": stats["hit_tokens"],
-        "new_tokens": sum(len(seq.new_tokens) for seq in served),
+        "new_tokens": sum(len(output.token_ids) for output, _ in served),
         "preemptions": llm.scheduler.num_preemptions,
         "first_token_ms": {f"p{p}": float(np.percentile(first, p)) for p in (50, 90, 99)},
         "token_ms": {f"p{p}": float(np.percentile(each, p)) for p in (50, 90, 99)},
@@ -90,8 +93,8 @@ def main() -> None:
         llm.generate([[1] * 5000, [2] * 100], SamplingParams(max_tokens=4), use_tqdm=False)  # warms up
         llm.manager.reset_prefix_cache()
         start = time.perf_counter()
-        sequences = serve(llm, requests, args.speed)
-        row = summary(llm, requests, sequences, time.perf_counter() - start)
+        served = serve(llm, requests, args.speed)
+        row = summary(llm, served, time.perf_counter() - start)
     row |= {"model": args.model, "speed": args.speed, "max_num_batched_tokens": args.max_num_batched_tokens}
     print(
         f"{row['requests']} requests in {row['seconds']:.1f} s ({row['refused']} refused), "

@@ -194,7 +194,7 @@ def warm_up(llm: LLM, workload: Workload) -> None:
 def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
     """The workload once, from the first request's submission to the last token."""
     llm.manager.reset_prefix_cache()  # what an earlier run left would be prompts for nothing
-    before = llm.stats.copy()
+    before = llm.counters.copy()
     num_preemptions = llm.scheduler.num_preemptions
     start = time.perf_counter()
     outputs = llm.generate(workload.prompts, workload.params, use_tqdm=use_tqdm)
@@ -203,7 +203,7 @@ def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
         if output.error is not None:
             raise output.error
         assert len(output.token_ids) == params.max_tokens
-    stats = llm.stats
+    stats = llm.counters
     return Run(
         outputs,
         seconds,

@@ -127,7 +127,7 @@ def run_demo(args: argparse.Namespace) -> int:
     # A token is a character here, so pages are small: sums with the same first number share its page.
     with pagedkv.LLM(DEMO_MODEL, device=args.device, block_size=4, num_blocks=1024) as llm:
         outputs = llm.generate(prompts, params)
-        stats, pool = llm.stats, llm.manager.stats()
+        stats, pool = llm.counters, llm.manager.stats()
 
     num_right = 0
     lines = []

@@ -25,7 +25,8 @@ import pytest
 from pagedkv import BlockManager
 from pagedkv.engine import model_runner, sampling_options
 from pagedkv.engine.model_runner import ModelRunner, StepInputs
-from pagedkv.engine.scheduler import Scheduler, Step
+from pagedkv.engine.scheduler import Scheduler
+from pagedkv.engine.step import Step
 
 GARBAGE = -0x11111112  # of int32; every byte is 0xEE
 NOBODY = -5  # the stamp of a slot that is taken and not written yet
@@ -256,15 +257,16 @@ class Model:
         for cache in caches[0]:
             cache.array.reshape(-1)[taken] = NOBODY
 
-    def forward(self, batch, caches, hidden: FakeTensor, last_tokens: FakeTensor | None = None) -> FakeTensor:
+    def forward(self, batch, caches, buffers: Hidden, last_tokens: FakeTensor | None = None) -> FakeTensor:
+        hidden = buffers.residual
         self.on.call(lambda: self._forward(batch, *caches[0], hidden, last_tokens))
-        return hidden if last_tokens is None else hidden[: len(last_tokens)]
+        return hidden[: len(batch.token_ids if last_tokens is None else last_tokens)]
 
     def _forward(self, batch, k_cache: FakeTensor, v_cache: FakeTensor, hidden, last_tokens) -> None:
         num_seqs, rows = len(batch.context_lens), self.rows
         self.rows = []
         starts = np.arange(num_seqs + 1) if batch.cu_seqlens_q is None else batch.cu_seqlens_q.array
-        slots, lens, stamps = batch.slot_mapping.array, batch.context_lens.array, np.zeros(len(hidden), np.int64)
+        slots, lens, stamps = batch.slot_mapping.array, batch.context_lens.array, np.zeros(len(batch.token_ids), np.int64)
         keys, values = k_cache.array.reshape(-1), v_cache.array.reshape(-1)
         used = starts[len(rows)]
         assert (slots[used:] == -1).all() and (lens[len(rows) :] == 0).all(), "padding that is none"
@@ -351,8 +353,6 @@ class Hidden:
         buffers.residual = FakeModule.empty(num_tokens, "int64", device)
         return buffers
 
-    def first(self, num_tokens: int) -> FakeTensor:
-        return self.residual[:num_tokens]
 
 
 def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ from fake_device import Device, FakeEvent, LateRunner, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.model_runner import Launched
-from pagedkv.engine.outputs import EngineStats
+from pagedkv.engine.outputs import EngineCounters
 from pagedkv.engine.pipeline import Pipeline
-from pagedkv.engine.scheduler import Scheduler, Step
+from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.sequence import Sequence
+from pagedkv.engine.step import Step
 
 NUM_SCHEDULES = 240
 
@@ -49,10 +50,10 @@ class LazyManager:
         return seq_id in self.manager and seq_id not in self.late
 
     def _retried(self, method):
-        def call(*args):
+        def call(*args, **options):
             while True:
                 try:
-                    return method(*args)
+                    return method(*args, **options)
                 except OutOfBlocks:
                     if not self.late:
                         raise
@@ -123,9 +124,12 @@ class Traffic:
         self.scheduler = Scheduler(self.lazy, **budget, max_model_len=500)
         self.runner = runner_type(self.device, self.scheduler, self.lazy, **budget, enforce_eager=sizes.enforce_eager)
         self.runner.num_behind = sizes.num_behind
-        self.pipeline = Pipeline(self.runner, self.scheduler, EngineStats())
+        self.pipeline = self.new_pipeline()
         self.num_made = 0
         self.living: list[Sequence] = []
+
+    def new_pipeline(self) -> Pipeline:
+        return Pipeline(self.runner, self.scheduler, EngineCounters(), self.received)
 
     def submit(
         self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), **options
@@ -166,13 +170,21 @@ class Traffic:
             scheduler.running.append(child)
             self.happened["fork"] += 1
 
-    def abort(self) -> None:
-        """As LLM.generate does behind an error: the steps on their way are left alone."""
+    def abort(self, sequences: list[Sequence]) -> None:
+        """Between two steps, as Engine does."""
+        self.happened["abort with steps in flight"] += bool(sequences and self.pipeline.in_flight)
+        for seq in sequences:
+            seq.finish("abort", 0.0)
+            self.living.remove(seq)
+        self.scheduler.forget(sequences)
+
+    def restart(self) -> None:
+        """As Engine does after an error: the steps on their way are left alone, and all goes on from known tokens."""
         self.device.interrupt_in = -1
-        self.happened["abort with steps in flight"] += bool(self.pipeline.in_flight)
-        self.scheduler.abort(self.living)
-        self.living.clear()
-        self.pipeline = Pipeline(self.runner, self.scheduler, EngineStats())
+        self.happened["restart with steps in flight"] += bool(self.pipeline.in_flight)
+        self.runner.forget()
+        self.scheduler.restart(self.living)
+        self.pipeline = self.new_pipeline()
 
     def turn(self) -> None:
         happened = self.happened
@@ -183,25 +195,26 @@ class Traffic:
                 happened["same batch"] += step.is_same_batch
                 happened["swap in"] += step.swap_in is not None
                 happened["swap out"] += step.swap_out is not None
-            finished = self.pipeline.take()
+            self.pipeline.take()
         except KeyboardInterrupt:
             happened["interrupt"] += 1
-            self.abort()
-            return
-        for seq in finished:
-            self.check(seq)
+            self.restart()
         self.lazy.free_some()
         self.manager.check()
+
+    def received(self, step: Step, finished: list[Sequence]) -> None:
+        for seq in finished:
+            self.check(seq)
 
     def check(self, seq: Sequence) -> None:
         """A sequence that is finished."""
         tokens, reason = self.runner.stories[seq.id].tokens[seq.num_prompt_tokens :].tolist(), "length"
         for i, token in enumerate(tokens):
-            if token < 0 or token in seq.eos_token_ids:
+            if token < 0 or token in seq.end_ids:
                 tokens, reason = tokens[: i + (token >= 0)], "error" if token < 0 else "stop"
                 break
         assert (seq.new_tokens, seq.finish_reason) == (tokens, reason)
-        if seq.logprobs is not None:
+        if seq.num_logprobs is not None:
             assert [next(iter(ids)) for ids in seq.logprobs] == tokens
         self.happened[reason] += 1
         self.happened["one step too many"] += seq.num_tokens > seq.num_known + (reason == "error")
@@ -238,8 +251,8 @@ def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[L
                 traffic.arrive(prompt)
         if rng.random() < 0.1:
             traffic.fork()
-        if rng.random() < 0.005:
-            traffic.abort()
+        if rng.random() < 0.02:
+            traffic.abort(rng.sample(traffic.living, rng.randint(0, len(traffic.living))))
         if rng.random() < 0.01:
             traffic.device.interrupt_in = rng.randint(1, 20)
         traffic.turn()
@@ -258,7 +271,7 @@ def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
     scheduler.schedule = lambda: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
     runner.launch.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        Pipeline(runner, scheduler, EngineStats()).launch()
+        Pipeline(runner, scheduler, EngineCounters()).launch()
     manager.free(0)
     assert manager.allocate(2, prompt) == 0
 
@@ -277,7 +290,7 @@ def test_no_step_reads_a_page_that_is_given_away(late, seed):
     expected = [
         "late operation", "late free", "graph", "copy on write", "fork", "same batch", "swap in", "swap out",
         "recompute", "eviction", "prefix hit", "waited for a prefix", "stop", "length", "error", "one step too many",
-        "interrupt", "abort with steps in flight",
+        "interrupt", "abort with steps in flight", "restart with steps in flight",
     ]  # fmt: skip
     assert [name for name in expected if happened[name] < 10] == [], happened
 
@@ -286,16 +299,15 @@ def test_no_step_reads_a_page_that_is_given_away(late, seed):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 def test_a_launch_that_was_interrupted_anywhere(late, num_turns, caching, num_seqs):
-    """What it had uploaded is on its way, and what it had not is not there: the same requests, once more, are right."""
+    """What it had uploaded is on its way, and what it had not is not there: the same requests go on, and are right."""
     for num_calls in range(1, 20):
         traffic = Traffic(random.Random(1), Sizes(has_caching=caching, enforce_eager=True), Counter())
-        for is_again in (False, True):
-            for i in range(num_seqs):
-                traffic.scheduler.add(traffic.submit([i] * 5, 20))
-            for turn in range(60):
-                if turn == num_turns and not is_again:
-                    traffic.device.interrupt_in = num_calls
-                traffic.turn()
+        for i in range(num_seqs):
+            traffic.scheduler.add(traffic.submit([i] * 5, 20))
+        for turn in range(60):
+            if turn == num_turns:
+                traffic.device.interrupt_in = num_calls
+            traffic.turn()
         traffic.finish()
         assert traffic.happened["interrupt"] == 1 and traffic.happened["length"] + traffic.happened["error"] == num_seqs
 
@@ -306,12 +318,12 @@ def test_a_launch_that_was_interrupted_anywhere(late, num_turns, caching, num_se
 class PromptsOvertake(LateRunner):
     """New prompts run on a stream of their own: the pages that they were given are still read by the step before."""
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step, learn) -> Launched:
         if any(step.starts):
-            return super().launch(step)
+            return super().launch(step, learn)
         device = self.device
         device.capturing = operations = []
-        launched = super().launch(step)
+        launched = super().launch(step, learn)
         device.capturing = None
         device.queue.extendleft(reversed(operations))
         device.num_calls += len(operations)
@@ -373,9 +385,9 @@ class OneTable(LateRunner):
 class Impatient(LateRunner):
     """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step, learn) -> Launched:
         self.events[1 - self._turn] = FakeEvent(self.device)
-        return super().launch(step)
+        return super().launch(step, learn)
 
 
 def promise_too_much(monkeypatch) -> None:

@@ -154,11 +154,11 @@ def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch, moment):
             def tokens(self):
                 raise KeyboardInterrupt
 
-        def interrupted(step, steps=steps):
+        def interrupted(step, learn, steps=steps):
             is_last = next(steps, None) is None
             if is_last and moment == "before the launch":
                 raise KeyboardInterrupt
-            launched = launch(step)
+            launched = launch(step, learn)
             if is_last and moment == "after the launch":
                 raise KeyboardInterrupt
             return Interrupted() if is_last else launched
@@ -277,10 +277,10 @@ def test_temperature_follows_the_distribution(cpu_llm):
     """The first token of many requests against softmax(logits / temperature)."""
     llm, recorded = cpu_llm, []
     runner = llm._runner
-    run = runner.run
-    runner.run = lambda inputs: (run(inputs), recorded.append(runner.logits.numpy()[0].copy()))
+    sample = runner._sample
+    runner._sample = lambda inputs: (sample(inputs), recorded.append(runner.logits.numpy()[0].copy()))
     generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
-    runner.run = run
+    runner._sample = sample
     count, temperature = 1500, 3.0
     outputs = generate(llm, [[1, 2, 3]] * count, SamplingParams(temperature=temperature, max_tokens=1))
     scaled = recorded[0].astype(np.float64) / temperature
@@ -369,8 +369,6 @@ def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):
     launch = runner.launch
 
     class Recorded:
-        best = None
-
         def __init__(self, number, launched):
             self.number, self.launched = number, launched
 
@@ -378,10 +376,13 @@ def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):
             calls.append(("tokens", self.number))
             return self.launched.tokens()
 
-    def recorded(step):
+        def report(self, step):
+            self.launched.report(step)
+
+    def recorded(step, learn):
         number = sum(name == "launch" for name, _ in calls)
         calls.append(("launch", number))
-        return Recorded(number, launch(step))
+        return Recorded(number, launch(step, learn))
 
     runner.launch = recorded
     generate(cpu_llm, ["abc", "xyz"], GREEDY)
@@ -401,7 +402,7 @@ def test_metrics_and_stats(llm):
         assert 0 < output.metrics.time_to_first_token < output.metrics.total_time
         assert output.metrics.num_preemptions == 0
     assert [output.num_cached_tokens for output in outputs] == [0, 32]
-    stats = llm.stats
+    stats = llm.counters
     assert stats.prefill_tokens == 32 + 1 and stats.peak_shared_blocks == 8
     assert 11 <= stats.decode_tokens <= 22 and stats.num_steps == 13
     assert 0 < stats.host_seconds < stats.prefill_seconds + stats.decode_seconds

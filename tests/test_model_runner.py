@@ -8,7 +8,7 @@ from checkpoints import VOCAB_SIZE, write_model
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.scheduler import Step
+from pagedkv.engine.step import Step
 from pagedkv.engine.sequence import Sequence
 
 NUM_NEW = 12
@@ -36,6 +36,7 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
             manager.reserve(seq.id, start + length)
             step.sampled.append(len(step.sequences))
             step.sequences.append(seq)
+            step.receivers.append(seq)
             step.ids.append(seq.id)
             step.starts.append(start)
             step.lengths.append(length)

@@ -38,13 +38,13 @@ def poison(llm: LLM) -> None:
 def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
     """Makes every step leave its logits at all positions: {sequence id: [(start, [length, vocab_size])]}."""
     runner, recorded, plan = llm._runner, {}, []
-    fill, run = runner.fill, runner.run
+    fill, compute = runner.fill, runner._compute
 
     def recording_fill(step):
         plan[:] = [step]
         return fill(step)
 
-    def recording_run(inputs):
+    def recording_compute(inputs):
         pagedkv.take_sampled(inputs.batch.token_ids, runner.sampled)
         hidden = runner.forward(inputs.batch)
         out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
@@ -60,9 +60,9 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         for seq, start, length in zip(plan[0].sequences, plan[0].starts, plan[0].lengths, strict=True):
             recorded.setdefault(seq.id, []).append((start, logits[row : row + length]))
             row += length
-        run(inputs)  # computes the same KV again, into the same slots
+        compute(inputs)  # computes the same KV again, into the same slots
 
-    runner.fill, runner.run = recording_fill, recording_run
+    runner.fill, runner._compute = recording_fill, recording_compute
     return recorded
 
 

@@ -97,13 +97,14 @@ def test_requests_that_arrive_while_others_run(tmp_path, rng, device, behind):
     options = {"block_size": 16, "num_blocks": 260, "max_num_seqs": 6, "max_num_batched_tokens": 256}
     with LLM(folder, device=device, **options) as llm:
         llm._runner.num_behind = behind
-        sequences = serve_trace.serve(llm, requests)
-        row = serve_trace.summary(llm, requests, sequences, 1.0)
+        served = serve_trace.serve(llm, requests)
+        row = serve_trace.summary(llm, served, 1.0)
         assert row["refused"] == 0 and row["new_tokens"] == sum(request.output_length for request in requests)
         assert llm.manager.num_free_blocks == llm.manager.num_blocks
         llm.manager.check()
-        for request, seq in zip(requests, sequences, strict=True):
+        for request, (output, late) in zip(requests, served, strict=True):
+            assert late >= 0
             params = SamplingParams(temperature=0.6, max_tokens=request.output_length, ignore_eos=True, seed=0)
             prompt = traces.token_ids(request, llm.config.vocab_size)
             (alone,) = llm.generate([prompt], params, use_tqdm=False)
-            assert seq.tokens.tolist() == prompt + alone.token_ids
+            assert (output.prompt_token_ids, output.token_ids) == (prompt, alone.token_ids)

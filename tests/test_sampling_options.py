@@ -39,12 +39,11 @@ def engine(folder, device, *, behind=1, **options):
         runner.num_behind = behind
         launch = runner.launch
 
-        def recorded(step):
-            launched = launch(step)
+        def recorded(step, learn):
+            launched = launch(step, learn)
             pagedkv.synchronize(device)
             rows = np.asarray(host(runner.logits))
-            for row, index in enumerate(step.sampled):
-                seq = step.sequences[index]
+            for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):
                 llm.logits[seq.id, step.starts[index] + step.lengths[index]] = rows[row].copy()
             return launched
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
-from pagedkv.engine.scheduler import Scheduler, Step
+from pagedkv.engine.calls import Call
+from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.sequence import Sequence
+from pagedkv.engine.step import Step
 
 STALE = ("nobody's",)
 
@@ -52,13 +54,27 @@ class Engine:
         self.num_computed = 0  # tokens, recomputation included
         self.bad_tokens: frozenset[int] = frozenset()  # in place of which the sampler has none
 
-    def submit(self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> Sequence:
+    def submit(
+        self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), num_siblings: int = 0, **options
+    ) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        seq = Sequence(len(self.sequences), prompt, params, 0, eos, 0.0)
-        self.scheduler.check(seq)
-        self.scheduler.add(seq)
-        self.sequences.append(seq)
-        return seq
+        first, *others = (
+            Sequence(len(self.sequences) + i, prompt, params, 0, eos, 0.0, **options) for i in range(1 + num_siblings)
+        )
+        for seq in others:
+            seq.prompt = first.prompt
+        self.scheduler.check(first)
+        first.siblings = others
+        self.scheduler.add(first)
+        self.sequences += [first, *others]
+        return first
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        unforked = {child for seq in sequences for child in seq.siblings}
+        for seq in sequences:
+            seq.siblings = []
+            seq.finish("abort", 0.0)
+        self.scheduler.forget([seq for seq in sequences if seq not in unforked])
 
     def step(self) -> Step:
         scheduler = self.scheduler
@@ -68,7 +84,6 @@ class Engine:
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert step.lengths[: step.num_decodes] == [1] * step.num_decodes
         assert all(i < step.num_decodes for i in step.known)
-        assert step.copies is None or len(step.copies) == 0
         if step.sequences:
             self.in_flight.append((step, plan_of(step), self.launch(step)))
             scheduler.commit(step)
@@ -99,12 +114,12 @@ class Engine:
             for position in range(start + length):
                 slot = arrays.block_tables[i][position // size] * size + position % size
                 assert self.slots[slot] == tuple(tokens[: position + 1]), f"sequence {seq.id} at {position}"
-            if i in step.sampled:
-                sampled.append(-1 if next_token(tokens) in self.bad_tokens else next_token(tokens))
+        for i in step.sampled:
+            token = next_token(self.known_tokens(step, i))
+            sampled.append(-1 if token in self.bad_tokens else token)
         self.num_computed += row
-        sequences = [step.sequences[i] for i in step.sampled]
-        assert step.is_same_batch == (step.num_decodes == len(step.sequences) and sequences == self.launched[0])
-        self.launched = sequences, sampled
+        assert step.is_same_batch == (step.only_decodes and step.receivers == self.launched[0])
+        self.launched = step.receivers, sampled
         return sampled
 
     def known_tokens(self, step: Step, i: int) -> list[int]:
@@ -120,7 +135,7 @@ class Engine:
     def move_pages(self, step: Step) -> None:
         size = self.manager.block_size
         moves = (step.swap_out, self.slots, self.host_slots), (step.swap_in, self.host_slots, self.slots)
-        for pairs, source, target in moves:
+        for pairs, source, target in (*moves, (step.copies, self.slots, self.slots)):
             for old, new in [] if pairs is None else pairs:
                 target[new * size : (new + 1) * size] = source[old * size : (old + 1) * size]
 
@@ -132,7 +147,10 @@ class Engine:
         assert not self.scheduler.has_work and not self.in_flight, "some request starves"
         for seq in self.sequences:
             tokens, reason = expected_end(seq, self.bad_tokens)
-            assert (list(seq.tokens), seq.finish_reason) == (tokens, reason)
+            if seq.finish_reason == "abort":
+                assert list(seq.tokens) == tokens[: len(seq.tokens)]
+            else:
+                assert (list(seq.tokens), seq.finish_reason) == (tokens, reason)
         assert self.manager.num_free_blocks == self.manager.num_blocks
         assert self.manager.num_free_host_blocks == self.manager.num_host_blocks
         assert len(self.manager) == 0
@@ -140,7 +158,7 @@ class Engine:
 
 def plan_of(step: Step) -> tuple:
     """What must not change while the step is on its way."""
-    lists = step.sequences, step.ids, step.starts, step.ends, step.lengths, step.sampled, step.known
+    lists = step.sequences, step.ids, step.starts, step.ends, step.lengths, step.sampled, step.known, step.receivers
     return tuple(list(one) for one in lists)
 
 
@@ -155,7 +173,7 @@ def expected_end(seq: Sequence, bad_tokens: frozenset[int] = frozenset()) -> tup
         if token in bad_tokens:
             return tokens, "error"
         tokens.append(token)
-        if token in seq.eos_token_ids:
+        if token in seq.end_ids:
             return tokens, "stop"
     return tokens, "length"
 
@@ -164,7 +182,8 @@ def expected_end(seq: Sequence, bad_tokens: frozenset[int] = frozenset()) -> tup
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("case", range(30))
 def test_random_traffic(seed, case, caching, behind):
-    """Arrivals, shared prefixes, chunks, ends early, late and in error, both kinds of preemption, in all mixes."""
+    """Arrivals, shared prefixes, chunks, several answers, calls and priorities, aborts, ends early, late and in error,
+    both kinds of preemption, in all mixes."""
     rng = random.Random(f"{seed} {case}")
     block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
     num_seqs = rng.choice([1, 3, 8])
@@ -182,13 +201,19 @@ def test_random_traffic(seed, case, caching, behind):
     )
     engine.bad_tokens = frozenset(rng.sample(range(1000), rng.choice([0, 20])))
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+    calls = [(Call(), rng.choice([0, 0, 1])) for _ in range(3)]
     for _ in range(25):
         prompt = rng.choice(common)[: rng.randint(0, 40)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
         eos = frozenset(rng.sample(range(1000), rng.choice([0, 30, 300])))
         try:
-            engine.submit(prompt, rng.randint(1, 30), eos)
+            call, priority = rng.choice([*calls, (Call(), rng.choice([0, 0, -1, 1]))])
+            num_siblings = rng.choice([0, 0, 0, 1, 4])
+            engine.submit(prompt, rng.randint(1, 30), eos, num_siblings, call=call, priority=priority)
         except OutOfBlocks:
             continue
+        if rng.random() < 0.1:
+            prompt = rng.choice(engine.sequences).prompt
+            engine.abort([seq for seq in engine.sequences if seq.prompt is prompt and seq.finish_reason is None])
         if rng.random() < 0.5 and engine.scheduler.has_work:
             engine.step()
     engine.finish()
@@ -282,7 +307,8 @@ def test_a_pool_that_somebody_else_fills():
     engine.submit([1] * 12, 2)
     with pytest.raises(OutOfBlocks):
         engine.step()
-    engine.scheduler.abort(engine.sequences)
+    engine.scheduler.restart(engine.sequences)
+    engine.abort(engine.sequences)
     engine.submit([1] * 7, 5)
     with pytest.raises(OutOfBlocks):
         engine.finish()
@@ -457,7 +483,7 @@ def test_abort_gives_all_pages_back(behind):
     for i in range(12):
         engine.submit([i] * 10, 10)
     engine.step()
-    engine.scheduler.abort(engine.sequences)
+    engine.abort(engine.sequences)
     assert not engine.scheduler.has_work
     assert engine.manager.num_free_blocks == 50 and engine.manager.stats()["num_seqs"] == 0
     engine.manager.check()

@@ -1,7 +1,21 @@
 """The engine: continuous batching on BlockManager and the package's operations."""
 
+from .async_engine import AsyncEngine
+from .engine import Engine
 from .llm import LLM
-from .outputs import EngineStats, RequestMetrics, RequestOutput
-from .sampling_params import SamplingParams
+from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
+from .sampling_params import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "EngineStats", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "Engine",
+    "EngineCounters",
+    "EngineStats",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]

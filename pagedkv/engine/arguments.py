@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from operator import index
+from typing import Any
 
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
@@ -25,8 +26,10 @@ def check_options(
     gpu_memory_utilization: float,
     enable_prefix_caching: bool,
     enforce_eager: bool,
+    num_blocks: int | None,
+    kv_cache_memory: int | None,
 ) -> None:
-    """The options of LLM that are no integers."""
+    """The options of Engine that are no integers by themselves."""
     for name, value, allowed in (
         ("dtype", dtype, ("auto", *DTYPES)),
         ("load_format", load_format, ("auto", "dummy")),
@@ -39,6 +42,8 @@ def check_options(
             raise TypeError(f"{name} is {flag!r} but must be True or False")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
+    if num_blocks is not None and kv_cache_memory is not None:
+        raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
 
 
 def model_len(wanted: int | None, config: Qwen3Config) -> int:
@@ -62,6 +67,26 @@ def list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
+def is_chat(prompt: Any) -> bool:
+    """Whether it is a list of messages, not a text and not token ids."""
+    return isinstance(prompt, SequenceOf) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def list_of_chats(messages: Any) -> list[Any]:
+    """One chat is a list of messages; several are a list of those."""
+    if not isinstance(messages, SequenceOf) or isinstance(messages, (str, bytes)):
+        raise TypeError(f"messages is {messages!r} but must be a list of messages, or a list of such lists")
+    return [messages] if not messages or is_chat(messages) else list(messages)
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError where the options name a token that the model does not have."""
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+        bad = [token for token in getattr(params, name) or () if token >= vocab_size]
+        if bad:
+            raise ValueError(f"{name} holds token id {bad[0]}, which is not in 0..{vocab_size - 1}")
+
+
 def params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
@@ -75,10 +100,10 @@ def params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, co
 
 
 def encode(
-    number: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
+    name: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[array[int] | list[int], ValueError | None]:
-    """Token ids of prompts[number], and what is wrong with them. One of the wrong type is the caller's mistake and
-    raises. The first step waits for this: 144,000 ids take 1 ms, one by one in Python 10."""
+    """Token ids of a prompt, and what is wrong with them. One of the wrong type is the caller's mistake and raises; it
+    is called `name` there. The first step waits for this: 144,000 ids take 1 ms, one by one in Python 10."""
     if isinstance(prompt, str):
         try:
             prompt = tokenizer.encode(prompt)
@@ -95,6 +120,6 @@ def encode(
         except (TypeError, ValueError):
             token_ids = list(map(index, given))
     except TypeError as error:
-        raise TypeError(f"prompts[{number}] holds no token ids: {error}") from None
+        raise TypeError(f"{name} holds no token ids: {error}") from None
     bad = next(token for token in token_ids if not 0 <= token < vocab_size)
     return token_ids, ValueError(f"token id {bad} is not in 0..{vocab_size - 1}")

@@ -1,7 +1,7 @@
 """A step's arrays, and the model run on them.
 
-    launched = runner.launch(step)      # returns while a GPU still computes
-    tokens = launched.tokens()          # waits; one token for each of step.sampled, -1 where the logits gave none
+    launched = runner.launch(step, learn)   # returns while a GPU still computes
+    tokens = launched.tokens()              # waits; one token for each of step.sampled, -1 where the logits gave none
 
 The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
 reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: a
@@ -14,12 +14,14 @@ and writes none. The host has two sets of arrays and fills them in turn, since a
 
 Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
 write logits. Otherwise they are written, and the graph ends there: it is captured behind the first such step of its
-size. What the rows ask for follows it (see SamplingOptions).
+size. What the rows ask for follows it (see SamplingOptions and LogitEdits). What masks are made of the host must know:
+learn() waits for the tokens of the step before, while the device computes this one's logits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +33,11 @@ from pagedkv import BlockManager, Event, Graph, Stream, Tensor
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
+from .logit_edits import LogitEdits
+from .prompt_outputs import PromptOutputs
 from .sampling_options import SamplingOptions
 from .sampling_params import MAX_LOGPROBS
-from .scheduler import Step
+from .step import Step
 
 ALIGN = 64  # bytes: where each array of a step begins
 NO_TABLE = np.empty((0, 0), np.int32)
@@ -55,11 +59,17 @@ class StepInputs:
 class Launched:
     """A step on its way."""
 
-    def __init__(self, sampled: np.ndarray, event: Event | None, best: tuple[np.ndarray, np.ndarray] | None) -> None:
-        self._sampled, self._event = sampled, event
+    def __init__(
+        self,
+        sampled: np.ndarray,
+        event: Event | None,
+        best: tuple[np.ndarray, np.ndarray] | None,
+        prompt_outputs: PromptOutputs | None,
+    ) -> None:
+        self._sampled, self._event, self._prompt_outputs = sampled, event, prompt_outputs
         # Where a row asks for them, and once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the
         # sampled token and of the n best ones; n is the most that a row asks for.
-        self.best = best
+        self._best = best
 
     def tokens(self) -> list[int]:
         """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
@@ -67,6 +77,18 @@ class Launched:
             self._event.synchronize()
         tokens: list[int] = self._sampled.tolist()
         return tokens
+
+    def report(self, step: Step) -> None:
+        """Hands what else is known of the tokens to their sequences, once they are there."""
+        if self._prompt_outputs is not None:
+            self._prompt_outputs.report()
+        if self._best is None:
+            return
+        for seq, row_ids, row in zip(step.receivers, self._best[0].tolist(), self._best[1].tolist(), strict=True):
+            if seq.num_logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
+                end = 1 + seq.num_logprobs
+                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
+                seq.cumulative_logprob += row[0]
 
 
 class Arrays:
@@ -148,6 +170,8 @@ class ModelRunner:
         self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
         self._known_arrays = [memory.numpy() for memory in self.known]
         self.options = SamplingOptions(max_num_seqs, max_model_len, config.vocab_size, device)
+        self.edits = LogitEdits(max_num_seqs, config.vocab_size, device)
+        self._unedited: Tensor | None = None  # logits, where some are edited and their log probabilities asked for
         self._best: list[list[Tensor]] = []  # ids and log probabilities, on the device and for the host, in turn
         self._best_arrays: list[list[np.ndarray]] = []  # the latter two as arrays
 
@@ -254,26 +278,30 @@ class ModelRunner:
 
     # --- a step
 
-    def launch(self, step: Step) -> Launched:
-        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before."""
+    def launch(self, step: Step, learn: Callable[[], None] = lambda: None) -> Launched:
+        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before; learn()
+        waits for it."""
         self._turn = turn = 1 - self._turn
         event, num_rows = self.events[turn], len(step.sampled)
         if event is not None:
             event.synchronize()  # the host's arrays of this turn have been copied
         with self.stream:
-            decodes = graph = best = None
+            decodes = graph = best = prompt_outputs = None
             try:
                 self.move_pages(step)
                 inputs = self.fill(step)
                 if self.has_graphs and inputs.last_tokens is None:
                     decodes = self._decodes[len(inputs.batch.token_ids)]
                     graph = decodes.logits_graph if inputs.needs_logits else decodes.graph
-                if graph is None:
-                    self.run(inputs)
-                else:
+                if graph is not None:
                     graph.replay()
-                    if inputs.needs_logits:
-                        self._sample(inputs)
+                elif PromptOutputs.are_wanted(step):
+                    prompt_outputs = self._compute_prompts(inputs, step)
+                else:
+                    self._compute(inputs)
+                if inputs.needs_logits:
+                    self._edit(learn)
+                    self._sample(inputs)
                 best = self._find_best(num_rows, turn)
                 if num_rows:
                     self.known[turn][:num_rows].copy_(self.sampled[:num_rows])
@@ -282,7 +310,11 @@ class ModelRunner:
                     event.record()  # behind an error, too: what was launched of the step reads the arrays of this turn
             if decodes is not None and graph is None:
                 decodes.logits_graph = self._capture(inputs)  # for the next one; the GPU has this one to compute
-        return Launched(self._known_arrays[turn][:num_rows], event, best)
+        return Launched(self._known_arrays[turn][:num_rows], event, best, prompt_outputs)
+
+    def forget(self) -> None:
+        """Steps on their way are lost: no sequence goes on where they left it."""
+        self.options.forget()
 
     def move_pages(self, step: Step) -> None:
         """Swaps and copies, before anything is computed."""
@@ -329,15 +361,15 @@ class ModelRunner:
         host.slot_mapping[:num_tokens] = arrays.slot_mapping
         host.context_lens[:num_seqs] = arrays.context_lens
         if not step.is_same_batch:
-            sampled = [step.sequences[i] for i in step.sampled]
-            self._temperatures[:num_rows] = [seq.params.temperature for seq in sampled]
-            self._seeds[:num_rows] = [seq.seed for seq in sampled]
-            self.options.set_rows(sampled)
+            self._temperatures[:num_rows] = [seq.params.temperature for seq in step.receivers]
+            self._seeds[:num_rows] = [seq.seed for seq in step.receivers]
+            self.options.set_rows(step.receivers)
+            self.edits.set_rows(step.receivers)
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, self._turn)
         tables = self._upload_tables(arrays.block_tables, size)
-        needs_logits = self.options.need_logits or not self.is_gpu  # see _sample
+        needs_logits = self.options.need_logits or self.edits.are_there or not self.is_gpu  # see _sample
         return there.inputs(tables, arrays.max_seqlen_q, self.plans, needs_logits=needs_logits)
 
     def _upload(self, host: Arrays, turn: int) -> None:
@@ -367,9 +399,11 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs) -> None:
         """The step, as far as the logits where it needs them, otherwise with its tokens."""
-        num_rows = len(inputs.temperatures)
         pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
-        hidden = self.forward(inputs.batch, inputs.last_tokens)
+        self._compute_head(inputs, self.forward(inputs.batch, inputs.last_tokens))
+
+    def _compute_head(self, inputs: StepInputs, hidden: Tensor) -> None:
+        num_rows = len(inputs.temperatures)
         if not num_rows:
             return
         logits = self.logits[:num_rows]
@@ -378,6 +412,30 @@ class ModelRunner:
         else:
             numbers = inputs.temperatures, inputs.seeds, inputs.positions
             self.model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
+
+    def _compute_prompts(self, inputs: StepInputs, step: Step) -> PromptOutputs:
+        """The same where a prompt's own tokens, or its last hidden state, are asked for."""
+        pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
+        hidden = self.forward(inputs.batch)
+        outputs = PromptOutputs(step, hidden, self.model, self.logits)
+        assert inputs.last_tokens is not None, "a step with prompts"
+        self._compute_head(inputs, pagedkv.gather_rows(hidden, inputs.last_tokens))
+        return outputs
+
+    def _edit(self, learn: Callable[[], None]) -> None:
+        """What the rows ask to be done to their logits. Log probabilities are those of the logits before that."""
+        num_rows = self.options.num_rows
+        self._logits_as_they_are = self.logits
+        if not num_rows or not self.edits.are_there:
+            return
+        if self.edits.need_tokens:
+            learn()
+        if self.options.num_logprobs is not None:
+            if self._unedited is None:
+                self._unedited = pagedkv.empty(self.logits.shape, "float32", self.device)
+            self._logits_as_they_are = self._unedited
+            self._unedited[:num_rows].copy_(self.logits[:num_rows])
+        self.edits.apply(self.logits[:num_rows])
 
     def _sample(self, inputs: StepInputs) -> None:
         """From `logits` into `sampled`; -1 for a row without a token (NaN, or nothing finite), which ends no other."""
@@ -412,7 +470,7 @@ class ModelRunner:
         there, here = (
             [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
         )
-        logits, sampled = self.logits[:num_rows], self.sampled[:num_rows]
+        logits, sampled = self._logits_as_they_are[:num_rows], self.sampled[:num_rows]
         pagedkv.token_logprobs(logits, sampled, self.options.num_logprobs, out_ids=there[0], out=there[1])
         for to, of in zip(here, there, strict=True):
             to.copy_(of)
@@ -421,7 +479,7 @@ class ModelRunner:
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
-        return self.model.forward(batch, self.caches, self.buffers.first(len(batch.token_ids)), last_tokens)
+        return self.model.forward(batch, self.caches, self.buffers, last_tokens)
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

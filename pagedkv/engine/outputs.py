@@ -1,36 +1,105 @@
-"""What a request gives back."""
+"""What a request gives back, and what an engine counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
+from html import escape
+
+import numpy as np
+
+from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Seconds, from the call of generate()."""
+    """Seconds, from the call that made the request."""
 
     time_to_first_token: float | None
-    total_time: float
+    total_time: float  # until this output
+    queue_time: float | None  # until a step computed the first of its tokens
     num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    text: str | None  # without the end-of-sequence token; None where there is no tokenizer
+class CompletionOutput:
+    """One answer, or what is new of it."""
+
+    index: int  # which of the request's n answers
+    text: str | None  # without what ended it, unless that is asked for; None where there is no tokenizer
     token_ids: list[int]  # as sampled, the end-of-sequence token included
+    cumulative_logprob: float | None  # the sum over all tokens so far, where SamplingParams.logprobs asks
     # Where SamplingParams.logprobs asks: for each of token_ids the natural log of its probability and those of the most
     # likely tokens, by id, of the softmax of the logits before all options.
     logprobs: list[dict[int, float]] | None
-    finish_reason: str  # "stop", "length" or "error"
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None: it goes on
+    stop_reason: int | str | None  # the token of stop_token_ids, or the text of stop, that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Of a request that is finished, or, where it is followed, of one on its way.
+
+    text, token_ids, logprobs and finish_reason are those of the first answer.
+    """
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    # Where SamplingParams.prompt_logprobs asks: for each token of the prompt but the first (None) what
+    # CompletionOutput.logprobs has for new ones.
+    prompt_logprobs: list[dict[int, float] | None] | None
+    outputs: list[CompletionOutput]  # all n, or where the request is followed those with something new
+    finished: bool
     error: Exception | None  # why this request, and only this one, failed
     num_cached_tokens: int  # tokens of the prompt that the prefix cache held at the first admission
     metrics: RequestMetrics
 
+    @property
+    def text(self) -> str | None:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    def _repr_html_(self) -> str:
+        """A table of the answers, for a notebook."""
+        prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} token ids"
+        rows = "".join(
+            f"<tr><td>{one.index}</td><td style='text-align:left'><pre>{escape(str(one.text))}</pre></td>"
+            f"<td>{len(one.token_ids)}</td><td>{escape(str(one.finish_reason))}</td></tr>"
+            for one in self.outputs
+        )
+        error = f"<p><b>{escape(type(self.error).__name__)}</b>: {escape(str(self.error))}</p>" if self.error else ""
+        return (
+            f"<b>{escape(self.request_id)}</b>: <pre>{escape(prompt)}</pre>{error}"
+            f"<table><tr><th>index</th><th>text</th><th>tokens</th><th>end</th></tr>{rows}</table>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a text: its last token's last hidden state, divided by its length."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: np.ndarray  # float32 [hidden_size]; empty where there is an error
+    error: Exception | None
+    num_cached_tokens: int
+
 
 @dataclass(slots=True)
-class EngineStats:
+class EngineCounters:
     """Sums over the life of an engine. A step that computes any part of a prompt counts as a prefill step."""
 
     num_steps: int = 0
@@ -42,5 +111,71 @@ class EngineStats:
     peak_used_blocks: int = 0
     peak_shared_blocks: int = 0  # pages that two or more sequences used at a time
 
-    def copy(self) -> EngineStats:
+    def copy(self) -> EngineCounters:
         return replace(self)
+
+
+WINDOW = 4096  # requests that the percentiles are of: the last ones
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Seconds of the last requests that were finished without an error."""
+
+    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    tpot: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    queue: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, seq: Sequence) -> None:
+        """An answer that has ended."""
+        if seq.first_token_time is None or seq.first_scheduled_time is None or seq.finish_time is None:
+            return  # with an error, or aborted
+        self.ttft.append(seq.first_token_time - seq.start_time)
+        self.queue.append(seq.first_scheduled_time - seq.start_time)
+        if len(seq.new_tokens) > 1:
+            self.tpot.append((seq.finish_time - seq.first_token_time) / (len(seq.new_tokens) - 1))
+
+
+def percentiles(values: deque[float]) -> dict[str, float]:
+    """p50, p90 and p99; empty where there are no values."""
+    if not values:
+        return {}
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine at a moment. Times are seconds: percentiles p50, p90, p99 of the last 4,096 answers."""
+
+    num_running: int  # answers that hold pages
+    num_waiting: int
+    num_finished: int  # since the start, and so are ...
+    num_preemptions: int
+    counters: EngineCounters
+    pool: dict[str, int]  # see BlockManager.stats()
+    time_to_first_token: dict[str, float]
+    time_per_token: dict[str, float]  # of the tokens after the first
+    queue_time: dict[str, float]
+
+    def _repr_html_(self) -> str:
+        """The figures as a table, for a notebook."""
+
+        def row(name: str, text: str) -> str:
+            return f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{text}</td></tr>"
+
+        def times(values: dict[str, float]) -> str:
+            return ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in values.items()) or "none yet"
+
+        pool = self.pool
+        return (
+            "<table>"
+            + row("answers", f"{self.num_running} run, {self.num_waiting} wait, {self.num_finished:,} finished")
+            + row("pages", f"{pool['used']:,} used, {pool['cached']:,} cached, {pool['free']:,} free")
+            + row("prefix cache", f"{pool['hit_tokens']:,} of {pool['lookup_tokens']:,} prompt tokens found")
+            + row("preemptions", f"{self.num_preemptions:,}")
+            + row("time to first token", times(self.time_to_first_token))
+            + row("time per token", times(self.time_per_token))
+            + row("time in the queue", times(self.queue_time))
+            + "</table>"
+        )

@@ -47,7 +47,7 @@ class SamplingOptions:
         """The batch is another one: these sequences are sampled, in this order."""
         params = [seq.params for seq in sequences]
         self.num_rows = len(params)
-        asked = [one.logprobs for one in params if one.logprobs is not None]
+        asked = [seq.num_logprobs for seq in sequences if seq.num_logprobs is not None]
         self.num_logprobs = min(max(asked), self._counts_shape[1]) if asked else None
         has_penalties = any(one.has_penalties for one in params)
         self._assign_slots([seq for seq in sequences if seq.params.has_penalties])
@@ -62,6 +62,10 @@ class SamplingOptions:
             arrays["slots"] = np.array([self._slots.get(seq.id, -1) for seq in sequences], np.int32)
             self.arguments["counts"] = self._counts
         self._upload(arrays, len(params))
+
+    def forget(self) -> None:
+        """The counts that the device has may hold tokens that are lost."""
+        self._slots = {}
 
     def _upload(self, arrays: dict[str, np.ndarray], size: int) -> None:
         """In one copy. What is not pinned may be forgotten after it."""

@@ -1,19 +1,37 @@
-"""How one request is sampled."""
+"""How one request is sampled, where it ends, and what is reported of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from enum import Enum
+from math import isnan
 from numbers import Integral, Real
 from typing import Any
 
 MAX_FLOAT = 3.4e38  # of the float32 that it becomes
 MAX_LOGPROBS = 20
+MAX_INT = 2**31 - 1
+
+# mask(request, tokens) says which token may come next: see SamplingParams.
+Mask = Callable[[Any, list[int]], Any]
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a request that is not finished hold."""
+
+    CUMULATIVE = 0  # all of its text and tokens so far, after every step that adds to them
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # there are none: one output at the end
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.sample's.
 
+    n                   how many answers; they share the prompt's computation and its pages
+    best_of             so many are sampled, and the n with the highest cumulative log probability are returned; None: n
     temperature         0 is greedy: the most likely token, the lowest id of equals
     top_k               only the so many most likely tokens; 0 or -1: all
     top_p               only the most likely tokens that have this much of the probability together; 1: all
@@ -21,14 +39,31 @@ class SamplingParams:
     repetition_penalty  above 1 makes tokens of the prompt and of the output less likely, below 1 more
     presence_penalty    is taken from the logits of tokens in the output, once
     frequency_penalty   the same, once for every time that the token is there
+    logit_bias          {token id: what is added to its logit}
+    allowed_token_ids   only these tokens; None: all
+    bad_words           texts that are not written, with or without a space before them
+    mask                mask(request, tokens) -> which tokens may come next: int32 [ceil(vocab_size / 32)], where bit
+                        t % 32 of word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are
+                        those sampled so far; `request` has id, index (which of n) and prompt_token_ids, and lives
+                        as long as the answer. It is called on the host while the device works
     max_tokens          how many tokens at most; 0 returns at once
+    min_tokens          before so many tokens nothing but max_tokens ends the answer
+    stop                texts (or one) that end the answer where they appear. They are not shown
+    include_stop_str_in_output  shows them
+    stop_token_ids      tokens that end the answer, beside the model's own
     ignore_eos          go on after an end-of-sequence token, until max_tokens
     seed                int64. Given: the same random numbers again, whatever else is in the batch and however the
-                        prompt is chunked, and so the same tokens but for the rounding of the logits. None: the engine
-                        draws one for every request
-    logprobs            0 to 20: RequestOutput.logprobs holds each new token and the so many most likely ones
+                        prompt is chunked, and so the same tokens but for the rounding of the logits. Of n answers the
+                        i-th has the seed + i. None: the engine draws one for every answer
+    logprobs            0 to 20: CompletionOutput.logprobs holds each new token and the so many most likely ones
+    prompt_logprobs     0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens
+    skip_special_tokens  leaves them out of the text
+    detokenize          makes text of the tokens; without it a request has none, and no stop
+    output_kind         of the outputs before the last one, where a request is followed (see RequestOutputKind)
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -36,19 +71,51 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: SequenceOf[int] | None = None
+    bad_words: SequenceOf[str] = ()
+    mask: Mask | None = None
     max_tokens: int = 64
+    min_tokens: int = 0
+    stop: str | SequenceOf[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: SequenceOf[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     has_filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p, min_p
     has_penalties: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
+        self._check_numbers()
+        self._check_tokens()
+        self._check_text()
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind is {self.output_kind!r} but must be a RequestOutputKind")
+        if self.mask is not None and not callable(self.mask):
+            raise TypeError(f"mask is {self.mask!r} but must be callable, or None")
+        self._put("has_filters", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        self._put("has_penalties", penalties != (1, 0, 0))
 
+    @property
+    def num_sequences(self) -> int:
+        """How many answers are sampled."""
+        return self.n if self.best_of is None else self.best_of
+
+    def _put(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
         def put_float(name: str, lowest: float, highest: float, *, is_open: bool = False) -> None:
-            put(name, check_float(name, getattr(self, name), lowest, highest, is_open=is_open))
+            self._put(name, check_float(name, getattr(self, name), lowest, highest, is_open=is_open))
+
+        def put_int(name: str, lowest: int, highest: int = MAX_INT) -> None:
+            self._put(name, check_int(name, getattr(self, name), lowest, highest))
 
         put_float("temperature", 0, MAX_FLOAT)
         put_float("top_p", 0, 1, is_open=True)
@@ -56,16 +123,48 @@ class SamplingParams:
         put_float("repetition_penalty", 0, MAX_FLOAT, is_open=True)
         put_float("presence_penalty", -MAX_FLOAT, MAX_FLOAT)
         put_float("frequency_penalty", -MAX_FLOAT, MAX_FLOAT)
-        put("top_k", check_int("top_k", self.top_k, -1, 2**31 - 1))
-        put("max_tokens", check_int("max_tokens", self.max_tokens, 0, 2**31 - 1))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos is {self.ignore_eos!r} but must be True or False")
+        put_int("top_k", -1)
+        put_int("max_tokens", 0)
+        put_int("min_tokens", 0)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens} but must be at most max_tokens={self.max_tokens}")
+        put_int("n", 1)
+        if self.best_of is not None:
+            put_int("best_of", 1)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of is {self.best_of} but must be at least n={self.n}")
+        if self.num_sequences > 1 and self.temperature == 0:
+            raise ValueError(f"n is {self.n} (best_of {self.best_of}) but at temperature 0 all answers are the same")
         if self.seed is not None:
-            put("seed", check_int("seed", self.seed, -(2**63)))
-        if self.logprobs is not None:
-            put("logprobs", check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
-        put("has_filters", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        put("has_penalties", (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0))
+            put_int("seed", -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put_int(name, 0, MAX_LOGPROBS)
+
+    def _check_tokens(self) -> None:
+        """Token ids become tuples and dicts of ints. Whether the vocabulary has them is known by the engine."""
+        self._put("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            self._put("allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty: no token could be sampled")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(f"logit_bias is {self.logit_bias!r} but must be a dict of token ids and numbers")
+            ids = check_ids("logit_bias", self.logit_bias)
+            self._put(
+                "logit_bias", {i: _check_bias(i, value) for i, value in zip(ids, self.logit_bias.values(), strict=True)}
+            )
+
+    def _check_text(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._put("stop", check_texts("stop", stop))
+        self._put("bad_words", check_texts("bad_words", self.bad_words))
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop is {list(self.stop)!r} but detokenize=False: there is no text to find it in")
 
 
 def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool = False) -> float:
@@ -88,3 +187,32 @@ def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -
         bounds = f"at least {lowest}" if number < lowest else f"at most {highest}"
         raise ValueError(f"{name} is {number} but must be {bounds}")
     return number
+
+
+def check_ids(name: str, ids: object) -> tuple[int, ...]:
+    """Token ids as a tuple of ints."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise TypeError(f"{name} is {ids!r} but must be a list of token ids")
+    return tuple(check_int(f"{name}[{i}]", value, 0, MAX_INT) for i, value in enumerate(ids))
+
+
+def check_texts(name: str, texts: object) -> tuple[str, ...]:
+    """Texts as a tuple, none of which is empty."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise TypeError(f"{name} is {texts!r} but must be a list of strings")
+    checked = tuple(texts)
+    for i, text in enumerate(checked):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{i}] is {text!r} but must be a string")
+        if not text:
+            raise ValueError(f"{name}[{i}] is empty")
+    return checked
+
+
+def _check_bias(token_id: int, value: object) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"logit_bias[{token_id}] is {value!r} but must be a number")
+    bias = float(value)
+    if isnan(bias) or bias > MAX_FLOAT:
+        raise ValueError(f"logit_bias[{token_id}] is {bias} but must be a number below {MAX_FLOAT:g}, or -inf")
+    return bias

@@ -17,92 +17,31 @@ Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
 - check() refuses what could never run, so that nothing which waits can block the queue for ever.
-- Without room to grow, the sequence admitted last gives its pages back; the oldest one always goes on. It is computed
-  again later, or, where there are host pages enough, kept there meanwhile. A sequence is admitted only where a
-  watermark of pages stays free, one for each that runs, or nothing runs: else the pages that a preemption freed would
-  be taken back at once.
+- Sequences start in the order of calls.py. Where all places are taken, one whose call has nothing running gets the
+  place of a call that has several, and a lower priority the place of a higher one.
+- A prompt that needs several steps leaves a share of their tokens to the prompts of other calls.
+- Without room to grow, the sequence admitted last of those of the highest priority gives its pages back; the oldest of
+  the lowest always goes on. It is computed again later, or, where there are host pages enough, kept there meanwhile. A
+  sequence is admitted only where a watermark of pages stays free, one for each that runs, or nothing runs: else the
+  pages that a preemption freed would be taken back at once.
 - A prompt whose beginning another sequence is computing right now waits for it and then finds it in the cache.
+- The other answers to a prompt (siblings) are forked when it is computed, as far as there are places; the others wait,
+  and find the prompt in the cache.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
+from .calls import WaitingQueue
 from .sequence import Sequence
-
-
-@dataclass(slots=True)
-class Step:
-    """A plan: sequences[i] computes the KV of tokens [starts[i], ends[i]), lengths[i] of them.
-
-    Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
-    """
-
-    sequences: list[Sequence] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # theirs
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # indices of the sequences that get a token
-    num_decodes: int = 0  # the first so many compute one token that was sampled
-    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # of the decodes: their tokens are in
-    # these rows of what the step before sampled
-    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.new_tokens
-    is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
-    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
-    # one of end_ids ends one of the sequences
-    end_ids: frozenset[int] = frozenset()  # tokens that end one of its decodes; -1 stands for none
-    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get behind it at least
-    swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
-    swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
-    copies: np.ndarray | None = None  # int32 [n, 2]: page, page
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    def add(self, seq: Sequence, length: int) -> None:
-        """A chunk of the sequence's tokens; behind the last of them one is sampled."""
-        self.starts.append(seq.num_computed)
-        self.lengths.append(length)
-        seq.num_computed += length
-        self.ends.append(seq.num_computed)
-        if seq.num_computed == seq.num_tokens:
-            seq.source = len(self.sampled)
-            seq.num_tokens += 1
-            self.sampled.append(len(self.sequences))
-        self.sequences.append(seq)
-        self.ids.append(seq.id)
-
-    def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
-        """The next token of each, as the first of the step; `ends` are their num_tokens."""
-        self._plan(decodes, ids, ends)
-        self.starts = [end - 1 for end in ends]
-        self.sources = np.array([seq.source for seq in decodes], np.int32)
-        self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if seq.num_known == end]
-        for row, seq in enumerate(decodes):
-            seq.source = row
-
-    def go_on(self, last: Step, ends: list[int]) -> None:
-        """The same behind a step that decoded nothing but these sequences."""
-        self._plan(last.sequences.copy(), last.ids.copy(), ends)
-        self.starts = last.ends.copy()
-        self.sources = np.arange(self.num_decodes, dtype=np.int32)
-        self.known = self.sampled.copy() if self.sequences[0].num_known == ends[0] else []
-
-    def _plan(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
-        self.num_decodes = len(decodes)
-        self.sequences, self.ids, self.ends = decodes, ids, ends
-        self.lengths, self.sampled = [1] * len(decodes), list(range(len(decodes)))
-        for seq, end in zip(decodes, ends, strict=True):
-            seq.num_computed = seq.num_in_pages = end
-            seq.num_tokens = end + 1
+from .steady_batch import SteadyBatch
+from .step import Step
 
 
 class Scheduler:
@@ -113,14 +52,13 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order of admission
         self.step_number = 0
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
-        self._last = Step()  # the step before
-        self._last_sampled: list[Sequence] = []  # by it, in order
+        self._steady = SteadyBatch()
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
@@ -139,7 +77,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence that check() lets pass."""
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
     @property
     def has_work(self) -> bool:
@@ -150,47 +88,66 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
-        step = Step()
-        has_room = self._go_on(step) or self._grow(step)
-        budget = self.max_num_batched_tokens - step.num_decodes
-        if len(self.running) > step.num_decodes:
-            for seq in self.running:
-                is_prompt = seq.num_in_pages == seq.num_tokens  # one that decodes samples a token without room yet
-                if is_prompt and budget:
-                    length = min(seq.num_tokens - seq.num_computed, budget)
-                    step.add(seq, length)
-                    budget -= length
-        if has_room or not self.running:
-            self._admit(step, budget)
+        swapped = self._yield_place() if self.waiting else None
+        step = self._steady.next_step(self.running, self.manager)
+        has_room = True
+        if step is None:
+            step = Step(swap_out=swapped)
+            has_room = self._grow(step)
+        self._append_known(step)
+        if self.waiting or len(self.running) > step.num_decodes:
+            self._add_prompts(step, has_room)
         if step.sequences:
-            self._follow(step)
+            self._steady.follow(step)
         return step
 
-    def _follow(self, step: Step) -> None:
-        """What the step has in common with the one before need not be done again."""
-        last, only_decodes = self._last, step.num_decodes == len(step.sequences)
-        step.is_same_batch = only_decodes and step.sequences == self._last_sampled
-        if step.is_same_batch and last.num_left:
-            last.goes_on, step.end_ids, step.num_left = True, last.end_ids, last.num_left - 1
-        elif only_decodes:
-            step.end_ids = frozenset([-1]).union(*(seq.eos_token_ids for seq in step.sequences))
-            step.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in step.sequences)
-        self._last = step
-        self._last_sampled = step.sequences if step.is_same_batch else [step.sequences[i] for i in step.sampled]
+    def _add_prompts(self, step: Step, has_room: bool) -> None:
+        """Chunks of the prompts that run, and new ones behind them, within the step's tokens."""
+        budget = self.max_num_batched_tokens - step.num_decodes
+        # One that decodes samples a token without room yet.
+        prompts = [seq for seq in self.running if seq.num_in_pages == seq.num_tokens]
+        lengths, budget = self._share(prompts, budget)
+        if has_room or not self.running:
+            budget = self._admit(step, budget)
+        for seq, length in zip(prompts, lengths, strict=True):
+            more = min(seq.num_tokens - seq.num_computed - length, budget)
+            budget -= more
+            if length + more:
+                self._add_chunk(step, seq, length + more)
 
-    def _go_on(self, step: Step) -> bool:
-        """As _grow() does, where the step before only decoded and nothing has happened to its sequences; or nothing."""
-        last = self._last
-        if not last.num_left or self.running != last.sequences:
-            return False
-        ends = [end + 1 for end in last.ends]
-        try:
-            step.copies = self.manager.reserve_batch(last.ids, ends)
-        except OutOfBlocks:
-            return False
-        step.go_on(last, ends)
-        self._append_known(step)
-        return True
+    def _share(self, prompts: list[Sequence], budget: int) -> tuple[list[int], int]:
+        """What each gets of the budget at least, oldest first, and what is left for others.
+
+        Where they need more than one step, each call that has prompts gets an equal share, and so does one that waits
+        and has nothing running.
+        """
+        lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
+        if sum(lengths) > budget:
+            calls = {seq.call for seq in prompts}
+            is_another_waiting = len(self.waiting) > 0 and not self.waiting.peek().call.num_running
+            left = dict.fromkeys(calls, budget // (len(calls) + is_another_waiting))
+            for i, seq in enumerate(prompts):
+                lengths[i] = min(lengths[i], left[seq.call])
+                left[seq.call] -= lengths[i]
+        return lengths, budget - sum(lengths)
+
+    def _add_chunk(self, step: Step, seq: Sequence, length: int) -> None:
+        """The next tokens of a prompt; after the last of them its siblings get a token, too."""
+        if not step.add(seq, length) or not seq.siblings:
+            return
+        siblings, seq.siblings = seq.siblings, []
+        num_places = self.max_num_seqs - len(self.running)
+        for child in siblings[:num_places]:
+            step.fork(seq, child)
+            self._run(child)
+        for child in siblings[num_places:]:
+            self.waiting.add(child)
+
+    def _run(self, seq: Sequence) -> None:
+        self.running.append(seq)
+        seq.call.num_running += 1
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = time.perf_counter()
 
     def _retire(self) -> None:
         """Sequences whose last token is sampled need no page any more."""
@@ -203,6 +160,7 @@ class Scheduler:
         self.manager.free_batch([seq.id for seq in sequences])
         for seq in sequences:
             seq.num_in_pages = 0
+            seq.call.num_running -= 1
         self.running = [seq for seq in self.running if seq.num_in_pages]
 
     def _grow(self, step: Step) -> bool:
@@ -212,7 +170,7 @@ class Scheduler:
         """
         self._retire()
         decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
-        preempted: list[np.ndarray] = []
+        preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
         while decodes:
             ids, ends = [seq.id for seq in decodes], [seq.num_tokens for seq in decodes]
@@ -221,13 +179,16 @@ class Scheduler:
                 break
             except OutOfBlocks:
                 has_room = False
-                if self._preempt_last(preempted) is decodes[-1]:
-                    decodes.pop()
+                last = max(range(len(self.running)), key=lambda i: (self.running[i].priority, i))
+                victim = self.running[last]
+                if victim.num_in_pages < victim.num_tokens:
+                    decodes.remove(victim)
+                pairs = self._preempt(last, "the pool had no page for the next token of a sequence that runs")
+                preempted += [] if pairs is None else [pairs]
         if preempted:
             step.swap_out = np.concatenate(preempted)
         if decodes:
             step.add_decodes(decodes, ids, ends)
-            self._append_known(step)
         return has_room
 
     def _append_known(self, step: Step) -> None:
@@ -235,10 +196,12 @@ class Scheduler:
             known = [step.sequences[i] for i in step.known]
             self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
 
-    def _preempt_last(self, swapped: list[np.ndarray]) -> Sequence:
-        seq = self.running.pop()
+    def _preempt(self, index: int, reason: str) -> np.ndarray | None:
+        """Takes the pages of running[index]; returns which of them are to be copied to host pages."""
+        seq, pairs = self.running.pop(index), None
+        seq.preempted_for = reason
         try:
-            swapped.append(self.manager.swap_out(seq.id))
+            pairs = self.manager.swap_out(seq.id)
             seq.is_swapped = True
             self.num_swaps += 1
         except OutOfBlocks:  # of host pages
@@ -246,27 +209,60 @@ class Scheduler:
             seq.num_computed = 0
         seq.num_in_pages = 0
         seq.num_preemptions += 1
+        seq.call.num_running -= 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
-        return seq
+        self.waiting.put_back(seq)
+        return pairs
 
-    def _admit(self, step: Step, budget: int) -> None:
-        """Starts waiting sequences, first come first served, but passes over those that wait for a prefix."""
+    def _yield_place(self) -> np.ndarray | None:
+        """Preempts a sequence for the next one that waits, where that one is to have its place. Returns which pages are
+        to be copied to host pages."""
+        head = self.waiting.peek()
+        if not self._lacks_place(head) or head.num_known < head.num_tokens:
+            return None
+        self._retire()
+        if not self._lacks_place(head):
+            return None
+
+        def claim(seq: Sequence) -> tuple[int, int]:
+            """How much rather than others this one must yield; (0, 0): not at all."""
+            is_shared = seq.priority == head.priority and not head.call.num_running and seq.call.num_running > 1
+            return max(seq.priority - head.priority, 0), seq.call.num_running if is_shared else 0
+
+        last = max(range(len(self.running)), key=lambda i: (claim(self.running[i]), i), default=-1)
+        if last < 0 or claim(self.running[last]) == (0, 0) or self._waits_for_prefix(head):
+            return None
+        why = "a lower priority" if self.running[last].priority > head.priority else "a call that had nothing running"
+        return self._preempt(last, f"{why} needed its place")
+
+    def _admit(self, step: Step, budget: int) -> int:
+        """Starts waiting sequences in their order, but passes over those that wait for a prefix. Returns what is left
+        of the budget."""
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
-            seq = self.waiting[0]
+            seq = self.waiting.peek()
             if seq.num_known < seq.num_tokens or self._was_refused(seq):
                 break  # its newest token is not known yet, or it did not fit
             if self._waits_for_prefix(seq):
-                passed.append(self.waiting.popleft())
+                passed.append(self.waiting.pop())
                 continue
             if not self._find_pages(seq, step):
                 break
-            self.running.append(self.waiting.popleft())
+            self.waiting.pop()
+            self._run(seq)
             length = min(seq.num_tokens - seq.num_computed, budget)
-            step.add(seq, length)
+            self._add_chunk(step, seq, length)
             budget -= length
-        self.waiting.extendleft(reversed(passed))
+        for seq in reversed(passed):
+            self.waiting.put_back(seq)
+        return budget
+
+    def _lacks_place(self, seq: Sequence) -> bool:
+        return len(self.running) >= self.max_num_seqs or self.is_refused(seq)
+
+    def is_refused(self, seq: Sequence) -> bool:
+        """Whether it is the one that did not fit."""
+        return self._refused is not None and self._refused[0] is seq
 
     def _was_refused(self, seq: Sequence) -> bool:
         """Whether it did not fit and nothing was freed since: the prompt need not be hashed again to know."""
@@ -281,7 +277,7 @@ class Scheduler:
             return False
         if seq.retry_step > self.step_number:
             return True
-        _, num_pending = self.manager.match(seq.tokens)
+        _, num_pending = self.manager.match(seq.tokens, salt=seq.salt)
         # All of it takes so many steps at least (a page may be computed but for one token already): looking again
         # earlier would only hash the prompt again.
         num_missing = num_pending - self.manager.block_size + 1
@@ -305,7 +301,7 @@ class Scheduler:
         return True
 
     def _allocate(self, seq: Sequence) -> None:
-        num_hits = self.manager.allocate(seq.id, seq.tokens)
+        num_hits = self.manager.allocate(seq.id, seq.tokens, salt=seq.salt)
         seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last token is computed for its logits, cached or not
         if seq.num_cached < 0:
             seq.num_cached = num_hits
@@ -325,23 +321,19 @@ class Scheduler:
     def commit(self, step: Step) -> None:
         """The step is launched: steps launched later may read the KV that it writes."""
         self.manager.commit_batch(step.ids, step.ends)
+        for parent, child in step.forks:
+            self.manager.fork(parent, child)
 
     def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
         """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished.
 
         The next step may have been scheduled meanwhile, but no further one.
         """
-        if step.goes_on and step.end_ids.isdisjoint(tokens):
-            for seq, token in zip(step.sequences, tokens, strict=True):
-                seq.new_tokens.append(token)
-            self.manager.append_batch(step.ids, tokens)
+        if self._steady.take(step, tokens, self.manager):
             return []
-        sequences = step.sequences
-        if len(step.sampled) < len(sequences):
-            sequences = [sequences[index] for index in step.sampled]
         finished: list[Sequence] = []
         ids, grown = [], []
-        for seq, token in zip(sequences, tokens, strict=True):
+        for seq, token in zip(step.receivers, tokens, strict=True):
             if seq.finish_reason is not None:
                 continue  # it was in one step too many
             seq.append(token, now)
@@ -353,11 +345,11 @@ class Scheduler:
         if ids:
             self.manager.append_batch(ids, grown)
         if finished:
-            self._forget(finished)
+            self.forget(finished)
         return finished
 
-    def _forget(self, finished: list[Sequence]) -> None:
-        """Sequences that ended, wherever they are: running, preempted meanwhile, or gone with their last token."""
+    def forget(self, finished: Iterable[Sequence]) -> None:
+        """Sequences that ended, wherever they are: running, waiting, or gone with their last token."""
         running = []
         for seq in finished:
             if seq.num_in_pages:
@@ -369,10 +361,18 @@ class Scheduler:
         if running:
             self._release(running)
 
-    def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Forgets these sequences, which must be all, and gives their pages back; safe after an error anywhere."""
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """After an error anywhere. Of these sequences, which must be all, those that are not finished wait with the
+        tokens that the host knows. Nobody holds a page."""
+        for seq in self.running:
+            seq.call.num_running = 0
         self.running.clear()
         self.waiting.clear()
-        self._refused = None
-        self._last, self._last_sampled = Step(), []
-        self.manager.free_batch([seq.id for seq in sequences if seq.id in self.manager])
+        self._refused, self._steady = None, SteadyBatch()
+        known = list(sequences)
+        self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
+        unforked = {child for seq in known for child in seq.siblings}
+        for seq in known:
+            seq.restart()
+            if seq.finish_reason is None and seq not in unforked:
+                self.add(seq)

@@ -1,11 +1,20 @@
-"""A request on its way through the engine."""
+"""One answer on its way through the engine."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from .calls import Call
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .bad_words import BadWords
+    from .detokenizer import Detokenizer
+    from .logit_edits import MaskRequest
 
 
 class Sequence:
@@ -16,16 +25,31 @@ class Sequence:
     """
 
     __slots__ = (
-        "id", "params", "seed", "eos_token_ids", "prompt", "new_tokens", "num_prompt_tokens", "max_num_tokens",
-        "num_tokens", "num_computed", "num_in_pages", "is_swapped", "source", "num_cached", "num_preemptions",
-        "retry_step", "finish_reason", "error", "logprobs", "start_time", "first_token_time", "finish_time",
+        "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
+        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_swapped",
+        "logprobs", "mask_request", "max_num_tokens", "new_tokens", "num_cached", "num_computed", "num_in_pages",
+        "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown", "num_shown_chars", "num_tokens", "owner",
+        "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt", "seed", "siblings",
+        "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
 
     def __init__(
-        self, id: int, prompt: Iterable[int], params: SamplingParams, seed: int, eos: frozenset[int], start_time: float
+        self,
+        id: int,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        seed: int,
+        eos: frozenset[int],
+        start_time: float,
+        *,
+        call: Call | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> None:
         self.id, self.params, self.seed = id, params, seed
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos
+        self.call, self.priority, self.salt = call or Call(), priority, salt
+        # Tokens that end it, once there are min_tokens of them.
+        self.end_ids = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt = array("i", prompt)
         self.new_tokens: list[int] = []  # what was sampled, as far as the host knows
         self.num_prompt_tokens = self.num_tokens = len(self.prompt)
@@ -36,11 +60,28 @@ class Sequence:
         self.source = 0  # in which row of the last step its newest token was sampled
         self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
         self.num_preemptions = 0
+        self.preempted_for = ""  # why, the last time
         self.retry_step = 0  # not worth an attempt to admit before this step
+        self.siblings: list[Sequence] = []  # other answers to the prompt, which are to be forked from it
+        self.detokenizer: Detokenizer | None = None  # where its text is needed while it grows
+        self.bad_words: BadWords | None = None
+        self.mask_request: MaskRequest | None = None  # as which its mask knows it
+        self.owner: Any = None  # the request that it belongs to, and ...
+        self.index = 0  # ... which of its answers this is
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the token of stop_token_ids, or the text of stop, that ended it
         self.error: Exception | None = None
-        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.num_logprobs = params.logprobs  # beside that of each new token; None: none at all
+        if params.num_sequences > params.n and self.num_logprobs is None:
+            self.num_logprobs = 0  # the best are chosen by them
+        self.logprobs: list[dict[int, float]] = []
+        self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
+        self.wants_embedding = False  # the last hidden state of the prompt instead of tokens
+        self.embedding: np.ndarray | None = None
+        self.num_shown = self.num_shown_chars = 0  # of new_tokens and of the text, in outputs before
         self.start_time = start_time
+        self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
 
@@ -56,16 +97,31 @@ class Sequence:
 
     def append(self, token: int, now: float) -> None:
         """Takes the sampled token and decides whether it was the last; a negative one stands for none."""
-        if token < 0:
-            self.finish("error", now, ArithmeticError("the logits hold NaN or no finite number: no token to sample"))
+        if token < 0 or self.error is not None:
+            no_token = ArithmeticError("the logits hold NaN or no finite number: no token to sample")
+            self.finish("error", now, self.error or no_token)
             return
         if self.first_token_time is None:
             self.first_token_time = now
         self.new_tokens.append(token)
-        if token in self.eos_token_ids:
+        may_stop = len(self.new_tokens) >= self.params.min_tokens
+        if token in self.end_ids and may_stop:
             self.finish("stop", now)
-        elif len(self.new_tokens) == self.params.max_tokens:
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+            return
+        if self.detokenizer is not None:
+            self.stop_reason = self.detokenizer.push(token, check_stop=may_stop)
+            if self.stop_reason is not None:
+                self.finish("stop", now)
+                return
+        if len(self.new_tokens) == self.params.max_tokens:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
         self.finish_reason, self.error, self.finish_time = reason, error, now
+
+    def restart(self) -> None:
+        """From the tokens that the host knows, after an error has lost the steps on their way."""
+        self.num_tokens = self.num_known
+        self.num_computed = self.num_in_pages = self.retry_step = 0
+        self.is_swapped = False

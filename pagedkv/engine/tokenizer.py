@@ -26,12 +26,12 @@ class Tokenizer:
         except Exception as error:  # the library raises a bare Exception
             raise ValueError(f"{self.path}: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self._tokenizer
         text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
-        ids: list[int] = tokenizer.encode(text).ids
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text

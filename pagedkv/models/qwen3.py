@@ -68,7 +68,8 @@ class Buffers:
         return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
     def only(self, tokens: Tensor) -> Buffers:
-        """For these tokens alone, with their residual and attention, which trade places with normed and q."""
+        """For these tokens alone, with their residual and attention, which trade places with normed and q. A token may
+        be there several times."""
         few = self.first(len(tokens))
         residual = pagedkv.gather_rows(self.residual, tokens, out=few.normed)
         attention = pagedkv.gather_rows(self.attention, tokens, out=few.q)
@@ -235,15 +236,16 @@ class Qwen3:
     ) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] in memory of `buffers`, of the last_tokens (int32) or of all;
         writes all tokens' KV into the caches. What the last layer does behind its KV is done for these tokens only."""
-        pagedkv.embedding(batch.token_ids, self.embedding, out=buffers.residual)
-        self._plan(batch, *caches[0], buffers)
+        used = buffers.first(len(batch.token_ids))
+        pagedkv.embedding(batch.token_ids, self.embedding, out=used.residual)
+        self._plan(batch, *caches[0], used)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            layer.attention.forward(batch, k_cache, v_cache, buffers)
+            layer.attention.forward(batch, k_cache, v_cache, used)
             if last_tokens is not None and layer is self.layers[-1]:
-                buffers = buffers.only(last_tokens)
-            layer.attention.project(buffers)
-            layer.mlp.forward(buffers)
-        return pagedkv.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
+                used = buffers.only(last_tokens)
+            layer.attention.project(used)
+            layer.mlp.forward(used)
+        return pagedkv.rms_norm(used.residual, self.norm, self.eps, out=used.normed)
 
     def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
         attention = self.layers[0].attention

@@ -1,0 +1,171 @@
+"""AsyncEngine: an Engine for event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from .arguments import Prompt
+from .calls import Call
+from .engine import Engine
+from .outputs import EngineStats, RequestOutput
+from .request import Request
+from .sampling_params import SamplingParams
+from .turns import Mailbox
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Where one caller reads its outputs, in its event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | BaseException]
+
+
+class AsyncEngine:
+    """Serves requests of coroutines, in any number of event loops.
+
+        async with AsyncEngine("Qwen3-0.6B") as engine:
+            async for output in engine.generate("Hello", SamplingParams(max_tokens=100), "request-1"):
+                print(output.outputs[0].text)
+
+    model    a folder, with the options of Engine; or an Engine, which other threads may use at the same time
+
+    A thread steps the engine while there are requests. Cancelling the task that reads the outputs aborts its request.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
+        if isinstance(model, Engine) and options:
+            raise TypeError(f"{', '.join(options)}: options of a model's folder, but an Engine was given")
+        self.engine = model if isinstance(model, Engine) else Engine(model, **options)
+        self._streams: dict[str, _Stream] = {}  # by request id
+        self._mailbox: Mailbox = SimpleQueue()
+        self._has_requests = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request, after every step that adds to it or at the end, as SamplingParams.output_kind says.
+        The arguments are those of Engine.add_request()."""
+        engine = self.engine
+        params = SamplingParams() if params is None else params
+        request = engine._make_request(prompt, params, self._mailbox, params.output_kind, request_id)
+        stream = self._submit(request, priority, salt)
+        try:
+            while True:
+                output = await stream.outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:  # cancelled, too
+            if self._streams.get(request.id) is stream:
+                del self._streams[request.id]
+            engine._abort_all([request])
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request, whose reader gets an output with finish_reason "abort". False where there is none of the id."""
+        return self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Those of the engine."""
+        return self.engine.stats()
+
+    def _submit(self, request: Request, priority: int, salt: bytes) -> _Stream:
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this AsyncEngine is closed")
+            if request.id in self._streams:
+                raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
+            self._streams[request.id] = stream
+            try:
+                self.engine._submit([request], Call(), priority, salt)
+            except BaseException:
+                del self._streams[request.id]
+                raise
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="pagedkv", daemon=True)
+                self._thread.start()
+        self._has_requests.set()
+        return stream
+
+    # --- the thread
+
+    def _serve(self) -> None:
+        while True:
+            self._has_requests.wait()
+            if self._is_closed:
+                return
+            self._has_requests.clear()
+            while self._streams:
+                try:
+                    outputs = self.engine._turns.receive_all(self._mailbox)
+                except BaseException as error:  # of a step: all that wait for it are told
+                    self._fail(error)
+                    break
+                self._pass_on(outputs)
+
+    def _pass_on(self, outputs: list[RequestOutput]) -> None:
+        """In one call of each event loop, however many outputs a step has."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                loops.setdefault(stream.loop, []).append((stream, output))
+                if output.finished:
+                    self._streams.pop(output.request_id, None)
+        for loop, news in loops.items():
+            _call(loop, [(stream.outputs, output) for stream, output in news])
+
+    def _fail(self, error: BaseException) -> None:
+        streams = dict(self._streams)
+        for request_id, stream in streams.items():
+            self._streams.pop(request_id, None)
+            self.engine.abort(request_id)
+            _call(stream.loop, [(stream.outputs, error)])
+
+    # --- the end
+
+    def close(self) -> None:
+        """Aborts what is not finished, and gives the engine's memory back. Closing twice is fine."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        self.engine.close()
+        self._has_requests.set()
+        if thread is not None:
+            thread.join()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+def _call(loop: asyncio.AbstractEventLoop, news: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+    def put() -> None:
+        for queue, item in news:
+            queue.put_nowait(item)
+
+    if not loop.is_closed():  # its readers are gone with it
+        loop.call_soon_threadsafe(put)

@@ -1,0 +1,30 @@
+"""Texts that may not be written: which token would complete one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .tokenizer import Tokenizer
+
+
+class BadWords:
+    """Of one sequence. A text is forbidden as it is tokenised at the start of a text, and behind a space.
+
+    As in vLLM, other ways to cut a text into tokens are not known here.
+    """
+
+    def __init__(self, words: Iterable[str], tokenizer: Tokenizer) -> None:
+        self._token_ids: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in self._token_ids:
+                    self._token_ids.append(ids)
+
+    def next_forbidden(self, tokens: list[int]) -> set[int]:
+        """Token ids that would complete a forbidden text behind these tokens."""
+        forbidden = set()
+        for *before, last in self._token_ids:
+            if not before or tokens[-len(before) :] == before:
+                forbidden.add(last)
+        return forbidden

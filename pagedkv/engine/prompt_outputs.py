@@ -1,0 +1,69 @@
+"""What a request asks of its prompt's own tokens: their log probabilities, or the last hidden state as a vector.
+
+Few requests ask for it. A step that has one computes the hidden states of all of its tokens, and waits for the figures.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import pagedkv
+from pagedkv import Tensor
+from pagedkv.models.qwen3 import Qwen3
+
+from .sequence import Sequence
+from .step import Step
+
+
+class PromptOutputs:
+    """Those of a step, of which report() gives each sequence its own."""
+
+    def __init__(self, step: Step, hidden: Tensor, model: Qwen3, logits: Tensor) -> None:
+        """hidden: [num_tokens, hidden_size] of the step's tokens; logits: memory for some rows of them."""
+        self._model, self._hidden, self._logits = model, hidden, logits
+        self._scores: list[tuple[Sequence, np.ndarray, np.ndarray]] = []
+        self._vectors: list[tuple[Sequence, np.ndarray]] = []
+        firsts = np.cumsum([0, *step.lengths])
+        for i, seq in enumerate(step.sequences):
+            if seq.prompt_logprobs is not None:
+                self._score(seq, step.starts[i], step.ends[i], int(firsts[i]))
+        for seq, i in zip(step.receivers, step.sampled, strict=True):
+            if seq.wants_embedding:
+                row = pagedkv.gather_rows(hidden, _ids([int(firsts[i + 1]) - 1], hidden.device))
+                self._vectors.append((seq, _here(row, "float32")[0]))
+
+    @staticmethod
+    def are_wanted(step: Step) -> bool:
+        prompts = step.sequences[step.num_decodes :]
+        return any(seq.wants_embedding or seq.prompt_logprobs is not None for seq in prompts)
+
+    def _score(self, seq: Sequence, start: int, end: int, first_row: int) -> None:
+        """The tokens behind those at [start, end), which are the step's from first_row on. A token whose figures are
+        known, because the sequence was preempted behind it, is left out."""
+        assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
+        start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
+        num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])
+        for at in range(start, end, len(self._logits)):
+            stop = min(at + len(self._logits), end)
+            rows = _ids(range(first_row + at - start, first_row + stop - start), self._hidden.device)
+            logits = self._logits[: stop - at]
+            self._model.logits(pagedkv.gather_rows(self._hidden, rows), out=logits)
+            targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)
+            ids, logprobs = pagedkv.token_logprobs(logits, targets, num_best)
+            self._scores.append((seq, _here(ids), _here(logprobs)))
+
+    def report(self) -> None:
+        for seq, ids, logprobs in self._scores:
+            assert seq.prompt_logprobs is not None
+            for row_ids, row in zip(ids.tolist(), logprobs.tolist(), strict=True):
+                seq.prompt_logprobs.append(dict(zip(row_ids, row, strict=True)))
+        for seq, vector in self._vectors:
+            seq.embedding = vector / np.linalg.norm(vector)
+
+
+def _ids(values: object, device: str) -> Tensor:
+    return pagedkv.asarray(np.array(values, np.int32), device=device)
+
+
+def _here(tensor: Tensor, dtype: str | None = None) -> np.ndarray:
+    return pagedkv.asarray(tensor, dtype, "cpu").numpy()

@@ -1,0 +1,98 @@
+"""One step of the engine: what is computed together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan: sequences[i] computes the KV of tokens [starts[i], ends[i]), lengths[i] of them.
+
+    Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # theirs
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    receivers: list[Sequence] = field(default_factory=list)  # who gets the token of each row that is sampled, and ...
+    sampled: list[int] = field(default_factory=list)  # ... which of `sequences` it is sampled behind
+    forks: list[tuple[int, int]] = field(default_factory=list)  # ids: a sequence that shares the pages of another
+    # after this step
+    num_decodes: int = 0  # the first so many compute one token that was sampled
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # of the decodes: their tokens are in
+    # these rows of what the step before sampled
+    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.new_tokens
+    is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
+    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
+    # one of end_ids ends one of the sequences
+    end_ids: frozenset[int] | None = None  # tokens that end one of its decodes, -1 for none; None: each must be asked
+    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get behind it at least
+    swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
+    swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
+    copies: np.ndarray | None = None  # int32 [n, 2]: page, page
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.num_decodes == len(self.sequences)
+
+    def add(self, seq: Sequence, length: int) -> bool:
+        """A chunk of the sequence's tokens. True where it is the last one, after which a token is sampled."""
+        self.starts.append(seq.num_computed)
+        self.lengths.append(length)
+        seq.num_computed += length
+        self.ends.append(seq.num_computed)
+        is_last = seq.num_computed == seq.num_tokens
+        if is_last:
+            self._sample(seq, len(self.sequences))
+        self.sequences.append(seq)
+        self.ids.append(seq.id)
+        return is_last
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which has the same prompt, gets a token of its own after the chunk that was just added."""
+        child.num_computed = child.num_in_pages = parent.num_computed
+        child.num_cached = parent.num_cached
+        self._sample(child, len(self.sequences) - 1)
+        self.forks.append((parent.id, child.id))
+
+    def _sample(self, seq: Sequence, index: int) -> None:
+        seq.source = len(self.sampled)
+        seq.num_tokens += 1
+        self.sampled.append(index)
+        self.receivers.append(seq)
+
+    def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
+        """The next token of each, as the first of the step; `ends` are their num_tokens."""
+        self._plan(decodes, ids, ends)
+        self.starts = [end - 1 for end in ends]
+        self.sources = np.array([seq.source for seq in decodes], np.int32)
+        self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if seq.num_known == end]
+        for row, seq in enumerate(decodes):
+            seq.source = row
+
+    def go_on(self, last: Step, ends: list[int]) -> None:
+        """The same after a step that decoded nothing but these sequences."""
+        self._plan(last.sequences.copy(), last.ids.copy(), ends)
+        self.starts = last.ends.copy()
+        self.sources = np.arange(self.num_decodes, dtype=np.int32)
+        self.known = self.sampled.copy() if self.sequences[0].num_known == ends[0] else []
+
+    def _plan(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
+        self.num_decodes = len(decodes)
+        self.sequences, self.ids, self.ends = decodes, ids, ends
+        self.lengths, self.sampled = [1] * len(decodes), list(range(len(decodes)))
+        self.receivers = decodes.copy()
+        for seq, end in zip(decodes, ends, strict=True):
+            seq.num_computed = seq.num_in_pages = end
+            seq.num_tokens = end + 1

@@ -1,0 +1,97 @@
+"""Many threads, one engine: each waits for its own outputs, and one of those that wait steps the engine for all.
+
+No thread of its own is needed, and none is woken for nothing: outputs go to the mailbox of the caller that asked for
+them. Whoever steps hands over to the next one as soon as it has an output itself, so a caller that is slow to take its
+outputs holds up nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+Mailbox = SimpleQueue[Any]  # where a caller gets its outputs
+WAKE = object()  # to the mailbox of a caller whose turn has come
+
+
+class Turns:
+    """Whose turn it is to step the engine.
+
+    step          what the one whose turn it is does, until it has an output
+    settle        what is to be done between two steps; is_unsettled() says whether there is any of it
+    """
+
+    def __init__(self, step: Callable[[], None], settle: Callable[[], None], is_unsettled: Callable[[], bool]) -> None:
+        self._step, self._settle, self._is_unsettled = step, settle, is_unsettled
+        self._lock = threading.Lock()
+        self._owner: Mailbox | None = None  # whose turn it is
+        self._waiting: list[Mailbox] = []
+
+    def receive(self, mailbox: Mailbox) -> Any:
+        """What comes next for this mailbox. Waits for it, and steps the engine meanwhile, unless another caller does.
+
+        An error in a step is raised by the caller that made the step; the next one goes on behind it.
+        """
+        try:
+            while True:
+                item = self._next(mailbox)
+                if item is not WAKE:
+                    return item
+        finally:  # an error or an interrupt, too
+            self._leave(mailbox)
+            self.settle()  # what came after the last step, while it was still this one's turn
+
+    def receive_all(self, mailbox: Mailbox) -> list[Any]:
+        """The same, and what else is there by then."""
+        items = [self.receive(mailbox)]
+        while not mailbox.empty():
+            item = mailbox.get()
+            if item is not WAKE:
+                items.append(item)
+        return items
+
+    def try_step(self) -> None:
+        """One step, unless another caller makes one."""
+        self._run_alone(self._step)
+        self.settle()
+
+    def settle(self) -> None:
+        """Between two steps: now where nobody steps the engine, else at the end of the step that is made."""
+        while self._is_unsettled() and self._run_alone(self._settle):
+            pass
+
+    def _run_alone(self, action: Callable[[], None]) -> bool:
+        """Whether it could be done, because it is nobody else's turn."""
+        nobody: Mailbox = SimpleQueue()
+        with self._lock:
+            if self._owner is not None:
+                return False
+            self._owner = nobody
+        try:
+            action()
+        finally:
+            self._leave(nobody)
+        return True
+
+    def _next(self, mailbox: Mailbox) -> Any:
+        with self._lock:
+            if self._owner is None:
+                self._owner = mailbox
+            elif self._owner is not mailbox and mailbox not in self._waiting:
+                self._waiting.append(mailbox)
+            is_mine = self._owner is mailbox
+        if is_mine:
+            while mailbox.empty():
+                self._step()
+        return mailbox.get()
+
+    def _leave(self, mailbox: Mailbox) -> None:
+        with self._lock:
+            if mailbox in self._waiting:
+                self._waiting.remove(mailbox)
+            if self._owner is mailbox:
+                self._owner = self._waiting.pop(0) if self._waiting else None
+                if self._owner is not None:
+                    self._owner.put(WAKE)

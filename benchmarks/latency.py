@@ -17,7 +17,6 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 from engine import device_name
@@ -25,7 +24,7 @@ from probe import print_table, probe
 from record import add_record_option, record
 
 from pagedkv import LLM, SamplingParams, bench
-from pagedkv.engine.pipeline import Pipeline
+from pagedkv.engine import RequestOutputKind
 
 # PEERS.md: nano-vllm with FlashAttention-3 on one H200
 PEER = {"0.6B": {"one": 494, "first_ms": 29}, "8B": {"one": 180, "first_ms": 38}}

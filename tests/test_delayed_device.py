@@ -51,6 +51,9 @@ class LazyManager:
 
     def _retried(self, method):
         def call(*args, **options):
+            if method.__name__ == "allocate" and args[0] in self.late:  # it was preempted, and comes back
+                self.late.remove(args[0])
+                self.manager.free(args[0])
             while True:
                 try:
                     return method(*args, **options)

@@ -8,8 +8,8 @@ from checkpoints import VOCAB_SIZE, write_model
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.step import Step
 from pagedkv.engine.sequence import Sequence
+from pagedkv.engine.step import Step
 
 NUM_NEW = 12
 

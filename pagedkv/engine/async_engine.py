@@ -80,7 +80,7 @@ class AsyncEngine:
             engine._abort_all([request])
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whose reader gets an output with finish_reason "abort". False where there is none of the id."""
+        """Ends a request, whose reader gets an output with finish_reason "abort". False where none has the id."""
         return self.engine.abort(request_id)
 
     def stats(self) -> EngineStats:

@@ -87,7 +87,7 @@ class Request:
         """From the sequence's new token number `start` on."""
         return CompletionOutput(
             index=index,
-            text=self._text(seq, is_new=start > 0 or self.output_kind is RequestOutputKind.DELTA),
+            text=self._text(seq),
             token_ids=seq.new_tokens[start:],
             cumulative_logprob=None if self.params.logprobs is None else seq.cumulative_logprob,
             logprobs=None if self.params.logprobs is None else seq.logprobs[start:],
@@ -95,7 +95,7 @@ class Request:
             stop_reason=seq.stop_reason,
         )
 
-    def _text(self, seq: Sequence, *, is_new: bool) -> str | None:
+    def _text(self, seq: Sequence) -> str | None:
         if not self.params.detokenize or not self.tokenizer.exists:
             return None
         if seq.detokenizer is None:  # nobody needed the text before the end
@@ -104,11 +104,7 @@ class Request:
             return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)
         if seq.finish_reason is not None and not isinstance(seq.stop_reason, str):
             seq.detokenizer.finish()
-        text = seq.detokenizer.text
-        if not is_new:
-            return text
-        start, seq.num_shown_chars = seq.num_shown_chars, len(text)
-        return text[start:]
+        return seq.detokenizer.new_text() if self.output_kind is RequestOutputKind.DELTA else seq.detokenizer.text
 
     def _output(self, outputs: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
         first = self.sequences[0]

@@ -28,7 +28,7 @@ class Sequence:
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
         "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_swapped",
         "logprobs", "mask_request", "max_num_tokens", "new_tokens", "num_cached", "num_computed", "num_in_pages",
-        "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown", "num_shown_chars", "num_tokens", "owner",
+        "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown", "num_tokens", "owner",
         "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt", "seed", "siblings",
         "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
@@ -79,7 +79,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
         self.wants_embedding = False  # the last hidden state of the prompt instead of tokens
         self.embedding: np.ndarray | None = None
-        self.num_shown = self.num_shown_chars = 0  # of new_tokens and of the text, in outputs before
+        self.num_shown = 0  # of new_tokens, in outputs before
         self.start_time = start_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -108,6 +108,8 @@ class Sequence:
         if token in self.end_ids and may_stop:
             self.finish("stop", now)
             self.stop_reason = token if token in self.params.stop_token_ids else None
+            if self.detokenizer is not None and self.params.include_stop_str_in_output:
+                self.detokenizer.push(token, check_stop=False)
             return
         if self.detokenizer is not None:
             self.stop_reason = self.detokenizer.push(token, check_stop=may_stop)

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .text_stream import TextStream, text_stream
+
 
 class Tokenizer:
     def __init__(self, folder: Path) -> None:
@@ -35,3 +37,7 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def text_stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """For the tokens of one answer as they come."""
+        return text_stream(self._tokenizer, skip_special_tokens=skip_special_tokens)

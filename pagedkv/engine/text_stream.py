@@ -1,0 +1,116 @@
+"""Text of tokens that come one by one: what each adds, never half a character, at a cost that does not grow."""
+
+from __future__ import annotations
+
+import codecs
+from functools import cache
+from typing import Any, Protocol
+
+
+class TextStream(Protocol):
+    """Of one answer. The texts of all calls together are what the tokenizer makes of all tokens at once."""
+
+    def push(self, token_id: int) -> str:
+        """What the token adds. Bytes that may become a character with the next token are held back."""
+
+    def finish(self) -> str:
+        """What was held back, as far as it goes. No token follows."""
+
+
+def text_stream(tokenizer: Any, *, skip_special_tokens: bool) -> TextStream:
+    """The one for this tokenizer (of the `tokenizers` library)."""
+    from tokenizers.decoders import ByteLevel
+
+    kind = ByteStream if isinstance(tokenizer.decoder, ByteLevel) else WindowStream
+    return kind(tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class ByteStream:
+    """Of byte-level BPE, Qwen3's kind: a token stands for its bytes. """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._bytes = _bytes_of_tokens(tokenizer, skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._bytes[token_id])
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _BytesOfTokens(dict[int, bytes]):
+    """Filled as tokens are met."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
+        value = self[token_id] = b"" if token is None else _bytes_of_token(token)
+        return value
+
+
+@cache
+def _bytes_of_tokens(tokenizer: Any, skip_special_tokens: bool) -> _BytesOfTokens:
+    return _BytesOfTokens(tokenizer, skip_special_tokens)
+
+
+def _bytes_of_token(token: str) -> bytes:
+    """Each character stands for a byte. A token with any other one was added to the vocabulary, and is its own text."""
+    table = _byte_of_char()
+    if any(char not in table for char in token):
+        return token.encode()
+    return bytes(table[char] for char in token)
+
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's: printable characters of Latin-1 are their bytes, the other bytes follow from U+0100 on in their order
+    (https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    return frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+class WindowStream:
+    """Of any other tokenizer: the last tokens are decoded with and without the new one.
+
+    Where bytes that are no UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
+    library's, which looks at all of a run of such tokens.
+    """
+
+    MAX_HELD = 8  # tokens without text: more than the bytes of a character
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._num_read = 0  # the first so many have been returned, and make ...
+        self._read = ""  # ... this text
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        is_cut = text.endswith("\ufffd") and len(self._window) - self._num_read < self.MAX_HELD
+        if is_cut or len(text) <= len(self._read):
+            return ""
+        new = text[len(self._read) :]
+        self._window = self._window[self._num_read :]
+        self._num_read, self._read = len(self._window), self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        return self._decode(self._window)[len(self._read) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)
+        return text

@@ -63,7 +63,7 @@ lint: ## what .ci/run says of the sources: clang-format 14, ruff, mypy
 # with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
 BARRIERS := --num-cuda-barriers 65536
-OPERATIONS := $(patsubst %,tests/test_%.py,store append blocks merge dense sample sample_linear linear zero_rows)
+OPERATIONS := $(patsubst %,tests/test_%.py,store append blocks merge dense sample logits sample_linear linear zero_rows)
 SMALL := not large and (bfloat16 or not sample and not linear)
 LIFETIMES := (repeats or give or holds or replay or gone or programs) and not given_stream
 ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)

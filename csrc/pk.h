@@ -427,6 +427,22 @@ typedef struct {
     pk_dtype dtype;
 } pk_logprobs_args;
 
+/* bias_logits: logits[rows[i], token_ids[i]] += values[i] */
+typedef struct {
+    float *logits;                   /* [num_rows, vocab_size] */
+    const int32_t *rows, *token_ids; /* [num_values] */
+    const float *values;             /* [num_values] */
+    int64_t num_rows, vocab_size, num_values, logits_stride;
+} pk_bias_args;
+
+/* mask_logits: logits[rows[i], t] = -inf where bit t % 32 of bitmask[i, t / 32] is 0 */
+typedef struct {
+    float *logits;          /* [num_rows, vocab_size] */
+    const int32_t *bitmask; /* [num_masks, ceil(vocab_size / 32)] */
+    const int32_t *rows;    /* [num_masks], or NULL: mask i is for row i */
+    int64_t num_rows, num_masks, vocab_size, logits_stride, bitmask_stride;
+} pk_mask_args;
+
 /* copy: dst = src with conversion between float dtypes (or the same dtype); any strides inside one
  * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when
  * the call returns, unless that is pinned. */
@@ -479,6 +495,8 @@ typedef struct pk_backend {
     pk_status (*take_sampled)(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
     pk_status (*count_tokens)(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
     pk_status (*token_logprobs)(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
+    pk_status (*bias_logits)(pk_device device, const pk_bias_args *args, pk_stream stream, pk_error *err);
+    pk_status (*mask_logits)(pk_device device, const pk_mask_args *args, pk_stream stream, pk_error *err);
     /* What a device has that works beside the host; the CPU has none of it. The functions named *_synchronize wait. */
     pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
     pk_status (*reload_context)(pk_device device, pk_error *err); /* waits, then is put away and taken back */
@@ -628,6 +646,10 @@ pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, 
                           pk_error *err);
 pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
                             pk_output *logprobs, pk_stream stream, pk_error *err);
+pk_status pk_bias_logits(const pk_view *logits, const pk_view *rows, const pk_view *token_ids, const pk_view *values,
+                         pk_stream stream, pk_error *err);
+pk_status pk_mask_logits(const pk_view *logits, const pk_view *bitmask, const pk_view *rows, pk_stream stream,
+                         pk_error *err);
 pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus

@@ -138,6 +138,8 @@ OPERATIONS = {
     "sample_linear": Operation(tokens("x"), writes=("logits",)),
     "count_tokens": Operation(outs=(), writes=("counts",)),
     "token_logprobs": Operation(logprobs, outs=("out_ids", "out")),
+    "bias_logits": Operation(outs=(), writes=("logits",)),
+    "mask_logits": Operation(outs=(), writes=("logits",)),
     "take_sampled": Operation(outs=(), writes=("token_ids",)),
 }
 

@@ -179,10 +179,53 @@ def expect_take(a) -> dict:
     return {"token_ids": Outcome(new, mask=is_open)}
 
 
+def draw_bias(d: Draw) -> dict:
+    rows, vocab, count = d.size(4), int(d.rng.integers(1, 40)), d.size(9)
+    count = count if rows else 0
+    return {
+        "logits": place(d.rng, d.floats((rows, vocab), "float32", 3), "float32"),
+        "rows": d.array(d.rng.integers(0, max(rows, 1), count)),
+        "token_ids": d.array(d.rng.integers(0, vocab, count)),
+        "values": d.array(d.rng.choice([-np.inf, -2.5, 0, 1.25], count).astype(np.float32), "float32"),
+        **d.stream(),
+    }
+
+
+def expect_bias(a) -> dict:
+    logits = numbers(a.logits).copy()
+    np.add.at(logits, (numbers(a.rows), numbers(a.token_ids)), numbers(a.values))
+    return {"logits": near(logits, "float32", 2)}
+
+
+def draw_mask(d: Draw) -> dict:
+    rows, vocab = d.size(4), int(d.rng.integers(1, 3000 if d.is_large else 100))
+    chosen = d.rng.integers(0, max(rows, 1), d.size(5) if rows else 0) if d.maybe(0.5) else None
+    count = rows if chosen is None else len(chosen)
+    bits = d.rng.integers(-(2**31), 2**31, (count, -(-vocab // 32)))
+    return {
+        "logits": place(d.rng, d.floats((rows, vocab), "float32", 3), "float32"),
+        "bitmask": place(d.rng, bits, "int32", may_repeat=True, may_be_readonly=True),
+        **({} if chosen is None else {"rows": d.array(chosen)}),
+        **d.stream(),
+    }
+
+
+def expect_mask(a) -> dict:
+    logits, bits = numbers(a.logits).copy(), numbers(a.bitmask)
+    rows = range(len(logits)) if a.rows is None else numbers(a.rows)
+    for row, words in zip(rows, bits, strict=True):
+        for token in range(logits.shape[1]):
+            if not int(words[token // 32]) >> (token % 32) & 1:
+                logits[row, token] = -np.inf
+    return {"logits": Outcome(logits)}
+
+
 SAMPLING_OPERATIONS = {
     "sample": Operation(draw_sample, expect_sample),
     "sample_linear": Operation(draw_sample_linear, expect_sample_linear),
     "count_tokens": Operation(draw_count, expect_count, lambda a: []),
     "token_logprobs": Operation(draw_logprobs, expect_logprobs, lambda a: ["out_ids", "out"]),
+    "bias_logits": Operation(draw_bias, expect_bias, lambda a: []),
+    "mask_logits": Operation(draw_mask, expect_mask, lambda a: []),
     "take_sampled": Operation(draw_take, expect_take, lambda a: []),
 }

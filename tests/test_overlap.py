@@ -109,6 +109,8 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (pagedkv.count_tokens, dict(prompt_ids=upto(4), output_ids=upto(5, I64), counts=np.zeros(V, I32)), {"counts"}, set()),
     (pagedkv.token_logprobs, dict(logits=ones(T, V), token_ids=upto(T), num_best=np.array(3), out_ids=np.zeros((T, 4), I32),
                                   out=ones(T, 4)), {"out_ids", "out"}, set()),
+    (pagedkv.bias_logits, dict(logits=ones(T, V), rows=upto(T), token_ids=upto(T), values=ones(T)), {"logits"}, set()),
+    (pagedkv.mask_logits, dict(logits=ones(T, V), bitmask=np.ones((T, 1), I32), rows=upto(T)), {"logits"}, set()),
     (copy, dict(dst=ones(T, D), src=ones(T, D)), {"dst"}, {("dst", "src")}),
 ]  # fmt: skip
 NOT_TENSORS = {

@@ -25,6 +25,9 @@ CALLS = {
         t(0, 2, dtype=np.int32), t(0, dtype=np.int32)),
     "sample_linear": lambda t: pagedkv.sample_linear(
         t(0, 8), t(11, 8), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32), logits=t(0, 11)),
+    "bias_logits": lambda t: pagedkv.bias_logits(t(3, 11), t(0, dtype=np.int32), t(0, dtype=np.int32), t(0)),
+    "mask_logits": lambda t: pagedkv.mask_logits(t(0, 11), t(0, 1, dtype=np.int32)),
+    "mask_logits, rows": lambda t: pagedkv.mask_logits(t(3, 11), t(0, 1, dtype=np.int32), t(0, dtype=np.int32)),
     "sample": lambda t: pagedkv.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
 }  # fmt: skip
 

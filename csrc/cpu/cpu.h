@@ -59,5 +59,7 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream 
 pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_bias_logits(pk_device device, const pk_bias_args *args, pk_stream stream, pk_error *err);
+pk_status pk_cpu_mask_logits(pk_device device, const pk_mask_args *args, pk_stream stream, pk_error *err);
 
 #endif

@@ -49,6 +49,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_SLOT, "slot_mapping: token %lld has slot %lld but it must be below %lld") \
     X(PK_BAD_PAGE, "block_tables: sequence %lld has block %lld but it must be below %lld") \
     X(PK_BAD_ID, "ids: row %lld has id %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_ROW, "rows: entry %lld is %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_POSITION, "positions: token %lld has position %lld but it must be at least 0 and below %lld") \
     X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
     X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
@@ -352,6 +353,7 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
     OP(append_kvcache) OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
     OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
     OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
+    OP(bias_logits) OP(mask_logits) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) X(stream_id) X(stream_is_new) \
     X(capture_id) X(capture_keep) \

@@ -49,7 +49,7 @@
     X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
     X(use_linear_algorithm)                                                                                           \
     X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(sample_linear) X(take_sampled) X(count_tokens)                  \
-    X(token_logprobs)                                                                                                 \
+    X(token_logprobs) X(bias_logits) X(mask_logits)                                                                   \
     X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \
     X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
     X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
@@ -112,7 +112,7 @@ int py_add_event_type(PyObject *module);
 int py_add_graph_type(PyObject *module);
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_append_functions[], py_dense_functions[],
-    py_sample_functions[], py_runtime_functions[], py_array_functions[];
+    py_sample_functions[], py_logits_functions[], py_runtime_functions[], py_array_functions[];
 
 /* ------------------------------------------------------- errors (errors.c) */
 

@@ -38,7 +38,7 @@ class Detokenizer:
         return new
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str | None:
-        """Takes a token; returns the stop string that it completes, which ends the text. check_stop=False: none does."""
+        """Takes a token; returns the stop string that it completes, which ends the text. check_stop: whether one can."""
         new = self._stream.push(token_id)
         if not self._stop:
             self._shown.append(new)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pagedkv
+from pagedkv.engine.arguments import find_device
 
 DEMO_MODEL = Path(__file__).parent / "data" / "demo_model"
 DEVICE_HELP = "cpu, cuda, or auto: cuda where there is one (default: auto)"
@@ -90,13 +91,6 @@ def _at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
-def _device(given: str) -> str:
-    """Looks for a GPU only when it is asked for one: that takes a while."""
-    if given != "auto":
-        return given
-    return "cuda" if pagedkv.build_info()["cuda_devices"] else "cpu"
-
-
 # --- generate
 
 
@@ -104,7 +98,7 @@ def run_generate(args: argparse.Namespace) -> int:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed", "ignore_eos")
     params = pagedkv.SamplingParams(**{name: getattr(args, name) for name in names})
     options = {name: getattr(args, name) for name in ("dtype", "block_size", "max_model_len")}
-    with pagedkv.LLM(args.model, device=_device(args.device), **options) as llm:
+    with pagedkv.LLM(args.model, device=args.device, **options) as llm:
         outputs = llm.generate(args.prompt, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         if output.error is None:
@@ -164,7 +158,7 @@ def _demo_sums(count: int, rng: random.Random) -> list[tuple[int, int]]:
 def run_bench(args: argparse.Namespace) -> int:
     from pagedkv import bench
 
-    device = _device(args.device)
+    device = find_device(args.device)
     workload = bench.nano_bench(args.num_requests)
     with tempfile.TemporaryDirectory() as scratch:
         is_shape = args.model in bench.SHAPES

@@ -50,13 +50,13 @@ def test_random_weights():
 def test_a_model_of_random_weights_runs(tmp_path, tiny):
     folder = bench.write_shape(tiny, tmp_path)
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=1, ignore_eos=True)
-    with LLM(folder, load_format="dummy", max_model_len=64) as llm:
+    with LLM(folder, device="cpu", load_format="dummy", max_model_len=64) as llm:
         outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
     assert len({*outputs[0].token_ids, *outputs[1].token_ids}) > 20
     with pytest.raises(ValueError, match="load_format is 'gguf' but must be auto or dummy"):
-        LLM(folder, load_format="gguf")
+        LLM(folder, device="cpu", load_format="gguf")
     with pytest.raises(FileNotFoundError, match="no weights to load"):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 def test_the_command(capsys, monkeypatch, tiny):

@@ -86,7 +86,7 @@ def test_tokenizer_is_one_token_a_character(rng):
 def test_sums_through_llm(rng, dtype):
     pairs = draw_uniform(rng, 1000)
     edges = [(473, 89), (0, 0), (999, 999), (999, 1), (1, 999), (555, 445), (0, 999), (90, 9), *draw_short(rng, 92)]
-    with LLM(FOLDER, dtype=dtype) as llm:
+    with LLM(FOLDER, device="cpu", dtype=dtype) as llm:
         outputs = llm.generate([f"{a}+{b}=" for a, b in edges + pairs], GREEDY, use_tqdm=False)
     wrong = wrong_answers(outputs[len(edges) :], pairs)
     assert len(wrong) <= 10, wrong
@@ -97,7 +97,7 @@ def test_sums_through_llm(rng, dtype):
 def test_sums_after_solved_examples_use_the_prefix_cache(rng):
     examples = solved(draw_short(rng, 6))
     pairs = draw_uniform(rng, 100)
-    with LLM(FOLDER, block_size=16) as llm:
+    with LLM(FOLDER, device="cpu", block_size=16) as llm:
         prompts, prompt = [f"{examples}{a}+{b}=" for a, b in pairs], f"{examples}1+1="
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         again = llm.generate(prompt, GREEDY, use_tqdm=False)

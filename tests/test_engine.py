@@ -310,7 +310,7 @@ def test_close_releases_the_memory(folder):
     size = 256 << 20
     gc.collect()
     before = resident()
-    llm = LLM(folder, kv_cache_memory=size)
+    llm = LLM(folder, device="cpu", kv_cache_memory=size)
     for pair in llm._runner.caches:
         for cache in pair:
             cache.copy_(np.zeros(cache.shape, np.float32))
@@ -322,7 +322,7 @@ def test_close_releases_the_memory(folder):
 
 def test_engines_leave_nothing_behind(folder):
     def live_and_die() -> None:
-        with LLM(folder, block_size=4, num_blocks=50) as llm:
+        with LLM(folder, device="cpu", block_size=4, num_blocks=50) as llm:
             generate(llm, ["abc", [], [1] * 300], GREEDY)
 
     for _ in range(5):
@@ -424,13 +424,13 @@ def test_repr(llm):
 def test_without_a_tokenizer(tmp_path):
     folder = write_model(tmp_path)
     (folder / "tokenizer.json").unlink()
-    with LLM(folder) as llm:
+    with LLM(folder, device="cpu") as llm:
         output = generate(llm, [[1, 2, 3]], GREEDY)[0]
         assert output.text is None and len(output.token_ids) == 12
         with pytest.raises(FileNotFoundError, match="tokenizer.json is missing"):
             generate(llm, "abc", GREEDY)
     (folder / "tokenizer.json").write_text("{}")
-    with LLM(folder) as llm, pytest.raises(ValueError, match="tokenizer.json: "):
+    with LLM(folder, device="cpu") as llm, pytest.raises(ValueError, match="tokenizer.json: "):
         generate(llm, "abc", GREEDY)
 
 

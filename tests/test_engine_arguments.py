@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def llm(folder):
-    with LLM(folder, block_size=4, num_blocks=200, max_num_seqs=8) as llm:
+    with LLM(folder, device="cpu", block_size=4, num_blocks=200, max_num_seqs=8) as llm:
         yield llm
 
 
@@ -99,7 +99,7 @@ def test_unknown_options(llm, folder):
     with pytest.raises(TypeError, match="top_q"):
         SamplingParams(top_q=0.5)
     with pytest.raises(TypeError, match="gpu_memory"):
-        LLM(folder, gpu_memory=0.9)
+        LLM(folder, device="cpu", gpu_memory=0.9)
     with pytest.raises(TypeError, match="verbose"):
         llm.generate("a", verbose=True)
 
@@ -173,15 +173,15 @@ def test_bad_engine_options(folder, options, error, message):
 
 
 def test_pool_size(folder):
-    with LLM(folder, kv_cache_memory=10 * 16384 + 1) as llm:
+    with LLM(folder, device="cpu", kv_cache_memory=10 * 16384 + 1) as llm:
         assert llm.manager.num_blocks == 10
-    with LLM(folder, max_num_seqs=3) as llm:
+    with LLM(folder, device="cpu", max_num_seqs=3) as llm:
         assert llm.manager.num_blocks == 3 * 256 / 16
 
 
 def test_no_such_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
-        LLM(tmp_path / "nowhere")
+        LLM(tmp_path / "nowhere", device="cpu")
 
 
 def test_numbers_of_numpy():

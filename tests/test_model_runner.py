@@ -61,7 +61,7 @@ def take(launched, step: Step, sequences: list[Sequence], tokens: list[list[int]
 def test_a_step_reads_the_tokens_of_the_one_before(folder, rng, temperature):
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 5, 17)]
     params = [SamplingParams(temperature=temperature, max_tokens=NUM_NEW, seed=i, ignore_eos=True) for i in range(3)]
-    with LLM(folder, block_size=4, num_blocks=64, max_num_seqs=4) as llm:
+    with LLM(folder, device="cpu", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         llm.manager.reset_prefix_cache()
         sequences = [Sequence(100 + i, prompts[i], params[i], i, frozenset(), 0.0) for i in range(3)]
@@ -69,7 +69,7 @@ def test_a_step_reads_the_tokens_of_the_one_before(folder, rng, temperature):
 
 
 def test_the_model_samples_of_its_logits(folder, rng):
-    with LLM(folder, num_blocks=10) as llm:
+    with LLM(folder, device="cpu", num_blocks=10) as llm:
         model, config, rows = llm._runner.model, llm.config, 50
     hidden = rng.standard_normal((rows, config.hidden_size), np.float32)
     numbers = rng.uniform(0, 2, rows).astype(np.float32), np.arange(rows), np.arange(rows, dtype=np.int32)

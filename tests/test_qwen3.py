@@ -95,7 +95,7 @@ def test_logits_at_every_position(tmp_path, rng, form):
     model = save_pretrained(tmp_path, **FORMS[form])
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 5, 50, 97)]
     for chunk in (8, 2048):
-        with LLM(tmp_path, block_size=4, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
+        with LLM(tmp_path, device="cpu", block_size=4, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
             poison(llm)
             recorded = record_logits(llm)
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
@@ -156,7 +156,7 @@ def test_greedy_tokens(greedy, engine):
 def test_half_precision_is_close(tmp_path, rng, dtype):
     model = save_pretrained(tmp_path, dtype=dtype)
     prompt = rng.integers(VOCAB_SIZE, size=40).tolist()
-    with LLM(tmp_path, block_size=4, num_blocks=64) as llm:
+    with LLM(tmp_path, device="cpu", block_size=4, num_blocks=64) as llm:
         assert llm.dtype == dtype
         poison(llm)
         recorded = record_logits(llm)
@@ -168,7 +168,7 @@ def test_half_precision_is_close(tmp_path, rng, dtype):
 def test_a_bfloat16_checkpoint_computed_in_float32(tmp_path, rng):
     model = save_pretrained(tmp_path, dtype="bfloat16")
     prompt = rng.integers(VOCAB_SIZE, size=40).tolist()
-    with LLM(tmp_path, dtype="float32", block_size=4, num_blocks=64) as llm:
+    with LLM(tmp_path, device="cpu", dtype="float32", block_size=4, num_blocks=64) as llm:
         recorded = record_logits(llm)
         llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert_close(recorded[0][0][1], oracle_logits(model, prompt), 1e-4)

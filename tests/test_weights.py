@@ -83,21 +83,21 @@ def test_sharded_checkpoint(tmp_path):
     whole, shards = write_model(tmp_path / "whole"), write_model(tmp_path / "shards")
     split_in_shards(shards, 3)
     prompts = [[1, 2, 3], [5] * 20]
-    with LLM(whole, seed=0) as a, LLM(shards, seed=0) as b:
+    with LLM(whole, device="cpu", seed=0) as a, LLM(shards, device="cpu", seed=0) as b:
         tokens = [[output.token_ids for output in llm.generate(prompts, use_tqdm=False)] for llm in (a, b)]
     assert tokens[0] == tokens[1]
     (shards / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="names 'model-00002-of-00003.safetensors', which is not in the folder"):
-        LLM(shards)
+        LLM(shards, device="cpu")
 
 
 def test_one_file_of_another_name(tmp_path):
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    LLM(folder).close()
+    LLM(folder, device="cpu").close()
     (folder / "more.safetensors").write_bytes(safetensors_bytes({}))
     with pytest.raises(FileNotFoundError, match="several .safetensors files but no model.safetensors.index.json"):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 def test_a_folder_without_weights(tmp_path):
@@ -105,7 +105,7 @@ def test_a_folder_without_weights(tmp_path):
     folder = write_model(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no model.safetensors: no weights to load"):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 @pytest.mark.parametrize("name", sorted(tensor_shapes(TINY)))
@@ -115,7 +115,7 @@ def test_missing_tensor(tmp_path, name):
     del weights[name]
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     with pytest.raises(CheckpointError, match=f"tensor '{name}' is missing"):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 def test_extra_tensor(tmp_path):
@@ -123,7 +123,7 @@ def test_extra_tensor(tmp_path):
     extra = {"model.layers.7.mlp.up_proj.weight": np.zeros((96, 64), np.float32)}
     (folder / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY) | extra))
     with pytest.raises(CheckpointError, match=r"safetensors: tensor 'model.layers.7.mlp.up_proj.weight' is no part"):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 def test_a_tied_model_may_hold_its_head_twice(tmp_path):
@@ -131,7 +131,7 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     weights = random_weights(TINY | {"tie_word_embeddings": True})
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
-    LLM(folder).close()
+    LLM(folder, device="cpu").close()
 
 
 def test_mis_shaped_tensor(tmp_path):
@@ -141,7 +141,7 @@ def test_mis_shaped_tensor(tmp_path):
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     message = r"safetensors: tensor 'model.layers.1.self_attn.k_proj.weight' has shape \[64, 65\] but .* \[64, 64\]"
     with pytest.raises(CheckpointError, match=message):
-        LLM(folder)
+        LLM(folder, device="cpu")
 
 
 def corrupt_header(data: bytes, change) -> bytes:

@@ -63,7 +63,8 @@ static int module_exec(PyObject *module)
         return -1;
     if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
         add_functions(module, state, py_append_functions) < 0 || add_functions(module, state, py_dense_functions) < 0 ||
-        add_functions(module, state, py_sample_functions) < 0 || add_functions(module, state, py_logits_functions) < 0 ||
+        add_functions(module, state, py_sample_functions) < 0 ||
+        add_functions(module, state, py_logits_functions) < 0 ||
         add_functions(module, state, py_runtime_functions) < 0 || add_functions(module, state, py_array_functions) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "__version__", PAGEDKV_VERSION);

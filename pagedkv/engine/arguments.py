@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import index
 from typing import Any
 
+import pagedkv
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
 
@@ -44,6 +45,13 @@ def check_options(
         raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
     if num_blocks is not None and kv_cache_memory is not None:
         raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
+
+
+def find_device(device: str) -> str:
+    """"cpu" or "cuda:0", of "auto" too. Looks for a GPU only where one may be meant: that takes a while."""
+    if device == "auto":
+        device = "cuda" if pagedkv.build_info()["cuda_devices"] else "cpu"
+    return device if device == "cpu" else pagedkv.Stream(device).device  # raises where there is no such GPU
 
 
 def model_len(wanted: int | None, config: Qwen3Config) -> int:

@@ -1,8 +1,172 @@
-"""Temporary."""
+"""Chats as text: the Jinja template of a model's folder."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from datetime import datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+MAX_CHARS = 1 << 26  # of a rendered chat
+MARKER = "\ue000end of the final message\ue001"  # private code points, which no text has
 
 
 class ChatTemplate:
+    """Renders as transformers' apply_chat_template does: its variables, filters, functions and tags, in Jinja's sandbox
+    for templates of strangers (jinja2.sandbox.ImmutableSandboxedEnvironment).
+
+    A template that fails, or reaches for what the sandbox forbids, raises ValueError. Bounded are range() (100,000, by
+    the sandbox) and the length of the text (64 Mi characters); the time of loops without output is not.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str = "") -> None:
+        self.templates, self.special_tokens, self.source = dict(templates), dict(special_tokens), source
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate:
+        """From chat_template.jinja and additional_chat_templates/, or chat_template.json, or tokenizer_config.json.
+        A folder without any has no templates; then render() needs one."""
+        config = _read_json(folder / "tokenizer_config.json")
+        found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
+        if isinstance(found, str):
+            found = {"default": found}
+        elif isinstance(found, list):  # of {"name", "template"}
+            found = {each["name"]: each["template"] for each in found}
+        templates: dict[str, str] = dict(found)
+        if (folder / "chat_template.jinja").is_file():
+            templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
+        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+            templates[path.stem] = path.read_text("utf-8")
+        return cls(templates, _special_tokens(config), str(folder))
+
+    def render(
+        self,
+        messages: SequenceOf[Mapping[str, Any]],
+        *,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> str:
+        """The text of a chat.
+
+        messages  dicts with a "role", and mostly "content"
+        tools     JSON schemas of functions that the model may call
+        template  the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given and
+                  there is one, else "default"
+        add_generation_prompt   ends with what begins an answer
+        continue_final_message  ends within the last message, which the model goes on with
+        options   variables of the template
+        """
+        check_messages(messages)
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False: the last message goes on")
+        chat = [dict(message) for message in messages]
+        if continue_final_message:
+            if not isinstance(chat[-1].get("content"), str):
+                raise ValueError("continue_final_message=True needs a last message whose content is a text")
+            chat[-1]["content"] += MARKER
+        text = self._run(
+            self._find(template, tools),
+            self.special_tokens
+            | {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+            | options,
+        )
+        if not continue_final_message:
+            return text
+        if MARKER not in text:
+            raise ValueError("continue_final_message=True, but the template leaves out the last message")
+        return text[: text.rindex(MARKER)]
+
+    def _find(self, template: str | None, tools: object) -> str:
+        if template is not None:
+            return self.templates.get(template, template)
+        for name in ("tool_use", "default") if tools else ("default",):
+            if name in self.templates:
+                return self.templates[name]
+        raise ValueError(f"{self.source}: no chat template in the model's folder; give one (chat_template)")
+
     @staticmethod
-    def from_folder(f: Any) -> Any: ...
+    def _run(template: str, variables: Mapping[str, Any]) -> str:
+        environment = _environment()
+        parts, length = [], 0
+        try:
+            for part in environment.from_string(template).generate(**variables):
+                parts.append(part)
+                length += len(part)
+                if length > MAX_CHARS:
+                    raise ValueError(f"it wrote more than {MAX_CHARS:,} characters")
+        except Exception as error:  # whatever a template does: a division by zero, a wrong type, an endless recursion
+            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+        return "".join(parts)
+
+
+def check_messages(messages: object, name: str = "messages") -> None:
+    """A list of dicts that have a role, at least one."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, SequenceOf):
+        raise TypeError(f"{name} is {messages!r} but must be a list of messages")
+    if not messages:
+        raise ValueError(f"{name} is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{name}[{i}] is {message!r} but must be a dict with role and content")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{name}[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds no JSON object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like, which are texts or dicts with "content"."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+@cache
+def _environment() -> Any:
+    try:
+        from jinja2 import TemplateError, ext, nodes
+        from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    except ModuleNotFoundError as error:
+        raise ImportError("chat templates need Jinja2 (pip install pagedkv[chat]), which is not installed") from error
+
+    class Generation(ext.Extension):  # type: ignore[misc]
+        """{% generation %} ... {% endgeneration %} marks what the model has written; here it changes nothing."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:  # Jinja's own writes an empty text for it
+            raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not for templates")
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -38,7 +38,7 @@ class Detokenizer:
         return new
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str | None:
-        """Takes a token; returns the stop string that it completes, which ends the text. check_stop: whether one can."""
+        """Takes a token; returns the stop string that it completes, which ends the text (check_stop: if one may)."""
         new = self._stream.push(token_id)
         if not self._stop:
             self._shown.append(new)

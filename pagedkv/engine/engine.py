@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from html import escape
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import pagedkv
-from pagedkv import BlockManager, OutOfBlocks, Stream
+from pagedkv import BlockManager, OutOfBlocks
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import Checkpoint
 
-from .arguments import KV_CACHE_DTYPES, Prompt, check_options, check_vocabulary, encode, model_len
+from .arguments import KV_CACHE_DTYPES, Prompt, check_options, check_vocabulary, encode, find_device, model_len
 from .calls import Call
 from .explain import explain
+from .hub import model_folder
 from .model_runner import ModelRunner
 from .outputs import EngineCounters, EngineStats, Latencies, RequestOutput, percentiles
 from .pipeline import Pipeline
@@ -44,8 +44,10 @@ T = TypeVar("T")
 class Engine:
     """Continuous batching for a Qwen3 folder in the Hugging Face layout.
 
-    model                   folder with config.json, safetensors and, for text, tokenizer.json
-    device                  "cpu", "cuda", "cuda:1"
+    model                   folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging
+                            Face hub, such as "Qwen/Qwen3-0.6B" (see model_folder)
+    revision                of a name on the hub: a branch, a tag or a commit
+    device                  "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
     load_format             "auto": the safetensors of the folder; "dummy": random weights, to measure speed
     dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
     kv_cache_dtype          "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time
@@ -78,7 +80,8 @@ class Engine:
         self,
         model: str | os.PathLike[str],
         *,
-        device: str = "cpu",
+        revision: str | None = None,
+        device: str = "auto",
         load_format: str = "auto",
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
@@ -113,11 +116,8 @@ class Engine:
                 f"max_num_batched_tokens is {max_num_batched_tokens} but must be at least max_num_seqs={max_num_seqs}: "
                 "every sequence that runs may decode a token in a step"
             )
-        self.device = "cpu" if device == "cpu" else Stream(device).device  # raises where there is no such GPU
-        folder = Path(model)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such folder")
-        self.folder = folder
+        self.device = find_device(device)
+        self.folder = folder = model_folder(model, revision)
         self.config = Qwen3Config.from_folder(folder)
         self.dtype = self.config.dtype if dtype == "auto" else dtype
         self.max_model_len = model_len(max_model_len, self.config)

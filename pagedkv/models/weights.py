@@ -173,7 +173,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
-        self.files = _open_files(folder)
+        files = _open_files(folder)
+        # Models without a head, such as Qwen3-Embedding's, are saved without the prefix.
+        prefix = "" if any(name.startswith("model.") for name in files) else "model."
+        self.files = {name if name == "lm_head.weight" else prefix + name: file for name, file in files.items()}
         self.used: set[str] = set()
         self._staging: list[tuple[pagedkv.Tensor, Event]] = []
 
@@ -209,7 +212,7 @@ class Checkpoint:
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
         file = self.files[name]
-        view = file.tensor(name)
+        view = file.tensor(name if name in file.entries else name.removeprefix("model."))
         if tuple(view.shape) != shape:
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} has shape {list(view.shape)} but the config says {list(shape)}"

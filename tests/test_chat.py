@@ -1,0 +1,184 @@
+"""Chat templates, beside transformers' apply_chat_template; what must be refused; LLM.chat on a copy of the demo model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+from pagedkv import LLM, SamplingParams
+from pagedkv.engine.chat import MAX_CHARS, ChatTemplate
+
+DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
+CHATS = [
+    [{"role": "user", "content": "Hi <there> \u00e9\u4e2d\U0001f600\n"}],
+    [
+        {"role": "system", "content": "  Be brief. "},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": [1, None]}}]},
+        {"role": "user", "content": "and 2+2?"},
+    ],
+    [{"role": "user", "content": [{"type": "text", "text": "parts"}]}, {"role": "assistant", "content": "a"}],
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "<sum> \u00fc", "parameters": {"type": "object"}}}]
+TEMPLATES = {
+    "like Qwen3's": """{%- if tools %}
+{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}{{ ns.last }}""",
+    "special tokens": "{{ bos_token }}{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}",
+    "tojson": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}u{% endif %}{% endfor %}",
+    "trimmed blocks": "{% for m in messages %}\n    {% if true %}\n  {{ m.role }}\n    {% endif %}\n{% endfor %}\n",
+    "macros": "{% macro show(m) %}[{{ m.role|upper }}]{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
+    "the time": "{{ strftime_now('%Y') }}",
+    "undefined": "{{ nothing }}{% if documents %}d{% endif %}{% if tools is none %}none{% else %}{{ tools|length }}{% endif %}",
+    "slices and tests": "{{ messages[0].role[:2] }}{{ messages[-1].content is mapping }}{{ 'é' ~ (1, 2)|list }}",
+    "dict order": "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), bos_token="<s>", eos_token="<eos>")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_same_text_as_transformers(theirs, name):
+    ours = ChatTemplate({"default": TEMPLATES[name]}, {"bos_token": "<s>", "eos_token": "<eos>"})
+    for messages in CHATS:
+        for tools in (None, TOOLS):
+            for prompts in (True, False):
+                for options in ({}, {"enable_thinking": False}):
+                    expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], tools=tools, add_generation_prompt=prompts, tokenize=False, **options)  # fmt: skip
+                    assert ours.render(messages, tools=tools, add_generation_prompt=prompts, **options) == expected
+
+
+def test_going_on_with_the_last_message(theirs):
+    template = TEMPLATES["like Qwen3's"]
+    messages = [*CHATS[1], {"role": "assistant", "content": "The sum is"}]
+    expected = theirs.apply_chat_template(messages, chat_template=template, continue_final_message=True, tokenize=False)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert ChatTemplate({"default": template}, {}).render(messages, **options) == expected
+    assert expected.endswith("The sum is")
+    messages[-1]["content"] = ""
+    assert ChatTemplate({"default": template}, {}).render(messages, **options).endswith("assistant\n")
+    with pytest.raises(ValueError, match="needs add_generation_prompt=False"):
+        ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True)
+    with pytest.raises(ValueError, match="whose content is a text"):
+        ChatTemplate({"default": template}, {}).render(CHATS[2][:1], **options)
+    with pytest.raises(ValueError, match="leaves out the last message"):
+        ChatTemplate({"default": "x"}, {}).render(messages, **options)
+
+
+FAILING = {
+    "raises": ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+    "a syntax error": ("{% for %}", "TemplateSyntaxError"),
+    "a wrong type": ("{{ 1 + 'a' }}", "TypeError"),
+    "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "a missing attribute of nothing": ("{{ nothing.more }}", "UndefinedError"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "classes": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    "globals": ("{{ raise_exception.__globals__ }}", "SecurityError"),
+    "import": ("{{ strftime_now.__globals__['os'] }}", "SecurityError"),
+    "changes the messages": ("{{ messages.append(1) }}", "SecurityError"),
+    "format strings": ("{{ '{0.__class__}'.format(1) }}", "SecurityError"),
+    "files": ("{% include '/etc/passwd' %}", "TypeError"),
+    "range": ("{% for i in range(10000000) %}{% endfor %}", "OverflowError"),
+    "a flood": ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", f"more than {MAX_CHARS:,} characters"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_templates_that_fail_or_leave_the_sandbox(name):
+    template, message = FAILING[name]
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="the chat template failed: .*" + message):
+        ChatTemplate({"default": template}, {}).render(messages)
+    assert messages == [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "messages, error, message",
+    [
+        ("Hello", TypeError, "messages is 'Hello' but must be a list"),
+        (None, TypeError, "messages is None"),
+        ([], ValueError, "messages is empty"),
+        ([{"role": "user"}, "x"], TypeError, r"messages\[1\] is 'x' but must be a dict"),
+        ([{"content": "x"}], ValueError, r"messages\[0\]: role is None"),
+        ([{"role": 3, "content": "x"}], ValueError, r"messages\[0\]: role is 3"),
+    ],
+)
+def test_bad_messages(messages, error, message):
+    with pytest.raises(error, match=message):
+        ChatTemplate({"default": "x"}, {}).render(messages)
+
+
+def write(folder: Path, **files) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        path = folder / name.replace("__", "/").replace("_json", ".json").replace("_jinja", ".jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+def test_where_templates_are_found(tmp_path):
+    def rendered(folder, **options):
+        return ChatTemplate.from_folder(folder).render(CHATS[0], **options)
+
+    config = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "<e>"}, "bos_token": None}
+    assert rendered(write(tmp_path / "a", tokenizer_config_json=config)) == "config <e>"
+    assert rendered(write(tmp_path / "b", chat_template_json={"chat_template": "json"})) == "json"
+    both = write(tmp_path / "c", tokenizer_config_json=config, chat_template_jinja="jinja {{ eos_token }}")
+    assert rendered(both) == "jinja <e>"
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    several = write(tmp_path / "d", tokenizer_config_json={"chat_template": named}, additional_chat_templates__rag_jinja="three")
+    assert [rendered(several), rendered(several, tools=TOOLS), rendered(several, template="rag")] == ["one", "two", "three"]
+    assert rendered(several, template="{{ messages|length }}") == "1"
+    with pytest.raises(ValueError, match="no chat template in the model's folder"):
+        rendered(write(tmp_path / "e"))
+    with pytest.raises(ValueError, match="tokenizer_config.json: "):
+        rendered(write(tmp_path / "f", tokenizer_config_json="{"))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """The model that adds, with a template: a chat's last message is the prompt."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{% if add_generation_prompt %}={% endif %}")
+    return folder
+
+
+def test_llm_chat(chatty):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(chatty, device="cpu", block_size=4, num_blocks=64) as llm:
+        chats = [[{"role": "user", "content": text}] for text in ("12+34", "40+2")]
+        outputs = llm.chat(chats, params, use_tqdm=False)
+        assert [output.text for output in outputs] == ["46", "42"]
+        assert [output.prompt_token_ids for output in outputs] == [llm.tokenizer.encode(f"{c[0]['content']}=") for c in chats]
+        assert llm.chat(chats[0], params, use_tqdm=False)[0].text == "46"
+        streamed = list(llm.stream(chats[0], params))
+        assert "".join(output.outputs[0].text for output in streamed) == "46" and len(streamed) > 1
+        going_on = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "12+34="}]
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        assert llm.chat(going_on, params, use_tqdm=False, **options)[0].text == "46"
+        assert llm.chat(chats[0], params, use_tqdm=False, chat_template="5+5=")[0].text == "10"
+        with pytest.raises(ValueError, match="the chat template failed: SecurityError"):
+            llm.chat(chats[0], params, use_tqdm=False, chat_template="{{ ''.__class__ }}")
+        with pytest.raises(TypeError, match="messages"):
+            llm.chat("12+34", params)
+        with pytest.raises(ValueError, match="messages is empty"):
+            llm.chat([], params)

@@ -45,5 +45,6 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None) -> 
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else "no connection"
         raise ConnectionError(f"{name}: not in the hub's cache, and the hub cannot be asked ({why})") from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ConnectionError(f"{name}: the download failed: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of the hub's answer, or of the library that the client uses for HTTP
+        first = (str(error).splitlines() or [""])[0]
+        raise ConnectionError(f"{name}: the download failed: {type(error).__name__}: {first}") from error

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import oracle
 import pytest
-from checkpoints import VOCAB_SIZE, write_model
+from checkpoints import ALPHABET, VOCAB_SIZE, write_model
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -37,17 +37,22 @@ def engine(folder, device, *, behind=1, **options):
     with patch.object(Qwen3, "sample", sample_and_leave_logits), LLM(folder, device=device, **options) as llm:
         runner, llm.logits = llm._runner, {}
         runner.num_behind = behind
-        launch = runner.launch
+        launch, edit, unedited = runner.launch, runner._edit, []
+
+        def recorded_edit(learn):
+            unedited.append(host(runner.logits))
+            edit(learn)
 
         def recorded(step, learn):
+            unedited.clear()
             launched = launch(step, learn)
             pagedkv.synchronize(device)
-            rows = np.asarray(host(runner.logits))
+            rows = np.asarray(unedited[0] if unedited else host(runner.logits))
             for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):
                 llm.logits[seq.id, step.starts[index] + step.lengths[index]] = rows[row].copy()
             return launched
 
-        runner.launch = recorded
+        runner.launch, runner._edit = recorded, recorded_edit
         yield llm
 
 
@@ -55,15 +60,35 @@ def host(tensor):
     return pagedkv.empty(tensor.shape, tensor.dtype).copy_(tensor).numpy()
 
 
+def edited(logits, one, tokens):
+    """What a request's options make of its logits, with the tokens that it has by then."""
+    x = logits.copy()
+    for token, bias in (one.logit_bias or {}).items():
+        x[token] += bias
+    forbidden = set() if len(tokens) >= one.min_tokens else set(one.stop_token_ids)
+    for word in one.bad_words:  # a token is a character
+        for ids in ([ALPHABET.index(c) for c in text] for text in (word, " " + word)):
+            if tokens[len(tokens) - len(ids) + 1 :] == ids[:-1]:
+                forbidden.add(ids[-1])
+    x[list(forbidden)] = -np.inf
+    for allowed in (one.allowed_token_ids, None if one.mask is None else np.flatnonzero(one.mask(None, tokens))):
+        if allowed is not None:
+            x[~np.isin(np.arange(VOCAB_SIZE), allowed)] = -np.inf
+    return x
+
+
 def check(llm, prompts, outputs, params):
     """Right tokens and log probabilities. Requests have the ids 0, 1, ... of the engine."""
     for i, (prompt, output, one) in enumerate(zip(prompts, outputs, params, strict=True)):
-        assert output.error is None and len(output.token_ids) == one.max_tokens
+        assert output.error is None
+        stops = [n for n, token in enumerate(output.token_ids, 1) if token in one.stop_token_ids and n >= one.min_tokens]
+        assert len(output.token_ids) == (stops[0] if stops else one.max_tokens)
+        assert output.finish_reason == ("stop" if stops else "length")
         for n, token in enumerate(output.token_ids):
             logits = llm.logits[i, len(prompt) + n].astype(np.float64)
             counts = 2 * np.bincount(output.token_ids[:n], minlength=VOCAB_SIZE)
             counts[prompt] += 1
-            x = oracle.penalized(logits, counts, one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
+            x = oracle.penalized(edited(logits, one, output.token_ids[:n]), counts, one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
             keys = oracle.sample_keys(x, one.temperature, one.seed, len(prompt) + n)
             sure = maybe = np.ones(VOCAB_SIZE, bool)  # kept: what rounding may change is told apart
             if one.temperature > 0:

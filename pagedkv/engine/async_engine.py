@@ -63,8 +63,7 @@ class AsyncEngine:
         """The outputs of a request, after every step that adds to it or at the end, as SamplingParams.output_kind says.
         The arguments are those of Engine.add_request()."""
         engine = self.engine
-        params = SamplingParams() if params is None else params
-        request = engine._make_request(prompt, params, self._mailbox, params.output_kind, request_id)
+        request = engine._make_request(prompt, params, self._mailbox, request_id=request_id)
         stream = self._submit(request, priority, salt)
         try:
             while True:

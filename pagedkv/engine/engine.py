@@ -223,8 +223,7 @@ class Engine:
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
         """
-        params = SamplingParams() if params is None else params
-        request = self._make_request(prompt, params, self._outputs, params.output_kind, request_id)
+        request = self._make_request(prompt, params, self._outputs, request_id=request_id)
         self._submit([request], Call(), priority, salt)
         return request.id
 
@@ -259,16 +258,17 @@ class Engine:
     def _make_request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         receiver: Receiver,
-        output_kind: RequestOutputKind,
-        request_id: str | None = None,
         *,
+        output_kind: RequestOutputKind | None = None,
+        request_id: str | None = None,
         wants_embedding: bool = False,
         name: str = "prompt",
     ) -> Request:
-        """Checks and encodes it, on the caller's time. It is not queued yet."""
+        """Checks and encodes it, on the caller's time. It is not queued yet. output_kind None: that of params."""
         start_time = time.perf_counter()
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r} but must be SamplingParams")
         if request_id is None:
@@ -276,7 +276,8 @@ class Engine:
         elif not isinstance(request_id, str):
             raise TypeError(f"request_id is {request_id!r} but must be a string")
         token_ids, error = encode(name, prompt, self.tokenizer, self.config.vocab_size)
-        request = Request(request_id, prompt, token_ids, params, receiver, output_kind, self.tokenizer, start_time)
+        kind = params.output_kind if output_kind is None else output_kind
+        request = Request(request_id, prompt, token_ids, params, receiver, kind, self.tokenizer, start_time)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
         request.sequences = [
             Sequence(id, [] if error else token_ids, params, 0, self.config.eos_token_ids, start_time) for id in ids
@@ -347,7 +348,7 @@ class Engine:
     def _step(self) -> None:
         try:
             self._settle()
-            if self._pipeline.has_work:
+            if self._runner is not None and self._pipeline.has_work:  # it may have been closed just now
                 self._pipeline.launch()
                 self._pipeline.take()
         except BaseException:

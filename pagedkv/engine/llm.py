@@ -57,10 +57,9 @@ class LLM(Engine):
 
         `prompt` may be a chat, too (see chat). Leaving the loop early ends the request.
         """
-        params = SamplingParams() if params is None else params
         text: Any = self._render([prompt], {})[0] if is_chat(prompt) else prompt
         mailbox: Mailbox = SimpleQueue()
-        request = self._make_request(text, params, mailbox, RequestOutputKind.DELTA)
+        request = self._make_request(text, params, mailbox, output_kind=RequestOutputKind.DELTA)
         return self._follow(request, mailbox, priority, salt)
 
     def _follow(self, request: Request, mailbox: Mailbox, priority: int, salt: bytes) -> Iterator[RequestOutput]:
@@ -130,7 +129,9 @@ class LLM(Engine):
         mailbox: Mailbox = SimpleQueue()
         final = RequestOutputKind.FINAL_ONLY
         requests = [
-            self._make_request(prompt, one, mailbox, final, wants_embedding=wants_embedding, name=f"prompts[{i}]")
+            self._make_request(
+                prompt, one, mailbox, output_kind=final, wants_embedding=wants_embedding, name=f"prompts[{i}]"
+            )
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
         outputs: dict[str, RequestOutput | EmbeddingOutput] = {}

@@ -278,11 +278,13 @@ class Scheduler:
         if seq.retry_step > self.step_number:
             return True
         _, num_pending = self.manager.match(seq.tokens, salt=seq.salt)
+        if not num_pending:
+            return False
         # All of it takes so many steps at least (a page may be computed but for one token already): looking again
         # earlier would only hash the prompt again.
         num_missing = num_pending - self.manager.block_size + 1
         seq.retry_step = self.step_number + max(-(-num_missing // self.max_num_batched_tokens), 1)
-        return num_pending > 0
+        return True
 
     def _find_pages(self, seq: Sequence, step: Step) -> bool:
         """Takes the pages of all known tokens; False, and nothing changes, where they do not fit."""

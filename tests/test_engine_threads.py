@@ -1,0 +1,269 @@
+"""Requests that come and go between any two steps, from any thread: nobody waits long, nothing is lost or changed.
+
+Tokens are compared with those of the same requests alone. A model in which each step counts shows who waited for whom.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from checkpoints import EOS, VOCAB_SIZE, write_model
+from test_engine import engine, generate, place  # noqa: F401
+
+from pagedkv import LLM, SamplingParams
+from pagedkv.engine import Engine, RequestOutputKind
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), generation={"eos_token_id": EOS})
+
+
+FINAL = RequestOutputKind.FINAL_ONLY
+
+
+def request_of(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """Of few prompts and options, so that the answers to all can be known beforehand."""
+    kind = rng.randrange(12)
+    prompt = [kind * 7 % VOCAB_SIZE] * (1 + kind) + list(range(30 * (kind % 3)))
+    options = {"temperature": (kind % 2) * 1.0, "seed": kind, "max_tokens": 1 + 3 * kind, "ignore_eos": True}
+    return prompt, SamplingParams(**options, n=1 + (kind == 7) * 2, output_kind=FINAL)
+
+
+def answers(output) -> list[list[int]]:
+    return [one.token_ids for one in output.outputs]
+
+
+def known_answers(llm: LLM) -> dict[tuple, list[list[int]]]:
+    rng, known = random.Random(0), {}
+    while len(known) < 12:
+        prompt, params = request_of(rng)
+        if tuple(prompt) not in known:
+            known[tuple(prompt)] = answers(generate(llm, [prompt], params)[0])
+    return known
+
+
+def is_empty(llm: Engine) -> bool:
+    """No page and no request is left over."""
+    llm.manager.check()
+    return not (llm.manager.stats()["used"] or len(llm.manager) or llm.has_unfinished_requests() or llm.scheduler.has_work
+                or llm._arriving or llm._leaving or llm._actions or llm._num_followed)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "swap_space": 1 << 20}], ids=str)
+def test_a_thousand_aborts(folder, place, options, seed):  # noqa: F811
+    """At random times, by the thread that steps. No other token changes."""
+    rng = random.Random(seed)
+    with engine(folder, place, **options) as llm:
+        known = known_answers(llm)
+        living, aborted, finished = {}, set(), 0
+        for _ in range(2000):
+            if rng.random() < 0.7:
+                prompt, params = request_of(rng)
+                living[llm.add_request(prompt, params)] = tuple(prompt)
+            if rng.random() < 0.5 and living:
+                victim = rng.choice(list(living))
+                assert llm.abort(victim)
+                aborted.add(victim)
+                del living[victim]
+            for output in llm.step():
+                assert output.finished
+                if output.request_id in aborted:
+                    assert "abort" in [one.finish_reason for one in output.outputs]
+                else:
+                    assert answers(output) == known[living.pop(output.request_id)]
+                    finished += 1
+        while llm.has_unfinished_requests():
+            finished += len(llm.step())
+        assert len(aborted) > 500 and finished > 300 and is_empty(llm)
+
+
+def test_abort_says_whether_it_came_in_time(folder, place):  # noqa: F811
+    with engine(folder, place) as llm:
+        request_id = llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+        for _ in range(6):
+            llm.step()
+        assert llm.abort(request_id) and not llm.abort(request_id)
+        last = llm.step()[-1]
+        assert last.finished and last.finish_reason == "abort" and 2 <= len(last.token_ids) <= 6 and is_empty(llm)
+
+
+def test_threads_share_the_engine(folder, place, seed):  # noqa: F811
+    """Every way in at once; each thread gets its own outputs, and all are right."""
+    with engine(folder, place, num_blocks=120) as llm:
+        known = known_answers(llm)
+        problems, num_done = [], [0]
+
+        def ask(number: int) -> None:
+            rng = random.Random(seed + number)
+            try:
+                for _ in range(12):
+                    way = rng.randrange(3)
+                    requests = [request_of(rng) for _ in range(1 if way else rng.randint(1, 6))]
+                    if way == 0:
+                        outputs = llm.generate([p for p, _ in requests], [q for _, q in requests], use_tqdm=False)
+                        got = [answers(output) for output in outputs]
+                    else:
+                        (prompt, params), tokens, stream = requests[0], {}, llm.stream(*requests[0])
+                        for output in stream:
+                            for one in output.outputs:
+                                tokens.setdefault(one.index, []).extend(one.token_ids)
+                            if way == 2 and rng.random() < 0.1:
+                                stream.close()
+                                break
+                        else:
+                            got = [[tokens[i] for i in range(params.n)]]
+                            assert got == [known[tuple(prompt)]]
+                        continue
+                    assert got == [known[tuple(prompt)] for prompt, _ in requests]
+                    num_done[0] += 1
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems[0]
+        while llm.has_unfinished_requests():
+            llm.step()
+        assert is_empty(llm) and num_done[0] > 5
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 64])
+def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):  # noqa: F811
+    """Counted in steps, not in time: it is answered a step after it could have been on an idle engine, whether there is
+    a place for it or not."""
+    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with engine(folder, place, max_num_seqs=max_num_seqs, num_blocks=3000, max_num_batched_tokens=64) as llm:
+        start = llm.counters.num_steps
+        expected = generate(llm, [[5]], short)[0].token_ids
+        alone = llm.counters.num_steps - start
+        batch = threading.Thread(target=generate, args=(llm, [[i, i] for i in range(20)], long))
+        batch.start()
+        while llm.counters.num_steps < start + alone + 40:
+            time.sleep(0.001)
+        waits = []
+        for _ in range(5):
+            before = llm.counters.num_steps
+            output = generate(llm, [[5]], short)[0]
+            waits.append(llm.counters.num_steps - before)
+            assert output.token_ids == expected
+        is_running = batch.is_alive()
+        batch.join()
+    assert is_running, "the batch was over too soon to tell"
+    assert max(waits) <= alone + 4, (waits, alone)
+
+
+def test_an_error_in_a_step_is_one_callers(folder):
+    """Who made the step gets it. Its requests end; the others go on from the tokens that they have."""
+    with engine(folder, ("cpu", 1)) as llm:
+        known = known_answers(llm)
+        launch, num_errors = llm._runner.launch, [0]
+
+        def fail(step, learn):
+            if random.random() < 0.02:
+                num_errors[0] += 1
+                raise RuntimeError("broken")
+            return launch(step, learn)
+
+        llm._runner.launch = fail
+        results = []
+
+        def ask(number: int) -> None:
+            rng = random.Random(number)
+            for _ in range(20):
+                prompt, params = request_of(rng)
+                try:
+                    results.append(answers(generate(llm, [prompt], params)[0]) == known[tuple(prompt)])
+                except RuntimeError as error:
+                    results.append(str(error))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 120 and set(results) == {True, "broken"}
+        assert results.count("broken") == num_errors[0] and is_empty(llm)
+
+
+def test_explain(folder):
+    with engine(folder, ("cpu", 0), max_num_seqs=2, num_blocks=30) as llm:
+        final = {"temperature": 0, "ignore_eos": True, "output_kind": FINAL}
+        a, b, c = (llm.add_request([i] * 3, SamplingParams(max_tokens=40, **final)) for i in range(3))
+        assert "waits behind 2 others" in llm.explain(c)
+        llm.step()
+        assert llm.explain(a) == "answer 0: runs: 1 of at most 40 tokens are sampled"
+        assert llm.explain(c).startswith("answer 0: waits behind 0 others: all 2 places (max_num_seqs) are taken")
+        llm.abort(b)
+        wide = llm.add_request([7] * 3, SamplingParams(max_tokens=90, **final), priority=-1)
+        while "preempted" not in llm.explain(c):
+            llm.step()
+        assert "preempted 1 times, the last time because" in llm.explain(c)
+        llm.abort(wide)
+        llm.abort(a)
+        with pytest.raises(KeyError, match="request_id is '0'"):
+            llm.explain(a)
+
+
+def test_stats(folder):
+    with engine(folder, ("cpu", 1)) as llm:
+        assert llm.stats().time_to_first_token == {} and "none yet" in llm.stats()._repr_html_()
+        outputs = generate(llm, [[i] for i in range(20)], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        stats = llm.stats()
+    first = [output.metrics.time_to_first_token for output in outputs]
+    assert stats.time_to_first_token == pytest.approx({f"p{p}": np.percentile(first, p) for p in (50, 90, 99)})
+    queue = [output.metrics.queue_time for output in outputs]
+    assert stats.queue_time == pytest.approx({f"p{p}": np.percentile(queue, p) for p in (50, 90, 99)})
+    rest = [(each.metrics.total_time - each.metrics.time_to_first_token) / 4 for each in outputs]
+    assert stats.time_per_token == pytest.approx({f"p{p}": np.percentile(rest, p) for p in (50, 90, 99)}, rel=0.2)
+    assert (stats.num_running, stats.num_waiting, stats.num_finished) == (0, 0, 20)
+    assert stats.pool["used"] == 0 and "20 finished" in stats._repr_html_()
+    assert "<pre>" in outputs[0]._repr_html_() and "Engine" not in llm._repr_html_() and "LLM on cpu" in llm._repr_html_()
+
+
+def test_closing_in_the_middle(folder, place):  # noqa: F811
+    """Whoever waits gets what there is, and an end."""
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    llm = LLM(folder, device=place[0], block_size=4, num_blocks=400)
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(generate(llm, [[1], [2]], long)))
+    thread.start()
+    while llm.counters.num_steps < 10:
+        time.sleep(0.001)
+    llm.close()
+    thread.join()
+    assert [output.finish_reason for output in results] == ["abort", "abort"] and len(results[0].token_ids) > 3
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.add_request([1])
+    llm.close()
+
+
+def test_nothing_grows(folder, seed):
+    """Memory and pages after thousands of requests, aborted ones among them."""
+    rng = random.Random(seed)
+    with engine(folder, ("cpu", 1)) as llm:
+        def serve(count: int) -> None:
+            for _ in range(count):
+                prompt, params = request_of(rng)
+                request_id = llm.add_request(prompt, params)
+                if rng.random() < 0.3:
+                    llm.abort(request_id)
+                llm.step()
+            while llm.has_unfinished_requests():
+                llm.step()
+
+        serve(300)
+        gc.collect()
+        before = len(gc.get_objects())
+        serve(1500)
+        gc.collect()
+        assert is_empty(llm) and len(gc.get_objects()) - before < 200

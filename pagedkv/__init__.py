@@ -76,13 +76,15 @@ from pagedkv._C import (  # noqa: E402
 # What needs NumPy (and the engine tokenizers) comes at first use; nothing above does.
 TYPE_CHECKING = False  # as type checkers know it from typing, which takes a millisecond to import
 if TYPE_CHECKING:
-    from pagedkv.engine import LLM, SamplingParams
+    from pagedkv.engine import LLM, AsyncEngine, Engine, SamplingParams
     from pagedkv.tuning import tune_linear
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BlockManager",
     "CudaError",
+    "Engine",
     "Event",
     "Graph",
     "OutOfBlocks",
@@ -131,7 +133,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    modules = {"LLM": "engine", "SamplingParams": "engine", "tune_linear": "tuning"}
+    modules = dict.fromkeys(("AsyncEngine", "Engine", "LLM", "SamplingParams"), "engine") | {"tune_linear": "tuning"}
     if name not in modules:
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
     from importlib import import_module

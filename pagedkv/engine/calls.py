@@ -48,24 +48,21 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         """Behind the others of its call."""
-        self._enter(seq, is_first=False)
+        self._enter(seq)
         seq.call.waiting.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
-        """Before the others of its call, whose turn is next."""
-        self._enter(seq, is_first=True)
+        """Before the others of its call, which is the next whose turn it is."""
+        self._enter(seq)
         seq.call.waiting.appendleft(seq)
+        self._calls[seq.priority].move_to_end(seq.call, last=False)
 
-    def _enter(self, seq: Sequence, *, is_first: bool) -> None:
+    def _enter(self, seq: Sequence) -> None:
         self._count += 1
-        if seq.call.waiting:
-            return
         if seq.priority not in self._calls:
             insort(self._priorities, seq.priority)
             self._calls[seq.priority] = OrderedDict()
-        self._calls[seq.priority][seq.call] = None
-        if is_first:
-            self._calls[seq.priority].move_to_end(seq.call, last=False)
+        self._calls[seq.priority].setdefault(seq.call)
 
     def peek(self) -> Sequence:
         """The next one. There must be one."""

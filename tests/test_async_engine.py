@@ -1,0 +1,175 @@
+"""AsyncEngine: coroutines of one or several event loops, cancelled ones among them, beside LLM.generate."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+from checkpoints import EOS, write_model
+from test_engine_threads import FINAL, answers, is_empty, known_answers, request_of
+
+from pagedkv import AsyncEngine, LLM, SamplingParams
+from pagedkv.engine import Engine, RequestOutputKind
+
+OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), generation={"eos_token_id": EOS})
+
+
+@pytest.fixture
+def llm(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+async def settled(engine: AsyncEngine) -> bool:
+    """Aborts are done between two steps: soon."""
+    for _ in range(200):
+        if not engine.engine.has_unfinished_requests() and not engine._streams:
+            return is_empty(engine.engine)
+        await asyncio.sleep(0.01)
+    return False
+
+
+def test_many_at_once(llm, seed):
+    known, rng = known_answers(llm), random.Random(seed)
+
+    async def one(engine, prompt, params):
+        outputs = [output async for output in engine.generate(prompt, params)]
+        assert len(outputs) == 1 and answers(outputs[0]) == known[tuple(prompt)]
+
+    async def main():
+        engine = AsyncEngine(llm)
+        await asyncio.gather(*(one(engine, *request_of(rng)) for _ in range(100)))
+        assert await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_streaming_and_one_way_beside_another(llm):
+    expected = llm.generate(["abc"], LONG, use_tqdm=False)[0]
+
+    async def main():
+        engine = AsyncEngine(llm)
+        loop = asyncio.get_running_loop()
+        beside = loop.run_in_executor(None, lambda: llm.generate(["xyz"], LONG, use_tqdm=False))
+        parts = [output async for output in engine.generate("abc", LONG, "mine")]
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True] and len(parts) > 50
+        assert "".join(part.text for part in parts) == expected.text and {part.request_id for part in parts} == {"mine"}
+        assert len((await beside)[0].token_ids) == 200 and await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_cancelled_tasks_abort_their_requests(llm, seed):
+    rng, known = random.Random(seed), known_answers(llm)
+
+    async def follow(engine):
+        async for _ in engine.generate("abc", LONG):
+            pass
+
+    async def right(engine, prompt, params):
+        async for output in engine.generate(prompt, params):
+            assert answers(output) == known[tuple(prompt)]
+
+    async def main():
+        engine = AsyncEngine(llm)
+        for _ in range(20):
+            tasks = [asyncio.create_task(follow(engine)) for _ in range(6)]
+            others = [asyncio.create_task(right(engine, *request_of(rng))) for _ in range(3)]
+            await asyncio.sleep(rng.random() * 0.02)
+            for task in tasks:
+                task.cancel()
+            assert all(isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True))
+            await asyncio.gather(*others)
+        assert await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_leaving_the_loop_and_aborting_by_id(llm):
+    async def main():
+        engine = AsyncEngine(llm)
+        outputs = engine.generate("abc", LONG)
+        async for output in outputs:
+            if len(output.token_ids):
+                break
+        await outputs.aclose()
+        reasons = []
+        async for output in engine.generate("abc", LONG, "x"):
+            if not reasons:
+                assert await engine.abort("x")
+            reasons.append(output.finish_reason)
+        assert reasons[-1] == "abort" and not await engine.abort("x") and await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_errors_are_those_of_their_request(llm):
+    async def main():
+        engine = AsyncEngine(llm)
+        with pytest.raises(TypeError, match="params is 'x'"):
+            await anext(engine.generate("abc", "x"))
+        running = engine.generate("abc", LONG, "taken")
+        await anext(running)
+        with pytest.raises(ValueError, match="request_id is 'taken'"):
+            await anext(engine.generate("abc", LONG, "taken"))
+        bad = [output async for output in engine.generate([], SamplingParams(output_kind=FINAL))]
+        assert len(bad) == 1 and "the prompt is empty" in str(bad[0].error)
+        launch = llm._runner.launch
+        llm._runner.launch = lambda step, learn: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            async for _ in running:
+                pass
+        llm._runner.launch = launch
+        assert len([output async for output in engine.generate("abc", LONG)]) > 50 and await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_several_event_loops(llm, seed):
+    known, problems = known_answers(llm), []
+    engine = AsyncEngine(llm)
+
+    async def main(number):
+        rng = random.Random(seed + number)
+        for _ in range(15):
+            prompt, params = request_of(rng)
+            async for output in engine.generate(prompt, params):
+                assert answers(output) == known[tuple(prompt)]
+
+    def run(number):
+        try:
+            asyncio.run(main(number))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
+
+
+def test_its_own_engine(folder):
+    async def main():
+        async with AsyncEngine(folder, **OPTIONS) as engine:
+            assert isinstance(engine.engine, Engine)
+            waiting = asyncio.create_task(anext(engine.generate("abc", SamplingParams(max_tokens=200, ignore_eos=True, output_kind=FINAL))))
+            while not engine.stats().counters.num_steps:
+                await asyncio.sleep(0)
+        assert (await waiting).finish_reason in ("abort", "length")
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await anext(engine.generate("abc"))
+
+    asyncio.run(main())
+    with pytest.raises(TypeError, match="num_blocks: options of a model's folder"), LLM(folder, **OPTIONS) as llm:
+        AsyncEngine(llm, num_blocks=3)

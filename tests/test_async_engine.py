@@ -10,7 +10,7 @@ import pytest
 from checkpoints import EOS, write_model
 from test_engine_threads import FINAL, answers, is_empty, known_answers, request_of
 
-from pagedkv import AsyncEngine, LLM, SamplingParams
+from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}

@@ -133,7 +133,7 @@ def test_a_mask_may_use_the_engine_it_is_called_from(folder, device):  # noqa: F
         if len(tokens) == 2:
             seen.append(llm.add_request([7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
             llm.abort(request.id)
-        return None
+        return
 
     with engine(folder, device) as llm:
         output = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=9, mask=mask, ignore_eos=True), use_tqdm=False)[0]
@@ -150,7 +150,7 @@ def test_masks_are_called_while_the_device_works(folder):  # noqa: F811
 
     def mask(request, tokens):
         order.append(("mask", len(tokens), threading.current_thread() is threading.main_thread()))
-        return None
+        return
 
     with engine(folder, "cpu") as llm:
         compute = llm._runner._compute

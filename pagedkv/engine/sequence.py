@@ -121,6 +121,7 @@ class Sequence:
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
         self.finish_reason, self.error, self.finish_time = reason, error, now
+        self.mask_request = None  # what its mask keeps for it can go
 
     def restart(self) -> None:
         """From the tokens that the host knows, after an error has lost the steps on their way."""

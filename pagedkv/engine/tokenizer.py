@@ -18,7 +18,8 @@ class Tokenizer:
         return self.path.is_file()
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def library(self) -> Any:
+        """The tokenizer, of the `tokenizers` library."""
         if not self.exists:
             raise FileNotFoundError(f"{self.path} is missing: without it prompts must be lists of token ids")
         from tokenizers import Tokenizer as Loaded
@@ -29,15 +30,15 @@ class Tokenizer:
             raise ValueError(f"{self.path}: {error}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        tokenizer = self._tokenizer
+        tokenizer = self.library
         text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def text_stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """For the tokens of one answer as they come."""
-        return text_stream(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        return text_stream(self.library, skip_special_tokens=skip_special_tokens)

@@ -277,6 +277,32 @@ def test_num_splits_makes_bits_independent_of_the_batch(torch, rng, num_splits):
     assert torch.equal(out[:1], together[:1])
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (16, 8), (28, 4), (40, 8), (20, 1)], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_num_splits_makes_bits_independent_of_the_batch_for_any_queries(torch, rng, heads, num_splits):
+    """Sequences of 1 to 40 queries: each alone, all together, and pairs."""
+    num_queries = [1, 2, 3, 4, 5, 8, 9, 17, 40, int(rng.integers(1, 40))]
+    starts = np.concatenate(([0], np.cumsum(num_queries)))
+    q, k_cache, v_cache, tables = make_pool(torch, len(num_queries), 3008, *heads, 128, 16)
+    q = torch.randn(starts[-1], heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.from_numpy(rng.integers(40, 3009, len(num_queries)).astype(np.int32)).cuda()
+    forget((k_cache, v_cache), tables, lens)
+
+    def attend(seqs):
+        rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in seqs])
+        lengths = [num_queries[i] for i in seqs]
+        ends = torch.tensor([0, *np.cumsum(lengths)], device="cuda", dtype=torch.int32)
+        out = pagedkv.paged_attention_fwd(q[rows], k_cache, v_cache, tables[seqs], lens[seqs], cu_seqlens_q=ends,
+                                          max_seqlen_q=max(lengths), num_splits=num_splits)  # fmt: skip
+        return dict(zip(seqs, out.split(lengths), strict=True))
+
+    together = attend(list(range(len(num_queries))))
+    for i in range(len(num_queries)):
+        for seqs in ([i], [i, int(rng.integers(i))] if i else [i]):
+            for seq, out in attend(seqs).items():
+                assert torch.equal(out, together[seq]), (num_queries[seq], seqs)
+
+
 def test_a_split_batch_gives_the_same_bits_every_time(torch):
     tensors = make_pool(torch, 3, 20000, 16, 8, 128, 16)
     lens = torch.tensor([20000, 700, 9000], device="cuda", dtype=torch.int32)

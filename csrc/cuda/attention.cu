@@ -35,26 +35,30 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     row_filter all = {0, INT64_MAX}, none = {0, 0};
     if (!fits_tensor_cores(args)) return {true, none, none};
 
-    /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
-     * splitting their keys; over long contexts more, as long as tiles of 128 rows leave most of the machine idle. With
-     * num_splits a sequence's kernel may not depend on the others. */
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
-    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms || args->num_splits > 0;
+    int64_t few = pk_ceil_div(group, 8) * 8; /* no fewer rows than those of one new token */
+    bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
+    if (args->num_splits > 0) { /* a sequence's kernel may not depend on the others */
+        if (!fits_prefill || most_rows <= few) return {false, all, none};
+        return {false, {0, few}, {few, INT64_MAX}};
+    }
+
+    /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
+     * splitting their keys; over long contexts more, as long as tiles of 128 rows leave most of the machine idle. */
+    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
     int64_t items = pk_ceil_div(args->num_tokens * group, 128) * args->num_kv_heads;
     pk_attention_args usual = *args; /* a plan knows nothing of these, and must be good for any */
     usual.softmax_scale = 1;
     usual.alibi_slopes = nullptr;
     int64_t idle_share = pk_cuda_attention_prefill_sm90_applies(&usual, device) ? 9 : 3;
-    bool is_long_and_thin = args->max_blocks_per_seq * args->block_size > 1024 && args->num_splits == 0 &&
-                            items * idle_share < device->num_sms;
-    bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
+    bool is_long_and_thin =
+        args->max_blocks_per_seq * args->block_size > 1024 && items * idle_share < device->num_sms;
     if (most_rows <= (has_many_items ? 16 : 32) || is_long_and_thin || !fits_prefill) return {false, all, none};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or some of its rows are nobody's: then prefill takes all. */
-    bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q && args->num_splits == 0;
-    bool is_mix = args->num_seqs > 1 && args->cu_seqlens_q && !are_all_long;
-    int64_t few = is_mix ? pk_ceil_div(group, 8) * 8 : 0;
+    bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
+    if (args->num_seqs == 1 || !args->cu_seqlens_q || are_all_long) few = 0;
     return {false, {0, few}, {few, INT64_MAX}};
 }
 

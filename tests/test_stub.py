@@ -62,7 +62,7 @@ def test_names_of_the_module():
 def test_package_offers_all_of_it():
     for name in {name for name in vars(_C) if not name.startswith("_")}:
         assert name in pagedkv.__all__ and getattr(pagedkv, name) is getattr(_C, name)
-    assert set(pagedkv.__all__) - set(vars(_C)) == {"LLM", "SamplingParams", "tune_linear"}
+    assert set(pagedkv.__all__) - set(vars(_C)) == {"AsyncEngine", "Engine", "LLM", "SamplingParams", "tune_linear"}
     assert dir(pagedkv) == sorted(pagedkv.__all__)
     with pytest.raises(AttributeError, match="module 'pagedkv' has no attribute 'BlockManger'"):
         pagedkv.BlockManger  # noqa: B018

@@ -56,6 +56,18 @@ def test_load_converts_and_stacks(tmp_path, rng):
         checkpoint.check_all_used()
 
 
+def test_a_model_without_a_head(tmp_path, rng):
+    """Its tensors are saved without the prefix "model."."""
+    values = {"embed_tokens.weight": exact(rng, (4, 6)), "norm.weight": exact(rng, (6,))}
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(values))
+    checkpoint = Checkpoint(tmp_path, "float32", "cpu")
+    assert checkpoint.load("model.embed_tokens.weight", 4, 6).tolist() == values["embed_tokens.weight"].tolist()
+    with pytest.raises(CheckpointError, match="tensor 'model.norm.weight' has shape"):
+        checkpoint.load("model.norm.weight", 5)
+    checkpoint.load("model.norm.weight", 6)
+    checkpoint.check_all_used()
+
+
 def test_unaligned_data_is_copied(tmp_path):
     """The format allows any header length."""
     data = safetensors_bytes({"a": np.arange(6, dtype=np.float32)})

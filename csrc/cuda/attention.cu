@@ -36,7 +36,7 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     if (!fits_tensor_cores(args)) return {true, none, none};
 
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
-    int64_t few = pk_ceil_div(group, 8) * 8; /* no fewer rows than those of one new token */
+    int64_t few = pk_ceil_div(group, 8) * 8;                        /* no fewer rows than those of one new token */
     bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
     if (args->num_splits > 0) { /* a sequence's kernel may not depend on the others */
         if (!fits_prefill || most_rows <= few) return {false, all, none};
@@ -51,8 +51,7 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     usual.softmax_scale = 1;
     usual.alibi_slopes = nullptr;
     int64_t idle_share = pk_cuda_attention_prefill_sm90_applies(&usual, device) ? 9 : 3;
-    bool is_long_and_thin =
-        args->max_blocks_per_seq * args->block_size > 1024 && items * idle_share < device->num_sms;
+    bool is_long_and_thin = args->max_blocks_per_seq * args->block_size > 1024 && items * idle_share < device->num_sms;
     if (most_rows <= (has_many_items ? 16 : 32) || is_long_and_thin || !fits_prefill) return {false, all, none};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room

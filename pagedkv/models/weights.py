@@ -173,10 +173,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
-        files = _open_files(folder)
-        # Models without a head, such as Qwen3-Embedding's, are saved without the prefix.
-        prefix = "" if any(name.startswith("model.") for name in files) else "model."
-        self.files = {name if name == "lm_head.weight" else prefix + name: file for name, file in files.items()}
+        self.files = _open_files(folder)
+        if "embed_tokens.weight" in self.files:  # a model without a head, such as Qwen3-Embedding's
+            self.files = {f"model.{name}": file for name, file in self.files.items()}
         self.used: set[str] = set()
         self._staging: list[tuple[pagedkv.Tensor, Event]] = []
 

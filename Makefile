@@ -24,7 +24,7 @@ ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
               test_store.py test_append.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
               test_overlap.py test_overlap_views.py test_hostile_views.py test_qkv_attention.py test_all_parameters.py \
-              test_fuzz_calls.py test_threads.py
+              test_fuzz_calls.py test_threads.py test_elastic.py
 ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
                ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
                LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(PYTHON)
@@ -72,6 +72,7 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"
 	$(call SANITIZE,memcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,memcheck) tests/test_cuda_limits.py -k "bad or graph"
+	$(call SANITIZE,memcheck) tests/test_elastic.py -k "not gigabytes and not comes_back"
 	$(call SANITIZE,memcheck) tests/test_graph.py tests/test_streams.py -k "$(LIFETIMES)"
 	$(call SANITIZE,initcheck) $(OPERATIONS) -k "$(SMALL) and not linear"
 	$(call SANITIZE,initcheck) $(ATTENTION) -k "$(CASES)"

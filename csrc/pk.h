@@ -456,12 +456,24 @@ typedef void *pk_stream; /* cudaStream_t; ignored by the CPU */
 typedef void *pk_event;  /* cudaEvent_t */
 typedef void *pk_graph;  /* cudaGraphExec_t */
 
+/* A range of addresses that never moves, whose first `size` bytes have memory. */
+typedef struct {
+    pk_device device;
+    void *data;
+    size_t capacity, size, granularity; /* bytes; the first two are multiples of the third */
+} pk_range;
+
 /* One entry an operation, of tensors that are on `device`. A backend that lacks one leaves it NULL; the dispatcher says
  * so by name. */
 typedef struct pk_backend {
     const char *name;                                                                  /* "cpu", "cuda" */
     pk_status (*allocate)(pk_device device, size_t bytes, void **data, pk_error *err); /* 64-byte aligned or better */
     void (*release)(pk_device device, void *data);
+    pk_status (*range_reserve)(pk_device device, size_t capacity, pk_range *range, pk_error *err); /* of size 0 */
+    /* To a multiple of the granularity, up to the capacity; nothing has changed after an error. Less waits for the
+     * device's work first. New memory is not initialised. */
+    pk_status (*range_resize)(pk_range *range, size_t bytes, pk_error *err);
+    pk_status (*range_release)(pk_range *range, pk_error *err); /* waits for the device's work, too */
     pk_status (*synchronize)(pk_device device, pk_error *err);
     pk_status (*check_errors)(pk_device device, pk_error *err); /* raises and clears what kernels recorded */
     pk_status (*copy)(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);

@@ -29,6 +29,7 @@ finally:
 from pagedkv._C import (  # noqa: E402
     BlockManager,
     CudaError,
+    ElasticBuffer,
     Event,
     Graph,
     OutOfBlocks,
@@ -84,6 +85,7 @@ __all__ = [
     "AsyncEngine",
     "BlockManager",
     "CudaError",
+    "ElasticBuffer",
     "Engine",
     "Event",
     "Graph",

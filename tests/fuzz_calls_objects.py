@@ -220,6 +220,11 @@ def try_runtime(rng, report) -> str:
         lambda x: pagedkv.Graph().replay(x),
         lambda x: pagedkv.Graph(x),
         lambda x: pagedkv.Event(device=x),
+        pagedkv.ElasticBuffer,
+        lambda x: pagedkv.ElasticBuffer(1 << 20, x),
+        lambda x: pagedkv.ElasticBuffer(1 << 20).resize(x),
+        lambda x: pagedkv.ElasticBuffer(1 << 20).tensor(x),
+        lambda x: pagedkv.ElasticBuffer(1 << 20).tensor(3, x, reserved=True),
         lambda x: pagedkv.Graph().__enter__(),
         lambda x: pagedkv.Graph().__exit__(x),
     ):

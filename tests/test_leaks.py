@@ -189,3 +189,29 @@ if grown > 60_000: print(f'{grown} KiB')
 def test_the_harness_finds_a_leak():
     with pytest.raises(AssertionError):
         run("kept = []\ncheck('leaky', lambda: kept.append(pagedkv.empty(3)), [pagedkv.Tensor])")
+
+
+def test_elastic_buffers():
+    run("""
+def make():
+    buffer = pagedkv.ElasticBuffer(1 << 30)
+    buffer.resize(1 << 20)
+    view = buffer.tensor((4, 4))[1:]
+    buffer.tensor(16, reserved=True).numpy()
+    del buffer
+    view.numpy()
+def wrong():
+    buffer = pagedkv.ElasticBuffer(8192)
+    fails(buffer.resize, 8193)
+    fails(buffer.resize, 'x')
+    fails(buffer.tensor, 1)
+    fails(buffer.tensor, 1, 'int7')
+    buffer.resize(4096)
+    kept = buffer.tensor(1)
+    fails(buffer.resize, 0)
+    fails(pagedkv.ElasticBuffer, 0)
+    fails(pagedkv.ElasticBuffer, 2**63 - 1)
+    fails(pagedkv.ElasticBuffer, 1, 'tpu')
+check('elastic', make, shared=[pagedkv.ElasticBuffer])
+check('elastic errors', wrong, shared=[pagedkv.ElasticBuffer])
+""")

@@ -40,6 +40,9 @@ pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t n
                               int64_t num_tokens, pk_error *err);
 
 /* --- entries of the backend's table */
+pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err);
+pk_status pk_cpu_range_resize(pk_range *range, size_t bytes, pk_error *err);
+pk_status pk_cpu_range_release(pk_range *range, pk_error *err);
 pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *args, pk_stream stream, pk_error *err);

@@ -349,7 +349,7 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
 /* Its entries behind the name, in the order of pk_backend; pk_cuda_<entry> is in the file of its topic. */
 // clang-format off
 #define PK_CUDA_ENTRIES(X, OP) \
-    X(allocate) X(release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
+    X(allocate) X(release) X(range_reserve) X(range_resize) X(range_release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
     OP(append_kvcache) OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
     OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
     OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \

@@ -59,7 +59,7 @@ static int module_exec(PyObject *module)
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
     if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
-        py_add_graph_type(module) < 0)
+        py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0)
         return -1;
     if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
         add_functions(module, state, py_append_functions) < 0 || add_functions(module, state, py_dense_functions) < 0 ||
@@ -79,6 +79,7 @@ static void visit_state(py_state *state, void (*each)(PyObject **slot, void *con
         (PyObject **)&state->stream_type,
         (PyObject **)&state->event_type,
         (PyObject **)&state->graph_type,
+        (PyObject **)&state->elastic_type,
         &state->out_of_blocks,
         &state->cuda_error,
         &state->str_dlpack,

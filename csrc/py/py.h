@@ -9,6 +9,7 @@
  *   ops.c ops_dense.c     one short function an operation
  *   runtime.c             devices, threads, what was built
  *   order.c               queues of work, and who wrote a memory last
+ *   elastic.c             ElasticBuffer: memory that grows and shrinks in place
  *   stream.c              Stream, and which one a thread works on; event.c graph.c: Event, Graph
  *   gil.c                 letting other threads run
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
@@ -42,7 +43,7 @@
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                              \
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
-    X(reload_context) X(_pack_ids)                                                                                    \
+    X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize) X(ElasticBuffer_tensor)                                                                                   \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
     X(store_kvcache) X(append_kvcache) X(rope_append_kvcache)                                                         \
     X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
@@ -89,7 +90,7 @@ typedef struct {
 #define PY_MAX_KNOWN_TYPES 16
 
 typedef struct {
-    PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type;
+    PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type;
     PyObject *out_of_blocks, *cuda_error;
     PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
     py_signature signatures[PY_NUM_SIGNATURES];
@@ -110,6 +111,7 @@ PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_typ
 int py_add_stream_type(PyObject *module);
 int py_add_event_type(PyObject *module);
 int py_add_graph_type(PyObject *module);
+int py_add_elastic_type(PyObject *module);
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_append_functions[], py_dense_functions[],
     py_sample_functions[], py_logits_functions[], py_runtime_functions[], py_array_functions[];
@@ -149,9 +151,20 @@ int py_double_arg(const char *name, PyObject *value, double *out);
 /* Of host memory: making or giving back more may take more than a millisecond. */
 #define PY_LARGE_BYTES ((size_t)1 << 20)
 
+typedef struct py_memory py_memory; /* order.h */
+typedef struct py_queue py_queue;
+
 /* What keeps a view's memory alive, and how to let go of it. */
 typedef struct {
-    enum { PY_HOLD_NOTHING, PY_HOLD_OBJECT, PY_HOLD_BUFFER, PY_HOLD_VERSIONED, PY_HOLD_LEGACY, PY_HOLD_MEMORY } kind;
+    enum {
+        PY_HOLD_NOTHING,
+        PY_HOLD_OBJECT,
+        PY_HOLD_BUFFER,
+        PY_HOLD_VERSIONED,
+        PY_HOLD_LEGACY,
+        PY_HOLD_MEMORY,
+        PY_HOLD_ELASTIC
+    } kind;
     union {
         PyObject *object;
         Py_buffer buffer;
@@ -163,12 +176,15 @@ typedef struct {
             pk_device device;
             bool is_pinned; /* host memory, from the device's backend all the same */
         } memory;           /* of the device's backend */
+        struct {
+            PyObject *buffer;  /* an ElasticBuffer */
+            py_memory *memory; /* its counts, which all of its Tensors share */
+            bool is_reserved;  /* it may shrink all the same */
+        } elastic;
     };
 } py_hold;
 void py_release(py_hold *hold);
-
-typedef struct py_memory py_memory; /* order.h */
-typedef struct py_queue py_queue;
+void py_elastic_let_go(const py_hold *hold); /* elastic.c: of the buffer of a PY_HOLD_ELASTIC */
 
 typedef struct {
     pk_view view;

@@ -18,9 +18,14 @@ static inline PyObject *py_base_of(PyObject *tensor)
     const py_hold *hold = &((py_tensor *)tensor)->hold;
     return hold->kind == PY_HOLD_OBJECT ? hold->object : tensor;
 }
-static inline py_memory *py_memory_of(PyObject *tensor) { return &((py_tensor *)py_base_of(tensor))->memory; }
+static inline py_memory *py_memory_of(PyObject *tensor)
+{
+    py_tensor *base = (py_tensor *)py_base_of(tensor);
+    return base->hold.kind == PY_HOLD_ELASTIC ? base->hold.elastic.memory : &base->memory;
+}
 
 PyObject *py_shape_tuple(const int64_t *values, int ndim);
+PyObject *py_device_text(pk_device device); /* "cuda:0" */
 
 /* A shape: an int or a sequence of them, at most PK_MAX_DIMS, not negative (one may be -1 where allow_free). Returns
  * the number of dimensions, or -1. */

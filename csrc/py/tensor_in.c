@@ -466,6 +466,9 @@ void py_release(py_hold *hold)
         case PY_HOLD_MEMORY:
             release_memory(hold);
             break;
+        case PY_HOLD_ELASTIC:
+            py_elastic_let_go(hold);
+            break;
     }
     hold->kind = PY_HOLD_NOTHING;
 }

@@ -81,6 +81,7 @@ static int tensor_traverse(PyObject *self, visitproc visit, void *arg)
     py_hold *hold = &((py_tensor *)self)->hold;
     Py_VISIT(Py_TYPE(self));
     if (hold->kind == PY_HOLD_OBJECT) Py_VISIT(hold->object);
+    if (hold->kind == PY_HOLD_ELASTIC) Py_VISIT(hold->elastic.buffer);
     if (hold->kind == PY_HOLD_BUFFER) Py_VISIT(hold->buffer.obj);
     return 0;
 }
@@ -116,7 +117,7 @@ PyObject *py_shape_tuple(const int64_t *values, int ndim)
     return tuple;
 }
 
-static PyObject *device_text(pk_device device)
+PyObject *py_device_text(pk_device device)
 {
     return device.type == PK_CPU ? PyUnicode_FromString("cpu") : PyUnicode_FromFormat("cuda:%d", device.index);
 }
@@ -142,7 +143,7 @@ static PyObject *get_dtype(PyObject *self, void *unused)
 static PyObject *get_device(PyObject *self, void *unused)
 {
     (void)unused;
-    return device_text(py_tensor_view(self)->device);
+    return py_device_text(py_tensor_view(self)->device);
 }
 
 static PyObject *get_is_pinned(PyObject *self, void *unused)
@@ -166,7 +167,7 @@ static PyObject *get_nbytes(PyObject *self, void *unused)
 
 static PyObject *tensor_repr(PyObject *self)
 {
-    PyObject *shape = get_shape(self, NULL), *device = device_text(py_tensor_view(self)->device), *text = NULL;
+    PyObject *shape = get_shape(self, NULL), *device = py_device_text(py_tensor_view(self)->device), *text = NULL;
     if (shape && device)
         text = PyUnicode_FromFormat("Tensor(shape=%S, dtype='%s', device='%U'%s)", shape,
                                     pk_dtype_name(py_tensor_view(self)->dtype), device,

@@ -1,0 +1,280 @@
+/* elastic.c - pagedkv.ElasticBuffer: memory that grows and shrinks in place.
+ *
+ * Every Tensor of a buffer holds the buffer, and all of them have the buffer's counts of who wrote and read last, so that
+ * work on two overlapping ones is ordered as on two views of one Tensor. `needed` is what the Tensors that count need;
+ * it is forgotten when the last of them is gone, so that letting go of one takes no search.
+ */
+#include "py/stream.h"
+
+#include <pthread.h>
+
+typedef struct {
+    PyObject_HEAD const pk_backend *backend; /* NULL: not made */
+    pk_range range;
+    size_t size; /* what may be used: while another thread resizes, the smaller of the two sizes */
+    size_t needed;
+    int64_t num_tensors; /* those that count */
+    py_memory memory;
+    pthread_mutex_t lock; /* of a resize, which lets go of the GIL */
+} py_elastic;
+
+static py_elastic *elastic_of(PyObject *object) { return (py_elastic *)object; }
+
+void py_elastic_let_go(const py_hold *hold)
+{
+    py_elastic *self = elastic_of(hold->elastic.buffer);
+    if (!hold->elastic.is_reserved && --self->num_tensors == 0) self->needed = 0;
+    Py_DECREF((PyObject *)self);
+}
+
+// --- life
+
+PyDoc_STRVAR(
+    elastic_doc,
+    "ElasticBuffer(capacity, device=\"cpu\")\n--\n\n"
+    "Memory that grows and shrinks in place: `capacity` bytes of addresses, the first `size` of which have memory.\n\n"
+    "The address never changes, so tensors and captured Graphs stay as they are when it grows; what it gives back, other\n"
+    "processes can have. On the CPU it is reserved by mmap; on a GPU by CUDA's virtual memory management, and only that\n"
+    "GPU can use it. Its size is 0 at first, and capacity takes nothing but addresses: it is rounded up to the\n"
+    "granularity. It lives as long as the object and its tensors; the end waits for the GPU's work.\n\n"
+    "capacity: bytes, at least 1 (ValueError). MemoryError: there are not so many addresses. BufferError,\n"
+    "NotImplementedError: there is no such GPU, or no CUDA in this build.");
+static PyObject *elastic_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    enum { CAPACITY, DEVICE, COUNT };
+    PyObject *given[COUNT];
+    py_state *state = PyType_GetModuleState(type);
+    pk_device device = {PK_CPU, 0};
+    const pk_backend *backend;
+    int64_t capacity;
+    pk_error err;
+    if (py_bind_call(&state->signatures[PY_SIG_ElasticBuffer], args, kwargs, given) < 0 ||
+        py_int64_arg("capacity", given[CAPACITY], &capacity) < 0)
+        return NULL;
+    if (capacity < 1)
+        return PyErr_Format(PyExc_ValueError, "capacity: is %lld but must be at least 1", (long long)capacity);
+    if (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0) return NULL;
+    if (pk_backend_with(device, offsetof(pk_backend, range_reserve), "ElasticBuffer", &backend, &err) != PK_OK)
+        return py_raise(state, &err);
+    py_elastic *self = elastic_of(py_new_object(type));
+    if (!self) return NULL;
+    if (backend->range_reserve(device, (size_t)capacity, &self->range, &err) != PK_OK) {
+        Py_DECREF((PyObject *)self);
+        return py_raise(state, &err);
+    }
+    pthread_mutex_init(&self->lock, NULL);
+    self->backend = backend;
+    return (PyObject *)self;
+}
+
+/* In a child of fork(), a GPU's memory is the parent's. */
+static void release_range(PyObject *object)
+{
+    py_elastic *self = elastic_of(object);
+    const pk_backend *backend;
+    pk_error err;
+    if (pk_backend_of(self->range.device, &backend, NULL) != PK_OK) return;
+    bool is_slow = self->range.device.type == PK_CPU && self->range.size > PY_LARGE_BYTES;
+    if (is_slow) py_release_gil();
+    pk_status status = backend->range_release(&self->range, &err);
+    if (is_slow) py_take_gil();
+    if (status == PK_OK) return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); /* of whatever let go of the buffer */
+    py_raise(py_state_of(object), &err);
+    PyErr_WriteUnraisable((PyObject *)Py_TYPE(object));
+    PyErr_Restore(type, value, traceback);
+}
+
+static void elastic_dealloc(PyObject *object)
+{
+    py_elastic *self = elastic_of(object);
+    if (self->backend) {
+        release_range(object);
+        pthread_mutex_destroy(&self->lock);
+    }
+    py_free_object(object);
+}
+
+// --- size
+
+/* Whose turn it is to resize may be waiting for the GIL. */
+static void lock_elastic(py_elastic *self)
+{
+    if (pthread_mutex_trylock(&self->lock) == 0) return;
+    py_release_gil();
+    pthread_mutex_lock(&self->lock);
+    py_take_gil();
+}
+
+/* With the lock held. */
+static int resize_range(PyObject *object, size_t bytes)
+{
+    py_elastic *self = elastic_of(object);
+    py_state *state = py_state_of(object);
+    pk_error err;
+    bool is_on_gpu = self->range.device.type != PK_CPU, shrinks = bytes < self->range.size;
+    size_t change = shrinks ? self->range.size - bytes : bytes - self->range.size;
+    bool is_slow = !is_on_gpu && change > PY_LARGE_BYTES; /* a GPU's backend lets go of the GIL by itself */
+    if (bytes < self->needed) {
+        PyErr_Format(PyExc_BufferError,
+                     "num_bytes: the buffer cannot shrink to %zu bytes while it has tensors that need %zu", bytes,
+                     self->needed);
+        return -1;
+    }
+    if (shrinks && is_on_gpu && state->num_captures) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the buffer cannot shrink while a Graph is being captured: it would wait for the GPU");
+        return -1;
+    }
+    if (shrinks) self->size = bytes; /* no new tensor may need what is about to go */
+    if (is_slow) py_release_gil();
+    pk_status status = self->backend->range_resize(&self->range, bytes, &err);
+    if (is_slow) py_take_gil();
+    self->size = self->range.size;
+    if (status != PK_OK) py_raise(state, &err);
+    return status == PK_OK ? 0 : -1;
+}
+
+PyDoc_STRVAR(
+    resize_doc,
+    "resize($self, num_bytes, /)\n--\n\n"
+    "There is memory for the first `num_bytes`, rounded up to the granularity, and for no more.\n\n"
+    "What was there stays, at the same address; new memory is not initialised. Shrinking gives memory back to the system;\n"
+    "on a GPU it waits for all work of this process first. All or nothing: an error changes nothing.\n"
+    "MemoryError: the device has no more. ValueError: negative, or more than the capacity. BufferError: less than a\n"
+    "living tensor may need (one made without reserved=True, a view of it, or what has it by DLPack or a Graph): as much\n"
+    "as the largest of them since there was none. RuntimeError: shrinking on a GPU while a Graph is being captured.");
+static PyObject *elastic_resize(PY_FASTCALL)
+{
+    PY_BIND_NAMED(self, ElasticBuffer_resize);
+    py_elastic *elastic = elastic_of(self);
+    const size_t granularity = elastic->range.granularity;
+    int64_t num_bytes;
+    if (py_int64_arg("num_bytes", given[0], &num_bytes) < 0) return NULL;
+    if (num_bytes < 0 || (size_t)num_bytes > elastic->range.capacity)
+        return PyErr_Format(PyExc_ValueError, "num_bytes: is %lld but must be in [0, %zu]", (long long)num_bytes,
+                            elastic->range.capacity);
+    size_t bytes = ((size_t)num_bytes + granularity - 1) / granularity * granularity;
+    lock_elastic(elastic);
+    int result = resize_range(self, bytes);
+    pthread_mutex_unlock(&elastic->lock);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+// --- tensors
+
+/* The bytes of a contiguous view, whose strides are filled here; SIZE_MAX where there are more than 2^63. */
+static size_t fill_strides(pk_view *view)
+{
+    int64_t count = 1, bytes;
+    bool is_empty = false, overflows = false;
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        view->stride[i] = count;
+        is_empty |= view->shape[i] == 0;
+        overflows |= __builtin_mul_overflow(count, view->shape[i] ? view->shape[i] : 1, &count);
+    }
+    overflows |= __builtin_mul_overflow(count, (int64_t)pk_dtype_bytes(view->dtype), &bytes);
+    return overflows ? SIZE_MAX : is_empty ? 0 : (size_t)bytes;
+}
+
+PyDoc_STRVAR(
+    tensor_doc,
+    "tensor($self, shape, dtype=\"float32\", *, reserved=False)\n--\n\n"
+    "A Tensor over the buffer's first bytes, contiguous; it keeps the buffer alive.\n\n"
+    "shape, dtype: as of empty(). While it lives, the buffer does not shrink below it (BufferError); where it is larger\n"
+    "than `size`: ValueError.\n"
+    "reserved: of addresses, whether they have memory or not: it may be as large as the capacity and does not keep the\n"
+    "buffer from shrinking. Whoever uses it sees to it that nothing beyond `size` is touched, which is a SIGSEGV on the\n"
+    "CPU and a CudaError that ends all work of this process on a GPU. A KV cache wants it: shape it for all pages there\n"
+    "can be, and Graphs captured with it stay right at every size as long as no block table names a page beyond.");
+static PyObject *elastic_tensor(PY_FASTCALL)
+{
+    enum { SHAPE, DTYPE, RESERVED };
+    PY_BIND_NAMED(self, ElasticBuffer_tensor);
+    py_elastic *elastic = elastic_of(self);
+    pk_view view = {.data = elastic->range.data, .dtype = PK_F32, .device = elastic->range.device};
+    if ((view.ndim = py_shape_arg("shape", given[SHAPE], false, view.shape)) < 0) return NULL;
+    if (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &view.dtype) < 0) return NULL;
+    int is_reserved = given[RESERVED] ? PyObject_IsTrue(given[RESERVED]) : 0;
+    if (is_reserved < 0) return NULL;
+    const size_t bytes = fill_strides(&view), limit = is_reserved ? elastic->range.capacity : elastic->size;
+    if (bytes > limit)
+        return PyErr_Format(PyExc_ValueError, "shape: %R of %s takes more than the %s of %zu bytes", given[SHAPE],
+                            pk_dtype_name(view.dtype), is_reserved ? "capacity" : "size", limit);
+    py_hold hold = {.kind = PY_HOLD_ELASTIC, .elastic = {Py_NewRef(self), &elastic->memory, is_reserved}};
+    if (!is_reserved) {
+        elastic->num_tensors++;
+        if (elastic->needed < bytes) elastic->needed = bytes;
+    }
+    return py_tensor_from_view(py_state_of(self), &view, &hold);
+}
+
+// --- the type
+
+static PyObject *elastic_size(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(elastic_of(self)->size);
+}
+
+static PyObject *elastic_capacity(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(elastic_of(self)->range.capacity);
+}
+
+static PyObject *elastic_granularity(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(elastic_of(self)->range.granularity);
+}
+
+static PyObject *elastic_device(PyObject *self, void *unused)
+{
+    (void)unused;
+    return py_device_text(elastic_of(self)->range.device);
+}
+
+static PyObject *elastic_repr(PyObject *self)
+{
+    const py_elastic *elastic = elastic_of(self);
+    PyObject *device = py_device_text(elastic->range.device);
+    PyObject *text = device ? PyUnicode_FromFormat("ElasticBuffer(size=%zu, capacity=%zu, device='%U')", elastic->size,
+                                                   elastic->range.capacity, device)
+                            : NULL;
+    Py_XDECREF(device);
+    return text;
+}
+
+static PyMethodDef elastic_methods[] = {
+    PY_METHOD("resize", elastic_resize, resize_doc),
+    PY_METHOD("tensor", elastic_tensor, tensor_doc),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef elastic_getset[] = {
+    {"size", elastic_size, NULL, "Bytes that have memory.", NULL},
+    {"capacity", elastic_capacity, NULL, "Bytes of addresses.", NULL},
+    {"granularity", elastic_granularity, NULL, "Bytes that size and capacity are multiples of.", NULL},
+    {"device", elastic_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot elastic_slots[] = {
+    {Py_tp_doc, (void *)elastic_doc},
+    {Py_tp_new, elastic_new},
+    {Py_tp_dealloc, elastic_dealloc},
+    {Py_tp_repr, elastic_repr},
+    {Py_tp_methods, elastic_methods},
+    {Py_tp_getset, elastic_getset},
+    {0, NULL},
+};
+static PyType_Spec elastic_spec = {"pagedkv.ElasticBuffer", sizeof(py_elastic), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, elastic_slots};
+
+int py_add_elastic_type(PyObject *module)
+{
+    return py_add_type(module, &py_module_state(module)->elastic_type, &elastic_spec, "ElasticBuffer", elastic_doc,
+                       elastic_methods);
+}

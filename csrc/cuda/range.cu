@@ -105,24 +105,23 @@ static CUresult map_piece(const vmm_functions &vmm, const pk_range *range, CUdev
     return result;
 }
 
-/* All of it or nothing. */
+/* All of it or nothing: what is not there is not asked for, so that no other process lacks memory meanwhile. */
 static pk_status grow(const vmm_functions &vmm, const pk_range *range, size_t bytes, pk_error *err)
 {
     size_t free_bytes, total_bytes;
     const CUdeviceptr begin = (CUdeviceptr)range->data + range->size, end = (CUdeviceptr)range->data + bytes;
     CUdeviceptr at = begin;
-    CUresult result = CUDA_SUCCESS;
-    const char *name = "";
+    const char *name = "cuMemCreate";
     PK_CUDA(err, cudaMemGetInfo(&free_bytes, &total_bytes));
-    for (; at < end && result == CUDA_SUCCESS; at += range->granularity) result = map_piece(vmm, range, at, &name);
+    CUresult result = end - begin > free_bytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    while (at < end && result == CUDA_SUCCESS)
+        if ((result = map_piece(vmm, range, at, &name)) == CUDA_SUCCESS) at += range->granularity;
     if (result == CUDA_SUCCESS) {
         const CUmemAccessDesc access = {memory_of(range->device).location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
         name = "cuMemSetAccess";
         result = vmm.cuMemSetAccess(begin, end - begin, &access, 1);
-        if (result == CUDA_SUCCESS) return PK_OK;
-    } else {
-        at -= range->granularity; /* this one is not there */
     }
+    if (result == CUDA_SUCCESS) return PK_OK;
     if (at > begin) vmm.cuMemUnmap(begin, at - begin);
     if (result != CUDA_ERROR_OUT_OF_MEMORY) return fail(err, name, result, range->device.index);
     return pk_fail(err, PK_ENOMEM, "%s: cuda:%d cannot give %zu bytes more (%zu of %zu are free)", name,

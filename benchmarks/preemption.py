@@ -40,7 +40,7 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
             swaps, llm.counters.peak_used_blocks = llm.scheduler.num_swaps, 0
             result = bench.run(llm, workload)
             num_swaps = llm.scheduler.num_swaps - swaps
-            used, page_bytes = used or llm.counters.peak_used_blocks, llm._page_bytes(llm.manager.block_size)
+            used, page_bytes = used or llm.counters.peak_used_blocks, llm._runner.caches.page_bytes
         tokens[name] = [output.token_ids for output in result.outputs]
         row = rows[name] = {
             "num_blocks": llm.manager.num_blocks,

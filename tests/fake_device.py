@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from pagedkv import BlockManager
-from pagedkv.engine import model_runner, sampling_options
+from pagedkv.engine import kv_caches, model_runner, sampling_options
+from pagedkv.engine.kv_caches import KVCaches
 from pagedkv.engine.model_runner import ModelRunner, StepInputs
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.step import Step
@@ -311,6 +312,21 @@ class Model:
         FakeModule.sample(logits, *numbers, out=out)
 
 
+class FakeCaches(KVCaches):
+    """Of one layer, in plain memory."""
+
+    def __init__(self, config: object, dtype: str, block_size: int, device: Device) -> None:
+        self.device, self.block_size = device, block_size
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        shape = self.block_size, 1, 1
+        self.layers = [tuple(FakeModule.empty((num_blocks, *shape), "int64", self.device) for _ in range(2))]
+        self.host_layers = [tuple(FakeModule.empty((num_host_blocks, *shape), "int64", pinned=True) for _ in range(2))]
+
+    def allocate_one(self) -> None:
+        self.allocate(1, 0)
+
+
 class LateRunner(ModelRunner):
     """The engine's own on a Device, made ready as LLM does. Every sequence must have its story."""
 
@@ -321,9 +337,13 @@ class LateRunner(ModelRunner):
             block_size=manager.block_size, max_model_len=scheduler.max_model_len, **options,
         )  # fmt: skip
         self.scheduler, self.stories = scheduler, dict[int, Story]()
+        self.caches.move = self.move_pages
         self.warm_up()
         self.allocate(manager)
         self.prepare_decodes()
+
+    def move_pages(self, step: Step) -> None:
+        KVCaches.move(self.caches, step)
 
     def fill(self, step: Step) -> StepInputs:
         manager, size = self.manager, self.block_size
@@ -339,7 +359,7 @@ class LateRunner(ModelRunner):
             first = max(row.start, manager.num_computed(row.seq_id))
             slots = (table[:, None] * np.int64(size) + np.arange(size)).reshape(-1)[first:]
             taken.append(slots[~np.isin(slots // size, shared)])
-        caches, slots = self.caches, np.concatenate(taken)
+        caches, slots = self.caches.layers, np.concatenate(taken)
         self.model.on.call(lambda: self.model.expect(rows, caches, slots))
         return super().fill(step)
 
@@ -364,8 +384,10 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": FakeEvent,
         "Graph": FakeGraph,
         "Buffers": Hidden,
+        "KVCaches": FakeCaches,
         "allocate_plans": lambda *args: {},
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
+    monkeypatch.setattr(kv_caches, "pagedkv", FakeModule)
     monkeypatch.setattr(sampling_options, "pagedkv", FakeModule)

@@ -257,7 +257,7 @@ def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):
         with engine(folder, ("cpu", 0), kv_cache_dtype="fp8", **options) as llm:
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             assert (llm.scheduler.num_swaps > 0) == ("swap_space" in options)
-            caches = [cache for pair in llm._runner.caches for cache in pair]
+            caches = [cache for pair in llm._runner.caches.layers for cache in pair]
             assert all(cache.strides[1] == cache.shape[3] for cache in caches)
     assert results[0] == results[1]
 
@@ -311,11 +311,12 @@ def test_close_releases_the_memory(folder):
     gc.collect()
     before = resident()
     llm = LLM(folder, device="cpu", kv_cache_memory=size)
-    for pair in llm._runner.caches:
-        for cache in pair:
+    for pair in llm._runner.caches.layers:
+        for whole in pair:
+            cache = whole[: llm.manager.num_blocks]
             cache.copy_(np.zeros(cache.shape, np.float32))
     assert resident() - before > 0.9 * size
-    del pair, cache
+    del pair, cache, whole
     llm.close()
     assert resident() - before < 0.2 * size
 

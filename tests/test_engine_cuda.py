@@ -199,7 +199,7 @@ def test_fp8_cache(folder):
     """The same as the CPU's, which rounds the same keys and values to float8_e4m3fn."""
     prompts = [[i, i + 3, 5] * (1 + i) for i in range(12)]
     with LLM(folder, **POOL, device="cuda", kv_cache_dtype="fp8") as llm:
-        assert llm._runner.caches[0][0].dtype == "float8_e4m3fn"
+        assert llm._runner.caches.layers[0][0].dtype == "float8_e4m3fn"
         outputs = [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     with LLM(folder, **POOL, device="cuda", kv_cache_dtype="fp8", enforce_eager=True) as llm:
         assert [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == outputs

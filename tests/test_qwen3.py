@@ -30,8 +30,9 @@ FORMS = {
 
 def poison(llm: LLM) -> None:
     """What no sequence has written must not matter."""
-    for pair in llm._runner.caches:
-        for cache in pair:
+    for pair in llm._runner.caches.layers:
+        for whole in pair:
+            cache = whole[: llm.manager.num_blocks]  # there is no memory behind them
             cache.copy_(pagedkv.asarray(np.full(cache.shape, np.nan, np.float32), cache.dtype, cache.device))
 
 

@@ -33,6 +33,7 @@ from pagedkv import BlockManager, Event, Graph, Stream, Tensor
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
+from .kv_caches import KVCaches
 from .logit_edits import LogitEdits
 from .prompt_outputs import PromptOutputs
 from .sampling_options import SamplingOptions
@@ -157,7 +158,8 @@ class ModelRunner:
         enforce_eager: bool = False,
     ) -> None:
         self.config, self.model, self.device = config, model, device
-        self.kv_cache_dtype, self.block_size, self.max_num_seqs = kv_cache_dtype, block_size, max_num_seqs
+        self.block_size, self.max_num_seqs = block_size, max_num_seqs
+        self.caches = KVCaches(config, kv_cache_dtype, block_size, device)
         self.is_gpu = device != "cpu"
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
@@ -196,25 +198,12 @@ class ModelRunner:
 
     # --- memory
 
-    def _empty_caches(self, num_blocks: int, device: str, *, pinned: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """[num_blocks, block_size, num_kv_heads, head_dim] each, for every layer. In fp8 the rows of a head are
-        neighbours in memory: 128 bytes alone in every 1,024 are read 2 to 3 % slower."""
-        block_size, num_heads, head_dim = self.block_size, self.config.num_kv_heads, self.config.head_dim
-        is_heads_first = self.kv_cache_dtype == "float8_e4m3fn"
-        page = (num_heads, block_size) if is_heads_first else (block_size, num_heads)
-
-        def cache() -> Tensor:
-            memory = pagedkv.empty((num_blocks, *page, head_dim), self.kv_cache_dtype, device, pinned=pinned)
-            return memory.transpose(1, 2) if is_heads_first else memory
-
-        return [(cache(), cache()) for _ in range(self.config.num_layers)]
-
     def warm_up(self) -> None:
         """Chooses algorithms, and runs the largest steps on a pool of one page, so that what the operations need beside
         it is allocated."""
         num_tokens = len(self.buffers.residual)
         self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # of prompts most steps are full
-        self.caches = self._empty_caches(1, self.device)
+        self.caches.allocate_one()
         with self.stream:
             inputs = self._idle_decodes(self.max_num_seqs)[1]
             for needs_logits in (False, True):
@@ -228,7 +217,7 @@ class ModelRunner:
             self._upload(host, 0)
             self.run(there.inputs(self.block_tables[:1], num_tokens, self.plans))
         pagedkv.synchronize(self.device)
-        self.caches = []
+        self.caches.layers = []
 
     def affordable_bytes(self, utilization: float) -> int:
         """What a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
@@ -239,8 +228,7 @@ class ModelRunner:
     def allocate(self, manager: BlockManager) -> None:
         """The pool of the manager's pages."""
         self.manager = manager
-        self.caches = self._empty_caches(manager.num_blocks, self.device)
-        self.host_caches = self._empty_caches(manager.num_host_blocks, "cpu", pinned=self.is_gpu)
+        self.caches.allocate(manager.num_blocks, manager.num_host_blocks)
 
     def prepare_decodes(self) -> None:
         """What decodes of every batch size use, and the graphs, which point to the pool."""
@@ -288,7 +276,7 @@ class ModelRunner:
         with self.stream:
             decodes = graph = best = prompt_outputs = None
             try:
-                self.move_pages(step)
+                self.caches.move(step)
                 inputs = self.fill(step)
                 if self.has_graphs and inputs.last_tokens is None:
                     decodes = self._decodes[len(inputs.batch.token_ids)]
@@ -315,19 +303,6 @@ class ModelRunner:
     def forget(self) -> None:
         """Steps on their way are lost: no sequence goes on where they left it."""
         self.options.forget()
-
-    def move_pages(self, step: Step) -> None:
-        """Swaps and copies, before anything is computed."""
-
-        def each(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-            return [cache for pair in caches for cache in pair]
-
-        if step.swap_out is not None:
-            pagedkv.swap_blocks(each(self.caches), each(self.host_caches), step.swap_out)
-        if step.swap_in is not None:
-            pagedkv.swap_blocks(each(self.host_caches), each(self.caches), step.swap_in)
-        if step.copies is not None and len(step.copies):
-            pagedkv.copy_blocks(each(self.caches), step.copies)
 
     def fill(self, step: Step) -> StepInputs:
         """The step's arrays, on their way to the device."""
@@ -479,7 +454,7 @@ class ModelRunner:
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
-        return self.model.forward(batch, self.caches, self.buffers, last_tokens)
+        return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

@@ -14,10 +14,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if 
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["BlockManager", "torch", "LLM"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine"])
 def test_example(example, capsys):
     if "import torch" in example:
         pytest.importorskip("torch")

@@ -1,14 +1,14 @@
 """The keys and values of all pages: a cache of each for every layer, on the device and in host memory.
 
-On the device a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
-(pagedkv.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay as they are, and another
-process can have what it gives back.
+On the CPU a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
+(pagedkv.ElasticBuffer): the pool grows and shrinks in place, and another process can have what it gives back. On a GPU
+it has its size for good, until the same is known to work there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -26,52 +26,48 @@ MAX_SLOTS = 2**31 - 1  # a slot is an int32
 class KVCaches:
     def __init__(self, config: Qwen3Config, dtype: str, block_size: int, device: str) -> None:
         self.dtype, self.device, self.block_size = dtype, device, block_size
-        self._num_layers = config.num_layers
+        self.num_caches = 2 * config.num_layers
         # In fp8 the rows of a head are neighbours in memory: 128 bytes alone in every 1,024 are read 2 to 3 % slower.
         self._is_heads_first = dtype == "float8_e4m3fn"
         page = (config.num_kv_heads, block_size) if self._is_heads_first else (block_size, config.num_kv_heads)
         self._page_shape = *page, config.head_dim
         self.page_bytes = page_bytes(config, dtype, block_size)  # in all caches, and ...
-        self._page_bytes = self.page_bytes // (2 * config.num_layers)  # ... in one
+        self._page_bytes = self.page_bytes // self.num_caches  # ... in one
         self.layers: Layers = []
         self.host_layers: Layers = []
         self._buffers: list[ElasticBuffer] = []
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Pages of the device, and of host memory."""
-        room = max(num_blocks, min(self._most_blocks(), MAX_SLOTS // self.block_size - num_host_blocks))
-        self._buffers = [ElasticBuffer(room * self._page_bytes, self.device) for _ in range(2 * self._num_layers)]
-        shape = room, *self._page_shape
-        tensors = [self._ordered(each.tensor(shape, self.dtype, reserved=True)) for each in self._buffers]
-        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
-        self.resize(num_blocks)
-        self.host_layers = self._empty(num_host_blocks, is_pinned=self.device != "cpu")
+        if self.device == "cpu":
+            most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
+            room = max(num_blocks, min(most, MAX_SLOTS // self.block_size - num_host_blocks))
+            self._buffers = [ElasticBuffer(room * self._page_bytes) for _ in range(self.num_caches)]
+            shape = room, *self._page_shape
+            self.layers = self._layers(each.tensor(shape, self.dtype, reserved=True) for each in self._buffers)
+            self.resize(num_blocks)
+        else:
+            self.layers = self._empty(num_blocks, self.device)
+        self.host_layers = self._empty(num_host_blocks, "cpu", is_pinned=self.device != "cpu")
 
     def allocate_one(self) -> None:
         """A page, for steps that keep nothing."""
-        memory = [pagedkv.empty((1, *self._page_shape), self.dtype, self.device) for _ in range(2 * self._num_layers)]
-        tensors = [self._ordered(each) for each in memory]
-        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+        self.layers = self._empty(1, self.device)
 
-    def _most_blocks(self) -> int:
-        """All memory of the device, in pages."""
-        if self.device == "cpu":
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
-        return pagedkv.memory_info(self.device)[1] // self.page_bytes
+    def _empty(self, num_blocks: int, device: str, *, is_pinned: bool = False) -> Layers:
+        shape = num_blocks, *self._page_shape
+        return self._layers(
+            pagedkv.empty(shape, self.dtype, device, pinned=is_pinned) for _ in range(self.num_caches)
+        )
 
-    def _ordered(self, memory: Tensor) -> Tensor:
-        return memory.transpose(1, 2) if self._is_heads_first else memory
-
-    def _empty(self, num_blocks: int, *, is_pinned: bool) -> Layers:
-        """In host memory."""
-
-        def cache() -> Tensor:
-            return self._ordered(pagedkv.empty((num_blocks, *self._page_shape), self.dtype, "cpu", pinned=is_pinned))
-
-        return [(cache(), cache()) for _ in range(self._num_layers)]
+    def _layers(self, memory: Iterable[Tensor]) -> Layers:
+        caches = [each.transpose(1, 2) if self._is_heads_first else each for each in memory]
+        return list(zip(caches[::2], caches[1::2], strict=True))
 
     def resize(self, num_blocks: int) -> None:
         """There is memory for so many pages. All or nothing: MemoryError where the device has no more."""
+        if not self._buffers:
+            raise NotImplementedError(f"the caches on {self.device} cannot be resized: only those on the CPU can")
         before = [each.size for each in self._buffers]
         try:
             for each in self._buffers:
@@ -101,14 +97,14 @@ class KVCaches:
         """The content of these pages, uint8 [n, page_bytes] for each cache, of at most at_once of them."""
         for start in range(0, len(pages), at_once):
             some = pages[start : start + at_once]
-            host = self._empty(len(some), is_pinned=False)
+            host = self._empty(len(some), "cpu")
             pagedkv.swap_blocks(_each(self.layers), _each(host), _pairs(some, np.arange(len(some))))
             pagedkv.synchronize(self.device)
             yield [self._bytes_of(cache) for cache in _each(host)]
 
     def write(self, pages: np.ndarray, contents: list[np.ndarray]) -> None:
         """The opposite of one list that read() gave, for as many pages."""
-        host = self._empty(len(pages), is_pinned=False)
+        host = self._empty(len(pages), "cpu")
         for cache, content in zip(_each(host), contents, strict=True):
             self._bytes_of(cache)[:] = content
         pagedkv.swap_blocks(_each(host), _each(self.layers), _pairs(np.arange(len(pages)), pages))

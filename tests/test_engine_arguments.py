@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from checkpoints import ALPHABET, write_model
 from test_engine import GREEDY, generate
 
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, Engine, SamplingParams
 from pagedkv._C import _pack_ids
 
 
@@ -96,10 +97,13 @@ def test_parameters_for_each_prompt(llm):
 
 
 def test_unknown_options(llm, folder):
-    with pytest.raises(TypeError, match="top_q"):
+    with pytest.raises(TypeError, match="SamplingParams has no option 'top_q'; did you mean 'top_p'"):
         SamplingParams(top_q=0.5)
-    with pytest.raises(TypeError, match="gpu_memory"):
-        LLM(folder, device="cpu", gpu_memory=0.9)
+    with pytest.raises(TypeError, match="LLM has no option 'gpu_memory_use'; did you mean 'gpu_memory_utilization'"):
+        LLM(folder, device="cpu", gpu_memory_use=0.9)
+    with pytest.raises(TypeError, match="Engine has no option 'zzz'$"):
+        Engine(folder, zzz=1)
+    assert "max_num_seqs: 'int' = 64" in str(inspect.signature(LLM)) and "model" in inspect.signature(Engine).parameters
     with pytest.raises(TypeError, match="verbose"):
         llm.generate("a", verbose=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
@@ -11,31 +10,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from html import escape
+from inspect import Parameter, Signature, signature
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-import pagedkv
-from pagedkv import BlockManager, OutOfBlocks
-from pagedkv.models.config import Qwen3Config
-from pagedkv.models.dummy import DummyCheckpoint
-from pagedkv.models.qwen3 import Qwen3
-from pagedkv.models.weights import Checkpoint
+from pagedkv import OutOfBlocks
 
-from .arguments import KV_CACHE_DTYPES, Prompt, check_options, check_vocabulary, encode, find_device, model_len
+from .arguments import Prompt, check_vocabulary, encode
 from .calls import Call
 from .explain import explain
-from .hub import model_folder
 from .model_runner import ModelRunner
 from .outputs import EngineCounters, EngineStats, Latencies, RequestOutput, percentiles
+from .parts import EngineOptions, build_parts
 from .pipeline import Pipeline
-from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
+from .pool_size import page_bytes
 from .request import Receiver, Request
-from .sampling_params import RequestOutputKind, SamplingParams, check_int
-from .scheduler import Scheduler
+from .sampling_params import RequestOutputKind, SamplingParams, check_int, check_names
 from .sequence import Sequence
 from .step import Step
-from .tokenizer import Tokenizer
 from .turns import Mailbox, Turns
 
 T = TypeVar("T")
@@ -76,105 +70,28 @@ class Engine:
     Every method may be called from any thread.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        device: str = "auto",
-        load_format: str = "auto",
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        swap_space: int = 0,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        check_options(
-            dtype=dtype,
-            load_format=load_format,
-            kv_cache_dtype=kv_cache_dtype,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-        )
-        block_size = check_int("block_size", block_size, 1)
-        max_num_seqs = check_int("max_num_seqs", max_num_seqs, 1)
-        max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        seed = None if seed is None else check_int("seed", seed, -(2**63))
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {max_num_batched_tokens} but must be at least max_num_seqs={max_num_seqs}: "
-                "every sequence that runs may decode a token in a step"
-            )
-        self.device = find_device(device)
-        self.folder = folder = model_folder(model, revision)
-        self.config = Qwen3Config.from_folder(folder)
-        self.dtype = self.config.dtype if dtype == "auto" else dtype
-        self.max_model_len = model_len(max_model_len, self.config)
-        self.kv_cache_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
-        self.tokenizer = Tokenizer(folder)
+    # For help() and inspect: what **options may be.
+    __signature__ = Signature(
+        [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD), *signature(EngineOptions).parameters.values()]
+    )
 
-        bytes_per_page = page_bytes(self.config, self.kv_cache_dtype, block_size)
-        if num_blocks is not None:
-            check_int("num_blocks", num_blocks, 1)
-        elif kv_cache_memory is not None:
-            num_blocks = pages_of_memory(kv_cache_memory, bytes_per_page)
-        elif self.device == "cpu":
-            num_blocks = pages_on_cpu(self.max_model_len, max_num_seqs, block_size, bytes_per_page)
-        num_host_blocks = check_int("swap_space", swap_space, 0) // bytes_per_page
-        self.memory: dict[str, int] = {}
-        gc.collect()  # an engine that is dead but not collected yet has its pool until then
-        used = self._used_memory()
-        dummy = load_format == "dummy"
-        checkpoint = DummyCheckpoint(self.dtype, self.device) if dummy else Checkpoint(folder, self.dtype, self.device)
-        self._runner: ModelRunner | None = ModelRunner(
-            self.config,
-            Qwen3(self.config, checkpoint, self.max_model_len),
-            dtype=self.dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
-            device=self.device,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enforce_eager=enforce_eager,
-        )
-        checkpoint.finish()
-        if self.device != "cpu":
-            used = self._count_memory("weights and buffers", used)
-            self._runner.warm_up()
-            used = self._count_memory("workspaces", used)
-        if num_blocks is None:
-            affordable = self._runner.affordable_bytes(gpu_memory_utilization)
-            num_blocks = pages_on_gpu(affordable, gpu_memory_utilization, bytes_per_page)
-        self.manager = BlockManager(
-            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
-        )
-        self._runner.allocate(self.manager)
-        if self.device != "cpu":
-            used = self._count_memory("pool", used)
-            self._runner.prepare_decodes()
-            self._count_memory("graphs", used)
-        self.scheduler = Scheduler(
-            self.manager,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_names(cls.__name__, options, [each.name for each in fields(EngineOptions)] + ["model"])
+        return super().__new__(cls)
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        checked = EngineOptions(**options)
+        parts = build_parts(model, checked)
+        self.folder, self.device, self.config = parts.folder, parts.device, parts.config
+        self.dtype, self.kv_cache_dtype = parts.dtype, parts.kv_cache_dtype
+        self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
+        self.manager, self.scheduler = parts.manager, parts.scheduler
+        self._runner: ModelRunner | None = parts.runner
+        self._fingerprint = parts.fingerprint
         self.counters = EngineCounters()
         self.num_finished = 0  # requests
         self._latencies = Latencies()
-        self._random = random.Random(seed)
+        self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
         self._request_ids = itertools.count()
         self._lock = threading.Lock()  # of what follows
@@ -190,17 +107,6 @@ class Engine:
     def _new_pipeline(self) -> Pipeline:
         assert self._runner is not None
         return Pipeline(self._runner, self.scheduler, self.counters, self._received)
-
-    def _used_memory(self) -> int:
-        if self.device == "cpu":
-            return 0
-        free, total = pagedkv.memory_info(self.device)
-        return total - free
-
-    def _count_memory(self, name: str, before: int) -> int:
-        used = self._used_memory()
-        self.memory[name] = used - before
-        return used
 
     # --- requests
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from math import isnan
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 MAX_FLOAT = 3.4e38  # of the float32 that it becomes
 MAX_LOGPROBS = 20
@@ -90,6 +91,10 @@ class SamplingParams:
     has_filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p, min_p
     has_penalties: bool = field(init=False, repr=False, compare=False)
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_names(cls.__name__, options, [each.name for each in fields(cls) if each.init])
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_tokens()
@@ -165,6 +170,15 @@ class SamplingParams:
         self._put("bad_words", check_texts("bad_words", self.bad_words))
         if self.stop and not self.detokenize:
             raise ValueError(f"stop is {list(self.stop)!r} but detokenize=False: there is no text to find it in")
+
+
+def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> None:
+    """Raises TypeError where an option is given that there is not, and says what may have been meant."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{owner} has no option {name!r}{hint}")
 
 
 def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool = False) -> float:

@@ -44,6 +44,11 @@ class DummyCheckpoint:
     def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
         return pagedkv.asarray(pagedkv.asarray(values, self.dtype), device=self.device)  # only the CPU converts
 
+    @staticmethod
+    def fingerprint() -> str:
+        """As Checkpoint.fingerprint()."""
+        return "dummy"
+
     def finish(self) -> None:
         """As Checkpoint.finish()."""
         pagedkv.synchronize(self.device)

@@ -7,6 +7,7 @@ relative and which they cover without a gap. A large model is several such files
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -35,6 +36,7 @@ ITEM_BITS = (
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 STAGING_BYTES = 32 << 20
+SAMPLE_BYTES = 4096  # of a tensor, in a fingerprint
 
 
 class CheckpointError(ValueError):
@@ -86,6 +88,7 @@ class SafetensorsFile:
         is_map = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
         if metadata is not None and not is_map:
             raise CheckpointError(f"{self.path}: __metadata__ must map names to texts, not {metadata!r}")
+        self.metadata: dict[str, str] = metadata or {}
         return header, 8 + length
 
     def _read_entry(self, name: str, entry: Any) -> Entry:
@@ -128,16 +131,23 @@ class SafetensorsFile:
                 f"{self.path}: bytes {end}..{num_bytes} of the data, after the last tensor, are no tensor's"
             )
 
+    def entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
+        return self.entries[name]
+
+    def content(self, name: str) -> np.ndarray:
+        """The bytes of one tensor, uint8 [n]."""
+        entry = self.entry(name)
+        return self.bytes[self.data_start + entry.begin : self.data_start + entry.end]
+
     def tensor(self, name: str) -> pagedkv.Tensor:
         """A view of one tensor in the dtype that the file has."""
-        where = f"{self.path}: tensor {name!r}"
-        if name not in self.entries:
-            raise CheckpointError(f"{where} is missing")
-        entry = self.entries[name]
+        entry, data = self.entry(name), self.content(name)
         if entry.dtype not in DTYPES:
+            where = f"{self.path}: tensor {name!r}"
             raise NotImplementedError(f"{where} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
         dtype = DTYPES[entry.dtype]
-        data = self.bytes[self.data_start + entry.begin : self.data_start + entry.end]
         # Unaligned data is allowed by the format, rare, and slow or wrong to compute on.
         if (self.data_start + entry.begin) % ITEM_BYTES[dtype]:
             data = data.copy()
@@ -183,6 +193,17 @@ class Checkpoint:
         """Waits until all that was loaded is on the device."""
         pagedkv.synchronize(self.device)
         self._staging.clear()
+
+    def fingerprint(self) -> str:
+        """Of the weights: names, shapes and dtypes, and some bytes of each tensor, as hexadecimal digits. Another
+        training changes every tensor; reading all of them takes a second a gigabyte."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, file in sorted(self.files.items(), key=lambda each: each[0]):
+            entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]
+            digest.update(repr((name, entry.dtype, entry.shape)).encode())
+            content = file.content(entry.name)
+            digest.update(content[len(content) // 2 :][:SAMPLE_BYTES].data)
+        return digest.hexdigest()
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         """The tensor, which must have this shape: the file's own memory where nothing must change."""

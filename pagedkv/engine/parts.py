@@ -1,0 +1,177 @@
+"""What an engine is made of: model, KV cache, runner and scheduler, from a folder and options."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pagedkv
+from pagedkv import BlockManager
+from pagedkv.models.config import Qwen3Config
+from pagedkv.models.dummy import DummyCheckpoint
+from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.weights import Checkpoint
+
+from .arguments import KV_CACHE_DTYPES, check_options, find_device, model_len
+from .hub import model_folder
+from .model_runner import ModelRunner
+from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
+from .sampling_params import check_int
+from .scheduler import Scheduler
+from .tokenizer import Tokenizer
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Those of Engine, which describes them. A wrong value raises at once."""
+
+    revision: str | None = None
+    device: str = "auto"
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    swap_space: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_options(
+            dtype=self.dtype,
+            load_format=self.load_format,
+            kv_cache_dtype=self.kv_cache_dtype,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enforce_eager=self.enforce_eager,
+            num_blocks=self.num_blocks,
+            kv_cache_memory=self.kv_cache_memory,
+        )
+        self.block_size = check_int("block_size", self.block_size, 1)
+        self.max_num_seqs = check_int("max_num_seqs", self.max_num_seqs, 1)
+        self.max_num_batched_tokens = check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self.swap_space = check_int("swap_space", self.swap_space, 0)
+        if self.num_blocks is not None:
+            self.num_blocks = check_int("num_blocks", self.num_blocks, 1)
+        if self.seed is not None:
+            self.seed = check_int("seed", self.seed, -(2**63))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} but must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every sequence that runs may decode a token in a step"
+            )
+
+
+@dataclass
+class EngineParts:
+    """Made by build_parts()."""
+
+    folder: Path
+    device: str
+    config: Qwen3Config
+    dtype: str
+    kv_cache_dtype: str
+    max_model_len: int
+    tokenizer: Tokenizer
+    runner: ModelRunner
+    manager: BlockManager
+    scheduler: Scheduler
+    fingerprint: str  # of the weights
+    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by what it is for
+
+
+def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
+    device, folder = find_device(options.device), model_folder(model, options.revision)
+    config = Qwen3Config.from_folder(folder)
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
+    max_model_len = model_len(options.max_model_len, config)
+    bytes_per_page = page_bytes(config, kv_cache_dtype, options.block_size)
+    num_blocks = _wanted_blocks(options, device, max_model_len, bytes_per_page)
+    gc.collect()  # an engine that is dead but not collected yet has its pool until then
+    memory = _MemoryCount(device)
+    is_dummy = options.load_format == "dummy"
+    checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
+    runner = ModelRunner(
+        config,
+        Qwen3(config, checkpoint, max_model_len),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enforce_eager=options.enforce_eager,
+    )
+    checkpoint.finish()
+    memory.count("weights and buffers")
+    if device != "cpu":
+        runner.warm_up()
+        memory.count("workspaces")
+    if num_blocks is None:
+        affordable = runner.affordable_bytes(options.gpu_memory_utilization)
+        num_blocks = pages_on_gpu(affordable, options.gpu_memory_utilization, bytes_per_page)
+    manager = BlockManager(
+        num_blocks,
+        options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        num_host_blocks=options.swap_space // bytes_per_page,
+    )
+    runner.allocate(manager)
+    memory.count("pool")
+    if device != "cpu":
+        runner.prepare_decodes()
+        memory.count("graphs")
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    tokenizer, fingerprint = Tokenizer(folder), checkpoint.fingerprint()
+    return EngineParts(
+        folder, device, config, dtype, kv_cache_dtype, max_model_len, tokenizer, runner, manager, scheduler,
+        fingerprint, memory.by_name,
+    )  # fmt: skip
+
+
+def _wanted_blocks(
+    options: EngineOptions, device: str, max_model_len: int, bytes_per_page: int
+) -> int | None:
+    """None: as many as a GPU has room for."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    if options.kv_cache_memory is not None:
+        return pages_of_memory(options.kv_cache_memory, bytes_per_page)
+    if device == "cpu":
+        return pages_on_cpu(max_model_len, options.max_num_seqs, options.block_size, bytes_per_page)
+    return None
+
+
+class _MemoryCount:
+    """What a GPU's driver says is in use more than before; nothing of the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.by_name: dict[str, int] = {}
+        self._used = self._used_bytes()
+
+    def count(self, name: str) -> None:
+        if self._device != "cpu":
+            before, self._used = self._used, self._used_bytes()
+            self.by_name[name] = self._used - before
+
+    def _used_bytes(self) -> int:
+        if self._device == "cpu":
+            return 0
+        free, total = pagedkv.memory_info(self._device)
+        return total - free

@@ -64,7 +64,7 @@ typedef struct {
     char *message;
     size_t message_bytes;
     int32_t *refs, *full_refs, *salt_refs; /* counted from the sequences */
-    uint8_t *listed;
+    uint8_t *listed, *host_used;
 } pk_checker;
 
 static bool broken(pk_checker *checker, const char *format, ...)
@@ -96,10 +96,11 @@ static bool check_seq(pk_checker *checker, const pk_seq *seq)
     for (int64_t i = 0; i < seq->num_blocks; i++) {
         int32_t page = seq->blocks[i];
         bool is_full = (i + 1) * block_size <= seq->num_tokens;
-        int64_t first = seq->is_swapped ? manager->num_blocks : 0;
-        int64_t last = seq->is_swapped ? manager->num_blocks + manager->num_host_blocks : manager->num_blocks;
-        MUST(page >= first && page < last, "sequence %lld: page %d is not in its pool", id, page);
-        checker->refs[page]++;
+        int64_t end = seq->is_swapped ? manager->num_host_blocks : manager->num_blocks;
+        int32_t place = seq->is_swapped ? ~page : page;
+        MUST(place >= 0 && place < end, "sequence %lld: page %d is not in its pool", id, page);
+        MUST(!seq->is_swapped || !checker->host_used[place]++, "sequence %lld: host page %d is shared", id, place);
+        if (!seq->is_swapped) checker->refs[page]++;
         for (int64_t t = 0; t < min64(block_size, seq->num_tokens - i * block_size); t++)
             MUST(page_tokens(manager, page)[t] >= 0, "sequence %lld: negative token in page %d", id, page);
         if (seq->is_swapped) continue;
@@ -137,9 +138,12 @@ static bool check_lists(pk_checker *checker)
     }
     MUST(count == manager->cached.count && prev == manager->cached.tail, "cached list: wrong count or tail");
     count = 0;
-    for (int32_t i = manager->host_free_head; i != NO_PAGE; i = manager->pages[i].next, count++)
-        MUST(i >= manager->num_blocks && !checker->listed[i]++, "host free list: page %d is there twice", i);
+    for (int32_t i = manager->host_free_head; i != NO_PAGE; i = manager->host_next[i], count++)
+        MUST(i >= 0 && i < manager->num_host_blocks && !checker->host_used[i]++,
+             "host free list: page %d is used, or there twice", i);
     MUST(count == manager->num_host_free, "host free list: wrong count");
+    for (int64_t i = 0; i < manager->num_host_blocks; i++)
+        MUST(checker->host_used[i], "host page %lld is neither used nor free", (long long)i);
     return true;
 }
 
@@ -151,10 +155,6 @@ static bool check_page(pk_checker *checker, int32_t page, int64_t *num_shared, i
          checker->refs[page]);
     MUST(checker->listed[page] == (p->refcount == 0), "page %d: used and free at once, or neither", page);
     MUST(p->scratch == 0, "page %d: scratch was left behind", page);
-    if (page >= manager->num_blocks) {
-        MUST(p->refcount <= 1 && p->state == UNINDEXED, "host page %d: shared or indexed", page);
-        return true;
-    }
     MUST(p->num_full == checker->full_refs[page], "page %d: %d full references, counted %d", page, p->num_full,
          checker->full_refs[page]);
     *num_shared += p->refcount > 1;
@@ -205,7 +205,7 @@ static bool check_all(pk_checker *checker)
     MUST(num_seqs == manager->num_seqs, "%lld sequences, counted %lld", (long long)manager->num_seqs,
          (long long)num_seqs);
     if (!check_lists(checker)) return false;
-    for (int64_t i = 0; i < manager->num_blocks + manager->num_host_blocks; i++) {
+    for (int64_t i = 0; i < manager->num_blocks; i++) {
         if (!check_page(checker, (int32_t)i, &num_shared, &num_pending)) return false;
         num_states += manager->pages[i].state != UNINDEXED;
     }
@@ -222,7 +222,7 @@ static bool check_all(pk_checker *checker)
 
 bool pk_bm_check(const pk_block_manager *manager, char *message, size_t message_bytes)
 {
-    size_t num_pages = (size_t)(manager->num_blocks + manager->num_host_blocks);
+    size_t num_pages = (size_t)manager->num_blocks;
     announce(manager, LONG_WORK, 0);  // forks make it longer than the pool
     pk_checker checker = {
         .manager = manager,
@@ -232,13 +232,15 @@ bool pk_bm_check(const pk_block_manager *manager, char *message, size_t message_
         .full_refs = calloc(num_pages, sizeof(int32_t)),
         .salt_refs = calloc((size_t)manager->salts_capacity, sizeof(int32_t)),
         .listed = calloc(num_pages, 1),
+        .host_used = calloc((size_t)manager->num_host_blocks + 1, 1),
     };
-    bool is_sound = checker.refs && checker.full_refs && checker.salt_refs && checker.listed
+    bool is_sound = checker.refs && checker.full_refs && checker.salt_refs && checker.listed && checker.host_used
                         ? check_all(&checker)
                         : broken(&checker, "no memory for the check itself");
     free(checker.refs);
     free(checker.full_refs);
     free(checker.salt_refs);
     free(checker.listed);
+    free(checker.host_used);
     return is_sound;
 }

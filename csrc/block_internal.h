@@ -14,6 +14,7 @@
 #include <string.h>
 
 #define NO_PAGE (-1)
+#define IN_USE (-2)
 
 typedef enum {
     UNINDEXED,
@@ -21,7 +22,6 @@ typedef enum {
     COMPUTED
 } pk_index_state;
 
-/* Device pages come first, host pages (swap space, never shared, never indexed) behind them. */
 typedef struct {
     int64_t content; /* content id, and ... */
     int64_t parent;  /* ... the parent's, or ~salt for a first page; both only while indexed */
@@ -45,6 +45,11 @@ typedef struct {
 } pk_index_slot;
 
 typedef struct {
+    uint64_t hash; /* of a page */
+    int64_t when;  /* its number among all evictions, from 1 on; 0: no entry */
+} pk_evicted;
+
+typedef struct {
     uint8_t *bytes;
     int64_t num_bytes, num_refs; /* sequences and indexed first pages; 0: the entry may be reused */
     uint64_t hash;
@@ -65,15 +70,21 @@ struct pk_block_manager {
     int64_t num_blocks, block_size, num_host_blocks, watermark_blocks;
     bool is_caching;
 
-    pk_page *pages;  /* [num_blocks + num_host_blocks] */
-    int32_t *tokens; /* [num_blocks + num_host_blocks, block_size] */
-    int32_t free_head, host_free_head;
+    pk_page *pages;  /* [num_blocks] */
+    int32_t *tokens; /* [num_blocks, block_size] */
+    int32_t free_head;
+    /* Host pages (swap space) are never shared and never indexed. In a swapped sequence's table host page h is ~h. */
+    int32_t *host_next;   /* [num_host_blocks] the free list, or IN_USE */
+    int32_t *host_tokens; /* [num_host_blocks, block_size] */
+    int32_t host_free_head;
     int64_t num_free, num_host_free, num_shared, num_pending;
     pk_page_list cached;
 
     pk_index_slot *slots;
     uint64_t slot_mask, hash_mask, hash_key[2];
     int64_t last_content;
+    pk_evicted *evicted; /* [evicted_mask + 1] what was evicted last, by its hash: only to explain */
+    uint64_t evicted_mask;
     pk_salt_entry *salts;
     int32_t *salt_buckets; /* [salts_capacity], a power of two */
     int32_t salts_capacity, salt_free;
@@ -105,9 +116,11 @@ static inline int64_t blocks_for(const pk_block_manager *manager, int64_t num_to
 {
     return num_tokens / manager->block_size + (num_tokens % manager->block_size != 0);
 }
+/* Of a host page, too. */
 static inline int32_t *page_tokens(const pk_block_manager *manager, int32_t page)
 {
-    return manager->tokens + (int64_t)page * manager->block_size;
+    return page >= 0 ? manager->tokens + (int64_t)page * manager->block_size
+                     : manager->host_tokens + (int64_t)~page * manager->block_size;
 }
 static inline int64_t num_available(const pk_block_manager *manager)
 {
@@ -127,8 +140,20 @@ void pool_release(pk_block_manager *manager, int32_t page, bool is_full);
 /* A full reference becomes a partial one: the page was truncated into. */
 void pool_unfill(pk_block_manager *manager, int32_t page);
 void pool_drop_cached(pk_block_manager *manager);
+/* A page of the free list, without a reference, or NO_PAGE; and a page that was just filled and is computed. */
+int32_t pool_take_free(pk_block_manager *manager);
+void pool_add_cached(pk_block_manager *manager, int32_t page);
+/* A cached page leaves the list and the index; whoever calls puts it somewhere. */
+void pool_evict(pk_block_manager *manager, int32_t page);
+/* All pages that are in no other place, the lowest first. */
+void pool_list_free(pk_block_manager *manager);
 int32_t pool_take_host(pk_block_manager *manager);
 void pool_release_host(pk_block_manager *manager, int32_t page);
+
+// --- block_explain.c
+
+pk_status evicted_make_room(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
+void evicted_note(pk_block_manager *manager, uint64_t hash);
 
 // --- block_salts.c
 
@@ -143,6 +168,7 @@ void salts_destroy(pk_block_manager *manager);
 pk_status salt_acquire(pk_block_manager *manager, pk_salt salt, int32_t *entry, pk_error *err);
 void salt_retain(pk_block_manager *manager, int32_t entry);
 void salt_release(pk_block_manager *manager, int32_t entry);
+uint64_t salt_hash(const pk_block_manager *manager, pk_salt salt);
 int32_t salt_find(const pk_block_manager *manager, pk_salt salt); /* -1: no such entry */
 pk_prefix prefix_of_salt(const pk_block_manager *manager, int32_t entry);
 
@@ -150,10 +176,13 @@ pk_prefix prefix_of_salt(const pk_block_manager *manager, int32_t entry);
 
 pk_status index_create(pk_block_manager *manager, const pk_bm_config *config, pk_error *err);
 void index_destroy(pk_block_manager *manager);
+/* Room for so many pages; it never shrinks. */
+pk_status index_make_room(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 pk_prefix prefix_of_page(const pk_block_manager *manager, int32_t page);
 /* The prefix of the sequence's page `index`: the page before it, or the salt. */
 pk_prefix prefix_of_seq(const pk_block_manager *manager, const pk_seq *seq, int64_t index);
 
+uint64_t index_hash(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens);
 /* The page that holds `tokens` after `prefix` (a computed one where there is one), or NO_PAGE. */
 int32_t index_find(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens);
 /* How many leading full pages of the prompt are computed; their ids go to `pages` where it is not NULL.
@@ -184,6 +213,7 @@ pk_status pairs_make_room(pk_block_manager *manager, int64_t count, pk_error *er
 
 // --- block_manager.c
 
+pk_status check_num_blocks(int64_t num_blocks, int64_t num_host_blocks, int64_t block_size, pk_error *err);
 /* Announces the work on the tokens, too. */
 pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err);
 pk_status fail_out_of_blocks(const pk_block_manager *manager, int64_t needed, int64_t available, pk_error *err);

@@ -4,19 +4,24 @@
 
 #include <stdlib.h>
 
+pk_status check_num_blocks(int64_t num_blocks, int64_t num_host_blocks, int64_t block_size, pk_error *err)
+{
+    if (num_blocks < 1)
+        return pk_fail(err, PK_EVALUE, "num_blocks is %lld but must be at least 1", (long long)num_blocks);
+    if (num_blocks > INT32_MAX / block_size || num_host_blocks > INT32_MAX / block_size - num_blocks)
+        return pk_fail(err, PK_EVALUE,
+                       "(num_blocks + num_host_blocks) * block_size must be below 2**31: slots are int32");
+    return PK_OK;
+}
+
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **created, pk_error *err)
 {
-    if (config->num_blocks < 1)
-        return pk_fail(err, PK_EVALUE, "num_blocks is %lld but must be at least 1", (long long)config->num_blocks);
     if (config->block_size < 1)
         return pk_fail(err, PK_EVALUE, "block_size is %lld but must be at least 1", (long long)config->block_size);
     if (config->num_host_blocks < 0)
         return pk_fail(err, PK_EVALUE, "num_host_blocks is %lld but must not be negative",
                        (long long)config->num_host_blocks);
-    if (config->num_blocks > INT32_MAX / config->block_size ||
-        config->num_host_blocks > INT32_MAX / config->block_size - config->num_blocks)
-        return pk_fail(err, PK_EVALUE,
-                       "(num_blocks + num_host_blocks) * block_size must be below 2**31: slots are int32");
+    PK_TRY(check_num_blocks(config->num_blocks, config->num_host_blocks, config->block_size, err));
     if (!(config->watermark >= 0 && config->watermark < 1))
         return pk_fail(err, PK_EVALUE, "watermark is %g but must be at least 0 and less than 1", config->watermark);
     if (config->hash_bits < 0 || config->hash_bits > 64)
@@ -32,6 +37,7 @@ pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **created, p
     pk_status status = pool_create(manager, err);
     if (status == PK_OK) status = index_create(manager, config, err);
     if (status == PK_OK) status = salts_create(manager, err);
+    if (status == PK_OK) status = evicted_make_room(manager, manager->num_blocks, err);
     if (status != PK_OK) {
         pk_bm_destroy(manager);
         return status;
@@ -47,6 +53,7 @@ void pk_bm_destroy(pk_block_manager *manager)
     salts_destroy(manager);
     index_destroy(manager);
     pool_destroy(manager);
+    free(manager->evicted);
     free(manager);
 }
 

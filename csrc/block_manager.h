@@ -11,6 +11,9 @@
  *     block_manager.c  allocate, fork, truncate, free
  *     block_grow.c     append, reserve (copy on write), commit
  *     block_swap.c     swap_out, swap_in
+ *     block_resize.c   the pool grows and shrinks
+ *     block_export.c   the content of the prefix cache goes, and comes back
+ *     block_explain.c  why no more of a prompt is cached
  *     block_step.c     the int32 arrays of one engine step
  *     block_check.c    statistics and every invariant, spelled out
  *
@@ -91,7 +94,46 @@ pk_status pk_bm_swap_in(pk_block_manager *manager, int64_t seq_id, pk_pairs *cop
  * pages left the index. */
 int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager);
 
+/* Growing adds free pages. Shrinking evicts cached pages that would lie behind the end, and those that need them; it
+ * fails where a page there is in use. O(pages). */
+pk_status pk_bm_resize(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
+
+/* --- the content of the prefix cache. A page comes behind the one that its prefix ends with, its parent. */
+
+typedef struct {
+    int64_t count;
+    int32_t *blocks;  /* [count] */
+    int32_t *parents; /* [count] the number of the parent in this list, or -1 */
+    int32_t *salts;   /* [count] a number of pk_bm_salt; in an import, of the list of salts */
+    int32_t *tokens;  /* [count, block_size] */
+} pk_bm_pages;
+/* All computed pages whose parents are computed, too; pk_bm_free_pages frees them. */
+pk_status pk_bm_export(const pk_block_manager *manager, pk_bm_pages *pages, pk_error *err);
+void pk_bm_free_pages(pk_bm_pages *pages);
+int64_t pk_bm_block_size(const pk_block_manager *manager);
+pk_salt pk_bm_salt(const pk_block_manager *manager, int32_t number);
+/* Caches such pages in free ones. pages->blocks is filled: where each is now, or -1 where it was there already or there
+ * is no free page. The caller copies their KV. */
+pk_status pk_bm_import(pk_block_manager *manager, pk_bm_pages *pages, int64_t num_salts, const pk_salt *salts,
+                       pk_error *err);
+
 /* --- looking */
+
+typedef enum {
+    PK_MISS_NONE,       /* nothing: all full pages of the prompt are cached */
+    PK_MISS_PENDING,    /* a sequence that lives is computing the next page */
+    PK_MISS_EVICTED,    /* it was evicted */
+    PK_MISS_OTHER_SALT, /* it is cached, but under another salt */
+    PK_MISS_NEVER,      /* it was never computed, or so long ago that nobody knows */
+    PK_MISS_OFF         /* nothing is cached at all */
+} pk_miss;
+typedef struct {
+    int64_t num_tokens, hit_tokens, pending_tokens;
+    pk_miss reason;          /* why it is not more */
+    int64_t evictions_since; /* that one */
+} pk_bm_explanation;
+pk_status pk_bm_explain(const pk_block_manager *manager, pk_tokens prompt, pk_salt salt, pk_bm_explanation *found,
+                        pk_error *err);
 
 typedef struct {
     int64_t num_tokens, num_reserved, num_computed, num_blocks;

@@ -10,18 +10,19 @@
 
 pk_status pool_create(pk_block_manager *manager, pk_error *err)
 {
-    int64_t num_pages = manager->num_blocks + manager->num_host_blocks;
-    manager->pages = calloc((size_t)num_pages, sizeof *manager->pages);
-    manager->tokens = calloc((size_t)(num_pages * manager->block_size), sizeof *manager->tokens);
-    if (!manager->pages || !manager->tokens)
-        return pk_fail(err, PK_ENOMEM, "no memory for the bookkeeping of %lld pages", (long long)num_pages);
-    for (int64_t i = 0; i < num_pages; i++) {
-        manager->pages[i].prev = NO_PAGE;
-        manager->pages[i].next = i + 1 == manager->num_blocks || i + 1 == num_pages ? NO_PAGE : (int32_t)(i + 1);
-    }
-    manager->free_head = 0;
-    manager->num_free = manager->num_blocks;
-    manager->host_free_head = manager->num_host_blocks ? (int32_t)manager->num_blocks : NO_PAGE;
+    size_t num_blocks = (size_t)manager->num_blocks, num_host_blocks = (size_t)manager->num_host_blocks;
+    size_t page_bytes = (size_t)manager->block_size * sizeof *manager->tokens;
+    manager->pages = calloc(num_blocks, sizeof *manager->pages);
+    manager->tokens = calloc(num_blocks, page_bytes);
+    manager->host_next = calloc(num_host_blocks + 1, sizeof *manager->host_next);
+    manager->host_tokens = calloc(num_host_blocks + 1, page_bytes);
+    if (!manager->pages || !manager->tokens || !manager->host_next || !manager->host_tokens)
+        return pk_fail(err, PK_ENOMEM, "no memory for the bookkeeping of %lld pages",
+                       (long long)(num_blocks + num_host_blocks));
+    pool_list_free(manager);
+    for (int32_t i = 0; i < manager->num_host_blocks; i++) manager->host_next[i] = i + 1;
+    if (num_host_blocks) manager->host_next[num_host_blocks - 1] = NO_PAGE;
+    manager->host_free_head = num_host_blocks ? 0 : NO_PAGE;
     manager->num_host_free = manager->num_host_blocks;
     manager->cached = (pk_page_list){NO_PAGE, NO_PAGE, 0};
     return PK_OK;
@@ -31,6 +32,8 @@ void pool_destroy(pk_block_manager *manager)
 {
     free(manager->pages);
     free(manager->tokens);
+    free(manager->host_next);
+    free(manager->host_tokens);
 }
 
 // --- the two lists
@@ -74,18 +77,40 @@ static void cached_unlink(pk_block_manager *manager, int32_t page)
 
 int32_t pool_take(pk_block_manager *manager)
 {
-    int32_t page = manager->free_head;
-    if (page != NO_PAGE) {
-        manager->free_head = manager->pages[page].next;
-        manager->num_free--;
-    } else {
+    int32_t page = pool_take_free(manager);
+    if (page == NO_PAGE) {
         page = manager->cached.head;
-        cached_unlink(manager, page);
-        index_remove(manager, page);
-        manager->evictions++;
+        pool_evict(manager, page);
     }
     manager->pages[page].refcount = 1;
     return page;
+}
+
+int32_t pool_take_free(pk_block_manager *manager)
+{
+    int32_t page = manager->free_head;
+    if (page == NO_PAGE) return NO_PAGE;
+    manager->free_head = manager->pages[page].next;
+    manager->num_free--;
+    return page;
+}
+
+void pool_add_cached(pk_block_manager *manager, int32_t page) { cached_push(manager, page); }
+
+void pool_evict(pk_block_manager *manager, int32_t page)
+{
+    manager->evictions++;
+    evicted_note(manager, manager->pages[page].hash);
+    cached_unlink(manager, page);
+    index_remove(manager, page);
+}
+
+void pool_list_free(pk_block_manager *manager)
+{
+    manager->free_head = NO_PAGE;
+    manager->num_free = 0;
+    for (int64_t i = manager->num_blocks - 1; i >= 0; i--)
+        if (!manager->pages[i].refcount && manager->pages[i].state == UNINDEXED) free_push(manager, (int32_t)i);
 }
 
 void pool_acquire(pk_block_manager *manager, int32_t page, bool is_full)
@@ -130,18 +155,17 @@ void pool_drop_cached(pk_block_manager *manager)
 
 int32_t pool_take_host(pk_block_manager *manager)
 {
-    int32_t page = manager->host_free_head;
-    manager->host_free_head = manager->pages[page].next;
+    int32_t host = manager->host_free_head;
+    manager->host_free_head = manager->host_next[host];
+    manager->host_next[host] = IN_USE;
     manager->num_host_free--;
-    manager->pages[page].refcount = 1;
-    return page;
+    return ~host;
 }
 
 void pool_release_host(pk_block_manager *manager, int32_t page)
 {
-    manager->pages[page].refcount = 0;
-    manager->pages[page].next = manager->host_free_head;
-    manager->host_free_head = page;
+    manager->host_next[~page] = manager->host_free_head;
+    manager->host_free_head = ~page;
     manager->num_host_free++;
 }
 

@@ -8,7 +8,7 @@
 
 enum { FIRST_CAPACITY = 16 };
 
-static uint64_t hash_of(const pk_block_manager *manager, pk_salt salt)
+uint64_t salt_hash(const pk_block_manager *manager, pk_salt salt)
 {
     return siphash13(manager->hash_key, 0, salt.bytes, (size_t)salt.num_bytes) & manager->hash_mask;
 }
@@ -65,7 +65,7 @@ int32_t salt_find(const pk_block_manager *manager, pk_salt salt)
 {
     if (salt.num_bytes == 0) return 0;
     announce(manager, 0, salt.num_bytes / (int64_t)sizeof(int32_t));
-    uint64_t hash = hash_of(manager, salt);
+    uint64_t hash = salt_hash(manager, salt);
     for (int32_t i = *bucket_of(manager, hash); i >= 0; i = manager->salts[i].next) {
         const pk_salt_entry *entry = &manager->salts[i];
         if (entry->hash == hash && entry->num_bytes == salt.num_bytes &&
@@ -86,7 +86,7 @@ pk_status salt_acquire(pk_block_manager *manager, pk_salt salt, int32_t *number,
         found = manager->salt_free;
         pk_salt_entry *entry = &manager->salts[found];
         manager->salt_free = entry->next;
-        *entry = (pk_salt_entry){bytes, salt.num_bytes, 0, hash_of(manager, salt), 0};
+        *entry = (pk_salt_entry){bytes, salt.num_bytes, 0, salt_hash(manager, salt), 0};
         int32_t *bucket = bucket_of(manager, entry->hash);
         entry->next = *bucket;
         *bucket = found;

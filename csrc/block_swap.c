@@ -25,7 +25,7 @@ pk_status pk_bm_swap_out(pk_block_manager *manager, int64_t seq_id, pk_pairs *co
         seq->blocks[i] = host;
         if (i >= copies->count) continue;
         manager->pairs[2 * i] = page;
-        manager->pairs[2 * i + 1] = host - (int32_t)manager->num_blocks;
+        manager->pairs[2 * i + 1] = ~host;
     }
     seq->is_swapped = true;
     return PK_OK;
@@ -74,7 +74,7 @@ pk_status pk_bm_swap_in(pk_block_manager *manager, int64_t seq_id, pk_pairs *cop
         seq->blocks[i] = page;
         if ((i + 1) * manager->block_size <= seq->num_tokens) seq_page_filled(manager, seq, i);
         if (i * manager->block_size >= seq->num_computed) continue;
-        manager->pairs[2 * copies->count] = host - (int32_t)manager->num_blocks;
+        manager->pairs[2 * copies->count] = ~host;
         manager->pairs[2 * copies->count + 1] = page;
         copies->count++;
     }

@@ -1,6 +1,6 @@
 /* prefix_index.c - from (content of the parent, tokens) to the page that holds their KV. See block_internal.h for what
- * a content id is. Open addressing with linear probing, at most half full, removal by shifting back: no tombstones, no
- * growth, so the cost does not depend on history. */
+ * a content id is. Open addressing with linear probing, at most half full, removal by shifting back: no tombstones, so
+ * the cost does not depend on history. */
 #include "block_internal.h"
 #include "siphash.h"
 
@@ -10,13 +10,27 @@ pk_status index_create(pk_block_manager *manager, const pk_bm_config *config, pk
 {
     memcpy(manager->hash_key, config->hash_key, sizeof manager->hash_key);
     manager->hash_mask = config->hash_bits ? UINT64_MAX >> (64 - config->hash_bits) : 0;
-    uint64_t num_slots = 2;
-    while (num_slots < 2 * (uint64_t)manager->num_blocks) num_slots *= 2;
-    manager->slots = malloc(num_slots * sizeof *manager->slots);
-    if (!manager->slots)
+    return index_make_room(manager, manager->num_blocks, err);
+}
+
+pk_status index_make_room(pk_block_manager *manager, int64_t num_blocks, pk_error *err)
+{
+    uint64_t num_old = manager->slots ? manager->slot_mask + 1 : 0, num_slots = num_old ? num_old : 2;
+    while (num_slots < 2 * (uint64_t)num_blocks) num_slots *= 2;
+    if (num_slots == num_old) return PK_OK;
+    pk_index_slot *slots = malloc(num_slots * sizeof *slots);
+    if (!slots)
         return pk_fail(err, PK_ENOMEM, "no memory for a prefix index of %llu slots", (unsigned long long)num_slots);
+    for (uint64_t i = 0; i < num_slots; i++) slots[i] = (pk_index_slot){0, NO_PAGE};
+    for (uint64_t i = 0; i < num_old; i++) {
+        uint64_t at = manager->slots[i].tag & (num_slots - 1);
+        if (manager->slots[i].page == NO_PAGE) continue;
+        while (slots[at].page != NO_PAGE) at = (at + 1) & (num_slots - 1);
+        slots[at] = manager->slots[i];
+    }
+    free(manager->slots);
+    manager->slots = slots;
     manager->slot_mask = num_slots - 1;
-    for (uint64_t i = 0; i < num_slots; i++) manager->slots[i] = (pk_index_slot){0, NO_PAGE};
     return PK_OK;
 }
 
@@ -34,7 +48,7 @@ pk_prefix prefix_of_seq(const pk_block_manager *manager, const pk_seq *seq, int6
 
 // --- slots
 
-static uint64_t hash_of(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens)
+uint64_t index_hash(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens)
 {
     size_t num_bytes = (size_t)manager->block_size * sizeof *tokens;
     return siphash13(manager->hash_key, prefix.hash, tokens, num_bytes) & manager->hash_mask;
@@ -105,7 +119,7 @@ static void ring_add(pk_block_manager *manager, pk_index_slot *slot, int32_t pag
 
 int32_t index_find(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens)
 {
-    return find_slot(manager, prefix.content, hash_of(manager, prefix, tokens), tokens)->page;
+    return find_slot(manager, prefix.content, index_hash(manager, prefix, tokens), tokens)->page;
 }
 
 int64_t index_match(const pk_block_manager *manager, pk_prefix prefix, pk_tokens prompt, int32_t *pages,
@@ -133,7 +147,7 @@ void index_insert(pk_block_manager *manager, int32_t page, pk_prefix prefix, pk_
 {
     pk_page *p = &manager->pages[page];
     const int32_t *tokens = page_tokens(manager, page);
-    p->hash = hash_of(manager, prefix, tokens);
+    p->hash = index_hash(manager, prefix, tokens);
     p->parent = prefix.content;
     p->state = (uint8_t)state;
     pk_index_slot *slot = find_slot(manager, p->parent, p->hash, tokens);

@@ -3,6 +3,7 @@
  *   block_manager_type.c     the type: constructor, properties, looking at sequences
  *   block_manager_methods.c  what changes one sequence
  *   block_manager_batch.c    the same for many at once
+ *   block_manager_cache.c    the size of the pool, the content of the prefix cache
  *   block_manager_step.c     prepare: the arrays of one step
  *   block_manager_show.c     stats, repr, the picture of the pool
  *
@@ -98,7 +99,8 @@ PyObject *py_none_result(PyObject *self, pk_status status, const pk_error *err);
     X(allocate) X(match) X(can_allocate) X(append) X(reserve) X(commit)                     \
     X(fork) X(truncate) X(free) X(swap_out) X(swap_in)                                      \
     X(allocate_batch) X(append_batch) X(reserve_batch) X(commit_batch) X(free_batch)        \
-    X(block_table) X(token_ids) X(num_tokens) X(num_computed) X(prepare)
+    X(block_table) X(token_ids) X(num_tokens) X(num_computed) X(prepare)                    \
+    X(resize) X(explain) X(import_cache)
 // clang-format on
 #define X(name)                          \
     PyObject *py_bm_##name(PY_FASTCALL); \
@@ -107,11 +109,13 @@ PY_BLOCK_MANAGER_METHODS(X)
 #undef X
 
 PyObject *py_bm_reset_prefix_cache(PyObject *self, PyObject *unused);
+PyObject *py_bm_export_cache(PyObject *self, PyObject *unused);
 PyObject *py_bm_stats(PyObject *self, PyObject *unused);
 PyObject *py_bm_check(PyObject *self, PyObject *unused);
 PyObject *py_bm_html(PyObject *self, PyObject *unused);
 PyObject *py_bm_repr(PyObject *self);
-extern const char py_bm_reset_prefix_cache_doc[], py_bm_stats_doc[], py_bm_check_doc[], py_bm_html_doc[];
+extern const char py_bm_reset_prefix_cache_doc[], py_bm_export_cache_doc[], py_bm_stats_doc[], py_bm_check_doc[],
+    py_bm_html_doc[];
 
 /* pagedkv.Step, a named tuple: block_manager_step.c */
 PyTypeObject *py_step_type(void);

@@ -128,14 +128,17 @@ PyObject *py_bm_html(PyObject *self, PyObject *unused)
     pk_bm_counts counts;
     int64_t waste;
     uint8_t cells[MAX_CELLS];
-    get_counts(self, &counts, &waste);
-    describe(&counts, waste, text, sizeof text);
-    int64_t pages_per_cell = (counts.num_blocks + MAX_CELLS - 1) / MAX_CELLS;
-    int64_t num_cells = (counts.num_blocks + pages_per_cell - 1) / pages_per_cell;
+    int64_t pages_per_cell, num_cells;
     PY_LOCKED(self, {
+        const pk_block_manager *core = manager_of(self)->core;
         py_bm_release_gil(manager_of(self));
-        fill_cells(manager_of(self)->core, counts.num_blocks, num_cells, pages_per_cell, cells);
+        pk_bm_get_counts(core, &counts);
+        waste = pk_bm_waste_tokens(core);
+        pages_per_cell = (counts.num_blocks + MAX_CELLS - 1) / MAX_CELLS;
+        num_cells = (counts.num_blocks + pages_per_cell - 1) / pages_per_cell;
+        fill_cells(core, counts.num_blocks, num_cells, pages_per_cell, cells);
     });
+    describe(&counts, waste, text, sizeof text);
 
     size_t num_bytes = 4096 + (size_t)num_cells * BYTES_PER_CELL;
     char *html = malloc(num_bytes), *at = html;

@@ -242,6 +242,7 @@ static PyMethodDef manager_methods[] = {
 #undef X
         {"stats", py_bm_stats, METH_NOARGS, py_bm_stats_doc},
     {"check", py_bm_check, METH_NOARGS, py_bm_check_doc},
+    {"export_cache", py_bm_export_cache, METH_NOARGS, py_bm_export_cache_doc},
     {"reset_prefix_cache", py_bm_reset_prefix_cache, METH_NOARGS, py_bm_reset_prefix_cache_doc},
     {"_repr_html_", py_bm_html, METH_NOARGS, py_bm_html_doc},
     {NULL, NULL, 0, NULL},

@@ -57,7 +57,8 @@
     X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)                    \
     X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed)     \
     X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                         \
-    X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare)
+    X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare) X(BlockManager_resize)              \
+    X(BlockManager_explain) X(BlockManager_import_cache)
 /* clang-format on */
 
 enum {

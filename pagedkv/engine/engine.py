@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from pagedkv import OutOfBlocks
 
+from . import snapshot
 from .arguments import Prompt, check_vocabulary, encode
 from .calls import Call
 from .explain import explain
@@ -25,7 +26,7 @@ from .model_runner import ModelRunner
 from .outputs import EngineCounters, EngineStats, Latencies, RequestOutput, percentiles
 from .parts import EngineOptions, build_parts
 from .pipeline import Pipeline
-from .pool_size import page_bytes
+from .pool_size import page_bytes, pages_of_memory
 from .request import Receiver, Request
 from .sampling_params import RequestOutputKind, SamplingParams, check_int, check_names
 from .sequence import Sequence
@@ -341,6 +342,65 @@ class Engine:
             request.num_ended = len(ended)
             if ended:
                 self._tell(request, ended)
+
+    # --- the pool
+
+    def resize_cache(self, num_blocks: int | None = None, *, kv_cache_memory: int | None = None) -> int:
+        """Gives the pool another size while the engine goes on: so many pages, or as many as these bytes hold. Returns
+        how many it has now.
+
+        Shrinking evicts cached pages and gives memory back to the system; it raises OutOfBlocks, and nothing changes,
+        where pages in use lie behind the new end. MemoryError: the device has no more. On the CPU only.
+        """
+        caches = self._open_runner().caches
+        if num_blocks is None and kv_cache_memory is not None:
+            num_blocks = pages_of_memory(kv_cache_memory, caches.page_bytes)
+        elif num_blocks is None or kv_cache_memory is not None:
+            raise ValueError("num_blocks or kv_cache_memory: give one of them")
+        wanted = check_int("num_blocks", num_blocks, 1)
+        if wanted > caches.max_blocks:
+            raise MemoryError(f"num_blocks is {wanted} but this machine has room for {caches.max_blocks} at most")
+        self._between_steps(lambda: self._resize(wanted))
+        return wanted
+
+    def _resize(self, num_blocks: int) -> None:
+        caches, before = self._open_runner().caches, self.manager.num_blocks
+        if num_blocks > before:
+            caches.resize(num_blocks)
+            self.manager.resize(num_blocks)
+        else:
+            self.manager.resize(num_blocks)
+            caches.resize(num_blocks)
+
+    def save_cache(self, path: str | os.PathLike[str]) -> int:
+        """Writes the prefix cache to a file, for load_cache() after a restart; returns how many pages. No step is made
+        meanwhile. The file is there as a whole or as it was before, whatever happens. It holds prompts: others than its
+        owner may not read it."""
+        return self._between_steps(lambda: self._with_caches(snapshot.save, path))
+
+    def load_cache(self, path: str | os.PathLike[str]) -> int:
+        """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
+
+        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError. Then nothing has changed.
+        """
+        return self._between_steps(lambda: self._with_caches(snapshot.load, path))
+
+    def _with_caches(self, action: Callable[..., int], path: str | os.PathLike[str]) -> int:
+        runner = self._open_runner()
+        identity = {
+            "model": self._fingerprint,
+            "config": self.config.fingerprint(),
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "block_size": str(self.manager.block_size),
+        }
+        with runner.stream:
+            return action(path, identity, self.manager, runner.caches)
+
+    def _open_runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError(f"this {type(self).__name__} is closed")
+        return self._runner
 
     # --- to look at
 

@@ -80,6 +80,8 @@ class KVCaches:
     @property
     def max_blocks(self) -> int:
         """As far as the addresses reach."""
+        if not self._buffers:
+            raise NotImplementedError(f"the caches on {self.device} cannot be resized: only those on the CPU can")
         return self._buffers[0].capacity // self._page_bytes
 
     def move(self, step: Step) -> None:

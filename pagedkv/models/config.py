@@ -5,9 +5,10 @@ What this file does not know it refuses by name: a model that is loaded with a s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Qwen3Config:
             raise NotImplementedError(f"{path}: {error}") from None
         except (AttributeError, TypeError, ValueError) as error:  # an entry of another type than the code below reads
             raise ValueError(f"{path}: {error}") from None
+
+    def fingerprint(self) -> str:
+        """Of all that the KV of a prompt depends on beside the weights, as hexadecimal digits."""
+        kept = replace(self, eos_token_ids=frozenset())
+        return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

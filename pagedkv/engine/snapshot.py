@@ -1,0 +1,153 @@
+"""The prefix cache in a file, to be there again after a restart.
+
+The file is a safetensors file (https://huggingface.co/docs/safetensors) of these tensors, for n pages of the pool in an
+order in which a page comes behind the one that its prefix ends with:
+
+    parents    I32 [n]: the number of that page, or -1 for the first of a prompt
+    salts      I32 [n]: which of the salts it is cached under
+    tokens     I32 [n, block_size]
+    kv         U8 [n, caches, bytes of a page in one]: keys, then values, of every layer
+
+Its metadata says of which model, dtypes and layout it is, lists the salts, and holds a digest of all tensors. What does
+not fit, or is damaged anywhere, is refused as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pagedkv import BlockManager
+from pagedkv.models.weights import CheckpointError, SafetensorsFile
+
+from .kv_caches import KVCaches
+
+FORMAT = "pagedkv cache 1"
+PIECE_BYTES = 64 << 20  # of KV that are in host memory at a time
+
+
+def save(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockManager, caches: KVCaches) -> int:
+    """Writes all computed pages that are in the prefix index; returns how many. The file is there as a whole or, after
+    an error or a kill, as it was before."""
+    pages, parents, indices, salts, tokens = manager.export_cache()
+    size = caches.page_bytes // caches.num_caches
+    shapes = {
+        "parents": ("I32", [len(pages)]),
+        "salts": ("I32", [len(pages)]),
+        "tokens": ("I32", [len(pages), manager.block_size]),
+        "kv": ("U8", [len(pages), caches.num_caches, size]),
+    }
+    metadata = identity | {"format": FORMAT, "salts": json.dumps([salt.hex() for salt in salts])}
+
+    def pieces() -> Iterator[bytes]:
+        for array in (parents, indices, tokens):
+            yield np.ascontiguousarray(array, "<i4").tobytes()
+        for contents in caches.read(pages, max(PIECE_BYTES // caches.page_bytes, 1)):
+            yield np.stack(contents, axis=1).tobytes()
+
+    _write_whole(Path(path), lambda file: _write(file, shapes, metadata, pieces()))
+    return len(pages)
+
+
+def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockManager, caches: KVCaches) -> int:
+    """Puts the pages of a file into the pool and the prefix cache; returns how many were new and fitted.
+
+    FileNotFoundError; ValueError where the file is damaged, or of another model, dtype or layout.
+    """
+    file = SafetensorsFile(Path(path))
+    _check_identity(file, identity)
+    _check_digest(file)
+    parents, indices, tokens = (_array(file, name) for name in ("parents", "salts", "tokens"))
+    kv = file.content("kv").reshape(file.entry("kv").shape)
+    salts = [bytes.fromhex(salt) for salt in json.loads(file.metadata["salts"])]
+    pages = manager.import_cache(parents, indices, salts, tokens)
+    (taken,) = np.nonzero(pages >= 0)
+    at_once = max(PIECE_BYTES // caches.page_bytes, 1)
+    try:
+        for start in range(0, len(taken), at_once):
+            some = taken[start : start + at_once]
+            caches.write(pages[some], list(kv[some].swapaxes(0, 1)))
+    except BaseException:
+        manager.reset_prefix_cache()  # pages without their KV must not be found
+        raise
+    return len(taken)
+
+
+# --- writing
+
+
+def _write_whole(path: Path, write: Callable[[int], None]) -> None:
+    """Under another name first; that one is taken away where anything fails."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # prompts are in it
+        try:
+            write(descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(scratch)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
+
+
+def _write(
+    file: int, shapes: dict[str, tuple[str, list[int]]], metadata: dict[str, str], pieces: Iterator[bytes]
+) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * (4 if dtype == "I32" else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    digest = hashlib.blake2b(digest_size=32)
+
+    def encoded() -> bytes:
+        text = json.dumps({"__metadata__": metadata | {"digest": digest.hexdigest()}} | header).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    _write_all(file, encoded())  # with a digest of the same length, until it is known
+    for piece in pieces:
+        digest.update(piece)
+        _write_all(file, piece)
+    os.lseek(file, 0, os.SEEK_SET)
+    _write_all(file, encoded())
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+# --- reading
+
+
+def _check_identity(file: SafetensorsFile, identity: dict[str, str]) -> None:
+    if file.metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{file.path}: no saved cache ({FORMAT!r})")
+    for name, value in identity.items():
+        if file.metadata.get(name) != value:
+            raise CheckpointError(f"{file.path}: {name} is {file.metadata.get(name)!r} but this engine's is {value!r}")
+
+
+def _check_digest(file: SafetensorsFile) -> None:
+    digest = hashlib.blake2b(file.bytes[file.data_start :].data, digest_size=32)
+    if digest.hexdigest() != file.metadata.get("digest"):
+        raise CheckpointError(f"{file.path}: damaged: its content is not what was saved")
+
+
+def _array(file: SafetensorsFile, name: str) -> np.ndarray:
+    return file.content(name).view("<i4").astype(np.int32)

@@ -16,7 +16,7 @@ import numpy as np
 from record import add_record_option, record
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.cli import DEMO_MODEL
+from pagedkv.cli.demo import DEMO_MODEL
 
 NUM_TOKENS = 100
 PARTS = ("schedule", "launch", "commit", "update")

@@ -52,7 +52,7 @@ def test_demo():
 
 
 def test_demo_without_its_model(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "DEMO_MODEL", tmp_path / "gone")
+    monkeypatch.setattr(cli.demo, "DEMO_MODEL", tmp_path / "gone")
     code, out, err = main(capsys, "demo")
     assert (code, out) == (1, "") and "the demo model is not in this installation" in err
 
@@ -91,7 +91,12 @@ ERRORS = [
     (("generate", "{tmp}", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
     (("generate", "{tmp}", "a", "--block-size", "0"), 2, "0 is less than 1"),
     (("generate", "{tmp}", "a", "--seed", "x"), 2, "invalid int value: 'x'"),
-    (("generate", "{tmp}"), 2, "prompt"),
+    (("generate", "{tmp}"), 1, "no prompt: give one, or --file, --jsonl, or a text on stdin"),
+    (("generate", "{tmp}", "--file", "{tmp}/nowhere"), 1, "nowhere"),
+    (("generate", "{tmp}", "--file", "{tmp}/model.safetensors"), 1, "is no UTF-8 text"),
+    (("generate", "nobody/nothing", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
+    (("chat", "{tmp}", "a"), 1, "no chat template in the model's folder"),
+    (("chat", "{tmp}", "a", "--top-p", "2"), 1, "top_p is 2.0"),
     (("generate", "{tmp}", "a", "--top-q", "1"), 2, "unrecognized arguments: --top-q 1"),
     (("demo", "--num-prompts", "0"), 2, "0 is less than 1"),
     (("dance",), 2, "invalid choice: 'dance'"),
@@ -100,14 +105,16 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("args", "code", "message"), ERRORS)
-def test_errors_are_one_line(capsys, tmp_path, args, code, message):
+def test_errors_are_one_line(capsys, monkeypatch, tmp_path, args, code, message):
     write_model(tmp_path)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     result = main(capsys, *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
     assert result[:2] == (code, "")
     assert message in result[2] and result[2].count("\n") == 1 and "Traceback" not in result[2]
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("info",)])
+@pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("chat",), ("bench",), ("info",)])
 def test_help(capsys, command):
     code, out, err = main(capsys, *command, "--help")
     assert (code, err) == (0, "") and out.startswith("usage: pagedkv")
+    assert ("examples:" in out) == (command in (("generate",), ("chat",)))

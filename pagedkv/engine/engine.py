@@ -381,7 +381,7 @@ class Engine:
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
 
-        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError. Nothing has changed then.
+        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError. Then nothing changes.
         """
         return self._between_steps(lambda: self._with_caches(snapshot.load, path))
 

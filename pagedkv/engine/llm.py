@@ -50,14 +50,18 @@ class LLM(Engine):
         prompt: Prompt | SequenceOf[Message],
         params: SamplingParams | None = None,
         *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> Iterator[RequestOutput]:
         """The answer as it grows: outputs that hold what is new since the one before, the last with finish_reason.
 
-        `prompt` may be a chat, too (see chat). Leaving the loop early ends the request.
+        `prompt` may be a chat, too, with the options of chat(). Leaving the loop early ends the request.
         """
-        text: Any = self._render([prompt], {})[0] if is_chat(prompt) else prompt
+        text: Any = prompt
+        if is_chat(prompt):
+            text = self._render([prompt], {"template": chat_template, **(chat_template_kwargs or {})})[0]
         mailbox: Mailbox = SimpleQueue()
         request = self._make_request(text, params, mailbox, output_kind=RequestOutputKind.DELTA)
         return self._follow(request, mailbox, priority, salt)

@@ -1,0 +1,51 @@
+"""pagedkv info: what was built and found."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import pagedkv
+
+from .options import Commands
+
+
+def add(commands: Commands) -> None:
+    info = commands.add_parser("info", help="versions, backends found and why not, threads, BLAS")
+    info.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    build = pagedkv.build_info()
+    devices = build["cuda_devices"]
+    rows = {
+        "pagedkv": f"{pagedkv.__version__} in {Path(pagedkv.__file__).parent}, built by {build['compiler']}",
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "libraries": ", ".join(f"{name} {_version(name)}" for name in ("numpy", "tokenizers", "tqdm", "torch")),
+        "cpu": f"yes, ISA {build['isa']}",
+        "cuda": f"yes, {_gpus(devices)}" if devices else f"no: {build['cuda_problem']}",
+        "threads": str(build["threads"]),
+        "BLAS": build["blas"],
+        "DLPack": build["dlpack"],
+    }
+    for name, value in rows.items():
+        print(f"{name:<11}{value}")
+    return 0
+
+
+def _gpus(count: int) -> str:
+    """What is free on each: the engine takes gpu_memory_utilization of a GPU's memory."""
+    gpus = []
+    for i in range(count):
+        free, total = (num_bytes / 2**30 for num_bytes in pagedkv.memory_info(f"cuda:{i}"))
+        gpus.append(f"cuda:{i} with {free:.1f} of {total:.1f} GiB free")
+    return ", ".join(gpus)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

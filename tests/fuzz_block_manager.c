@@ -225,10 +225,60 @@ static bool reset(void)
     return true;
 }
 
+static bool resize(void) { return pk_bm_resize(manager, 1 + next(20), NULL) == PK_OK; }
+
+/* What leaves the manager is there again in a new one, with the same prefixes; and nothing of it is new to this one. */
+static bool move_cache(void)
+{
+    pk_bm_pages pages;
+    pk_salt salts[MAX_SEQS * 4];
+    pk_block_manager *other;
+    char message[256];
+    MUST(pk_bm_export(manager, &pages, NULL) == PK_OK, "no export");
+    int32_t most = 0;
+    for (int64_t i = 0; i < pages.count; i++) most = pages.salts[i] >= most ? pages.salts[i] + 1 : most;
+    MUST(most <= MAX_SEQS * 4, "too many salts");
+    for (int32_t i = 0; i < most; i++) salts[i] = salt_of(0);
+    for (int64_t i = 0; i < pages.count; i++) salts[pages.salts[i]] = pk_bm_salt(manager, pages.salts[i]);
+    pk_bm_config same = config;
+    same.num_blocks = 1 + next(20);
+    MUST(pk_bm_create(&same, &other, NULL) == PK_OK, "no second manager");
+    if (config.is_caching) {
+        MUST(pk_bm_import(other, &pages, most, salts, NULL) == PK_OK, "no import");
+        MUST(pk_bm_check(other, message, sizeof message), "check of the second: %s", message);
+        for (int64_t i = 0; i < pages.count; i++) {
+            bool has_parent = pages.parents[i] < 0 || pages.blocks[pages.parents[i]] >= 0;
+            MUST(pages.blocks[i] < 0 || has_parent, "a page without its parent");
+            MUST(pages.blocks[i] >= 0 || i >= same.num_blocks, "a page was left out");
+        }
+        MUST(pk_bm_import(manager, &pages, most, salts, NULL) == PK_OK, "no import of the same");
+        for (int64_t i = 0; i < pages.count; i++) MUST(pages.blocks[i] < 0, "a page twice");
+    }
+    pk_bm_destroy(other);
+    pk_bm_free_pages(&pages);
+    return true;
+}
+
+static bool explain(void)
+{
+    int32_t tokens[MAX_LENGTH];
+    pk_tokens prompt = {tokens, make_tokens(tokens)};
+    pk_salt salt = salt_of(next(NUM_SALTS));
+    pk_bm_explanation found;
+    int64_t hits, pending;
+    pk_bm_match(manager, prompt, salt, &hits, &pending, NULL);
+    MUST(pk_bm_explain(manager, prompt, salt, &found, NULL) == PK_OK, "no explanation");
+    MUST(found.hit_tokens == hits && found.pending_tokens == pending, "match and explain differ");
+    bool is_whole = hits / config.block_size == prompt.count / config.block_size;
+    MUST(is_whole == (found.reason == PK_MISS_NONE), "wrong reason");
+    MUST((pending > 0) == (found.reason == PK_MISS_PENDING), "pending or not");
+    return true;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t num_bytes)
 {
-    static bool (*const calls[])(void) = {allocate,     append,    step, step,  reserve, fork_seq,
-                                          truncate_seq, free_seqs, swap, reset, allocate};
+    static bool (*const calls[])(void) = {allocate,  append, step,  step,     reserve, fork_seq,   truncate_seq,
+                                          free_seqs, swap,   reset, allocate, resize,  move_cache, explain};
     input = data;
     input_end = data + num_bytes;
     config = (pk_bm_config){

@@ -79,7 +79,7 @@ class Chat:
         self.messages = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
 
     def say(self, text: str) -> None:
-        """Prints the answer as it grows. One that is interrupted stays as far as it came; one that fails is not said."""
+        """Prints the answer as it grows. An interrupted one stays as far as it came; one that fails is not said."""
         before, answer = list(self.messages), ""
         self.messages.append({"role": "user", "content": text})
         try:

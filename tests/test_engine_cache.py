@@ -25,6 +25,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU = ("cpu", 1)
 
 
+@pytest.fixture
+def anywhere(device):
+    return device, 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
@@ -43,11 +48,11 @@ def tokens_of(llm: LLM, prompts) -> list[list[int]]:
 # --- resize
 
 
-def test_the_pool_changes_its_size_while_requests_run(folder, seed):
+def test_the_pool_changes_its_size_while_requests_run(folder, anywhere, seed):
     rng, prompts = random.Random(seed), draw_prompts(seed, 40)
-    with engine(folder, CPU, num_blocks=400) as llm:
+    with engine(folder, anywhere, num_blocks=400) as llm:
         expected = tokens_of(llm, prompts)
-    with engine(folder, CPU, num_blocks=60) as llm:
+    with engine(folder, anywhere, num_blocks=60) as llm:
         results, refused = [], 0
         threads = [threading.Thread(target=lambda i=i: results.append((i, tokens_of(llm, prompts[i : i + 5])))) for i in range(0, 40, 5)]
         for thread in threads:
@@ -86,6 +91,26 @@ def test_memory_comes_back(folder):
         assert resident() - before < 50 << 20
 
 
+def test_graphs_read_the_pool_after_it_grew(folder, cuda, seed):
+    """They were captured over a pool of 30 pages; later requests lie behind those. And the GPU has its memory back."""
+    prompts = draw_prompts(seed, 8)
+    with engine(folder, (cuda, 1), num_blocks=400) as llm:
+        expected = tokens_of(llm, prompts)
+    with engine(folder, (cuda, 1), num_blocks=30) as llm:
+        tokens_of(llm, prompts[:2])
+        llm.resize_cache(400)
+        generate(llm, [[i] * 90 for i in range(8)], GREEDY)
+        assert tokens_of(llm, prompts) == expected
+        free = pagedkv.memory_info(cuda)[0]
+        llm.resize_cache(kv_cache_memory=8 << 30)
+        assert free - pagedkv.memory_info(cuda)[0] > 7 << 30
+        assert tokens_of(llm, prompts) == expected
+        llm.resize_cache(100)
+        assert abs(free - pagedkv.memory_info(cuda)[0]) < 1 << 28
+        assert tokens_of(llm, prompts) == expected
+    pagedkv.check_errors(cuda)
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -107,8 +132,8 @@ def test_bad_sizes(folder, options, error, message):
 # --- save and load
 
 
-def saved(folder, path, prompts, **options) -> list[list[int]]:
-    with engine(folder, CPU, num_blocks=400, **options) as llm:
+def saved(folder, path, prompts, place=CPU, **options) -> list[list[int]]:
+    with engine(folder, place, num_blocks=400, **options) as llm:
         tokens = tokens_of(llm, prompts)
         num_cached = llm.manager.num_cached_blocks
         assert llm.save_cache(path) == num_cached > 10
@@ -116,12 +141,12 @@ def saved(folder, path, prompts, **options) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"block_size": 16}], ids=str)
-def test_a_cache_is_there_again(folder, tmp_path, seed, options):
+def test_a_cache_is_there_again(folder, anywhere, tmp_path, seed, options):
     """The same hits as without the restart, and the same tokens."""
     path, prompts = tmp_path / "cache", draw_prompts(seed, 20)
-    expected = saved(folder, path, prompts, **options)
+    expected = saved(folder, path, prompts, anywhere, **options)
     assert os.stat(path).st_mode & 0o077 == 0, "others may read the prompts"
-    with engine(folder, CPU, num_blocks=400, **options) as llm:
+    with engine(folder, anywhere, num_blocks=400, **options) as llm:
         num_pages = llm.load_cache(path)
         llm.manager.check()
         assert num_pages == llm.manager.num_cached_blocks
@@ -143,18 +168,18 @@ def test_salts_are_kept(folder, tmp_path):
     assert hits == [0, 28]
 
 
-def test_a_smaller_pool_takes_what_fits(folder, tmp_path, seed):
+def test_a_smaller_pool_takes_what_fits(folder, anywhere, tmp_path, seed):
     path, prompts = tmp_path / "cache", draw_prompts(seed, 20)
-    expected = saved(folder, path, prompts)
-    with engine(folder, CPU, num_blocks=50) as llm:
+    expected = saved(folder, path, prompts, anywhere)
+    with engine(folder, anywhere, num_blocks=50) as llm:
         assert llm.load_cache(path) == 50
         assert tokens_of(llm, prompts) == expected
 
 
-def test_while_requests_run(folder, tmp_path, seed):
+def test_while_requests_run(folder, anywhere, tmp_path, seed):
     path, prompts = tmp_path / "cache", draw_prompts(seed, 30)
-    expected = saved(folder, path, prompts[:10])
-    with engine(folder, CPU, num_blocks=400) as llm:
+    expected = saved(folder, path, prompts[:10], anywhere)
+    with engine(folder, anywhere, num_blocks=400) as llm:
         results = []
         thread = threading.Thread(target=lambda: results.extend(tokens_of(llm, prompts)))
         thread.start()

@@ -350,7 +350,7 @@ class Engine:
         how many it has now.
 
         Shrinking evicts cached pages and gives memory back to the system; it raises OutOfBlocks, and nothing changes,
-        where pages in use lie behind the new end. MemoryError: the device has no more. On the CPU only.
+        where pages in use lie behind the new end. MemoryError: the device has no more.
         """
         caches = self._open_runner().caches
         if num_blocks is None and kv_cache_memory is not None:

@@ -1,8 +1,8 @@
 """The keys and values of all pages: a cache of each for every layer, on the device and in host memory.
 
-On the CPU a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
-(pagedkv.ElasticBuffer): the pool grows and shrinks in place, and another process can have what it gives back. On a GPU
-it has its size for good, until the same is known to work there.
+On the device a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
+(pagedkv.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay as they are, and another
+process can have what it gives back.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ class KVCaches:
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Pages of the device, and of host memory."""
-        if self.device == "cpu":
-            most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
-            room = max(num_blocks, min(most, MAX_SLOTS // self.block_size - num_host_blocks))
-            self._buffers = [ElasticBuffer(room * self._page_bytes) for _ in range(self.num_caches)]
-            shape = room, *self._page_shape
-            self.layers = self._layers(each.tensor(shape, self.dtype, reserved=True) for each in self._buffers)
-            self.resize(num_blocks)
-        else:
-            self.layers = self._empty(num_blocks, self.device)
+        room = max(num_blocks, min(self._most_blocks(), MAX_SLOTS // self.block_size - num_host_blocks))
+        self._buffers = [ElasticBuffer(room * self._page_bytes, self.device) for _ in range(self.num_caches)]
+        shape = room, *self._page_shape
+        self.layers = self._layers(each.tensor(shape, self.dtype, reserved=True) for each in self._buffers)
+        self.resize(num_blocks)
         self.host_layers = self._empty(num_host_blocks, "cpu", is_pinned=self.device != "cpu")
 
     def allocate_one(self) -> None:
         """A page, for steps that keep nothing."""
         self.layers = self._empty(1, self.device)
+
+    def _most_blocks(self) -> int:
+        """All memory of the device, in pages."""
+        if self.device == "cpu":
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
+        return pagedkv.memory_info(self.device)[1] // self.page_bytes
 
     def _empty(self, num_blocks: int, device: str, *, is_pinned: bool = False) -> Layers:
         shape = num_blocks, *self._page_shape
@@ -66,8 +68,6 @@ class KVCaches:
 
     def resize(self, num_blocks: int) -> None:
         """There is memory for so many pages. All or nothing: MemoryError where the device has no more."""
-        if not self._buffers:
-            raise NotImplementedError(f"the caches on {self.device} cannot be resized: only those on the CPU can")
         before = [each.size for each in self._buffers]
         try:
             for each in self._buffers:
@@ -80,8 +80,6 @@ class KVCaches:
     @property
     def max_blocks(self) -> int:
         """As far as the addresses reach."""
-        if not self._buffers:
-            raise NotImplementedError(f"the caches on {self.device} cannot be resized: only those on the CPU can")
         return self._buffers[0].capacity // self._page_bytes
 
     def move(self, step: Step) -> None:

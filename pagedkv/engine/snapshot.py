@@ -79,6 +79,11 @@ def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockM
     return len(taken)
 
 
+def _digest_of_header(metadata: dict[str, str], shapes: dict[str, tuple[str, list[int]]]) -> hashlib.blake2b:
+    """To be fed with the data: all that the file says is in it."""
+    return hashlib.blake2b(json.dumps([metadata, shapes], sort_keys=True).encode(), digest_size=32)
+
+
 # --- writing
 
 
@@ -111,7 +116,7 @@ def _write(
     for name, (dtype, shape) in shapes.items():
         begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * (4 if dtype == "I32" else 1)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    digest = hashlib.blake2b(digest_size=32)
+    digest = _digest_of_header(metadata, shapes)
 
     def encoded() -> bytes:
         text = json.dumps({"__metadata__": metadata | {"digest": digest.hexdigest()}} | header).encode()
@@ -144,7 +149,9 @@ def _check_identity(file: SafetensorsFile, identity: dict[str, str]) -> None:
 
 
 def _check_digest(file: SafetensorsFile) -> None:
-    digest = hashlib.blake2b(file.bytes[file.data_start :].data, digest_size=32)
+    metadata = {name: value for name, value in file.metadata.items() if name != "digest"}
+    digest = _digest_of_header(metadata, {name: (each.dtype, list(each.shape)) for name, each in file.entries.items()})
+    digest.update(file.bytes[file.data_start :].data)
     if digest.hexdigest() != file.metadata.get("digest"):
         raise CheckpointError(f"{file.path}: damaged: its content is not what was saved")
 

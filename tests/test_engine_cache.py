@@ -133,7 +133,9 @@ def test_bad_sizes(folder, options, error, message):
 
 
 def saved(folder, path, prompts, place=CPU, **options) -> list[list[int]]:
+    """The tokens where all prompts are in the cache, as they will be after loading it: other steps round otherwise."""
     with engine(folder, place, num_blocks=400, **options) as llm:
+        tokens_of(llm, prompts)
         tokens = tokens_of(llm, prompts)
         num_cached = llm.manager.num_cached_blocks
         assert llm.save_cache(path) == num_cached > 10

@@ -50,6 +50,12 @@ class KVCaches:
         """A page, for steps that keep nothing."""
         self.layers = self._empty(1, self.device)
 
+    @property
+    def rounding_bytes(self) -> int:
+        """What the ends of all caches take at most that is no page's: a device gives memory in larger pieces."""
+        capacity = self._most_blocks() * self._page_bytes
+        return self.num_caches * ElasticBuffer(capacity, self.device).granularity
+
     def _most_blocks(self) -> int:
         """All memory of the device, in pages."""
         if self.device == "cpu":

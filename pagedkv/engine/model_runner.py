@@ -223,7 +223,7 @@ class ModelRunner:
         """What a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = pagedkv.memory_info(self.device)
         num_graphs = len(self.batch_sizes) if self.has_graphs else 0
-        return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES
+        return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES - self.caches.rounding_bytes
 
     def allocate(self, manager: BlockManager) -> None:
         """The pool of the manager's pages."""

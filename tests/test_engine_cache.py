@@ -138,7 +138,7 @@ def saved(folder, path, prompts, place=CPU, **options) -> list[list[int]]:
         tokens_of(llm, prompts)
         tokens = tokens_of(llm, prompts)
         num_cached = llm.manager.num_cached_blocks
-        assert llm.save_cache(path) == num_cached > 10
+        assert 10 < llm.save_cache(path) <= num_cached  # content that is there twice is saved once
     return tokens
 
 

@@ -157,7 +157,7 @@ def test_prompt_logprobs(folder, place, options, rng):  # noqa: F811
     prompt = rng.integers(VOCAB_SIZE, size=23).tolist()
     with engine(folder, place, **options) as llm:
         generate(llm, [prompt], GREEDY)  # in the prefix cache, which has no logits
-        output, plain = generate(llm, [prompt] * 2, [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=5), GREEDY])
+        output, plain = generate(llm, [prompt] * 2, [SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=5), GREEDY])
         assert len(output.prompt_logprobs) == 23 and output.prompt_logprobs[0] is None and plain.prompt_logprobs is None
         assert output.token_ids == plain.token_ids[:2]
         for n in range(1, 23):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,13 @@ def test_json_lines(adds):
     assert all(message in row["error"] for message, row in zip(errors, rows[2:8], strict=True))
 
 
+def test_separators_of_unicode_end_no_line(adds):
+    text = json.dumps({"prompt": "1+1=\u2028\u2029\x85"}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "5+5="})
+    code, out, err = run("generate", adds, "--jsonl", "-", stdin=text)
+    assert (code, err) == (0, "")
+    assert [json.loads(line)["prompt"] for line in out.split("\n")[:2]] == ["1+1=\u2028\u2029\x85", "5+5="]
+
+
 def test_json_lines_of_chats(adds, tmp_path):
     chats = [{"messages": [{"role": "user", "content": "12+34"}]}, {"messages": "x"}, {"messages": [{"content": "1+1"}]},
              {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 0}]  # fmt: skip
@@ -114,7 +122,8 @@ class Terminal:
     def say(self, text: str) -> None:
         os.write(self.file, text.encode())
 
-    def end(self) -> int:
+    def end(self, key: str = "") -> int:
+        """The exit code. The key is pressed again and again: readline may miss a signal just as it begins to wait."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -122,8 +131,11 @@ class Terminal:
                 os.close(self.file)
                 return os.waitstatus_to_exitcode(status)
             try:
-                os.read(self.file, 4096)
-            except OSError:
+                if select.select([self.file], [], [], 0.3)[0]:
+                    os.read(self.file, 4096)
+                else:
+                    self.say(key)
+            except OSError:  # the other end is closed
                 time.sleep(0.01)
         os.kill(self.pid, signal.SIGKILL)
         raise AssertionError("it goes on")
@@ -152,8 +164,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_conversation(talks):
     time.sleep(0.5)
     terminal.say("\x03")
     terminal.read_until("\r\n> ")
-    terminal.say("\x03")
-    assert terminal.end() == 130
+    assert terminal.end("\x03") == 130
 
 
 def test_ctrl_c_while_an_answer_is_piped(talks):

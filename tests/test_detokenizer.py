@@ -106,6 +106,26 @@ def test_a_run_without_text_is_not_decoded_again_and_again():
     assert len(stream._window) <= 2 * stream.MAX_HELD and set(text) == {"\ufffd"} and len(text) >= 990
 
 
+def test_nothing_follows_the_end():
+    """A token that completes a stop string may begin a character, too; and an end may be told twice."""
+    vocab = {"a": 0, "b": 1, "bð": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocab))
+    tokenizer.decoder = decoders.ByteLevel()
+    detokenizer = Detokenizer(Wrapped(tokenizer), stop=("b",))
+    assert detokenizer.push(0) is None and detokenizer.push(2) == "b"
+    detokenizer.finish()
+    assert detokenizer.text == "a"
+    for kind in ("byte level", "metaspace", "byte fallback"):
+        cut = Detokenizer(Wrapped(TOKENIZERS[kind]), stop=("zz",))
+        ids = TOKENIZERS[kind].encode("b").ids or [2]
+        for token_id in ids:
+            cut.push(token_id)
+        cut.finish()
+        before = cut.text
+        cut.finish()
+        assert cut.text == before != ""
+
+
 def expected_stop(whole: list[str], stops: tuple[str, ...], first_checked: int) -> tuple[int, str, int] | None:
     """After which token the text ends, by which stop string, and where it begins: token by token over all text."""
     for n in range(first_checked, len(whole)):

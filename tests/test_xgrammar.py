@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from checkpoints import TINY, random_weights, safetensors_bytes, write_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -86,7 +85,8 @@ def test_the_model_in_the_package():
         ]:
             outputs = llm.generate(["12+34=", "99+5="], SamplingParams(temperature=0, max_tokens=9, mask=mask), use_tqdm=False)
             texts = [output.text for output in outputs]
-            assert texts == expected or (expected[0].startswith("00") and all(text.startswith("00") for text in texts))
+            is_free = expected[0].startswith("00")  # what follows the zeros is the model's
+            assert texts == expected or (is_free and all(re.fullmatch("00[0-9]*", text) for text in texts))
 
 
 def test_preempted_and_restarted_answers_go_on(folder, device):
@@ -124,4 +124,3 @@ def test_errors(folder, tmp_path):
     (endless / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY)))
     with LLM(endless, device="cpu", num_blocks=20) as llm, pytest.raises(ValueError, match="no end-of-sequence token"):
         Grammars(llm)
-    assert np.int32(np.uint32(1 << 31).view(np.int32)) < 0

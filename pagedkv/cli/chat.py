@@ -33,9 +33,10 @@ examples:
   pagedkv chat ./model --system "Answer in French." < question.txt
   pagedkv chat ./model --jsonl chats.jsonl > answers.jsonl
 
-In a conversation /reset forgets what was said and /quit (or the end of the input) leaves; Ctrl-C ends an answer, and at
-the prompt the conversation. A line of --jsonl is {"messages": [{"role", "content"}, ...]}, with max_tokens, temperature
-and the like for this chat alone; its answer is {"text", "num_tokens", "finish_reason"}, or {"error"}.
+In a conversation /reset forgets what was said, /quit (or the end of the input) leaves, and /help says so; Ctrl-C ends
+an answer, and at the prompt the conversation. A line of --jsonl is {"messages": [{"role", "content"}, ...]}, with
+max_tokens, temperature and the like for this chat alone; its answer is {"text", "num_tokens", "finish_reason"}, or
+{"error"}.
 """
 
 
@@ -130,7 +131,7 @@ def _converse(chat: Chat) -> None:
         if text == "/reset":
             chat.reset()
         elif text.startswith("/"):
-            print("/reset forgets what was said, /quit leaves")
+            print("/reset forgets what was said, /quit leaves, /help says this")
         elif text:
             try:
                 chat.say(text)

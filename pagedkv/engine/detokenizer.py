@@ -8,8 +8,9 @@ from .tokenizer import Tokenizer
 class Detokenizer:
     """Of one answer.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is known not to be. The stop
-    string that begins first counts; of those that begin at the same place, the first of the list.
+    Text that may turn out to be the beginning of a stop string is held back until it is known not to be. Of the stop
+    strings that one token completes, the one that begins first counts; of those that begin at the same place, the first
+    of the list.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class Detokenizer:
         self._shown: list[str] = []
         self._num_taken = 0  # of them, those that new_text() has returned
         self._held = ""
+        self._has_ended = False
 
     @property
     def text(self) -> str:
@@ -47,7 +49,7 @@ class Detokenizer:
         found = self._find(held, num_old) if check_stop and new else None
         if found is not None:
             at, stop = found
-            self._held = ""
+            self._held, self._has_ended = "", True
             self._shown.append(held[: at + len(stop)] if self._includes_stop else held[:at])
             return stop
         start = self._start_of_stop(held)
@@ -56,7 +58,10 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is shown."""
+        """No more tokens come: what was held back is shown. Nothing is behind a stop string, or behind another call."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         self._shown.append(self._held + self._stream.finish())
         self._held = ""
 

@@ -80,6 +80,7 @@ class GrammarMask:
         matcher, seen = self._matchers.get(request, (None, []))
         if matcher is None or tokens[: len(seen)] != seen:
             matcher, seen = xgrammar.GrammarMatcher(self._compiled), []
+        self._matchers.pop(request, None)  # it is between two states where a token is refused
         for token in tokens[len(seen) :]:
             if not matcher.is_terminated() and not matcher.accept_token(token):
                 raise ValueError(f"token {token} does not follow the grammar: another option has forced it")

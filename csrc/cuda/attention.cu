@@ -84,7 +84,7 @@ pk_status pk_cuda_qkv_attention(pk_device device, const pk_qk_norm_rope_store_ar
     bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
     int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
     if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
-        group <= decode_rows(group, args->head_dim) && are_heads_aligned(rope)) {
+        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
         attention_route route = choose_route(args, call.device);
         if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }

@@ -20,6 +20,7 @@
  * all keys may be on their way before.
  */
 #include "cuda/attention_decode_warp.h"
+#include "cuda/attention_plan_units.h"
 #include "cuda/rope.h"
 
 // --- kernels
@@ -52,7 +53,9 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     static constexpr int QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
     static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
     static constexpr int HEAD_BYTES = QUERY_BYTES + ROW_BYTES + PK_SQUARE_WARPS * (int)sizeof(float);
-    static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + HEAD_BYTES) <= 228 * 1024,
+    static constexpr int MOST_HEAD_BYTES = makes_heads(D, ROWS) ? HEAD_BYTES : 0;
+    static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + MOST_HEAD_BYTES) <=
+                      228 * 1024,
                   "fewer CTAs than the plan counts on");
 
     const decode_params &params;
@@ -78,10 +81,14 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     __device__ bool read_unit(int unit_index)
     {
         attention_unit &unit = rows.unit;
-        const int4 *from = (const int4 *)(params.workspace.units + unit_index);
-        *(int4 *)&unit.signature = __ldcg(from);
-        *(int4 *)&unit.num_queries = __ldcg(from + 1);
-        *(int4 *)&unit.part = __ldcg(from + 2);
+        if (params.workspace.units) {
+            const int4 *from = (const int4 *)(params.workspace.units + unit_index);
+            *(int4 *)&unit.signature = __ldcg(from);
+            *(int4 *)&unit.num_queries = __ldcg(from + 1);
+            *(int4 *)&unit.part = __ldcg(from + 2);
+        } else {
+            unit = plan_unit(args, params.shape, unit_index, params.bad_id, blockIdx.x == 0 && warp == 0);
+        }
         int in_row = lane / tile::PIECES, piece = is_in_row() ? lane % tile::PIECES * 16 : 0;
         k_lane = (const char *)args.k_cache + piece +
                  (rows.head * args.k_head_stride + in_row * args.k_slot_stride) * Kind::CACHE_BYTES;
@@ -399,14 +406,16 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
                                     *args, params);
     };
     auto launch = [&](auto d, auto nt) {
-        return params.rope.qkv ? launch_kernel(d, nt, std::true_type()) : launch_kernel(d, nt, std::false_type());
+        if constexpr (makes_heads(decltype(d)::value, 8 * decltype(nt)::value))
+            if (params.rope.qkv) return launch_kernel(d, nt, std::true_type());
+        return launch_kernel(d, nt, std::false_type());
     };
     std::integral_constant<int, 1> one;
     std::integral_constant<int, 2> two;
     auto launch_dim = [&](auto d) { return shape.rows == 8 ? launch(d, one) : launch(d, two); };
     if (shape.head_dim == 64) return launch_dim(std::integral_constant<int, 64>());
     if (shape.head_dim == 128) return launch_dim(std::integral_constant<int, 128>());
-    return launch(std::integral_constant<int, 256>(), one);
+    return launch_dim(std::integral_constant<int, 256>());
 }
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,

@@ -143,7 +143,9 @@ struct decode_warp {
         for (int nt = 0; nt < NT; nt++)
             for (int i = 0; i < 4 * KEY_TILES; i++) has_grown |= scores[i / 4][nt][i % 4] > row_max[nt][i % 2] + 8;
         if (!__any_sync(~0u, has_grown)) return;
+#pragma unroll
         for (int nt = 0; nt < NT; nt++)
+#pragma unroll
             for (int i = 0; i < 2; i++) {
                 float largest = row_max[nt][i];
                 for (int t = 0; t < KEY_TILES; t++)
@@ -153,6 +155,7 @@ struct decode_warp {
                 float shrink = exp2_fast(row_max[nt][i] - largest);
                 row_max[nt][i] = largest;
                 row_sum[nt][i] *= shrink;
+#pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     output[m][nt][i] *= shrink;
                     output[m][nt][i + 2] *= shrink;
@@ -197,13 +200,17 @@ struct decode_warp {
 
     __device__ void leave_results(partial_rows<ROWS> to)
     {
+#pragma unroll
         for (int nt = 0; nt < NT; nt++)
+#pragma unroll
             for (int i = 0; i < 2; i++) {
                 int row = nt * 8 + quad_col + i;
                 float sum = row_sum[nt][i];
                 for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
                 if (quad_row == 0) to.max()[row] = row_max[nt][i], to.sum()[row] = sum;
+#pragma unroll
                 for (int m = 0; m < M_TILES; m++)
+#pragma unroll
                     for (int half = 0; half < 2; half++)
                         to.output(row)[m * 16 + tile::value_dim(quad_row, half)] = output[m][nt][half * 2 + i];
             }

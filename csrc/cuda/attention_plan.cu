@@ -1,12 +1,7 @@
-/* attention_plan.cu - cuts a ragged batch into units of decode attention (attention_plan.h): one CTA, once a step.
- *
- * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most one
- * and a half times a CTA's share, so that only outliers are cut, and less where even ends are worth more than what it
- * takes to merge; the hardware hands out the CTAs, longest first, and what is under way at the end still draws the
- * whole bandwidth. What a CTA has under way at once is never cut. With num_splits every sequence has up to that many
- * parts, whose number and borders depend on its own length alone.
+/* attention_plan.cu - plans a step of decode attention (attention_plan.h): one CTA, once for all layers. The rules are
+ * those of attention_plan_units.h.
  */
-#include "cuda/attention_plan.h"
+#include "cuda/attention_plan_units.h"
 
 #include <limits.h>
 
@@ -14,55 +9,27 @@
 
 // --- kernels
 
-enum { THREADS = 512, BUCKETS = 32, FEWEST_KEYS = 1024 /* of a part, with num_splits */ };
-
-struct planned_sequence {
-    sequence_view view;
-    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
-};
-
-__device__ static planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
-                                           pk_cuda_bad_id *bad_id, bool is_recorder)
-{
-    planned_sequence it;
-    it.view = view_sequence(args, seq, bad_id, is_recorder);
-    int64_t rows = (int64_t)it.view.num_queries * shape.group;
-    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
-    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
-    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
-    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
-    return it;
-}
-
-__device__ static int count_parts(const decode_shape &shape, int num_steps, int length)
-{
-    if (shape.num_splits == 0) return num_steps <= DECODE_STAGES ? 1 : (num_steps + length - 1) / length;
-    return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
-}
-
-/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
-__device__ static int bucket_of(int num_parts, int num_steps, int longest)
-{
-    int width = longest / (BUCKETS - 1) + 1;
-    return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
-}
+enum { THREADS = 32 * LENGTHS_TRIED };
 
 __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
-    __shared__ int total, longest, length, num_units, next_unit[BUCKETS];
+    __shared__ int total, longest, length, num_units, next_unit[UNIT_BUCKETS];
+    __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto sequence = [&](int seq) { return seq < THREADS ? first[seq] : measure(args, shape, seq, bad_id, false); };
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0) total = 0, longest = 1, length = INT_MAX;
-    if (threadIdx.x < BUCKETS) next_unit[threadIdx.x] = 0;
+    if (threadIdx.x < UNIT_BUCKETS) next_unit[threadIdx.x] = 0;
     __syncthreads();
 
     int steps = 0, most = 1;
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = measure(args, shape, seq, bad_id, true);
+        if (seq < THREADS) first[seq] = it;
         if (it.num_tiles == 0) continue;
         steps += it.num_tiles * it.num_steps;
         most = max(most, it.num_steps);
@@ -73,21 +40,19 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     if (shape.is_one_wave) { /* each warp tries a length; the last of them surely fits */
-        int spare = shape.slots - shape.num_segments;
-        int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
-        int mine = max(1, shortest + (surest - shortest) * warp / (THREADS / 32 - 1)), parts = 0;
+        int mine = length_to_try(shape, total, warp), taken = 0;
         for (int seq = lane; seq < args.num_seqs; seq += 32) {
-            planned_sequence it = measure(args, shape, seq, bad_id, false);
-            parts += it.num_tiles * count_parts(shape, it.num_steps, mine);
+            planned_sequence it = sequence(seq);
+            taken += slots_taken(shape, it, mine);
         }
-        if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
+        if ((int)__reduce_add_sync(~0u, taken) <= shape.slots && lane == 0) atomicMin(&length, mine);
     } else if (threadIdx.x == 0) {
-        length = ((total / shape.slots + 1) * shape.quarters + 3) / 4;
+        length = length_of_share(shape, total);
     }
     __syncthreads();
 
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-        planned_sequence it = measure(args, shape, seq, bad_id, false);
+        planned_sequence it = sequence(seq);
         int num_parts = count_parts(shape, it.num_steps, length);
         if (it.num_tiles > 0)
             atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
@@ -95,32 +60,22 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (warp == 0) { /* how many units a bucket has becomes where its first one goes */
         int count = next_unit[lane], before = count;
-        for (int distance = 1; distance < BUCKETS; distance *= 2) {
+        for (int distance = 1; distance < UNIT_BUCKETS; distance *= 2) {
             int other = __shfl_up_sync(~0u, before, distance);
             if (lane >= distance) before += other;
         }
         next_unit[lane] = before - count;
-        if (lane == BUCKETS - 1) num_units = before;
+        if (lane == UNIT_BUCKETS - 1) num_units = before;
     }
     __syncthreads();
 
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-        planned_sequence it = measure(args, shape, seq, bad_id, false);
+        planned_sequence it = sequence(seq);
         if (it.num_tiles == 0) continue;
         int num_parts = count_parts(shape, it.num_steps, length);
         int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
-        attention_unit unit = {shape.signature, seq, 0, it.view.first_query, it.view.num_queries, it.view.context};
-        unit.num_parts = num_parts;
-        unit.first_slot = it.view.first_slot;
-        int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
-        for (unit.tile = 0; unit.tile < it.num_tiles; unit.tile++) {
-            unit.end_step = 0;
-            for (unit.part = 0; unit.part < num_parts; unit.part++) {
-                unit.first_step = unit.end_step;
-                unit.end_step += steps + (unit.part < num_longer);
-                if (at < shape.num_units) workspace.units[at++] = unit;
-            }
-        }
+        for (int i = 0; i < it.num_tiles * num_parts && at < shape.num_units; i++, at++)
+            workspace.units[at] = unit_of(shape, it, seq, num_parts, i);
     }
     for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) workspace.units[i] = {};
     __threadfence();
@@ -147,7 +102,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
     int64_t most_rows = args->max_seqlen_q * shape->group;
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
-    shape->rows = decode_rows(most_rows, shape->head_dim);
+    shape->rows = decode_rows(most_rows);
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
     int64_t most_segments = pk_ceil_div(args->num_tokens * shape->group, shape->rows) + args->num_seqs;
     if (segments > most_segments) segments = most_segments; /* few sequences are as long as the longest */
@@ -181,7 +136,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = 2;
     int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    if (shape->is_one_wave) units = slots;
+    if (shape->is_one_wave) units = slots + segments; /* those cut fit into the slots: see slots_taken() */
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
@@ -235,5 +190,8 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
 {
     PK_TRY(fill_shape(args, filter, call, shape));
     PK_TRY(find_workspace(args, *shape, call, workspace));
-    return args->plan ? PK_OK : launch_plan(args, *shape, *workspace, call);
+    if (args->plan) return PK_OK;
+    if (args->num_seqs > MOST_SEQS_OF_A_WARP) return launch_plan(args, *shape, *workspace, call);
+    workspace->units = nullptr;
+    return PK_OK;
 }

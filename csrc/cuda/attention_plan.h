@@ -45,16 +45,18 @@ constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_d
 constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
 constexpr int DECODE_STAGES = 3;       /* chunks that a warp has room for in shared memory */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
-constexpr int decode_rows(int64_t most_rows, int64_t head_dim) { return most_rows <= 8 || head_dim > 128 ? 8 : 16; }
+constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
+/* Whether a tile's heads may come from the projection: there is room for them in shared memory. */
+constexpr bool makes_heads(int64_t head_dim, int rows) { return head_dim <= 128 || rows == 8; }
 
 /* Parts in flight: counters that are zero between calls, and room for partial results. */
 struct decode_workspace {
     unsigned int *arrivals; /* [max_slots, num_kv_heads] */
     float *partials;        /* [max_slots, num_kv_heads, (2 + head_dim) * rows] */
-    attention_unit *units;  /* [num_units], the caller's where there is a plan */
+    attention_unit *units;  /* [num_units], the caller's where there is a plan; NULL: each CTA works out its own */
 };
 
-/* Both of a call; makes the plan, where the caller gave none. */
+/* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace);
 

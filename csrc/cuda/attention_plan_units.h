@@ -1,0 +1,124 @@
+/* attention_plan_units.h - how sequences are cut into units (attention_plan.h). Two use it: the kernel that plans a step
+ * for all layers (attention_plan.cu), and, where a call has no plan and a warp a lane for every sequence, each CTA of
+ * the decode kernel itself, which saves the launch before it.
+ *
+ * Few sequences: the shortest part length with which all parts still fill the machine once. Many: parts of at most one
+ * and a half times a CTA's share, so that only outliers are cut, and less where even ends are worth more than what it
+ * takes to merge; the hardware hands out the CTAs, longest first, and what is under way at the end still draws the
+ * whole bandwidth. What a CTA has under way at once is never cut. With num_splits every sequence has up to that many
+ * parts, whose number and borders depend on its own length alone.
+ */
+#ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
+#define PK_CUDA_ATTENTION_PLAN_UNITS_H
+
+#include "cuda/attention_plan.h"
+
+enum {
+    UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
+    LENGTHS_TRIED = 16, /* of parts, from what would fit without any ends to what surely fits */
+    FEWEST_KEYS = 1024  /* of a part, with num_splits */
+};
+
+struct planned_sequence {
+    sequence_view view;
+    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
+};
+
+__device__ static inline planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
+                                                  pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    planned_sequence it;
+    it.view = view_sequence(args, seq, bad_id, is_recorder);
+    int64_t rows = (int64_t)it.view.num_queries * shape.group;
+    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
+    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
+    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
+    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
+    return it;
+}
+
+__device__ static inline int count_parts(const decode_shape &shape, int num_steps, int length)
+{
+    if (shape.num_splits == 0) return num_steps <= DECODE_STAGES ? 1 : (num_steps + length - 1) / length;
+    return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
+}
+
+/* Of the machine's slots. A sequence that is short beside the parts of others has none of its own: it takes its turn
+ * where another has ended. */
+__device__ static inline int slots_taken(const decode_shape &shape, const planned_sequence &it, int length)
+{
+    return it.num_steps * 8 <= length ? 0 : it.num_tiles * count_parts(shape, it.num_steps, length);
+}
+
+/* The i-th length to try where parts are to fill the machine once; `total`: steps of all sequences. */
+__device__ static inline int length_to_try(const decode_shape &shape, int total, int i)
+{
+    int spare = shape.slots - shape.num_segments;
+    int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
+    return max(1, shortest + (surest - shortest) * i / (LENGTHS_TRIED - 1));
+}
+/* And where there are more waves than one. */
+__device__ static inline int length_of_share(const decode_shape &shape, int total)
+{
+    return ((total / shape.slots + 1) * shape.quarters + 3) / 4;
+}
+
+/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
+__device__ static inline int bucket_of(int num_parts, int num_steps, int longest)
+{
+    int width = longest / (UNIT_BUCKETS - 1) + 1;
+    return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
+}
+
+/* A sequence's unit: tiles one after the other, in each the parts in the order of the keys. */
+__device__ static inline attention_unit unit_of(const decode_shape &shape, const planned_sequence &it, int seq,
+                                                int num_parts, int number)
+{
+    attention_unit unit = {shape.signature, seq, number / num_parts, it.view.first_query};
+    unit.num_queries = it.view.num_queries;
+    unit.context = it.view.context;
+    unit.first_slot = it.view.first_slot;
+    unit.num_parts = num_parts;
+    unit.part = number - unit.tile * num_parts;
+    int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
+    unit.first_step = unit.part * steps + min(unit.part, num_longer);
+    unit.end_step = unit.first_step + steps + (unit.part < num_longer);
+    return unit;
+}
+
+constexpr int MOST_SEQS_OF_A_WARP = 32;
+
+/* A warp, with a sequence a lane: the unit of that number of a batch without a plan. */
+__device__ static inline attention_unit plan_unit(const pk_attention_args &args, const decode_shape &shape, int number,
+                                                  pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    int lane = threadIdx.x % 32, num_seqs = (int)args.num_seqs;
+    planned_sequence it = {};
+    if (lane < num_seqs) it = measure(args, shape, lane, bad_id, is_recorder);
+    int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
+    int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1), length = length_of_share(shape, total);
+    if (shape.is_one_wave) { /* the longer the parts, the fewer there are */
+        int least = 0, most = LENGTHS_TRIED - 1;
+        while (least < most) {
+            int middle = (least + most) / 2, taken = slots_taken(shape, it, length_to_try(shape, total, middle));
+            bool fits = (int)__reduce_add_sync(~0u, taken) <= shape.slots;
+            (fits ? most : least) = fits ? middle : middle + 1;
+        }
+        length = length_to_try(shape, total, least);
+    }
+    int num_parts = count_parts(shape, it.num_steps, length), num_units = it.num_tiles * num_parts;
+    int bucket = bucket_of(num_parts, it.num_steps, longest), before = 0;
+    for (int other = 0; other < num_seqs; other++) {
+        int its_bucket = __shfl_sync(~0u, bucket, other), its_units = __shfl_sync(~0u, num_units, other);
+        if (its_bucket < bucket || (its_bucket == bucket && other < lane)) before += its_units;
+    }
+    int mine = number - before, owner = __ffs(__ballot_sync(~0u, mine >= 0 && mine < num_units)) - 1;
+    attention_unit unit = {};
+    if (owner < 0) return unit;
+    unit = unit_of(shape, it, lane, num_parts, mine);
+    for (int i = 0; i < (int)(sizeof(unit) / sizeof(int)); i++)
+        ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
+    return unit;
+}
+
+#endif

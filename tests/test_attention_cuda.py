@@ -212,8 +212,105 @@ def test_a_plan_for_something_else(torch, rng):
             assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens, plan=fresh), good)
 
 
-@pytest.mark.parametrize(("head_dim", "page", "k_scale"), [
-    (64, 8, 1.0), (96, 24, 1.0), (128, 16, 1.0), (128, 16, -0.7), (128, 16, 0.0), (128, 256, 1.0), (256, 16, 1.0)])
+def make_chunks(torch, rng, queries, contexts, heads, head_dim, page):
+    """(q, k_cache, v_cache, tables, lens), and what tells them apart: these queries at the end of these contexts."""
+    lens = torch.tensor(contexts, device="cuda", dtype=torch.int32)
+    _, *others = make_pool(torch, len(contexts), max(contexts), *heads, head_dim, page)
+    forget(others[:2], others[2], lens)
+    q = torch.randn(sum(queries), heads[0], head_dim, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, *np.cumsum(queries)], device="cuda", dtype=torch.int32)
+    return (q, *others, lens), dict(cu_seqlens_q=starts, max_seqlen_q=max(queries))
+
+
+# What makes parts of prompts: one chunk or a few at the end of long contexts, alone or among decodes and short prompts.
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks and softcap", "fp8", "all keys seen"])
+def test_prompts_whose_keys_are_cut_into_parts(torch, rng, kind):
+    for _ in range(8):
+        kv_heads, head_dim = int(rng.integers(1, 5)), int(rng.choice([64, 96, 128] + [256] * (kind != "fp8")))
+        heads = kv_heads * int(rng.integers(1, 17)), kv_heads
+        chunks = int(rng.integers(1, 4))
+        queries = [int(n) for n in np.r_[rng.integers(20, 400, chunks), rng.integers(1, 40, rng.integers(0, 40))]]
+        past = np.r_[rng.integers(0, 20000, chunks), rng.integers(0, 2000, len(queries) - chunks)]
+        if rng.random() < 0.5:
+            queries[chunks:] = [1] * (len(queries) - chunks)
+        order = rng.permutation(len(queries))
+        queries, contexts = [queries[i] for i in order], [int(past[i]) + queries[i] for i in order]
+        tensors, arguments = make_chunks(
+            torch, rng, queries, contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256]))
+        )
+        if kind == "window":
+            arguments["window_size"] = int(rng.integers(0, 5000)), int(rng.integers(0, 9))
+        elif kind == "all keys seen":
+            arguments["causal"] = False
+        elif kind == "sinks and softcap":
+            arguments |= dict(sinks=torch.randn(heads[0], device="cuda"), softcap=5.0)
+        elif kind == "fp8":
+            tensors = tensors[0], *(cache.to(torch.float8_e4m3fn) for cache in tensors[1:3]), *tensors[3:]
+        out = torch.full_like(tensors[0], float("nan"))
+        _, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, out=out, return_lse=True)
+        expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+        for _ in range(3):
+            again = pagedkv.paged_attention_fwd(*tensors, **arguments)
+            assert torch.equal(again, out)
+
+
+def test_layers_that_mix_prompts_and_decodes(torch, rng):
+    """Two kernels beside each other answer a layer, and what comes behind them waits for both: what a layer gives is the
+    next one's queries and new keys, in a graph and without one."""
+    for _ in range(6):
+        queries = [1] * int(rng.integers(1, 60)) + rng.integers(2, 300, rng.integers(1, 4)).tolist()
+        contexts = [n + int(rng.integers(0, 4000)) for n in queries]
+        tensors, arguments = make_chunks(torch, rng, queries, contexts, (16, 8), 128, 16)
+        q, k_cache, v_cache, tables, lens = tensors
+        starts, seqs = arguments["cu_seqlens_q"].tolist(), len(queries)
+        slots = torch.cat([
+            tables[s, torch.arange(contexts[s] - queries[s], contexts[s], device="cuda") // 16] * 16
+            + torch.arange(contexts[s] - queries[s], contexts[s], device="cuda") % 16
+            for s in range(seqs)
+        ]).int()  # fmt: skip
+        assert starts[-1] == len(slots)
+
+        def layers(attend, caches, q=q, slots=slots):
+            x = q
+            for _ in range(5):
+                pagedkv.store_kvcache(x[:, :8].contiguous(), x[:, 8:].contiguous(), *caches, slots)
+                x = attend(x, *caches)
+            return x
+
+        def together(x, *caches, rest=(tables, lens), arguments=arguments):
+            return pagedkv.paged_attention_fwd(x, *caches, *rest, **arguments)
+
+        def one_by_one(x, *caches, tables=tables, lens=lens, queries=queries):
+            torch.cuda.synchronize()
+            parts = [pagedkv.paged_attention_fwd(part, *caches, tables[s : s + 1], lens[s : s + 1],
+                                                 cu_seqlens_q=torch.tensor([0, len(part)], device="cuda", dtype=torch.int32),
+                                                 max_seqlen_q=len(part))
+                     for s, part in enumerate(x.split(queries))]  # fmt: skip
+            torch.cuda.synchronize()
+            return torch.cat(parts)
+
+        fresh = k_cache.clone(), v_cache.clone()
+        expected = layers(one_by_one, (fresh[0].clone(), fresh[1].clone())).float()
+        caches = fresh[0].clone(), fresh[1].clone()
+        got = layers(together, caches)
+        torch.testing.assert_close(got.float(), expected, rtol=5e-2, atol=5e-2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layers(together, caches)
+        for _ in range(20):
+            for cache, values in zip(caches, fresh, strict=True):
+                cache.copy_(values)
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, got)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page", "k_scale"),
+    [(64, 8, 1.0), (96, 24, 1.0), (128, 16, 1.0), (128, 16, -0.7), (128, 16, 0.0), (128, 256, 1.0), (256, 16, 1.0)],
+)
 def test_prompts_over_an_fp8_pool(torch, head_dim, page, k_scale):
     """Many items of several tiles, NaN behind the last keys; then NaN that is not to be hidden."""
     lens = torch.tensor([900, 65, 1300, 128, 3, 700], device="cuda", dtype=torch.int32)

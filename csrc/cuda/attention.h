@@ -111,6 +111,17 @@ __device__ static inline float modified_score(const pk_attention_args &args, flo
     return (x - slope * (float)abs(distance)) * PK_LOG2E;
 }
 
+/* Whether the caller is the last of `count` to arrive: it sees what the others wrote before, and the counter is zero
+ * again. */
+__device__ static inline bool pk_arrive(unsigned int *arrivals, int count)
+{
+    unsigned int before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    bool is_last = before + 1 == (unsigned int)count;
+    if (is_last) *arrivals = 0;
+    return is_last;
+}
+
 __device__ static inline float exp2_fast(float x)
 {
     float y;

@@ -172,10 +172,8 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
     bool &is_last = *(bool *)shared; /* nobody needs what was there */
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned int *arrivals = tile.params.workspace.arrivals + (int64_t)first_unit * num_heads + tile.head, before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-        is_last = before + 1 == (unsigned int)num_parts;
-        if (is_last) *arrivals = 0;
+        unsigned int *arrivals = tile.params.workspace.arrivals + (int64_t)first_unit * num_heads + tile.head;
+        is_last = pk_arrive(arrivals, num_parts);
     }
     __syncthreads();
     if (!is_last) return;

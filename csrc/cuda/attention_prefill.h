@@ -18,18 +18,24 @@ struct prefill_batch {
     int block_shift;               /* log2(block_size), or -1 */
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
+    float *partials;               /* room for what parts leave */
+    int most_parts;                /* that there is room for; 0: items stay whole */
 
+    /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
+    __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
     /* Every sequence is one item of a KV head: its keys are read once. */
     __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
 
-/* num_positions 0: behind the end of the list. */
+/* num_positions 0: behind the end of the list. begin == end in a part: less keys than parts, and it is nobody's. */
 struct prefill_item {
     int seq, kv_head;
     int first_token, num_positions; /* rows of q */
     int first_key;                  /* the key that causal position 0 of the item sees last; may be negative */
     int context_len;
-    int begin, end; /* the keys that some position sees */
+    int begin, end; /* the keys that some position sees, of them those of the part */
+    int part, num_parts;
+    int first_slot; /* of the item's first part among all parts */
 };
 
 /* Keys that a position sees: [begin, end). `diagonal` is the key at its own place, item.first_key + position. */
@@ -42,42 +48,132 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
     return batch.window_right < 0 ? context_len : max(min(context_len, diagonal + batch.window_right + 1), 0);
 }
 
+/* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
+ *
+ * Time is counted in keys that a CTA goes through (128 of them take 1.5 us with 128 rows of 128 dims). The lengths are
+ * known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length of them, and
+ * up to one more an item, the more the lengths differ. They run in waves of one a CTA. */
+struct prefill_parts {
+    enum { START = 160, LEAVE = 128, MERGE = 64 }; /* keys' time: of an item, of partial results, of a part of them */
+    enum { FEWEST_KEYS = 512, ALIGNMENT = 128 };   /* of an item that is cut; what borders are multiples of */
+    enum { MOST_WAVES = 16 };                      /* of items: with more the longest matters little */
+    int length;                                    /* keys of a part, or 0: items stay whole */
+
+    /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of
+     * their own sequence's queries, at least. */
+    static bool may_pay(const pk_attention_args *args, double items)
+    {
+        int64_t longest = args->max_blocks_per_seq * args->block_size;
+        if (args->window_left >= 0 && args->window_left < longest) longest = args->window_left;
+        double own_keys = 0.5 * (double)args->num_tokens / (double)args->num_seqs;
+        return longest >= FEWEST_KEYS && (double)longest > items * (own_keys + START);
+    }
+
+    /* About as many as an item of the level goes through. */
+    __device__ static int keys_of(const prefill_batch &batch, int level)
+    {
+        int keys = (level + 1) * batch.positions;
+        return batch.window_left < 0 ? keys : min(keys, batch.window_left + 2 * batch.positions);
+    }
+    __device__ int count(const prefill_batch &batch, int level) const
+    {
+        return length ? (keys_of(batch, level) + length - 1) / length : 1;
+    }
+
+    /* One warp. Each lane has some of the items: their number, the sum and the maximum of their keys. */
+    __device__ void choose(const prefill_batch &batch, float items, float keys, int longest)
+    {
+        for (int i = 16; i; i /= 2) {
+            items += __shfl_xor_sync(~0u, items, i);
+            keys += __shfl_xor_sync(~0u, keys, i);
+        }
+        longest = __reduce_max_sync(~0u, longest);
+        items *= batch.args.num_kv_heads;
+        keys *= batch.args.num_kv_heads;
+        length = 0;
+        if (items == 0 || items > MOST_WAVES * gridDim.x || longest < FEWEST_KEYS) return;
+        int parts = (threadIdx.x & 31) + 1; /* of the longest */
+        int mine = ((longest + parts - 1) / parts + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        float units = parts == 1 ? items : keys / mine + items * (1 - keys / (items * longest));
+        float time = fmaxf(mine, ceilf(units / gridDim.x) * (keys / units + START));
+        if (parts > 1) time += LEAVE + MERGE * parts;
+        /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
+        if (parts > 1 && keys / mine + fminf(keys / mine, items) > batch.most_parts) time = INFINITY;
+        float least = time;
+        for (int i = 16; i; i /= 2) least = fminf(least, __shfl_xor_sync(~0u, least, i));
+        int best = __ffs(__ballot_sync(~0u, time == least)) - 1;
+        if (best > 0) length = __shfl_sync(~0u, mine, best);
+    }
+};
+
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. Which CTA
  * takes which item is decided by a counter. The order: chunks of neighbouring sequences (so that the keys in use stay
  * in the L2 cache), in a chunk falling levels, on a level sequence by sequence, all KV heads. An item's level is the
  * number of its keys in units of `positions`; a sequence has at most one item of a level. */
 struct prefill_schedule {
+    prefill_parts parts;
     sequence_view mine; /* lane's sequence of the chunk */
     int num_items, first_level;
     int next_seq, first_seq, seqs_per_chunk;
-    int chunk_begin, pairs; /* items before the chunk; (sequence, item) pairs of the chunk */
-    int level, next_level;  /* the level in hand, the next that has items */
-    int before, count;      /* pairs above the level, on it */
-    int index;              /* of the item taken last, or -1 */
+    int chunk_begin, entries;    /* of the list: those before the chunk; those of the chunk, of a KV head */
+    int level, next_level;       /* the level in hand, the next that has items */
+    int before, count;           /* entries of a KV head above the level; items on it */
+    int first_slot, chunk_slots; /* parts before the chunk, and in it: these are its first entries */
+    int index;                   /* of the entry taken last, or -1 */
 
     /* About as many sequences as fit in the cache together, at most one a lane. */
     __device__ void start(const prefill_batch &batch)
     {
-        float keys = 0;
-        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) keys += batch.args.context_lens[seq];
+        float keys = 0, items = 0, keys_of_items = 0;
+        int longest = 0;
+        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) {
+            keys += batch.args.context_lens[seq];
+            if (!batch.most_parts) continue;
+            measure(batch, seq);
+            if (num_items == 0) continue;
+            float levels = num_items * (first_level + 1.0f) + 0.5f * num_items * (num_items - 1.0f);
+            int most = prefill_parts::keys_of(batch, first_level + num_items - 1);
+            items += num_items;
+            keys_of_items += fminf(levels * batch.positions, (float)num_items * most);
+            longest = max(longest, most);
+        }
+        parts.choose(batch, items, keys_of_items, longest);
         for (int i = 16; i; i /= 2) keys += __shfl_xor_sync(~0u, keys, i);
         float seqs = batch.chunk_keys * batch.args.num_seqs / fmaxf(keys, 1.0f);
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
         next_seq = 0;
         chunk_begin = 0;
-        pairs = 0;
+        entries = 0;
+        first_slot = chunk_slots = 0;
         index = -1;
+    }
+
+    /* The lane's sequence, and its items. */
+    __device__ void measure(const prefill_batch &batch, int seq)
+    {
+        mine = {};
+        num_items = 0;
+        if (seq < batch.args.num_seqs) {
+            mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
+            int64_t rows = (int64_t)mine.num_queries * batch.group;
+            if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
+                num_items = (mine.num_queries + batch.positions - 1) / batch.positions;
+        }
+        first_level = max(mine.context - mine.num_queries, 0) / batch.positions;
     }
 
     /* This CTA's next item. To be called until there is none, once: then its part in the counters is done. */
     __device__ prefill_item take_next(const prefill_batch &batch)
     {
         int lane = threadIdx.x & 31;
-        if (index < 0)
-            index = (int)blockIdx.x;
-        else
-            index = (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + atomicAdd(&batch.counters[0], 1u) : 0, 0);
-        prefill_item item = find(batch);
+        prefill_item item;
+        do {
+            if (index < 0)
+                index = (int)blockIdx.x;
+            else
+                index = (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + atomicAdd(&batch.counters[0], 1u) : 0, 0);
+            item = find(batch);
+        } while (item.part >= item.num_parts); /* it has fewer than its level says */
         if (item.num_positions == 0 && lane == 0 && atomicInc(&batch.counters[1], gridDim.x - 1) == gridDim.x - 1)
             batch.counters[0] = 0; /* the last CTA: atomicInc has put its own back */
         return item;
@@ -86,20 +182,19 @@ struct prefill_schedule {
     __device__ bool next_chunk(const prefill_batch &batch)
     {
         if (next_seq >= batch.args.num_seqs) return false;
-        chunk_begin += pairs * (int)batch.args.num_kv_heads;
+        chunk_begin += entries * (int)batch.args.num_kv_heads;
+        first_slot += chunk_slots;
         first_seq = next_seq;
         next_seq += seqs_per_chunk;
         int seq = first_seq + (threadIdx.x & 31);
-        mine = {};
-        num_items = 0;
-        if (seq < next_seq && seq < batch.args.num_seqs) {
-            mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
-            int64_t rows = (int64_t)mine.num_queries * batch.group;
-            if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
-                num_items = (mine.num_queries + batch.positions - 1) / batch.positions;
+        measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
+        int more = 0, in_parts = 0; /* entries than items; entries that are parts: those of the highest levels */
+        for (int i = num_items - 1, count; i >= 0 && (count = parts.count(batch, first_level + i)) > 1; i--) {
+            more += count - 1;
+            in_parts += count;
         }
-        first_level = max(mine.context - mine.num_queries, 0) / batch.positions;
-        pairs = __reduce_add_sync(~0u, num_items);
+        entries = __reduce_add_sync(~0u, num_items + more);
+        chunk_slots = __reduce_add_sync(~0u, in_parts) * (int)batch.args.num_kv_heads;
         level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
         before = 0;
         scan_level();
@@ -111,21 +206,52 @@ struct prefill_schedule {
         count = __popc(__ballot_sync(~0u, first_level <= level && level < end));
         next_level = __reduce_max_sync(~0u, num_items && first_level < level ? min(level, end) - 1 : -1);
     }
-    /* Item `index` of the whole list, which does not go down from call to call. */
+    __device__ static prefill_item end_of_list()
+    {
+        prefill_item none = {};
+        none.num_parts = 1;
+        return none;
+    }
+    /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
+     * each other, and the items of a sequence's heads. */
     __device__ prefill_item find(const prefill_batch &batch)
     {
-        int num_heads = (int)batch.args.num_kv_heads;
-        while (index - chunk_begin >= pairs * num_heads)
-            if (!next_chunk(batch)) return prefill_item{};
-        int pair = (index - chunk_begin) / num_heads;
-        while (pair >= before + count) {
-            before += count;
+        int num_heads = (int)batch.args.num_kv_heads, num_parts = 1;
+        while (index - chunk_begin >= entries * num_heads)
+            if (!next_chunk(batch)) return end_of_list();
+        int at = index - chunk_begin, pair = at / num_heads;
+        while (true) {
+            if (parts.length) num_parts = parts.count(batch, level);
+            if (pair < before + count * num_parts) break;
+            before += count * num_parts;
             level = next_level;
             scan_level();
         }
-        prefill_item item = describe(batch, pair - before);
-        item.kv_head = index - chunk_begin - pair * num_heads;
+        int first = at - before * num_heads, part = 0;
+        pair -= before;
+        if (num_parts > 1) {
+            part = first % num_parts;
+            first /= num_parts;
+            pair = first / num_heads;
+        }
+        prefill_item item = describe(batch, pair);
+        item.kv_head = first - pair * num_heads;
+        item.part = part;
+        item.num_parts = 1;
+        item.first_slot = first_slot + at - part; /* of parts, which come first */
+        if (num_parts > 1) cut(item, num_parts);
         return item;
+    }
+    /* Leaves the item the keys of its part. Parts are as long as each other, give or take an alignment. */
+    __device__ static void cut(prefill_item &item, int num_parts)
+    {
+        constexpr int alignment = prefill_parts::ALIGNMENT;
+        int first = item.begin / alignment, count = (item.end + alignment - 1) / alignment - first;
+        item.num_parts = max(min(num_parts, count), 1);
+        if (item.num_parts == 1) return;
+        int begin = first + count * item.part / item.num_parts, end = first + count * (item.part + 1) / item.num_parts;
+        item.begin = max(item.begin, begin * alignment);
+        item.end = min(item.end, end * alignment);
     }
     /* The item of the rank-th sequence that has one on this level. */
     __device__ prefill_item describe(const prefill_batch &batch, int rank)
@@ -148,12 +274,13 @@ struct prefill_schedule {
 
 static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
 
-/* `rows`: of an item, at least the heads of a group. num_ctas: at most that many, or as many as there can be items. */
+/* `rows`: of an item, at least the heads of a group; part_bytes: what a part leaves, or 0, and items stay whole.
+ * num_ctas: at most that many, or as many as there can be entries of the list. */
 static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                                           int rows, prefill_batch *batch, int64_t *num_ctas)
+                                           int rows, size_t part_bytes, prefill_batch *batch, int64_t *num_ctas)
 {
     pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(call, &scratch));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, PK_SCRATCH_BYTES, PK_SCRATCH_PREFILL));
     batch->args = *args;
     batch->filter = filter;
     batch->counters = scratch.counters;
@@ -169,8 +296,15 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
     /* No chunks, which a CTA walks through one behind the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
-    int64_t most_items = (args->num_tokens / batch->positions + args->num_seqs) * args->num_kv_heads;
-    if (most_items < *num_ctas) *num_ctas = most_items;
+    int64_t heads = args->num_kv_heads, fewest_tokens = args->num_tokens;
+    if (filter.min_rows > 0) fewest_tokens -= args->num_seqs * (filter.min_rows / batch->group); /* those of decodes */
+    double items = (double)(fewest_tokens / batch->positions * heads) / (double)*num_ctas;
+    /* With num_splits a row's arithmetic may not depend on the batch. */
+    bool may_cut = part_bytes && !args->num_splits && prefill_parts::may_pay(args, items);
+    batch->partials = (float *)scratch.data;
+    batch->most_parts = may_cut ? (int)(PK_SCRATCH_BYTES / part_bytes) : 0;
+    int64_t most_items = (args->num_tokens / batch->positions + args->num_seqs) * heads;
+    if (!may_cut && most_items < *num_ctas) *num_ctas = most_items;
     return PK_OK;
 }
 

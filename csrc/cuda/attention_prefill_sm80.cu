@@ -366,7 +366,7 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
     prefill_batch batch;
     int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
-    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, &batch, &num_ctas));
+    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, 0, &batch, &num_ctas));
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));
     return pk_cuda_launch(call, "attention_prefill_sm80_kernel", kernel, dim3((unsigned)num_ctas), dim3(cta::THREADS),
                           smem_bytes, batch);

@@ -24,7 +24,9 @@
  * than bf16. e4m3 is exact in both; those who compute know only the scales. head_dim 256 is left to
  * attention_prefill_sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
  *
- * The order of the arithmetic of a row depends on its own sequence alone, never on the batch.
+ * A part of an item (attention_prefill.h) leaves its sums in the order of its registers; the CTA whose part is the last
+ * to arrive adds them all up, in the order of the keys.
+ *
  * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 753, 1 x 4096 616, 16 x 1024 480, ragged 16
  * of 100 to 1,024 tokens 312; over fp8 615, 494, 409, 289. Attempts: benchmarks/lab/prefill/NOTES.md.
  */
@@ -65,8 +67,12 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         prefetch_tensor_map(&params.k_map);
         prefetch_tensor_map(&params.v_map);
     }
+    zero_idle_rows<head_dim>(params.batch, smem);
     __syncthreads();
-    pk_wait_for_previous_kernel();
+    if (params.batch.is_beside_decode())
+        __threadfence(); /* its CTAs have all waited for what is ahead of it: nothing older is to be read */
+    else
+        pk_wait_for_previous_kernel();
     if (threadIdx.x < 128) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32)
@@ -85,6 +91,8 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         else
             convert_tiles<__half>(&shared, &shared.v, v_smem);
     }
+    /* The kernel behind waits for this one alone. */
+    if (params.batch.is_beside_decode()) pk_wait_for_previous_kernel();
 #endif
 }
 
@@ -97,7 +105,7 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     static uint64_t smem_allowed;
     prefill_params params = {};
     int64_t num_ctas = call.device->num_sms;
-    PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch, &num_ctas));
+    PK_TRY(make_prefill_batch(args, filter, call, ROWS, shape::partial_bytes, &params.batch, &num_ctas));
     params.is_one_page = args->max_blocks_per_seq == 1 && (args->key_starts || args->block_size % 8);
     params.box_shift = 3;
     constexpr int most_rows = shape::tile / (Kind::IS_FP8 ? 2 : 1); /* of a box: those of a warp that converts */

@@ -33,6 +33,8 @@ struct tiling {
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
     static constexpr int part_bytes = kv_bytes / 4; /* of e4m3 in half a tile of keys */
+    static constexpr int partial_vectors = (head_dim / 8 + 1) * 128 + 2; /* of 16 bytes: see leave_part() */
+    static constexpr int partial_bytes = WARPGROUPS * partial_vectors * 16;
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
 
     /* Tiles of keys that an item goes through. Rows that see nothing have one, too, and write zeros. */
@@ -65,6 +67,7 @@ struct prefill_shared {
     uint64_t item_full[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
+    bool is_last_part[WARPGROUPS]; /* of its item to arrive */
 };
 
 #ifdef PK_SM90A
@@ -84,6 +87,22 @@ struct ring_position {
         }
     }
 };
+
+/* All threads, before the first item: a box of Q holds whole tokens, and the rows behind it would keep what another
+ * kernel left there. Nobody reads their results, but numbers that are NaN or huge take the slow path of the softmax. */
+template <int head_dim>
+__device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_smem)
+{
+    using shape = tiling<head_dim>;
+    int begin = batch.positions * batch.group * shape::row_bytes, bytes = ROWS * shape::row_bytes - begin;
+    for (int column = 0; column < shape::q_stages * shape::columns; column++)
+        for (int i = (int)threadIdx.x * 16; i < bytes; i += (int)blockDim.x * 16)
+            asm volatile(
+                "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(q_smem + column * ROWS * shape::row_bytes + begin + i),
+                "r"(0)
+                : "memory");
+    fence_async_proxy();
+}
 
 /* One warp: decides what this CTA does next, tells the others and brings its queries. When an item is told, the scores
  * of all but the last q_stages are done, and of two of those the output may still have to be stored: hence ITEM_SLOTS.

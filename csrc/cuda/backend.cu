@@ -25,7 +25,7 @@ enum { MAX_DEVICES = 64, MAX_PIECES = 512 };
 struct scratch_piece {
     cudaStream_t stream;
     const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
-    bool is_for_queries;
+    pk_scratch_use use;
     pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
     size_t bytes;            /* of its data */
 };
@@ -197,7 +197,7 @@ static const void *thread_of(cudaStream_t stream)
 
 static pk_status make_piece(scratch_piece *piece, device_state *state, const pk_cuda_call &call)
 {
-    const size_t counter_bytes = piece->is_for_queries ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    const size_t counter_bytes = piece->use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int);
     if (state->num_pieces == MAX_PIECES)
         return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
                        state->device.index, (int)MAX_PIECES);
@@ -215,14 +215,14 @@ static pk_status make_piece(scratch_piece *piece, device_state *state, const pk_
 }
 
 /* The first piece that is large enough, or a new one. */
-static pk_status find_piece(const pk_cuda_call &call, bool is_for_queries, size_t bytes, pk_cuda_scratch *scratch)
+static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_state *state = &devices[call.device->index];
-    scratch_piece wanted = {call.stream, thread_of(call.stream), is_for_queries, {}, bytes};
+    scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes};
     const pk_cuda_lock held(&lock);
     const scratch_piece *piece = state->pieces, *end = piece + state->num_pieces;
-    while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread &&
-                            piece->is_for_queries == is_for_queries && piece->bytes >= bytes))
+    while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread && piece->use == use &&
+                            piece->bytes >= bytes))
         piece++;
     if (piece == end) {
         PK_TRY(make_piece(&wanted, state, call));
@@ -232,9 +232,9 @@ static pk_status find_piece(const pk_cuda_call &call, bool is_for_queries, size_
     return PK_OK;
 }
 
-pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes)
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes, pk_scratch_use use)
 {
-    return find_piece(call, false, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
+    return find_piece(call, use, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
 }
 
 pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data)
@@ -242,7 +242,7 @@ pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data
     pk_cuda_scratch scratch = {};
     size_t room = 1 << 20; /* doubled, so that what is outgrown and kept is less than what is in use */
     while (room < bytes) room *= 2;
-    PK_TRY(find_piece(call, true, room, &scratch));
+    PK_TRY(find_piece(call, PK_SCRATCH_QUERIES, room, &scratch));
     *data = scratch.data;
     return PK_OK;
 }

@@ -153,11 +153,14 @@ struct pk_cuda_lock {
  * once and is no part of the graph. What was outgrown is kept until the stream is destroyed, because graphs point to
  * it. Two graphs captured on one stream share its scratch memory and must not be replayed at the same time. */
 enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20 };
+/* Kernels that run beside each other have pieces of their own. */
+enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_QUERIES };
 struct pk_cuda_scratch {
     unsigned int *counters;
     void *data;
 };
-pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes = PK_SCRATCH_BYTES);
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes = PK_SCRATCH_BYTES,
+                             pk_scratch_use use = PK_SCRATCH_COMMON);
 
 /* Memory beside that, for the queries of a call that is made of two operations. */
 pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data);

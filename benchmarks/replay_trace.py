@@ -1,4 +1,4 @@
-"""Replays a trace's prompts through BlockManager at several pool sizes: hit rate, evictions, time.
+"""Replays a trace's prompts through BlockManager at several pool sizes: hit rate, evictions, time, of both evictions.
 
 Every request is allocated, committed and freed before the next one, so that the hit rate is the prefix cache's alone.
 The trace is JSON lines as in traces.py; a public one is mooncake_synthetic.jsonl of the Mooncake project. Without one a
@@ -6,6 +6,7 @@ small generated trace is replayed and nothing is recorded.
 """
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from record import add_record_option, record
 from pagedkv import BlockManager, OutOfBlocks
 
 
-def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int) -> dict:
-    manager = BlockManager(num_blocks, block_size)
+def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int, eviction: str) -> dict:
+    manager = BlockManager(num_blocks, block_size, eviction=eviction)
     refused, times = 0, []
     for number, prompt in enumerate(prompts):
         start = time.perf_counter()
@@ -33,6 +34,7 @@ def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int) -> dict:
     return {
         "block_size": block_size,
         "num_blocks": num_blocks,
+        "eviction": eviction,
         "pool_tokens": num_blocks * block_size,
         "prompt_tokens": total,
         "hit_tokens": stats["hit_tokens"],
@@ -61,17 +63,18 @@ def main() -> None:
     prompts = [traces.expand(*request) for request in trace]
     rows = []
     print(f"{len(prompts)} requests, {sum(map(len, prompts)):,} prompt tokens")
-    print(" page  pool tokens  hit rate  evictions  refused  seconds  us/request")
+    print(" page  pool tokens  eviction  hit rate  evictions  refused  seconds  us/request")
     for block_size in arguments.block_size:
         reusable = traces.reusable_tokens(trace, block_size)
         unbounded = sum(-(-len(prompt) // block_size) for prompt in prompts)
-        for num_blocks in [*(tokens // block_size for tokens in arguments.pool_tokens), unbounded]:
-            row = replay(prompts, num_blocks, block_size) | {"is_unbounded": num_blocks == unbounded}
+        sizes = [*(tokens // block_size for tokens in arguments.pool_tokens), unbounded]
+        for num_blocks, eviction in itertools.product(sizes, ("lru", "reuse")):
+            row = replay(prompts, num_blocks, block_size, eviction) | {"is_unbounded": num_blocks == unbounded}
             row["share_of_reusable"] = row["hit_tokens"] / reusable if reusable else None
             rows.append(row)
             print(
                 f"{block_size:5} {'unbounded' if row['is_unbounded'] else format(row['pool_tokens'], ','):>12} "
-                f"{row['hit_rate']:9.1%} {row['evictions']:10,} {row['refused']:8} {row['seconds']:8.3f} "
+                f"{eviction:>9} {row['hit_rate']:9.2%} {row['evictions']:10,} {row['refused']:8} {row['seconds']:8.3f} "
                 f"{row['median_request_us']:11.1f}"
             )
         if rows[-1]["hit_tokens"] != reusable:

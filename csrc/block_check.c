@@ -41,7 +41,7 @@ void pk_bm_get_counts(const pk_block_manager *manager, pk_bm_counts *counts)
         .block_size = manager->block_size,
         .num_seqs = manager->num_seqs,
         .used = num_used(manager),
-        .cached = manager->cached.count,
+        .cached = manager->cached[0].count + manager->cached[1].count,
         .free = manager->num_free,
         .shared = manager->num_shared,
         .available = num_available(manager),
@@ -110,13 +110,31 @@ static bool check_seq(pk_checker *checker, const pk_seq *seq)
         MUST(p->state != UNINDEXED, "sequence %lld: full page %d is not in the index", id, page);
         MUST(p->parent == prefix_of_seq(manager, seq, i).content, "sequence %lld: page %d has another parent", id,
              page);
-        MUST(p->hash == (siphash13(manager->hash_key, prefix_of_seq(manager, seq, i).hash, page_tokens(manager, page),
-                                   (size_t)block_size * sizeof(int32_t)) &
-                         manager->hash_mask),
+        MUST(p->hash == siphash13(manager->hash_key, prefix_of_seq(manager, seq, i).hash, page_tokens(manager, page),
+                                  (size_t)block_size * sizeof(int32_t)),
              "sequence %lld: page %d has changed since it was hashed", id, page);
         MUST(p->state == COMPUTED || (i + 1) * block_size > seq->num_computed,
              "sequence %lld: computed page %d is pending", id, page);
     }
+    return true;
+}
+
+static bool check_cached(pk_checker *checker, const pk_page_list *list, bool is_found_again)
+{
+    const pk_block_manager *manager = checker->manager;
+    int32_t prev = NO_PAGE;
+    int64_t count = 0, released = -1;
+    for (int32_t i = list->head; i != NO_PAGE; prev = i, i = manager->pages[i].next, count++) {
+        MUST(i >= 0 && i < manager->num_blocks && !checker->listed[i]++, "cached list: page %d is there twice", i);
+        const pk_page *page = &manager->pages[i];
+        MUST(page->prev == prev, "cached list: page %d has a wrong link", i);
+        MUST(page->state == COMPUTED, "cached list: page %d is not computed", i);
+        MUST(page->is_found_again == is_found_again, "cached list: page %d is in the other one", i);
+        MUST(page->released > released && page->released < manager->num_released,
+             "cached list: page %d is out of order", i);
+        released = page->released;
+    }
+    MUST(count == list->count && prev == list->tail, "cached list: wrong count or tail");
     return true;
 }
 
@@ -129,14 +147,8 @@ static bool check_lists(pk_checker *checker)
         MUST(manager->pages[i].state == UNINDEXED, "free list: page %d is in the index", i);
     }
     MUST(count == manager->num_free, "free list: %lld pages, not %lld", (long long)count, (long long)manager->num_free);
-    int32_t prev = NO_PAGE;
-    count = 0;
-    for (int32_t i = manager->cached.head; i != NO_PAGE; prev = i, i = manager->pages[i].next, count++) {
-        MUST(i >= 0 && i < manager->num_blocks && !checker->listed[i]++, "cached list: page %d is there twice", i);
-        MUST(manager->pages[i].prev == prev, "cached list: page %d has a wrong link", i);
-        MUST(manager->pages[i].state == COMPUTED, "cached list: page %d is not computed", i);
-    }
-    MUST(count == manager->cached.count && prev == manager->cached.tail, "cached list: wrong count or tail");
+    for (int list = 0; list < 2; list++)
+        if (!check_cached(checker, &manager->cached[list], list == 1)) return false;
     count = 0;
     for (int32_t i = manager->host_free_head; i != NO_PAGE; i = manager->host_next[i], count++)
         MUST(i >= 0 && i < manager->num_host_blocks && !checker->host_used[i]++,
@@ -173,8 +185,8 @@ static bool check_index(pk_checker *checker, int64_t *num_indexed)
         int32_t head = manager->slots[i].page, page = head;
         if (head == NO_PAGE) continue;
         const pk_page *h = &manager->pages[head];
-        MUST(manager->slots[i].tag == (uint32_t)h->hash, "slot of page %d: wrong tag", head);
-        for (uint64_t j = h->hash & manager->slot_mask; j != i; j = (j + 1) & manager->slot_mask)
+        MUST(manager->slots[i].tag == (uint32_t)(h->hash & manager->hash_mask), "slot of page %d: wrong tag", head);
+        for (uint64_t j = manager->slots[i].tag & manager->slot_mask; j != i; j = (j + 1) & manager->slot_mask)
             MUST(manager->slots[j].page != NO_PAGE, "slot of page %d: not reached from its home", head);
         do {
             const pk_page *p = &manager->pages[page], *next = &manager->pages[p->twin_next];

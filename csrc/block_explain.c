@@ -1,30 +1,5 @@
-/* block_explain.c - why the prefix cache holds no more of a prompt.
- *
- * What was evicted is remembered by its hash, in a table of about as many entries as there are pages, where a later
- * eviction overwrites an earlier one: enough to say so mostly, and never more than a few steps a page. */
+/* block_explain.c - why the prefix cache holds no more of a prompt. */
 #include "block_internal.h"
-
-#include <stdlib.h>
-
-pk_status evicted_make_room(pk_block_manager *manager, int64_t num_blocks, pk_error *err)
-{
-    uint64_t num_old = manager->evicted ? manager->evicted_mask + 1 : 0, num_entries = num_old ? num_old : 2;
-    while (num_entries < (uint64_t)num_blocks) num_entries *= 2;
-    if (num_entries == num_old) return PK_OK;
-    pk_evicted *entries = calloc(num_entries, sizeof *entries);
-    if (!entries) return pk_fail(err, PK_ENOMEM, "no memory for the bookkeeping of %lld pages", (long long)num_blocks);
-    for (uint64_t i = 0; i < num_old; i++)
-        if (manager->evicted[i].when) entries[manager->evicted[i].hash & (num_entries - 1)] = manager->evicted[i];
-    free(manager->evicted);
-    manager->evicted = entries;
-    manager->evicted_mask = num_entries - 1;
-    return PK_OK;
-}
-
-void evicted_note(pk_block_manager *manager, uint64_t hash)
-{
-    manager->evicted[hash & manager->evicted_mask] = (pk_evicted){hash, manager->evictions};
-}
 
 /* Whether another salt's cache holds more of the prompt than num_pages. Whose it is stays unsaid. */
 static bool is_under_another_salt(const pk_block_manager *manager, pk_tokens prompt, int32_t salt, int64_t num_pages)
@@ -59,14 +34,14 @@ pk_status pk_bm_explain(const pk_block_manager *manager, pk_tokens prompt, pk_sa
                                  PK_MISS_NONE, 0};
     if (num_hits == prompt.count / manager->block_size) return PK_OK;
     uint64_t hash = index_hash(manager, prefix, prompt.ids + num_hits * manager->block_size);
-    const pk_evicted *entry = &manager->evicted[hash & manager->evicted_mask];
+    int64_t since = evicted_since(manager, hash);
     if (!manager->is_caching) {
         found->reason = PK_MISS_OFF;
     } else if (num_pending) {
         found->reason = PK_MISS_PENDING;
-    } else if (entry->when && entry->hash == hash) {
+    } else if (since >= 0) {
         found->reason = PK_MISS_EVICTED;
-        found->evictions_since = manager->evictions - entry->when;
+        found->evictions_since = since;
     } else {
         bool is_there = is_under_another_salt(manager, prompt, salt_find(manager, salt), num_hits);
         found->reason = is_there ? PK_MISS_OTHER_SALT : PK_MISS_NEVER;

@@ -32,6 +32,10 @@ typedef struct {
     int32_t twin_prev, twin_next;
     int32_t scratch; /* 0 between calls */
     uint8_t state;   /* pk_index_state */
+    /* Its content was found again: by a prompt, or it was evicted and computed once more. Never where the page before it
+     * was not. Which list of cached pages it is in. */
+    bool is_found_again;
+    int64_t released; /* the number of its last release, among all that led to these lists */
 } pk_page;
 
 typedef struct {
@@ -44,9 +48,10 @@ typedef struct {
     int32_t page; /* head of the ring of twins: a computed one where there is one; NO_PAGE: empty slot */
 } pk_index_slot;
 
+enum { EVICTED_WAYS = 8, EVICTED_POOLS = 32 }; /* a bucket is a cache line; how many pools of pages are remembered */
 typedef struct {
-    uint64_t hash; /* of a page */
-    int64_t when;  /* its number among all evictions, from 1 on; 0: no entry */
+    uint32_t tags[EVICTED_WAYS]; /* bits 8 to 39 of the hash of a page; the bucket's number has the lower ones */
+    uint32_t when[EVICTED_WAYS]; /* its number among all evictions, modulo 2^32; 0: no entry */
 } pk_evicted;
 
 typedef struct {
@@ -78,12 +83,14 @@ struct pk_block_manager {
     int32_t *host_tokens; /* [num_host_blocks, block_size] */
     int32_t host_free_head;
     int64_t num_free, num_host_free, num_shared, num_pending;
-    pk_page_list cached;
+    pk_page_list cached[2]; /* pages that were found again are in the second */
+    int64_t num_released;
+    bool is_lru;
 
     pk_index_slot *slots;
     uint64_t slot_mask, hash_mask, hash_key[2];
     int64_t last_content;
-    pk_evicted *evicted; /* [evicted_mask + 1] what was evicted last, by its hash: only to explain */
+    pk_evicted *evicted; /* [evicted_mask + 1] what was evicted last, by its hash */
     uint64_t evicted_mask;
     pk_salt_entry *salts;
     int32_t *salt_buckets; /* [salts_capacity], a power of two */
@@ -124,7 +131,7 @@ static inline int32_t *page_tokens(const pk_block_manager *manager, int32_t page
 }
 static inline int64_t num_available(const pk_block_manager *manager)
 {
-    return manager->num_free + manager->cached.count;
+    return manager->num_free + manager->cached[0].count + manager->cached[1].count;
 }
 static inline int64_t num_used(const pk_block_manager *manager) { return manager->num_blocks - num_available(manager); }
 
@@ -132,10 +139,12 @@ static inline int64_t num_used(const pk_block_manager *manager) { return manager
 
 pk_status pool_create(pk_block_manager *manager, pk_error *err);
 void pool_destroy(pk_block_manager *manager);
-/* A page with one reference; evicts the least recently used cached page where none is free. There must be one. */
+/* A page with one reference; evicts a cached page where none is free. There must be one. */
 int32_t pool_take(pk_block_manager *manager);
 /* One more reference to a page that is used or cached. `is_full`: it covers the whole page. */
 void pool_acquire(pk_block_manager *manager, int32_t page, bool is_full);
+/* The same of a whole page that a prompt has found. */
+void pool_find_again(pk_block_manager *manager, int32_t page);
 void pool_release(pk_block_manager *manager, int32_t page, bool is_full);
 /* A full reference becomes a partial one: the page was truncated into. */
 void pool_unfill(pk_block_manager *manager, int32_t page);
@@ -150,10 +159,13 @@ void pool_list_free(pk_block_manager *manager);
 int32_t pool_take_host(pk_block_manager *manager);
 void pool_release_host(pk_block_manager *manager, int32_t page);
 
-// --- block_explain.c
+// --- block_evicted.c
 
 pk_status evicted_make_room(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
+/* To be called once manager->evictions counts it. */
 void evicted_note(pk_block_manager *manager, uint64_t hash);
+/* How many pages were evicted after this content; -1: it was not, or nobody remembers. */
+int64_t evicted_since(const pk_block_manager *manager, uint64_t hash);
 
 // --- block_salts.c
 

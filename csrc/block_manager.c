@@ -34,6 +34,7 @@ pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **created, p
     manager->num_host_blocks = config->num_host_blocks;
     manager->watermark_blocks = (int64_t)(config->watermark * (double)config->num_blocks);
     manager->is_caching = config->is_caching;
+    manager->is_lru = config->is_lru;
     pk_status status = pool_create(manager, err);
     if (status == PK_OK) status = index_create(manager, config, err);
     if (status == PK_OK) status = salts_create(manager, err);
@@ -115,6 +116,11 @@ void seq_page_filled(pk_block_manager *manager, const pk_seq *seq, int64_t index
     if (!seq->is_cacheable) return;
     bool is_computed = (index + 1) * manager->block_size <= seq->num_computed;
     index_insert(manager, page, prefix_of_seq(manager, seq, index), is_computed ? COMPUTED : PENDING);
+    int64_t since = evicted_since(manager, manager->pages[page].hash);
+    bool is_known = since >= 0 && since < EVICTED_POOLS * manager->num_blocks;
+    bool may_stay =
+        index == 0 || manager->pages[seq->blocks[index - 1]].is_found_again; /* a chain loses its end first */
+    manager->pages[page].is_found_again = !manager->is_lru && is_known && may_stay;
 }
 
 // --- allocate
@@ -179,7 +185,7 @@ pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t
     // All hits get their reference before any new page is taken: taking one may evict.
     for (int64_t i = 0; i < count; i++) {
         pk_seq *seq = manager->named[i];
-        for (int64_t j = 0; j < seq->num_blocks; j++) pool_acquire(manager, seq->blocks[j], true);
+        for (int64_t j = 0; j < seq->num_blocks; j++) pool_find_again(manager, seq->blocks[j]);
     }
     for (int64_t i = 0; i < count; i++) {
         fill_prompt(manager, manager->named[i], prompts[i]);
@@ -293,7 +299,7 @@ pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *se
 
 int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager)
 {
-    int64_t num_dropped = manager->cached.count;
+    int64_t num_dropped = manager->cached[0].count + manager->cached[1].count;
     announce(manager, manager->num_blocks + manager->seqs_capacity, 0);
     pool_drop_cached(manager);
     for (int64_t i = 0; i < manager->num_blocks; i++) {

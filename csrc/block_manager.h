@@ -4,7 +4,8 @@
  * named by its index in the pool. A sequence is named by the caller's int64 id and owns a list of pages, a number of
  * known tokens and a number of computed ones (those whose KV is in the pages).
  *
- *     block_pool.c     pages, free list, least-recently-used list of cached pages
+ *     block_pool.c     pages, free list, lists of cached pages
+ *     block_evicted.c  which content was evicted of late
  *     block_salts.c    salts, interned
  *     prefix_index.c   which page holds the KV of which tokens after which prefix, under which salt
  *     block_seqs.c     the map from ids to sequences
@@ -31,6 +32,7 @@ typedef struct {
     int64_t num_host_blocks; /* pages of the swap space */
     double watermark;        /* fraction of the pages that allocate() leaves free while others hold pages */
     bool is_caching;         /* prefix caching */
+    bool is_lru;             /* evicts the least recently released page; else what was found again stays longer */
     uint8_t hash_key[16];    /* must be random where prompts come from strangers */
     int hash_bits;           /* 64; tests lower it: with 0 all prompts collide and every result must be the same */
 } pk_bm_config;

@@ -1,12 +1,17 @@
 /* block_pool.c - pages and their references.
  *
- * A device page is in exactly one of three places: the free list (no reference, nothing to keep), the list of cached
- * pages (no reference, but its KV can be found through the index; the least recently released is evicted first), or
- * with one or more sequences. Whoever releases several pages of one sequence releases the last one first, so that a
- * chain loses its end before its start. */
+ * A device page is in exactly one of three places: the free list (no reference, nothing to keep), a list of cached pages
+ * (no reference, but its KV can be found through the index), or with one or more sequences. Whoever releases several
+ * pages of one sequence releases the last one first, so that a chain loses its end before its start.
+ *
+ * There are two lists of cached pages, each in the order of release: those whose content was found again, and the
+ * others. The least recently released page is evicted, where one that was found again counts as if BONUS_POOLS times all
+ * pages had been released before it: it outlives pages that nobody asks for twice, and not for ever. */
 #include "block_internal.h"
 
 #include <stdlib.h>
+
+enum { BONUS_POOLS = 3 }; /* measured: benchmarks/replay_trace.py */
 
 pk_status pool_create(pk_block_manager *manager, pk_error *err)
 {
@@ -24,7 +29,7 @@ pk_status pool_create(pk_block_manager *manager, pk_error *err)
     if (num_host_blocks) manager->host_next[num_host_blocks - 1] = NO_PAGE;
     manager->host_free_head = num_host_blocks ? 0 : NO_PAGE;
     manager->num_host_free = manager->num_host_blocks;
-    manager->cached = (pk_page_list){NO_PAGE, NO_PAGE, 0};
+    for (int i = 0; i < 2; i++) manager->cached[i] = (pk_page_list){NO_PAGE, NO_PAGE, 0};
     return PK_OK;
 }
 
@@ -36,7 +41,7 @@ void pool_destroy(pk_block_manager *manager)
     free(manager->host_tokens);
 }
 
-// --- the two lists
+// --- the lists
 
 static void free_push(pk_block_manager *manager, int32_t page)
 {
@@ -47,7 +52,8 @@ static void free_push(pk_block_manager *manager, int32_t page)
 
 static void cached_push(pk_block_manager *manager, int32_t page)
 {
-    pk_page_list *list = &manager->cached;
+    pk_page_list *list = &manager->cached[manager->pages[page].is_found_again];
+    manager->pages[page].released = manager->num_released++;
     manager->pages[page].prev = list->tail;
     manager->pages[page].next = NO_PAGE;
     if (list->tail == NO_PAGE)
@@ -60,7 +66,7 @@ static void cached_push(pk_block_manager *manager, int32_t page)
 
 static void cached_unlink(pk_block_manager *manager, int32_t page)
 {
-    pk_page_list *list = &manager->cached;
+    pk_page_list *list = &manager->cached[manager->pages[page].is_found_again];
     int32_t prev = manager->pages[page].prev, next = manager->pages[page].next;
     if (prev == NO_PAGE)
         list->head = next;
@@ -73,13 +79,21 @@ static void cached_unlink(pk_block_manager *manager, int32_t page)
     list->count--;
 }
 
+static int32_t next_to_evict(const pk_block_manager *manager)
+{
+    int32_t once = manager->cached[0].head, again = manager->cached[1].head;
+    if (once == NO_PAGE || again == NO_PAGE) return once == NO_PAGE ? again : once;
+    int64_t bonus = BONUS_POOLS * manager->num_blocks;
+    return manager->pages[again].released + bonus < manager->pages[once].released ? again : once;
+}
+
 // --- references
 
 int32_t pool_take(pk_block_manager *manager)
 {
     int32_t page = pool_take_free(manager);
     if (page == NO_PAGE) {
-        page = manager->cached.head;
+        page = next_to_evict(manager);
         pool_evict(manager, page);
     }
     manager->pages[page].refcount = 1;
@@ -92,6 +106,7 @@ int32_t pool_take_free(pk_block_manager *manager)
     if (page == NO_PAGE) return NO_PAGE;
     manager->free_head = manager->pages[page].next;
     manager->num_free--;
+    manager->pages[page].is_found_again = false;
     return page;
 }
 
@@ -103,6 +118,7 @@ void pool_evict(pk_block_manager *manager, int32_t page)
     evicted_note(manager, manager->pages[page].hash);
     cached_unlink(manager, page);
     index_remove(manager, page);
+    manager->pages[page].is_found_again = false;
 }
 
 void pool_list_free(pk_block_manager *manager)
@@ -120,6 +136,12 @@ void pool_acquire(pk_block_manager *manager, int32_t page, bool is_full)
     if (p->refcount == 1) manager->num_shared++;
     p->refcount++;
     p->num_full += is_full;
+}
+
+void pool_find_again(pk_block_manager *manager, int32_t page)
+{
+    pool_acquire(manager, page, true);
+    manager->pages[page].is_found_again = !manager->is_lru;
 }
 
 void pool_unfill(pk_block_manager *manager, int32_t page)
@@ -145,12 +167,13 @@ void pool_release(pk_block_manager *manager, int32_t page, bool is_full)
 
 void pool_drop_cached(pk_block_manager *manager)
 {
-    while (manager->cached.count) {
-        int32_t page = manager->cached.head;
-        cached_unlink(manager, page);
-        index_remove(manager, page);
-        free_push(manager, page);
-    }
+    for (int i = 0; i < 2; i++)
+        while (manager->cached[i].count) {
+            int32_t page = manager->cached[i].head;
+            cached_unlink(manager, page);
+            index_remove(manager, page);
+            free_push(manager, page);
+        }
 }
 
 int32_t pool_take_host(pk_block_manager *manager)

@@ -10,7 +10,7 @@ enum { FIRST_CAPACITY = 16 };
 
 uint64_t salt_hash(const pk_block_manager *manager, pk_salt salt)
 {
-    return siphash13(manager->hash_key, 0, salt.bytes, (size_t)salt.num_bytes) & manager->hash_mask;
+    return siphash13(manager->hash_key, 0, salt.bytes, (size_t)salt.num_bytes);
 }
 
 /* Doubles the entries. Buckets are as many as entries; both lists of an entry go through `next`. */
@@ -29,7 +29,7 @@ static pk_status grow(pk_block_manager *manager, pk_error *err)
     manager->salt_buckets = buckets;
     for (int32_t i = 0; i < capacity; i++) buckets[i] = -1;
     for (int32_t i = 0; i < manager->salts_capacity; i++) {  // all in use, or nobody would grow
-        int32_t *bucket = &buckets[entries[i].hash & (uint64_t)(capacity - 1)];
+        int32_t *bucket = &buckets[entries[i].hash & manager->hash_mask & (uint64_t)(capacity - 1)];
         entries[i].next = *bucket;
         *bucket = i;
     }
@@ -44,7 +44,7 @@ static pk_status grow(pk_block_manager *manager, pk_error *err)
 
 static int32_t *bucket_of(const pk_block_manager *manager, uint64_t hash)
 {
-    return &manager->salt_buckets[hash & (uint64_t)(manager->salts_capacity - 1)];
+    return &manager->salt_buckets[hash & manager->hash_mask & (uint64_t)(manager->salts_capacity - 1)];
 }
 
 pk_status salts_create(pk_block_manager *manager, pk_error *err)

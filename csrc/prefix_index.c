@@ -51,13 +51,14 @@ pk_prefix prefix_of_seq(const pk_block_manager *manager, const pk_seq *seq, int6
 uint64_t index_hash(const pk_block_manager *manager, pk_prefix prefix, const int32_t *tokens)
 {
     size_t num_bytes = (size_t)manager->block_size * sizeof *tokens;
-    return siphash13(manager->hash_key, prefix.hash, tokens, num_bytes) & manager->hash_mask;
+    return siphash13(manager->hash_key, prefix.hash, tokens, num_bytes);
 }
 
 /* The slot of the key, or the empty slot where it would go. */
 static pk_index_slot *find_slot(const pk_block_manager *manager, int64_t parent, uint64_t hash, const int32_t *tokens)
 {
     size_t num_bytes = (size_t)manager->block_size * sizeof *tokens;
+    hash &= manager->hash_mask;
     for (uint64_t i = hash & manager->slot_mask;; i = (i + 1) & manager->slot_mask) {
         pk_index_slot *slot = &manager->slots[i];
         if (slot->page == NO_PAGE) return slot;
@@ -70,9 +71,10 @@ static pk_index_slot *find_slot(const pk_block_manager *manager, int64_t parent,
 /* The slot behind which an indexed page's ring hangs. */
 static pk_index_slot *slot_of(const pk_block_manager *manager, const pk_page *page)
 {
-    for (uint64_t i = page->hash & manager->slot_mask;; i = (i + 1) & manager->slot_mask) {
+    uint64_t hash = page->hash & manager->hash_mask;
+    for (uint64_t i = hash & manager->slot_mask;; i = (i + 1) & manager->slot_mask) {
         pk_index_slot *slot = &manager->slots[i];
-        if (slot->tag == (uint32_t)page->hash && manager->pages[slot->page].content == page->content) return slot;
+        if (slot->tag == (uint32_t)hash && manager->pages[slot->page].content == page->content) return slot;
     }
 }
 
@@ -154,7 +156,7 @@ void index_insert(pk_block_manager *manager, int32_t page, pk_prefix prefix, pk_
     if (slot->page == NO_PAGE) {
         p->content = ++manager->last_content;
         p->twin_prev = p->twin_next = page;
-        *slot = (pk_index_slot){(uint32_t)p->hash, page};
+        *slot = (pk_index_slot){(uint32_t)(p->hash & manager->hash_mask), page};
     } else {
         p->content = manager->pages[slot->page].content;
         ring_add(manager, slot, page);

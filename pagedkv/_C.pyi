@@ -435,6 +435,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         watermark: SupportsFloat = 0.0,
         num_host_blocks: int = 0,
+        eviction: Literal["reuse", "lru"] = "reuse",
         hash_key: bytes | None = None,
         _hash_bits: int = 64,
     ) -> BlockManager: ...

@@ -1,6 +1,10 @@
 """What BlockManager does, in plain Python: a trie of pages. Slow, obvious; it shares the rules with the C code, no more.
 
 A node of the trie is a full page's content. It lives while a page holds it; its children become unreachable with it.
+
+Evicted first is the least recently released page; with eviction="reuse" a page that was found again counts as released
+three pools later. Found again is what a prompt hit, or what was computed once more after its eviction, if that was among
+the last 32 pools of them, and the page before it was found again, too.
 """
 
 import copy
@@ -13,11 +17,13 @@ class OutOfPages(Exception):
 class Node:
     def __init__(self, parent=None, tokens=()):
         self.parent, self.tokens, self.pages, self.children = parent, tokens, [], {}
+        self.path = (*parent.path, tokens) if parent else (tokens,)
 
 
 class Page:
     def __init__(self):
         self.refs, self.full, self.node, self.is_computed = 1, 0, None, False
+        self.is_found_again, self.released = False, 0
 
 
 class Seq:
@@ -28,10 +34,11 @@ class Seq:
 
 
 class Model:
-    def __init__(self, num_blocks, block_size, num_host_blocks=0, watermark=0.0):
+    def __init__(self, num_blocks, block_size, num_host_blocks=0, watermark=0.0, eviction="reuse"):
         self.num_blocks, self.block_size, self.host_free = num_blocks, block_size, num_host_blocks
         self.kept_back = int(num_blocks * watermark)
-        self.roots, self.seqs, self.lru, self.free_pages = {}, {}, [], num_blocks
+        self.roots, self.seqs, self.cached, self.free_pages = {}, {}, [], num_blocks
+        self.eviction, self.num_released, self.evicted = eviction, 0, {}
         self.evictions = self.hit_tokens = self.lookup_tokens = self.copies = 0
 
     def attempt(self, method, *args):
@@ -42,7 +49,7 @@ class Model:
     # --- pages
 
     def available(self):
-        return self.free_pages + len(self.lru)
+        return self.free_pages + len(self.cached)
 
     def used(self):
         return self.num_blocks - self.available()
@@ -50,16 +57,19 @@ class Model:
     def take(self):
         if self.free_pages:
             self.free_pages -= 1
-        elif self.lru:
-            self.leave(self.lru.pop(0))
+        elif self.cached:
+            page = min(self.cached, key=lambda page: page.released + page.is_found_again * (3 * self.num_blocks + 0.5))
+            self.cached.remove(page)
             self.evictions += 1
+            self.evicted[page.node.path] = self.evictions
+            self.leave(page)
         else:
             raise OutOfPages
         return Page()
 
     def acquire(self, page, is_full):
-        if page in self.lru:
-            self.lru.remove(page)
+        if page in self.cached:
+            self.cached.remove(page)
         page.refs += 1
         page.full += is_full
 
@@ -68,7 +78,8 @@ class Model:
             self.unfill(page)
         page.refs -= 1
         if page.refs == 0 and page.node:
-            self.lru.append(page)
+            page.released, self.num_released = self.num_released, self.num_released + 1
+            self.cached.append(page)
         elif page.refs == 0:
             self.free_pages += 1
 
@@ -80,7 +91,7 @@ class Model:
     # --- the trie
 
     def root(self, salt):
-        return self.roots.setdefault(salt, Node())
+        return self.roots.setdefault(salt, Node(tokens=salt))
 
     def enter(self, page, parent, tokens, is_computed):
         if tokens not in parent.children:
@@ -115,6 +126,9 @@ class Model:
             parent = seq.pages[index - 1].node if index else self.root(seq.salt)
             start, end = index * self.block_size, (index + 1) * self.block_size
             self.enter(page, parent, tuple(seq.tokens[start:end]), end <= seq.computed)
+            is_known = self.evictions - self.evicted.get(page.node.path, -(10**9)) < 32 * self.num_blocks
+            may_stay = index == 0 or seq.pages[index - 1].is_found_again
+            page.is_found_again = self.eviction == "reuse" and is_known and may_stay
 
     # --- the calls
 
@@ -130,6 +144,7 @@ class Model:
             self.seqs[seq_id] = Seq(salt)
             for page in hits[seq_id]:
                 self.acquire(page, True)
+                page.is_found_again = self.eviction == "reuse"
         for seq_id, tokens in prompts.items():
             seq = self.seqs[seq_id]
             seq.tokens, seq.reserved, seq.pages = list(tokens), len(tokens), hits[seq_id]
@@ -243,9 +258,10 @@ class Model:
         return [i for i in range(num_hits, num_pages) if i * self.block_size < seq.computed]
 
     def reset(self):
-        pages = {id(p): p for p in [*self.lru, *(p for s in self.seqs.values() if not s.is_swapped for p in s.pages)]}
-        self.free_pages += len(self.lru)
-        self.lru = []
+        used = (p for s in self.seqs.values() if not s.is_swapped for p in s.pages)
+        pages = {id(p): p for p in [*self.cached, *used]}
+        self.free_pages += len(self.cached)
+        self.cached = []
         for page in pages.values():
             if page.node:
                 self.leave(page)

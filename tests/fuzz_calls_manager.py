@@ -129,6 +129,7 @@ def try_manager(rng, report) -> str:
         "num_host_blocks": int(rng.integers(0, 9)),
         "watermark": pick(rng, [0.0, 0.2, 0.9]),
         "enable_prefix_caching": bool(rng.integers(2)),
+        "eviction": pick(rng, ["reuse", "lru"]),
         "_hash_bits": pick(rng, [64, 64, 2, 0]),
     }
     if rng.random() < 0.3:

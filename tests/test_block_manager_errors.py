@@ -111,6 +111,8 @@ BAD_CALLS = [
     (lambda m: "x" in m, TypeError, "seq_id: must be an int, not 'str'"),
     (lambda m: BlockManager(0, 4), ValueError, "num_blocks is 0 but must be at least 1"),
     (lambda m: BlockManager(4, 0), ValueError, "block_size is 0 but must be at least 1"),
+    (lambda m: BlockManager(4, 4, eviction="fifo"), ValueError, "eviction is 'fifo' but must be 'reuse' or 'lru'"),
+    (lambda m: BlockManager(4, 4, eviction=1), TypeError, "eviction: must be a string"),
     (lambda m: BlockManager(4, 4, _hash_bits=65), ValueError, r"_hash_bits is 65 but must be in 0\.\.64"),
     (lambda m: BlockManager(4, 4, _hash_bits=-1), ValueError, r"_hash_bits is -1 but must be in 0\.\.64"),
     (lambda m: BlockManager(2**20, 2**12), ValueError, "slots are int32"),

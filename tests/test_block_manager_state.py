@@ -25,11 +25,13 @@ class Machine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 10]),
         watermark=st.sampled_from([0.0, 0.2]),
         hash_bits=st.sampled_from([64, 2, 0]),
+        eviction=st.sampled_from(["reuse", "lru"]),
     )
-    def create(self, num_blocks, block_size, num_host_blocks, watermark, hash_bits):
-        self.model = Model(num_blocks, block_size, num_host_blocks, watermark)
+    def create(self, num_blocks, block_size, num_host_blocks, watermark, hash_bits, eviction):
+        self.model = Model(num_blocks, block_size, num_host_blocks, watermark, eviction)
         self.manager = pagedkv.BlockManager(
-            num_blocks, block_size, num_host_blocks=num_host_blocks, watermark=watermark, _hash_bits=hash_bits
+            num_blocks, block_size, num_host_blocks=num_host_blocks, watermark=watermark, eviction=eviction,
+            _hash_bits=hash_bits
         )
         self.block_size = block_size
         self.device = np.full((num_blocks, block_size), None, dtype=object)
@@ -254,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         model, stats = self.model, self.manager.stats()
         pages = {id(p): p for s in model.seqs.values() if not s.is_swapped for p in s.pages}.values()
         expected = {
-            "num_seqs": len(model.seqs), "used": model.used(), "cached": len(model.lru), "free": model.free_pages,
+            "num_seqs": len(model.seqs), "used": model.used(), "cached": len(model.cached), "free": model.free_pages,
             "shared": sum(p.refs > 1 for p in pages), "host_free": model.host_free, "waste_tokens": model.waste(),
             "pending": sum(p.node is not None and not p.is_computed for p in pages),
             "hit_tokens": model.hit_tokens, "lookup_tokens": model.lookup_tokens, "evictions": model.evictions,

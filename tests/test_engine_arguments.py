@@ -160,6 +160,7 @@ BAD_OPTIONS = [
     ({"kv_cache_memory": 100}, ValueError, "kv_cache_memory is 100 bytes but one page needs 16384"),
     ({"kv_cache_memory": "1GB"}, TypeError, "kv_cache_memory is '1GB' but must be an integer"),
     ({"kv_cache_memory": 1 << 20, "num_blocks": 4}, ValueError, "num_blocks and kv_cache_memory both"),
+    ({"eviction": "fifo"}, ValueError, "eviction is 'fifo' but must be reuse or lru"),
     ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching is 'no' but must be True or False"),
     ({"seed": "a"}, TypeError, "seed is 'a' but must be an integer"),
     ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),

@@ -250,7 +250,7 @@ PyObject *py_bm_truncate(PY_FASTCALL)
 const char py_bm_free_doc[] =
     "free($self, seq_id)\n--\n\n"
     "Ends a sequence, swapped out or not. Its full computed pages stay cached until they are needed for something\n"
-    "else: least recently used first, and a sequence's end before its start.";
+    "else: see eviction; a sequence's end goes before its start.";
 PyObject *py_bm_free(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, free);

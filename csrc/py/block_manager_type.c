@@ -4,7 +4,7 @@
 #include <stddef.h>
 
 static const char type_doc[] =
-    "BlockManager(num_blocks, block_size, *, enable_prefix_caching=True, watermark=0.0, num_host_blocks=0, hash_key=None, _hash_bits=64)\n--\n\n"
+    "BlockManager(num_blocks, block_size, *, enable_prefix_caching=True, watermark=0.0, num_host_blocks=0, eviction=\"reuse\", hash_key=None, _hash_bits=64)\n--\n\n"
     "The page allocator of a paged KV cache. It does the bookkeeping only: it holds no KV and knows no engine.\n\n"
     "A pool of num_blocks pages of block_size token positions each. A sequence is named by any int64 that the caller\n"
     "picks; it owns pages, knows its token ids, and knows how many of its tokens are computed (their KV is in the\n"
@@ -13,6 +13,10 @@ static const char type_doc[] =
     "  watermark: the fraction of the pages that allocate and swap_in leave available, so that running sequences can\n"
     "    grow; it does not bind a sequence that would be alone in the pool.\n"
     "  num_host_blocks: pages of host memory for swap_out.\n"
+    "  eviction: which cached page goes first. \"lru\": the least recently released one. \"reuse\": the same, but a page\n"
+    "    whose content was found again, by a prompt or by being computed anew after its eviction, counts as released\n"
+    "    later, by three times as many releases as there are pages. What was evicted is remembered for 32 times as many\n"
+    "    evictions, in 512 bytes a page.\n"
     "  hash_key: 16 bytes; random if None. Results never depend on it (_hash_bits is for the tests of that).\n\n"
     "Errors: KeyError for an unknown sequence, OutOfBlocks (a MemoryError) where pages do not suffice, ValueError and\n"
     "TypeError for bad arguments. After any error nothing has changed. Every call is O(1) a page, and atomic for\n"
@@ -44,6 +48,18 @@ static int key_arg(PyObject *value, uint8_t key[16])
     return result;
 }
 
+static int eviction_arg(PyObject *value, bool *is_lru)
+{
+    if (!PyUnicode_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "eviction: must be a string");
+        return -1;
+    }
+    *is_lru = PyUnicode_CompareWithASCIIString(value, "lru") == 0;
+    if (*is_lru || PyUnicode_CompareWithASCIIString(value, "reuse") == 0) return 0;
+    PyErr_Format(PyExc_ValueError, "eviction is %R but must be 'reuse' or 'lru'", value);
+    return -1;
+}
+
 static void release_gil(void *manager) { py_bm_release_gil(manager); }
 
 static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -60,8 +76,9 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     config.is_caching = is_caching;
     if (given[3] && py_double_arg("watermark", given[3], &config.watermark) < 0) return NULL;
     if (given[4] && py_int64_arg("num_host_blocks", given[4], &config.num_host_blocks) < 0) return NULL;
-    if (key_arg(given[5], config.hash_key) < 0) return NULL;
-    if (given[6] && py_int64_arg("_hash_bits", given[6], &hash_bits) < 0) return NULL;
+    if (given[5] && eviction_arg(given[5], &config.is_lru) < 0) return NULL;
+    if (key_arg(given[6], config.hash_key) < 0) return NULL;
+    if (given[7] && py_int64_arg("_hash_bits", given[7], &hash_bits) < 0) return NULL;
     if (hash_bits < 0 || hash_bits > 64) {
         PyErr_Format(PyExc_ValueError, "_hash_bits is %lld but must be in 0..64", (long long)hash_bits);
         return NULL;

@@ -24,6 +24,7 @@ def check_options(
     dtype: str,
     load_format: str,
     kv_cache_dtype: str,
+    eviction: str,
     gpu_memory_utilization: float,
     enable_prefix_caching: bool,
     enforce_eager: bool,
@@ -35,6 +36,7 @@ def check_options(
         ("dtype", dtype, ("auto", *DTYPES)),
         ("load_format", load_format, ("auto", "dummy")),
         ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
+        ("eviction", eviction, ("reuse", "lru")),
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r} but must be {', '.join(allowed[:-1])} or {allowed[-1]}")

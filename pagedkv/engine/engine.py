@@ -62,6 +62,7 @@ class Engine:
     max_num_batched_tokens  tokens computed in a step: prompts are cut into chunks to fit
     max_model_len           prompt and new tokens of a request at most; None: the model's own limit
     enable_prefix_caching   compute a common beginning of prompts once
+    eviction                "reuse" keeps cached pages longer that were found again; "lru": see BlockManager
     seed                    of the seeds drawn for requests without one; None: from the operating system
 
     To look at: `config`, `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`, `memory`

@@ -6,6 +6,7 @@ import gc
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pagedkv
 from pagedkv import BlockManager
@@ -42,6 +43,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    eviction: Literal["reuse", "lru"] = "reuse"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +51,7 @@ class EngineOptions:
             dtype=self.dtype,
             load_format=self.load_format,
             kv_cache_dtype=self.kv_cache_dtype,
+            eviction=self.eviction,
             gpu_memory_utilization=self.gpu_memory_utilization,
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
@@ -124,6 +127,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         num_blocks,
         options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
+        eviction=options.eviction,
         num_host_blocks=options.swap_space // bytes_per_page,
     )
     runner.allocate(manager)

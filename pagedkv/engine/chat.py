@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CHARS = 1 << 26  # of a rendered chat
+MAX_BITS = 1 << 16  # of a whole number that a template multiplies
 MARKER = "\ue000end of the final message\ue001"  # private code points, which no text has
 
 
@@ -19,7 +20,8 @@ class ChatTemplate:
     for templates of strangers (jinja2.sandbox.ImmutableSandboxedEnvironment).
 
     A template that fails, or reaches for what the sandbox forbids, raises ValueError. Bounded are range() (100,000, by
-    the sandbox) and the length of the text (64 Mi characters); the time of loops without output is not.
+    the sandbox), what `*` and `**` make, and the length of the text (64 Mi characters); the time of loops without output
+    is not, nor what the width of a format asks for.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str = "") -> None:
@@ -137,6 +139,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+def _is_too_large(operator: str, left: object, right: object) -> bool:
+    """Whether left * right or left ** right would be long, or a number of many digits."""
+    if isinstance(left, int) and isinstance(right, int):
+        lengths = left.bit_length(), right.bit_length()
+        return (lengths[0] * max(right, 0) if operator == "**" else sum(lengths)) > MAX_BITS
+    for sized, times in ((left, right), (right, left)):
+        if isinstance(sized, (str, bytes, list, tuple)) and isinstance(times, int):
+            return len(sized) * times > MAX_CHARS
+    return False
+
+
 @cache
 def _environment() -> Any:
     try:
@@ -158,6 +171,13 @@ def _environment() -> Any:
     class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:  # Jinja's own writes an empty text for it
             raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not for templates")
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _is_too_large(operator, left, right):
+                raise SecurityError(f"what {operator} makes here is too large")
+            return super().call_binop(context, operator, left, right)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

@@ -20,8 +20,8 @@ class ChatTemplate:
     for templates of strangers (jinja2.sandbox.ImmutableSandboxedEnvironment).
 
     A template that fails, or reaches for what the sandbox forbids, raises ValueError. Bounded are range() (100,000, by
-    the sandbox), what `*` and `**` make, and the length of the text (64 Mi characters); not bounded are the time of loops
-    without output, and what the width of a format asks for.
+    the sandbox), what `*` and `**` make, and the length of the text (64 Mi characters). Not bounded are the time of
+    loops without output, and what the width of a format asks for.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str = "") -> None:

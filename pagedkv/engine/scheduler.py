@@ -38,6 +38,7 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
+from .admission import Admission
 from .calls import WaitingQueue
 from .sequence import Sequence
 from .steady_batch import SteadyBatch
@@ -57,7 +58,7 @@ class Scheduler:
         self.step_number = 0
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
-        self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
+        self.admission = Admission(manager, max_num_batched_tokens)
         self._steady = SteadyBatch()
 
     def check(self, seq: Sequence) -> None:
@@ -241,12 +242,12 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
             seq = self.waiting.peek()
-            if seq.num_known < seq.num_tokens or self._was_refused(seq):
+            if seq.num_known < seq.num_tokens or (self.running and self.admission.was_refused(seq)):
                 break  # its newest token is not known yet, or it did not fit
             if self._waits_for_prefix(seq):
                 passed.append(self.waiting.pop())
                 continue
-            if not self._find_pages(seq, step):
+            if not self.admission.find_pages(seq, step, len(self.running)):
                 break
             self.waiting.pop()
             self._run(seq)
@@ -258,65 +259,10 @@ class Scheduler:
         return budget
 
     def _lacks_place(self, seq: Sequence) -> bool:
-        return len(self.running) >= self.max_num_seqs or self.is_refused(seq)
-
-    def is_refused(self, seq: Sequence) -> bool:
-        """Whether it is the one that did not fit."""
-        return self._refused is not None and self._refused[0] is seq
-
-    def _was_refused(self, seq: Sequence) -> bool:
-        """Whether it did not fit and nothing was freed since: the prompt need not be hashed again to know."""
-        if self._refused is None or not self.running:
-            return False
-        refused, num_free = self._refused
-        return refused is seq and self.manager.num_free_blocks <= num_free
+        return len(self.running) >= self.max_num_seqs or self.admission.is_refused(seq)
 
     def _waits_for_prefix(self, seq: Sequence) -> bool:
-        """Whether a sequence that runs is computing pages that this one begins with, too."""
-        if not self.running or seq.is_swapped:
-            return False
-        if seq.retry_step > self.step_number:
-            return True
-        _, num_pending = self.manager.match(seq.tokens, salt=seq.salt)
-        if not num_pending:
-            return False
-        # All of it takes so many steps at least (a page may be computed but for one token already): looking again
-        # earlier would only hash the prompt again.
-        num_missing = num_pending - self.manager.block_size + 1
-        seq.retry_step = self.step_number + max(-(-num_missing // self.max_num_batched_tokens), 1)
-        return True
-
-    def _find_pages(self, seq: Sequence, step: Step) -> bool:
-        """Takes the pages of all known tokens; False, and nothing changes, where they do not fit."""
-        self.manager.watermark_blocks = len(self.running)
-        try:
-            if seq.is_swapped:
-                self._swap_in(seq, step)
-            else:
-                self._allocate(seq)
-        except OutOfBlocks:
-            if not self.running:
-                raise  # somebody else holds pages of the pool: there is nothing to wait for
-            self._refused = seq, self.manager.num_free_blocks
-            return False
-        seq.num_in_pages = seq.num_tokens
-        return True
-
-    def _allocate(self, seq: Sequence) -> None:
-        num_hits = self.manager.allocate(seq.id, seq.tokens, salt=seq.salt)
-        seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last token is computed for its logits, cached or not
-        if seq.num_cached < 0:
-            seq.num_cached = num_hits
-
-    def _swap_in(self, seq: Sequence, step: Step) -> None:
-        """Back to pages, with room for the token that was sampled meanwhile."""
-        num_pages = -(-seq.num_tokens // self.manager.block_size)
-        if self.running and num_pages > self.manager.num_free_blocks - len(self.running):
-            raise OutOfBlocks
-        pairs = self.manager.swap_in(seq.id)
-        self.manager.append(seq.id, seq.tokens[self.manager.num_tokens(seq.id) :])
-        step.swap_in = pairs if step.swap_in is None else np.concatenate((step.swap_in, pairs))
-        seq.is_swapped = False
+        return bool(self.running) and self.admission.waits_for_prefix(seq, self.step_number)
 
     # --- after the launch
 
@@ -370,7 +316,7 @@ class Scheduler:
             seq.call.num_running = 0
         self.running.clear()
         self.waiting.clear()
-        self._refused, self._steady = None, SteadyBatch()
+        self.admission.refused, self._steady = None, SteadyBatch()
         known = list(sequences)
         self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
         unforked = {child for seq in known for child in seq.siblings}

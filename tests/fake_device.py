@@ -25,9 +25,10 @@ import pytest
 from pagedkv import BlockManager
 from pagedkv.engine import kv_caches, model_runner, sampling_options
 from pagedkv.engine.kv_caches import KVCaches
-from pagedkv.engine.model_runner import ModelRunner, StepInputs
+from pagedkv.engine.model_runner import ModelRunner
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.step import Step
+from pagedkv.engine.step_arrays import StepInputs
 
 GARBAGE = -0x11111112  # of int32; every byte is 0xEE
 NOBODY = -5  # the stamp of a slot that is taken and not written yet

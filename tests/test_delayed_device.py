@@ -18,7 +18,7 @@ import pytest
 from fake_device import Device, FakeEvent, LateRunner, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
-from pagedkv.engine.model_runner import Launched
+from pagedkv.engine.launched import Launched
 from pagedkv.engine.outputs import EngineCounters
 from pagedkv.engine.pipeline import Pipeline
 from pagedkv.engine.scheduler import Scheduler

@@ -34,100 +34,16 @@ from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
 from .kv_caches import KVCaches
+from .launched import Launched
 from .logit_edits import LogitEdits
 from .prompt_outputs import PromptOutputs
 from .sampling_options import SamplingOptions
 from .sampling_params import MAX_LOGPROBS
 from .step import Step
+from .step_arrays import ALIGN, Arrays, StepInputs
 
-ALIGN = 64  # bytes: where each array of a step begins
 NO_TABLE = np.empty((0, 0), np.int32)
 GRAPH_BYTES = 8 << 20  # of device memory that the two graphs of a batch size take at most
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step's arrays on the device, which the next step overwrites."""
-
-    batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    last_tokens: Tensor | None  # [num_rows] the batch's tokens whose successors are sampled; None: all of them
-    temperatures: Tensor  # [num_rows] float32
-    seeds: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] of the tokens to be sampled
-    needs_logits: bool  # in memory, before anything is sampled
-
-
-class Launched:
-    """A step on its way."""
-
-    def __init__(
-        self,
-        sampled: np.ndarray,
-        event: Event | None,
-        best: tuple[np.ndarray, np.ndarray] | None,
-        prompt_outputs: PromptOutputs | None,
-    ) -> None:
-        self._sampled, self._event, self._prompt_outputs = sampled, event, prompt_outputs
-        # Where a row asks for them, and once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the
-        # sampled token and of the n best ones; n is the most that a row asks for.
-        self._best = best
-
-    def tokens(self) -> list[int]:
-        """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        tokens: list[int] = self._sampled.tolist()
-        return tokens
-
-    def report(self, step: Step) -> None:
-        """Hands what else is known of the tokens to their sequences, once they are there."""
-        if self._prompt_outputs is not None:
-            self._prompt_outputs.report()
-        if self._best is None:
-            return
-        for seq, row_ids, row in zip(step.receivers, self._best[0].tolist(), self._best[1].tolist(), strict=True):
-            if seq.num_logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
-                end = 1 + seq.num_logprobs
-                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
-                seq.cumulative_logprob += row[0]
-
-
-class Arrays:
-    """The arrays of a step side by side in one piece of bytes, so that one copy brings all of them to the device.
-
-    num_tokens None: a step that only decodes, one token of each sequence, which needs fewer of them.
-    """
-
-    def __init__(self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int) -> None:
-        self._memory, self.num_bytes = memory, 0
-        is_decode = num_tokens is None
-        num_tokens = num_seqs if num_tokens is None else num_tokens
-        self.seeds = self._array(num_rows, "int64")
-        self.temperatures = self._array(num_rows, "float32")
-        self.token_ids = self._array(num_tokens, "int32")
-        self.positions = self._array(num_tokens, "int32")
-        self.slot_mapping = self._array(num_tokens, "int32")
-        self.context_lens = self._array(num_seqs, "int32")
-        self.cu_seqlens_q: Any = None if is_decode else self._array(num_seqs + 1, "int32")
-        self.last_tokens: Any = None if is_decode else self._array(num_rows, "int32")
-        # A sequence's next token lies behind its context.
-        self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
-
-    def _array(self, count: int, dtype: str) -> Any:
-        start = -(-self.num_bytes // ALIGN) * ALIGN
-        self.num_bytes = start + count * (8 if dtype == "int64" else 4)
-        part = self._memory[start : self.num_bytes]
-        return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
-
-    def inputs(
-        self, block_tables: Any, max_seqlen_q: int, plans: dict[tuple[int, int], Tensor], *, needs_logits: bool = False
-    ) -> StepInputs:
-        batch = Batch(
-            self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
-            max_seqlen_q, plans,
-        )  # fmt: skip
-        numbers = self.temperatures, self.seeds, self.next_positions
-        return StepInputs(batch, self.last_tokens, *numbers, needs_logits)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from .model_runner import Launched, ModelRunner
+from .launched import Launched
+from .model_runner import ModelRunner
 from .outputs import EngineCounters
 from .scheduler import Scheduler
 from .sequence import Sequence

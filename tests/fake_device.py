@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from pagedkv import BlockManager
-from pagedkv.engine import kv_caches, model_runner, sampling_options
+from pagedkv.engine import kv_caches, model_runner, sampling_options, step_arrays
 from pagedkv.engine.kv_caches import KVCaches
 from pagedkv.engine.model_runner import ModelRunner
 from pagedkv.engine.scheduler import Scheduler
@@ -392,3 +392,4 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_runner, name, fake)
     monkeypatch.setattr(kv_caches, "pagedkv", FakeModule)
     monkeypatch.setattr(sampling_options, "pagedkv", FakeModule)
+    monkeypatch.setattr(step_arrays, "Tensor", FakeTensor)

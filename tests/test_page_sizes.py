@@ -79,7 +79,7 @@ class Both:
         stats = self.manager.stats()
         model = self.model
         expected = {
-            "num_seqs": len(model.seqs), "used": model.used(), "cached": len(model.lru), "free": model.free_pages,
+            "num_seqs": len(model.seqs), "used": model.used(), "cached": len(model.cached), "free": model.free_pages,
             "host_free": model.host_free, "hit_tokens": model.hit_tokens, "evictions": model.evictions,
             "copies": model.copies, "waste_tokens": model.waste(),
         }  # fmt: skip

@@ -32,7 +32,7 @@ struct tiling {
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
-    static constexpr int part_bytes = kv_bytes / 4;                      /* of e4m3 in half a tile of keys */
+    static constexpr int part_bytes = kv_bytes / 4; /* of e4m3 in half a tile of keys */
     static constexpr int partial_vectors = (head_dim / 8 + 1) * 128 + 2; /* of 16 bytes: see leave_part() */
     static constexpr int partial_bytes = WARPGROUPS * partial_vectors * 16;
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
@@ -107,12 +107,12 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
 /* One warp: decides what this CTA does next, tells the others and brings its queries. When an item is told, the scores
  * of all but the last q_stages are done, and of two of those the output may still have to be stored: hence ITEM_SLOTS.
  */
-template <int head_dim, bool CUTS>
+template <int head_dim>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t q_smem)
 {
     using shape = tiling<head_dim>;
     const prefill_batch &batch = params.batch;
-    prefill_schedule<CUTS> schedule;
+    prefill_schedule schedule;
     schedule.start(batch);
     ring_position<ITEM_SLOTS> slot;
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {

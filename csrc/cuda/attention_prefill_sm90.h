@@ -32,7 +32,7 @@ struct tiling {
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
-    static constexpr int part_bytes = kv_bytes / 4; /* of e4m3 in half a tile of keys */
+    static constexpr int part_bytes = kv_bytes / 4;                      /* of e4m3 in half a tile of keys */
     static constexpr int partial_vectors = (head_dim / 8 + 1) * 128 + 2; /* of 16 bytes: see leave_part() */
     static constexpr int partial_bytes = WARPGROUPS * partial_vectors * 16;
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;

@@ -42,7 +42,7 @@ fuzz: ## the BlockManager core under libFuzzer for FUZZ_SECONDS (default 60); ne
 	@test -n "$(CLANG)" || { echo "make fuzz: no clang found (CLANG=...)"; exit 1; }
 	mkdir -p .fuzz/corpus
 	$(CLANG) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -Icsrc \
-	    tests/fuzz_block_manager.c $(wildcard csrc/block_*.c) csrc/prefix_index.c csrc/check.c csrc/overlap.c -o .fuzz/block_manager
+	    tests/fuzz_block_manager.c $(wildcard csrc/block_manager/*.c) csrc/pk.c -o .fuzz/block_manager
 	.fuzz/block_manager -max_total_time=$(FUZZ_SECONDS) -max_len=512 -print_final_stats=1 -artifact_prefix=.fuzz/ .fuzz/corpus
 
 bench: build ## every CPU benchmark; results go to benchmarks/results

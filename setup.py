@@ -142,7 +142,7 @@ class BuildExt(build_ext):
 
 
 def sources():
-    patterns = ("csrc/*.c", "csrc/py/*.c", "csrc/cpu/*.c", "csrc/cuda/*.cu")
+    patterns = ("csrc/*.c", "csrc/block_manager/*.c", "csrc/ops/*.c", "csrc/py/*.c", "csrc/cpu/*.c", "csrc/cuda/*.cu")
     return sorted(str(s.relative_to(ROOT)) for pattern in patterns for s in ROOT.glob(pattern))
 
 

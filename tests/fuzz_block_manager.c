@@ -5,7 +5,7 @@
  *   - every position that counts as computed has the KV of exactly its prefix, in a simulated cache that is written
  *     through prepare's slots and copied by the returned pairs. KV of a prefix is a number that names salt and tokens.
  */
-#include "../csrc/block_manager.h"
+#include "block_manager/block_manager.h"
 
 #include <stdio.h>
 #include <stdlib.h>

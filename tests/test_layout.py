@@ -38,13 +38,96 @@ def test_cuda_only_in_csrc_cuda():
     assert outside({str(p.relative_to(ROOT)) for p in SOURCES if p.suffix in (".cu", ".cuh")}, "csrc/cuda/") == set()
 
 
+# What the files of a folder may include, beside those of their own. A folder knows only what is below it.
+BELOW = {
+    "": set(),
+    "block_manager": {""},
+    "ops": {""},
+    "cpu": {"", "ops"},
+    "cuda": {"", "ops"},
+    "py": {"", "ops", "block_manager"},
+}
+
+
+def folder_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def test_no_include_goes_up():
+    for source in SOURCES:
+        folder = folder_of(str(source.relative_to(ROOT / "csrc")))
+        for included in re.findall(r'#\s*include\s*"([^"]+)"', source.read_text()):
+            assert (ROOT / "csrc" / included).exists(), f"{source} includes {included}: paths are from csrc"
+            assert folder_of(included) in BELOW[folder] | {folder}, f"{source} includes {included}"
+
+
+def test_backends_know_of_the_operations_only_what_they_get():
+    """Headers with arguments and the list of entries; how calls are checked is none of their business."""
+    for source in SOURCES:
+        if folder_of(str(source.relative_to(ROOT / "csrc"))) in ("cpu", "cuda"):
+            assert not re.search(r'"ops/(check|shared)\.h"', source.read_text()), source
+
+
 def test_only_dispatch_knows_what_was_built():
-    assert where(r"#\s*(if|ifdef|ifndef|elif).*PAGEDKV_WITH_CUDA") == {"csrc/dispatch.c", "csrc/pk.h"}
+    assert where(r"#\s*(if|ifdef|ifndef|elif).*PAGEDKV_WITH_CUDA") == {"csrc/ops/dispatch.c"}
+    assert outside(where(r"\bpk_cpu_\w+"), "csrc/cpu/") == {"csrc/ops/dispatch.c"}
+    assert outside(where(r"\bpk_cuda_\w+"), "csrc/cuda/") == {"csrc/ops/dispatch.c"}
 
 
-def test_backends_do_not_know_each_other_nor_python():
-    for folder, forbidden in [("csrc/cpu/", r'"(py|cuda)/'), ("csrc/cuda/", r'"(py|cpu)/')]:
-        assert not {p for p in where(rf"#\s*include\s*{forbidden}") if p.startswith(folder)}
+TOPICS = sorted(p.stem for p in (ROOT / "csrc" / "ops").glob("*.c") if p.stem not in ("check", "dispatch"))
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_topic_has_the_same_name_in_every_folder(topic):
+    for path in (f"ops/{topic}.h", f"cpu/{topic}.c", f"cuda/{topic}.cu"):
+        assert (ROOT / "csrc" / path).exists(), path
+    assert topic == "copy" or (ROOT / "csrc" / "py" / f"{topic}.c").exists()  # copy is a method of Tensor
+
+
+def test_every_operation_is_in_the_file_of_its_topic():
+    text = (ROOT / "csrc" / "ops" / "backend.h").read_text()
+    entries = re.findall(r"\b(?:OP|VIA)\((\w+)", text.partition("#define PK_OPS(OP, VIA)")[2].partition("\n\n")[0])
+    assert len(entries) > 20
+    for entry in entries:
+        (home,) = {p.stem for p in (ROOT / "csrc" / "py").glob("*.c") if re.search(rf"\*py_{entry}\(", p.read_text())}
+        assert home in TOPICS, f"{entry} is in csrc/py/{home}.c"
+
+
+# --- no circle: which file calls which, by the functions and variables that it defines and that others name
+
+
+def without_comments_and_strings(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", "", text, flags=re.S)
+
+
+def calls(folder: str, suffix: str) -> dict[str, set[str]]:
+    texts = {p.stem: without_comments_and_strings(p.read_text()) for p in (ROOT / "csrc" / folder).glob(f"*{suffix}")}
+    start = r"^(?!static|typedef|extern|return|else|#|\s)"
+    homes = {}
+    for name, text in texts.items():
+        for pattern in (start + r"[\w\s*]*?\b(\w+)\([^;{]*?\)\s*\{", start + r"[\w *]*?\b(\w+)(?:\[\w*\])? = "):
+            homes |= {match[1]: name for match in re.finditer(pattern, text, re.M)}
+    assert len(homes) > 10
+    named = {name: {homes[word] for word in re.findall(r"\w+", text) if word in homes} for name, text in texts.items()}
+    return {name: others - {name} for name, others in named.items()}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Takes away what calls nothing that is left, again and again; what stays calls in a circle."""
+    left = {name: set(others) for name, others in graph.items()}
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return sorted(left)
+
+
+def test_a_circle_would_be_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("folder, suffix", [("py", ".c"), ("ops", ".c"), ("cpu", ".c"), ("cuda", ".cu")])
+def test_no_files_call_each_other_in_a_circle(folder, suffix):
+    assert circle(calls(folder, suffix)) == []
 
 
 def test_no_exit_and_no_assert_in_the_library():

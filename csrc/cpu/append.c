@@ -1,4 +1,6 @@
 /* append.c - append_kvcache and rope_append_kvcache on the CPU: all ids are checked, then every token is done. */
+#include "ops/append.h"
+
 #include "cpu/cpu.h"
 
 #include <omp.h>

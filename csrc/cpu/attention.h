@@ -2,7 +2,8 @@
 #ifndef PK_CPU_ATTENTION_H
 #define PK_CPU_ATTENTION_H
 
-#include "pk.h"
+#include "ops/attention.h"
+#include "ops/rope.h"
 
 /* A sequence of the batch, and how its keys are cut: part p holds the keys p * part_keys .. (p + 1) * part_keys - 1,
  * for the parts first_part .. end_part - 1 that some query sees. */
@@ -63,5 +64,9 @@ extern const pk_attention_kernel pk_attention_generic;
 #if defined(__x86_64__)
 extern const pk_attention_kernel pk_attention_avx2, pk_attention_avx512;
 #endif
+
+/* paged_attention_fwd. `rope`, or NULL: what stores the last keys and makes the queries, after all checks of both. */
+pk_status pk_cpu_attend(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+                        pk_stream stream, pk_error *err);
 
 #endif

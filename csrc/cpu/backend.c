@@ -1,13 +1,18 @@
-/* backend.c - the CPU backend's table, its memory and threads. */
+/* backend.c - the CPU backend's table and its memory. */
 #define _DEFAULT_SOURCE /* madvise */
 #include "cpu/cpu.h"
 
-#include <omp.h>
-#include <pthread.h>
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+
+static pk_status count_hosts(int *count, pk_error *err)
+{
+    (void)err;
+    *count = 1;
+    return PK_OK;
+}
 
 /* What is read all over in random order (a KV cache, weights) is worth huge pages: fewer TLB misses. */
 enum { HUGE_PAGE = 2 << 20, HUGE_FROM = 4 * HUGE_PAGE };
@@ -37,39 +42,10 @@ static pk_status cpu_nothing_to_wait_for(pk_device device, pk_error *err)
     return PK_OK;
 }
 
-/* OpenMP's own setting belongs to the thread that made it; ours belongs to the process. 0: OpenMP's default. */
-static _Atomic int chosen_threads;
-
-/* A child of fork() has no thread but its own, while libgomp still counts those of the parent and would wait for them
- * for ever: a child that is made after an operation ran computes with one thread. */
-static _Atomic bool is_fork_watched, is_forked;
-
-static void note_fork(void) { is_forked = true; }
-
-int pk_cpu_num_threads(void)
-{
-    if (is_forked) return 1;
-    return chosen_threads ? chosen_threads : omp_get_max_threads();
-}
-
-void pk_cpu_set_num_threads(int num_threads)
-{
-    chosen_threads = num_threads;
-    pk_cpu_adopt_num_threads();
-}
-
-void pk_cpu_adopt_num_threads(void)
-{
-    if (!is_fork_watched) {
-        is_fork_watched = true; /* twice by a race is harmless */
-        pthread_atfork(NULL, NULL, note_fork);
-    }
-    int num_threads = pk_cpu_num_threads();
-    if (num_threads != omp_get_max_threads()) omp_set_num_threads(num_threads);
-}
-
+#define PK_CPU_ENTRY(name, args) .name = pk_cpu_##name,
 const pk_backend pk_cpu_backend = {
     .name = "cpu",
+    .count_devices = count_hosts,
     .allocate = cpu_allocate,
     .release = cpu_release,
     .range_reserve = pk_cpu_range_reserve,
@@ -78,22 +54,10 @@ const pk_backend pk_cpu_backend = {
     .synchronize = cpu_nothing_to_wait_for,
     .check_errors = cpu_nothing_to_wait_for, /* CPU operations raise at once */
     .copy = pk_cpu_copy,
-    .gather = pk_cpu_gather,
-    .rms_norm = pk_cpu_rms_norm,
-    .linear = pk_cpu_linear,
-    .qk_norm_rope_store = pk_cpu_qk_norm_rope_store,
-    .silu_and_mul = pk_cpu_silu_and_mul,
-    .sample = pk_cpu_sample,
-    .take_sampled = pk_cpu_take_sampled,
-    .count_tokens = pk_cpu_count_tokens,
-    .token_logprobs = pk_cpu_token_logprobs,
-    .bias_logits = pk_cpu_bias_logits,
-    .mask_logits = pk_cpu_mask_logits,
-    .store_kvcache = pk_cpu_store_kvcache,
-    .append_kvcache = pk_cpu_append_kvcache,
-    .attention = pk_cpu_attention,
-    .qkv_attention = pk_cpu_qkv_attention,
-    .copy_blocks = pk_cpu_copy_blocks,
-    .swap_blocks = pk_cpu_copy_blocks,
-    .merge_attention_states = pk_cpu_merge_attention_states,
+    PK_OPS(PK_CPU_ENTRY, PK_NOTHING).num_threads = pk_cpu_num_threads,
+    .set_num_threads = pk_cpu_set_num_threads,
+    .adopt_num_threads = pk_cpu_adopt_num_threads,
+    .instruction_set = pk_cpu_isa,
+    .blas_name = pk_cpu_blas_name,
+    .lacks_blas = pk_cpu_lacks_blas,
 };

@@ -1,5 +1,7 @@
-/* blocks.c - copy_blocks and swap_blocks on the CPU: memcpy of whole pages. csrc/ops_blocks.c has checked every pair.
+/* blocks.c - copy_blocks and swap_blocks on the CPU: memcpy of whole pages. csrc/ops/blocks.c has checked every pair.
  */
+#include "ops/blocks.h"
+
 #include "cpu/cpu.h"
 
 #include <string.h>
@@ -28,4 +30,9 @@ pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_st
                    (const char *)src->data + pair_at(args, p, 0) * src->stride[0] * bytes, block_bytes);
     }
     return PK_OK;
+}
+
+pk_status pk_cpu_swap_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err)
+{
+    return pk_cpu_copy_blocks(device, args, stream, err); /* all memory is the host's */
 }

@@ -1,4 +1,6 @@
 /* copy.c - dst = src between any strides, with conversion between float dtypes. */
+#include "ops/copy.h"
+
 #include "cpu/cpu.h"
 
 #include <string.h>

@@ -2,7 +2,9 @@
 #ifndef PK_CPU_H
 #define PK_CPU_H
 
-#include "pk.h"
+#include "ops/backend.h"
+#include "ops/dense.h"
+#include "ops/store.h"
 
 /* --- convert.c: rows of a float dtype (fp8 too) to and from fp32 */
 void pk_cpu_row_to_f32(float *dst, const void *src, pk_dtype dtype, int64_t count);
@@ -21,7 +23,8 @@ void pk_cpu_rms_norm_row(float *row, const float *weight, int64_t count, float e
 /* What a row is to be multiplied by: 1 / sqrt(mean(x^2) + eps), or 1 where there is no x. */
 float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype);
 
-/* --- isa.c: the instruction set that kernels with variants use, capped by PAGEDKV_CPU_ISA */
+/* --- isa.c: the instruction set that kernels with variants use, capped by PAGEDKV_CPU_ISA=generic|avx2|avx512 */
+const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
 bool pk_cpu_has_avx512bf16(void); /* beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without */
@@ -39,30 +42,28 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
 pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t num_seqs, const char *of,
                               int64_t num_tokens, pk_error *err);
 
+/* --- linear.c */
+const char *pk_cpu_blas_name(void);
+bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype);
+
+/* --- threads.c */
+int pk_cpu_num_threads(void);
+void pk_cpu_set_num_threads(int num_threads);
+void pk_cpu_adopt_num_threads(void); /* in the calling thread, before its operations */
+
 /* --- entries of the backend's table */
+#define PK_DECLARE_CPU(name, args) \
+    pk_status pk_cpu_##name(pk_device device, const args *, pk_stream stream, pk_error *err);
+PK_OPS(PK_DECLARE_CPU, PK_NOTHING)
+pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
 pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err);
 pk_status pk_cpu_range_resize(pk_range *range, size_t bytes, pk_error *err);
 pk_status pk_cpu_range_release(pk_range *range, pk_error *err);
-pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_attention(pk_device device, const pk_attention_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream,
-                             pk_error *err); /* swap_blocks too */
-pk_status pk_cpu_merge_attention_states(pk_device device, const pk_merge_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_rms_norm(pk_device device, const pk_rms_norm_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_store_args *args, pk_stream stream,
-                                    pk_error *err);
-pk_status pk_cpu_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
-                               pk_stream stream, pk_error *err);
-pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_bias_logits(pk_device device, const pk_bias_args *args, pk_stream stream, pk_error *err);
-pk_status pk_cpu_mask_logits(pk_device device, const pk_mask_args *args, pk_stream stream, pk_error *err);
+
+/* An id of an array of int32 or int64. */
+static inline int64_t pk_cpu_id_at(const void *ids, bool are_int64, int64_t i)
+{
+    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
 
 #endif

@@ -14,16 +14,11 @@
 enum { PARALLEL_ELEMENTS = 1 << 15 };
 enum { CHUNK = 256 }; /* elements of a row in fp32 at a time, where it need not be there as a whole */
 
-static int64_t id_at(const void *ids, bool are_int64, int64_t i)
-{
-    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
-}
-
-pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
     for (int64_t t = 0; t < args->num_ids; t++) {
-        int64_t id = id_at(args->ids, args->ids_are_int64, t);
+        int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
         if (id < 0 || id >= args->num_rows)
             return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", args->ids_name, (long long)t,
                            (long long)id, (long long)args->num_rows - 1);
@@ -32,7 +27,7 @@ pk_status pk_cpu_gather(pk_device device, const pk_gather_args *args, pk_stream 
     if (row_bytes == 0) return PK_OK; /* of however many rows, and nothing may have no address */
 #pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < args->num_ids; t++) {
-        int64_t id = id_at(args->ids, args->ids_are_int64, t);
+        int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
         memmove((char *)args->out + t * args->out_stride * bytes,
                 (const char *)args->table + id * args->table_stride * bytes, (size_t)row_bytes);
     }

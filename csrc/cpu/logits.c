@@ -1,4 +1,6 @@
 /* logits.c - biases and masks of logits. */
+#include "ops/logits.h"
+
 #include "cpu/cpu.h"
 
 #include <math.h>

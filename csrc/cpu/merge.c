@@ -1,4 +1,6 @@
 /* merge.c - merge_attention_states on the CPU: parts are joined in their order, so the result is reproducible. */
+#include "ops/merge.h"
+
 #include "cpu/cpu.h"
 
 #include <math.h>

@@ -4,6 +4,8 @@
  * is normalised exactly as rms_norm does it (the same row function, with its roundings), rotated in fp32 with the fp32
  * table and rounded once. Keys and values go into the cache through the row writer of store_kvcache.
  */
+#include "ops/rope.h"
+
 #include "cpu/cpu.h"
 
 #include <omp.h>

@@ -1,4 +1,4 @@
-/* sample.c - sampling on the CPU; csrc/sampling.h defines what is computed.
+/* sample.c - sampling on the CPU; csrc/ops/sampling.h defines what is computed.
  *
  * A plain row is read once. Most of a vocabulary cannot win a draw: what stays below the best key so far even with the
  * greatest variate that its block can have is skipped, which changes no result and leaves little but reading the row.
@@ -7,7 +7,8 @@
  * by radix: histograms of 2,048 bins over ever smaller ranges of the logits, taken as integers of the same order.
  */
 #include "cpu/rows.h"
-#include "sampling.h"
+#include "ops/sample.h"
+#include "ops/sampling.h"
 
 #include <stdlib.h>
 
@@ -225,81 +226,4 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream 
     }
     free(tokens);
     return first_error.status;
-}
-
-static int64_t id_at(const void *ids, bool are_int64, int64_t i)
-{
-    return are_int64 ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
-}
-
-static pk_status check_ids(const char *name, const void *ids, bool are_int64, int64_t count, int64_t vocab_size,
-                           pk_error *err)
-{
-    for (int64_t i = 0; i < count; i++) {
-        int64_t id = id_at(ids, are_int64, i);
-        if (id < 0 || id >= vocab_size)
-            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", name, (long long)i, (long long)id,
-                           (long long)vocab_size - 1);
-    }
-    return PK_OK;
-}
-
-pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err)
-{
-    (void)device, (void)stream;
-    const void *prompt = args->prompt_ids, *output = args->output_ids;
-    PK_TRY(check_ids("prompt_ids", prompt, args->prompt_is_int64, args->num_prompt, args->vocab_size, err));
-    PK_TRY(check_ids("output_ids", output, args->output_is_int64, args->num_output, args->vocab_size, err));
-    memset(args->counts, 0, (size_t)args->vocab_size * sizeof *args->counts);
-    for (int64_t i = 0; i < args->num_prompt; i++) args->counts[id_at(prompt, args->prompt_is_int64, i)] = 1;
-    for (int64_t i = 0; i < args->num_output; i++) args->counts[id_at(output, args->output_is_int64, i)] += 2;
-    return PK_OK;
-}
-
-/* The num_best greatest, in order, the lowest first of equals. Returns how much e^(x - greatest) sums up to. */
-static double find_best(const void *logits, const pk_logprobs_args *args, float greatest, int32_t *ids, float *best)
-{
-    float chunk[CHUNK];
-    double sum = 0;
-    int64_t num_found = 0;
-    for (int64_t at = 0; at < args->vocab_size; at += CHUNK) {
-        load_chunk(chunk, logits, args->dtype, at, args->vocab_size);
-        for (int i = 0; i < CHUNK && at + i < args->vocab_size; i++) {
-            sum += exp((double)chunk[i] - greatest);
-            int64_t place = num_found;
-            while (place > 0 && chunk[i] > best[place - 1]) place--;
-            if (place == args->num_best) continue;
-            num_found += num_found < args->num_best;
-            for (int64_t j = num_found - 1; j > place; j--) best[j] = best[j - 1], ids[j] = ids[j - 1];
-            best[place] = chunk[i], ids[place] = (int32_t)(at + i);
-        }
-    }
-    return sum;
-}
-
-pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err)
-{
-    (void)device, (void)stream;
-    for (int64_t i = 0; i < args->num_rows; i++)
-        if (args->token_ids[i] >= args->vocab_size)
-            return pk_fail(err, PK_EVALUE, "token_ids[%lld] is %d but must be below %lld", (long long)i,
-                           args->token_ids[i], (long long)args->vocab_size);
-    int64_t width = args->num_best + 1, bytes = (int64_t)pk_dtype_bytes(args->dtype);
-#pragma omp parallel for schedule(static) if (args->num_rows > 1 && args->num_rows * args->vocab_size > 16384)
-    for (int64_t row = 0; row < args->num_rows; row++) {
-        const char *logits = (const char *)args->logits + row * args->logits_stride * bytes;
-        int32_t token = args->token_ids[row], *ids = args->ids + row * width;
-        float *logprobs = args->logprobs + row * width;
-        int64_t nan;
-        float greatest = key_of(draw(logits, args->dtype, args->vocab_size, &(pk_sample_row){.temperature = 0}, &nan));
-        if (token < 0 || nan >= 0 || !(fabsf(greatest) <= FLT_MAX)) {
-            for (int64_t i = 0; i < width; i++) ids[i] = -1, logprobs[i] = NAN;
-            continue;
-        }
-        double sum = find_best(logits, args, greatest, ids + 1, logprobs + 1), log_sum = greatest + log(sum);
-        pk_cpu_row_to_f32(logprobs, logits + token * bytes, args->dtype, 1);
-        ids[0] = token;
-        for (int64_t i = 0; i < width; i++) logprobs[i] = (float)(logprobs[i] - log_sum);
-    }
-    return PK_OK;
 }

@@ -8,7 +8,7 @@
 #define PK_CPU_SIMD_H
 
 #include "pk.h"
-#include "cpu/convert.h"
+#include "bits.h"
 
 #include <math.h>
 

@@ -1,5 +1,9 @@
-/* tokens.c - token_ids[t] = sampled[-1 - token_ids[t]] where token_ids[t] is negative. */
+/* tokens.c - take_sampled and count_tokens on the CPU. */
+#include "ops/tokens.h"
+
 #include "cpu/cpu.h"
+
+#include <string.h>
 
 pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args, pk_stream stream, pk_error *err)
 {
@@ -15,5 +19,29 @@ pk_status pk_cpu_take_sampled(pk_device device, const pk_take_sampled_args *args
         int32_t token = args->sampled[-1 - args->token_ids[t]];
         args->token_ids[t] = token < 0 ? 0 : token;
     }
+    return PK_OK;
+}
+
+static pk_status check_ids(const char *name, const void *ids, bool are_int64, int64_t count, int64_t vocab_size,
+                           pk_error *err)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = pk_cpu_id_at(ids, are_int64, i);
+        if (id < 0 || id >= vocab_size)
+            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", name, (long long)i, (long long)id,
+                           (long long)vocab_size - 1);
+    }
+    return PK_OK;
+}
+
+pk_status pk_cpu_count_tokens(pk_device device, const pk_count_args *args, pk_stream stream, pk_error *err)
+{
+    (void)device, (void)stream;
+    const void *prompt = args->prompt_ids, *output = args->output_ids;
+    PK_TRY(check_ids("prompt_ids", prompt, args->prompt_is_int64, args->num_prompt, args->vocab_size, err));
+    PK_TRY(check_ids("output_ids", output, args->output_is_int64, args->num_output, args->vocab_size, err));
+    memset(args->counts, 0, (size_t)args->vocab_size * sizeof *args->counts);
+    for (int64_t i = 0; i < args->num_prompt; i++) args->counts[pk_cpu_id_at(prompt, args->prompt_is_int64, i)] = 1;
+    for (int64_t i = 0; i < args->num_output; i++) args->counts[pk_cpu_id_at(output, args->output_is_int64, i)] += 2;
     return PK_OK;
 }

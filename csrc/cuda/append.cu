@@ -6,6 +6,7 @@
  * the sequence that owns the token, 32 sequences at a time.
  */
 #include "cuda/store.h"
+#include "ops/append.h"
 
 // --- kernels
 

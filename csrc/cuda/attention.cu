@@ -4,8 +4,7 @@
  * from a length. A batch that may mix decoding and prefilling sequences launches two kernels, and each takes its own
  * sequences by their number of query rows, which it reads on the device.
  */
-#include "cuda/attention_plan.h"
-#include "cuda/rope.h"
+#include "cuda/attention_route.h"
 
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
@@ -19,18 +18,7 @@ static bool fits_tensor_cores(const pk_attention_args *args)
                             args->v_block_stride, args->v_slot_stride, args->v_head_stride);
 }
 
-/* Which sequences the kernels take; a filter of max_rows 0 is none. */
-struct attention_route {
-    bool is_simple; /* all of them by attention_simple.cu */
-    row_filter decode, prefill;
-};
-
-static bool has_work(const pk_attention_args *args)
-{
-    return args->num_tokens > 0 && args->num_seqs > 0 && args->max_seqlen_q > 0;
-}
-
-static attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
+attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
 {
     row_filter all = {0, INT64_MAX}, none = {0, 0};
     if (!fits_tensor_cores(args)) return {true, none, none};
@@ -61,9 +49,9 @@ static attention_route choose_route(const pk_attention_args *args, const pk_cuda
     return {false, {0, few}, {few, INT64_MAX}};
 }
 
-pk_status pk_cuda_attention(const pk_attention_args *args, const pk_cuda_call &call)
+pk_status pk_cuda_paged_attention_fwd(const pk_attention_args *args, const pk_cuda_call &call)
 {
-    if (!has_work(args)) return PK_OK;
+    if (!pk_has_queries(args)) return PK_OK;
     attention_route route = choose_route(args, call.device);
     if (route.is_simple) return pk_cuda_attention_simple(args, call);
     if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, call));
@@ -73,38 +61,20 @@ pk_status pk_cuda_attention(const pk_attention_args *args, const pk_cuda_call &c
     return prefill(args, route.prefill, call);
 }
 
-/* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
- * itself: behind a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
- * take nothing can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
-pk_status pk_cuda_qkv_attention(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
-                                pk_stream stream, pk_error *err)
+pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err)
 {
-    pk_cuda_call call(device, stream, err);
+    *num_rows = 0;
+    if (!pk_has_queries(args)) return PK_OK;
+    pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    bool is_decode = has_work(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
-    int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
-    if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
-        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
-        attention_route route = choose_route(args, call.device);
-        if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
-    }
-    pk_qk_norm_rope_store_args with_q = *rope;
-    pk_attention_args of_q = *args;
-    size_t bytes = (size_t)(args->num_tokens * args->num_q_heads * args->head_dim) * pk_dtype_bytes(args->dtype);
-    PK_TRY(pk_cuda_queries_of(call, bytes, &with_q.q_out));
-    of_q.q = with_q.q_out;
-    PK_TRY(pk_cuda_qk_norm_rope_store(&with_q, call));
-    return pk_cuda_attention(&of_q, call);
+    attention_route route = choose_route(args, call.device);
+    return route.decode.max_rows ? pk_cuda_count_units(args, route.decode, call, num_rows) : PK_OK;
 }
 
 /* The plan: what the decode kernels need once a step. */
-pk_status pk_cuda_plan_attention(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_stream stream,
-                                 pk_error *err)
+pk_status pk_cuda_plan_attention(const pk_attention_args *args, const pk_cuda_call &call)
 {
-    *num_rows = 0;
-    if (!has_work(args)) return PK_OK;
-    pk_cuda_call call(device, stream, err);
-    PK_TRY(call.status);
+    if (!pk_has_queries(args)) return PK_OK;
     attention_route route = choose_route(args, call.device);
-    return route.decode.max_rows ? pk_cuda_plan_decode(args, route.decode, call, num_rows) : PK_OK;
+    return route.decode.max_rows ? pk_cuda_plan_decode(args, route.decode, call) : PK_OK;
 }

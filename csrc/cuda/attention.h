@@ -1,7 +1,7 @@
 /* attention.h - what the attention kernels share: which keys a sequence may see, page lookups, the tensor-core
  * wrappers.
  *
- * Semantics of every argument: csrc/ops_attention.c. Four kernels answer a call (attention.cu chooses):
+ * Semantics of every argument: csrc/ops/attention.c. Four kernels answer a call (attention.cu chooses):
  *
  *     attention_decode.cu        few query rows a sequence: the keys are split over the machine (attention_plan.h,
  *                                attention_decode_warp.h, attention_merge.h)
@@ -16,6 +16,7 @@
 
 #include "cuda/mma.h"
 #include "cuda/pack.h"
+#include "ops/attention.h"
 
 /* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
 struct row_filter {
@@ -31,9 +32,10 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
                                    const pk_qk_norm_rope_store_args *rope = nullptr);
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_call &call);
-/* The rows of the decode kernel's plan; fills args->plan, where that is given. */
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                              int64_t *num_rows);
+/* The rows of the decode kernel's plan, and the plan itself, into args->plan. */
+pk_status pk_cuda_count_units(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                              int64_t *num_units);
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call);
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f

@@ -9,6 +9,7 @@
 #define PK_CUDA_ATTENTION_PLAN_H
 
 #include "cuda/attention.h"
+#include "ops/rope.h"
 
 /* A row of the plan tensor, [num_units, 12] int32. A row without the signature of its shapes is no unit. */
 struct alignas(16) attention_unit {

@@ -7,6 +7,7 @@
  * of its own several microseconds. From pageable memory the driver copies through its own buffers.
  */
 #include "cuda/pack.h"
+#include "ops/blocks.h"
 
 #include <algorithm>
 

@@ -1,6 +1,7 @@
 /* copy.cu - dst = src: any strides and float dtypes inside one device, bytes (dense, or rows) between devices and the
  * host. */
 #include "cuda/cuda.h"
+#include "ops/copy.h"
 
 enum { NOTE_BYTES = 4096 };
 

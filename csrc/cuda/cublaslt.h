@@ -7,6 +7,7 @@
 #define PK_CUDA_CUBLASLT_H
 
 #include "cuda/cuda.h"
+#include "ops/linear.h"
 
 #include <library_types.h>
 

@@ -17,7 +17,8 @@
 #ifndef PK_CUDA_H
 #define PK_CUDA_H
 
-#include "pk.h"
+#include "ops/backend.h"
+#include "ops/store.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -84,11 +85,14 @@ static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_
 
 // --- a call
 
+enum { PK_CUDA_MAX_DEVICES = 64 };
+
 struct pk_cuda_device {
     int index, num_sms, compute_capability; /* 90 for a Hopper */
     size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
-    bool can_launch_early;  /* Hopper or newer, and our kernels are built for it: they know how to wait */
-    pk_cuda_bad_id *bad_id; /* device memory */
+    bool can_launch_early;   /* Hopper or newer, and our kernels are built for it: they know how to wait */
+    pk_cuda_bad_id *bad_id;  /* device memory */
+    cudaStream_t own_stream; /* never blocks with the legacy stream; for what belongs to no caller's stream */
 };
 
 /* What a launcher gets beside its arguments. The device is current until the end, then the caller's is again; where it
@@ -343,20 +347,18 @@ static inline pk_status pk_for_float_dtype(pk_error *err, pk_dtype dtype, Body b
 
 // --- the backend's table
 
-/* What defines an operation, and its entry in the table. */
+/* What defines an operation: pk_cuda_<name>, in the file of its topic. */
 template <typename Args>
 using pk_cuda_launcher = pk_status(const Args *args, const pk_cuda_call &call);
-template <typename Args>
-pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args *, pk_stream, pk_error *));
+#define PK_DECLARE_CUDA(name, args) pk_cuda_launcher<args> pk_cuda_##name;
+PK_OPS(PK_DECLARE_CUDA, PK_NOTHING)
+pk_cuda_launcher<pk_copy_args> pk_cuda_copy;
 
-/* Its entries behind the name, in the order of pk_backend; pk_cuda_<entry> is in the file of its topic. */
+/* The other entries of pk_backend, in its order, by the same names. */
 // clang-format off
-#define PK_CUDA_ENTRIES(X, OP) \
-    X(allocate) X(release) X(range_reserve) X(range_resize) X(range_release) X(synchronize) X(check_errors) OP(copy) OP(store_kvcache) \
-    OP(append_kvcache) OP(attention) X(plan_attention) X(qkv_attention) OP(copy_blocks) OP(swap_blocks) OP(merge_attention_states) \
-    OP(gather) OP(rms_norm) OP(linear) X(linear_fuses) X(linear_algorithms) OP(qk_norm_rope_store) OP(silu_and_mul) \
-    OP(sample) OP(sample_linear) X(sample_linear_fuses) OP(take_sampled) OP(count_tokens) OP(token_logprobs) \
-    OP(bias_logits) OP(mask_logits) \
+#define PK_CUDA_ENTRIES(X) \
+    X(count_plan_rows) X(linear_fuses) X(linear_algorithms) \
+    X(count_devices) X(allocate) X(release) X(range_reserve) X(range_resize) X(range_release) X(synchronize) X(check_errors) \
     X(memory_info) X(reload_context) X(allocate_pinned) X(release_pinned) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) X(stream_id) X(stream_is_new) \
     X(capture_id) X(capture_keep) \
@@ -364,7 +366,6 @@ pk_cuda_launcher<Args> *pk_cuda_launcher_of(pk_status (*)(pk_device, const Args 
     X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)
 // clang-format on
 #define PK_CUDA_DECLARE(entry) std::remove_pointer_t<decltype(pk_backend::entry)> pk_cuda_##entry;
-#define PK_CUDA_DECLARE_OP(op) std::remove_pointer_t<decltype(pk_cuda_launcher_of(pk_backend::op))> pk_cuda_##op;
-PK_CUDA_ENTRIES(PK_CUDA_DECLARE, PK_CUDA_DECLARE_OP)
+PK_CUDA_ENTRIES(PK_CUDA_DECLARE)
 
 #endif

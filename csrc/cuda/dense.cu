@@ -9,6 +9,7 @@
  * loop. What is reached: benchmarks/results/dense-cuda.json.
  */
 #include "cuda/pack.h"
+#include "ops/dense.h"
 
 // --- kernels
 
@@ -175,7 +176,7 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, const pk_cuda_call &cal
     });
 }
 
-pk_status pk_cuda_gather(const pk_gather_args *args, const pk_cuda_call &call)
+pk_status pk_cuda_gather_rows(const pk_gather_args *args, const pk_cuda_call &call)
 {
     if (args->num_ids == 0 || args->row_size == 0) return PK_OK;
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), per_piece = 16 / bytes;

@@ -3,6 +3,7 @@
 #define PK_CUDA_LINEAR_H
 
 #include "cuda/sm90.h"
+#include "ops/linear.h"
 
 /* linear_few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);

@@ -1,5 +1,6 @@
 /* logits.cu - biases and masks of logits. */
 #include "cuda/cuda.h"
+#include "ops/logits.h"
 
 static __global__ void bias_logits_kernel(const pk_bias_args args, pk_cuda_bad_id *bad_id)
 {

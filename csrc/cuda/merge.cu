@@ -6,6 +6,7 @@
  * it holds (NaN too) does not count.
  */
 #include "cuda/pack.h"
+#include "ops/merge.h"
 
 // --- kernels
 

@@ -7,6 +7,7 @@
 #define PK_CUDA_PACK_H
 
 #include "cuda/cuda.h"
+#include "ops/dense.h"
 
 /* The line of 128 bytes at `pointer`, which need not be readable. */
 __device__ static inline void pk_prefetch_to_l2(const void *pointer)

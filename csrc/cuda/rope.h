@@ -9,6 +9,7 @@
 #define PK_CUDA_ROPE_H
 
 #include "cuda/store.h"
+#include "ops/rope.h"
 
 /* Heads of a qkv row in their order: the queries, the keys, the values. */
 enum head_kind { QUERY, KEY, VALUE };

@@ -5,7 +5,8 @@
 
 #include "cuda/pack.h"
 #include "cuda/sm90.h"
-#include "sampling.h"
+#include "ops/sample.h"
+#include "ops/sampling.h"
 
 enum {
     SAMPLE_THREADS = 512,

@@ -202,16 +202,17 @@ static pk_status choose(const pk_sample_linear_args *args, const pk_cuda_call &c
                              : launch<T, 256>(args, call);
 }
 
-bool pk_cuda_sample_linear_fuses(pk_device device, const pk_sample_linear_args *args)
+static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 {
-    const pk_linear_args &linear = args->linear;
-    const pk_cuda_call call(device, nullptr, nullptr);
-    return call.status == PK_OK && pk_cuda_linear_fits_wgmma(&linear, call.device) && linear.num_rows <= MAX_ROWS &&
+    return pk_cuda_linear_fits_wgmma(&linear, device) && linear.num_rows <= MAX_ROWS &&
            linear.out_features >= MIN_TOKENS && linear.out_features <= 1 << 27;
 }
 
 pk_status pk_cuda_sample_linear(const pk_sample_linear_args *args, const pk_cuda_call &call)
 {
     if (args->linear.num_rows == 0) return PK_OK;
-    return args->linear.dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
+    if (is_fused(args->linear, call.device))
+        return args->linear.dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
+    PK_TRY(pk_cuda_linear(&args->linear, call));
+    return pk_cuda_sample(&args->sample, call);
 }

@@ -10,6 +10,7 @@
 #define PK_CUDA_SAMPLE_LINEAR_H
 
 #include "cuda/sample.h"
+#include "ops/sample_linear.h"
 
 enum {
     SL_GROUPS = 2 /* warpgroups that multiply */,

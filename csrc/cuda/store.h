@@ -4,6 +4,7 @@
 #define PK_CUDA_STORE_H
 
 #include "cuda/pack.h"
+#include "ops/store.h"
 
 __device__ static inline int64_t pk_load_slot(const pk_store_args &args, int64_t token)
 {

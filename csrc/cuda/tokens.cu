@@ -1,6 +1,7 @@
 /* tokens.cu - token ids: what the step before has sampled goes into this one without a way over the host, and what a
  * sequence has seen is counted for its penalties. */
 #include "cuda/cuda.h"
+#include "ops/tokens.h"
 
 /* token_ids[t] = sampled[-1 - token_ids[t]] where token_ids[t] is negative. */
 static __global__ void take_sampled_kernel(const pk_take_sampled_args args, pk_cuda_bad_id *bad_id)

@@ -3,7 +3,7 @@
  * NumPy is loaded by the first function here that needs it, so that `import pagedkv` does not pay for it. The headers
  * of NumPy 2 make a binary that also runs with later ones.
  */
-#include "py/py.h"
+#include "py/args.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -11,7 +11,9 @@
 
 static const char *const signature_names[PY_NUM_SIGNATURES] = {
 #define X(name) [PY_SIG_##name] = #name,
-    PY_SIGNATURES(X)
+#define OP(name, args) X(name)
+    PK_OPS(OP, X) PY_SIGNATURES(X)
+#undef OP
 #undef X
 };
 
@@ -62,7 +64,7 @@ int py_add_signature(py_state *state, const char *name, const char *doc)
 {
     for (int i = 0; i < PY_NUM_SIGNATURES; i++)
         if (strcmp(signature_names[i], name) == 0) return parse_signature(&state->signatures[i], doc);
-    PyErr_Format(PyExc_SystemError, "%s is missing from PY_SIGNATURES", name);
+    PyErr_Format(PyExc_SystemError, "%s is missing from PK_OPS and PY_SIGNATURES", name);
     return -1;
 }
 
@@ -174,38 +176,3 @@ int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs
 }
 
 // --- numbers
-
-int py_int64_arg(const char *name, PyObject *value, int64_t *out)
-{
-    PyObject *integer = PyNumber_Index(value);
-    if (!integer) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Clear();
-            PyObject *type = PyType_GetName(Py_TYPE(value));
-            if (type) PyErr_Format(PyExc_TypeError, "%s: must be an int, not '%U'", name, type);
-            Py_XDECREF(type);
-        }
-        return -1;
-    }
-    int overflow;
-    *out = PyLong_AsLongLongAndOverflow(integer, &overflow);
-    if (overflow) PyErr_Format(PyExc_ValueError, "%s: %R does not fit in 64 bits", name, integer);
-    Py_DECREF(integer);
-    return overflow ? -1 : 0;
-}
-
-int py_double_arg(const char *name, PyObject *value, double *out)
-{
-    *out = PyFloat_AsDouble(value);
-    if (*out != -1.0 || !PyErr_Occurred()) return 0;
-    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();
-        PyObject *type = PyType_GetName(Py_TYPE(value));
-        if (type) PyErr_Format(PyExc_TypeError, "%s: must be a number, not '%U'", name, type);
-        Py_XDECREF(type);
-    } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s: %R does not fit in a float", name, value);
-    }
-    return -1;
-}

@@ -15,12 +15,12 @@
 #ifndef PK_BLOCK_MANAGER_PY_H
 #define PK_BLOCK_MANAGER_PY_H
 
-#include "py/py.h"
+#include "py/args.h"
 
 #include <pthread.h>
 #include <string.h>
 
-#include "block_manager.h"
+#include "block_manager/block_manager.h"
 
 typedef struct py_step_memory py_step_memory; /* block_manager_step.c */
 typedef struct {

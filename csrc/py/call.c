@@ -60,7 +60,7 @@ void py_call_ensure_blas(py_call *call, const pk_view *x)
 void py_call_enter(py_call *call)
 {
     if (call->has_failed) return;
-    pk_cpu_adopt_num_threads();
+    if (call->device.type == PK_CPU) pk_host_backend()->adopt_num_threads();
     call->has_failed = py_call_order(call) < 0;
     /* What a launch looks at on the host is little, or it counts like the CPU's own work. */
     int64_t work = call->device.type == PK_CPU ? call->num_elements : call->num_on_host;

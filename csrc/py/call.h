@@ -18,6 +18,7 @@
 #define PK_PY_CALL_H
 
 #include "py/order.h"
+#include "ops/store.h"
 
 #define PY_MAX_TENSORS (PY_MAX_PARAMS + 1) /* a method's own, too */
 #define PY_MAX_PEERS 8
@@ -129,5 +130,14 @@ int py_call_note_writes(py_call *call);
 PyObject *py_call_enter_torchs_stream(const py_call *call, const DLPackExchangeAPI *exchange);
 /* A tensor that this call has made itself: it lives as long as the work and the graphs that use it. */
 int py_call_keep_output(py_call *call, PyObject *object);
+
+/* ------------------------------------------------ operations */
+
+/* A function of the module, in the file of its topic, and its docstring, whose first line is its signature. */
+#define PY_DECLARE_OP(name, args)     \
+    PyObject *py_##name(PY_FASTCALL); \
+    extern const char py_##name##_doc[];
+#define PY_DECLARE_VIA(name) PY_DECLARE_OP(name, )
+PK_OPS(PY_DECLARE_OP, PY_DECLARE_VIA)
 
 #endif

@@ -20,7 +20,7 @@ typedef struct {
 
 static py_elastic *elastic_of(PyObject *object) { return (py_elastic *)object; }
 
-void py_elastic_let_go(const py_hold *hold)
+static void let_go(const py_hold *hold)
 {
     py_elastic *self = elastic_of(hold->elastic.buffer);
     if (!hold->elastic.is_reserved && --self->num_tensors == 0) self->needed = 0;
@@ -202,7 +202,7 @@ static PyObject *elastic_tensor(PY_FASTCALL)
     if (bytes > limit)
         return PyErr_Format(PyExc_ValueError, "shape: %R of %s takes more than the %s of %zu bytes", given[SHAPE],
                             pk_dtype_name(view.dtype), is_reserved ? "capacity" : "size", limit);
-    py_hold hold = {.kind = PY_HOLD_ELASTIC, .elastic = {Py_NewRef(self), &elastic->memory, is_reserved}};
+    py_hold hold = {.kind = PY_HOLD_ELASTIC, .elastic = {Py_NewRef(self), &elastic->memory, is_reserved, let_go}};
     if (!is_reserved) {
         elastic->num_tensors++;
         if (elastic->needed < bytes) elastic->needed = bytes;

@@ -20,3 +20,9 @@ PyObject *py_raise(py_state *state, const pk_error *err)
     if (!PyErr_Occurred()) PyErr_SetString(exceptions[err->status], err->message);
     return NULL;
 }
+
+int py_need_exception(const char *name, const char *what)
+{
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_BufferError, "%s: its producer's %s failed without a reason", name, what);
+    return -1;
+}

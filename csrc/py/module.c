@@ -1,9 +1,13 @@
 /* module.c - the module pagedkv._C: its state, exceptions, types and functions. */
-#include "py/py.h"
+#include "py/call.h"
 
 #ifndef PAGEDKV_VERSION
 #error "setup.py passes PAGEDKV_VERSION"
 #endif
+
+#define PY_OP_METHOD(name, args) PY_METHOD(#name, py_##name, py_##name##_doc),
+#define PY_VIA_METHOD(name) PY_OP_METHOD(name, )
+static PyMethodDef operations[] = {PK_OPS(PY_OP_METHOD, PY_VIA_METHOD){NULL, NULL, 0, NULL}};
 
 static int add_exception(PyObject *module, PyObject **slot, const char *name, const char *doc, PyObject *base)
 {
@@ -61,10 +65,7 @@ static int module_exec(PyObject *module)
     if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
         py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0)
         return -1;
-    if (add_functions(module, state, py_tensor_functions) < 0 || add_functions(module, state, py_cache_functions) < 0 ||
-        add_functions(module, state, py_append_functions) < 0 || add_functions(module, state, py_dense_functions) < 0 ||
-        add_functions(module, state, py_sample_functions) < 0 ||
-        add_functions(module, state, py_logits_functions) < 0 ||
+    if (add_functions(module, state, operations) < 0 || add_functions(module, state, py_tensor_functions) < 0 ||
         add_functions(module, state, py_runtime_functions) < 0 || add_functions(module, state, py_array_functions) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "__version__", PAGEDKV_VERSION);

@@ -13,6 +13,12 @@ static py_queue *queues; /* of this process; the GIL guards the list */
 
 // --- finding a queue
 
+int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream)
+{
+    int result = exchange->current_work_stream(kDLCUDA, device, stream);
+    return result < 0 ? py_need_exception(name, "current_work_stream") : 0;
+}
+
 /* A live stream whose end we are told of, or that has none, is known by its handle. */
 static py_queue *find_lasting(pk_device device, pk_stream stream)
 {

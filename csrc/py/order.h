@@ -6,7 +6,7 @@
 #ifndef PK_PY_ORDER_H
 #define PK_PY_ORDER_H
 
-#include "py/py.h"
+#include "py/args.h"
 
 /* Who destroys a stream, which decides what may be asked of it later: a destroyed stream must not be touched at all.
  *   LASTS    nobody: the legacy default stream, and the streams of PyTorch's pool
@@ -82,5 +82,8 @@ static inline void py_memory_written(py_memory *memory, py_queue *queue)
     memory->tick = queue->submitted;
     for (int i = 0; i < PY_MAX_READERS; i++) memory->readers[i].queue = NULL;
 }
+
+/* The stream that an exchange API's framework works on now. */
+int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream);
 
 #endif

@@ -1,12 +1,13 @@
 /* py.h - what the files of the CPython layer share. The only folder with Python.h is this one.
  *
- *   module.c              the module: state, exceptions, types, functions
- *   bind.c                arguments: METH_FASTCALL|METH_KEYWORDS -> one array; ints, floats
- *   tensor_in.c           any tensor -> pk_view
- *   tensor_type.c         pagedkv.Tensor; tensor_make.c: empty, asarray; tensor_out.c: DLPack capsules
+ *   module.c              the module: state, exceptions, types, functions; types.c: adding a type
+ *   bind.c                arguments: METH_FASTCALL|METH_KEYWORDS -> one array; args.c: single arguments
+ *   tensor_in.c hold.c    any tensor -> pk_view, and letting go of it
+ *   tensor_type.c         pagedkv.Tensor; tensor.c tensor_make.c: how one comes to be; tensor_views.c tensor_host.c
+ *                         tensor_out.c: views, elements for the host, DLPack capsules
  *   arrays.c              int32 NumPy arrays over C memory; sequences of integers -> C arrays
  *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
- *   ops.c ops_dense.c     one short function an operation
+ *   <topic>.c             one short function per operation of csrc/ops/<topic>.c
  *   runtime.c             devices, threads, what was built
  *   order.c               queues of work, and who wrote a memory last
  *   elastic.c             ElasticBuffer: memory that grows and shrinks in place
@@ -24,7 +25,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "pk.h"
+#include "ops/backend.h"
 #include "py/dlpack.h"
 
 #ifndef Py_SETREF /* not in the limited API */
@@ -38,19 +39,14 @@
 
 /* ------------------------------------------------------------- signatures */
 
-/* Everything that takes keywords, by the name it has here: a module function, or Type_method. The signature itself
- * is read at import from the first line of the docstring, which is also what inspect.signature shows. */
+/* What takes keywords beside the operations (PK_OPS), by the name it has here: a function of the module, or Type_method.
+ * The signature itself is read at import from the first line of the docstring, which is also what inspect.signature
+ * shows. */
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                              \
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
     X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize) X(ElasticBuffer_tensor)                                                                                   \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
-    X(store_kvcache) X(append_kvcache) X(rope_append_kvcache)                                                         \
-    X(paged_attention_fwd) X(plan_attention) X(copy_blocks) X(swap_blocks) X(merge_attention_states) \
-    X(qkv_attention_fwd) X(embedding) X(gather_rows) X(rms_norm) X(scale_columns) X(linear) X(linear_algorithms)      \
-    X(use_linear_algorithm)                                                                                           \
-    X(qk_norm_rope_store) X(silu_and_mul) X(sample) X(sample_linear) X(take_sampled) X(count_tokens)                  \
-    X(token_logprobs) X(bias_logits) X(mask_logits)                                                                   \
     X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \
     X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
     X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
@@ -63,7 +59,9 @@
 
 enum {
 #define X(name) PY_SIG_##name,
-    PY_SIGNATURES(X)
+#define OP(name, args) PY_SIG_##name,
+    PK_OPS(OP, X) PY_SIGNATURES(X)
+#undef OP
 #undef X
         PY_NUM_SIGNATURES
 };
@@ -106,6 +104,9 @@ static inline py_state *py_module_state(PyObject *module) { return (py_state *)P
 /* For methods: `self` is of one of this module's types, none of which can be subclassed. */
 static inline py_state *py_state_of(PyObject *self) { return (py_state *)PyType_GetModuleState(Py_TYPE(self)); }
 
+int py_add_type(PyObject *module, PyTypeObject **slot, PyType_Spec *spec, const char *name, const char *doc,
+                const PyMethodDef *methods);
+
 /* New references to the module's types (each file makes its own and registers its signatures). */
 PyTypeObject *py_tensor_type(PyObject *module);
 PyObject *py_block_manager_type(PyObject *module); /* also makes state->step_type */
@@ -114,13 +115,14 @@ int py_add_event_type(PyObject *module);
 int py_add_graph_type(PyObject *module);
 int py_add_elastic_type(PyObject *module);
 /* The module's functions, by file. */
-extern PyMethodDef py_tensor_functions[], py_cache_functions[], py_append_functions[], py_dense_functions[],
-    py_sample_functions[], py_logits_functions[], py_runtime_functions[], py_array_functions[];
+extern PyMethodDef py_tensor_functions[], py_runtime_functions[], py_array_functions[];
 
 /* ------------------------------------------------------- errors (errors.c) */
 
 /* Sets the exception that the one table gives for err->status; returns NULL. */
 PyObject *py_raise(py_state *state, const pk_error *err);
+/* A producer of tensors may fail and set no exception: makes sure that there is one; returns -1. */
+int py_need_exception(const char *name, const char *what);
 
 /* ------------------------------------------------------- binding (bind.c) */
 
@@ -144,9 +146,6 @@ int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs
 /* The parameters of such a function. */
 #define PY_FASTCALL PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
 
-int py_int64_arg(const char *name, PyObject *value, int64_t *out);
-int py_double_arg(const char *name, PyObject *value, double *out);
-
 /* ------------------------------------------------------ tensors (tensor_in.c) */
 
 /* Of host memory: making or giving back more may take more than a millisecond. */
@@ -156,7 +155,7 @@ typedef struct py_memory py_memory; /* order.h */
 typedef struct py_queue py_queue;
 
 /* What keeps a view's memory alive, and how to let go of it. */
-typedef struct {
+typedef struct py_hold {
     enum {
         PY_HOLD_NOTHING,
         PY_HOLD_OBJECT,
@@ -181,11 +180,11 @@ typedef struct {
             PyObject *buffer;  /* an ElasticBuffer */
             py_memory *memory; /* its counts, which all of its Tensors share */
             bool is_reserved;  /* it may shrink all the same */
+            void (*let_go)(const struct py_hold *hold);
         } elastic;
     };
 } py_hold;
-void py_release(py_hold *hold);
-void py_elastic_let_go(const py_hold *hold); /* elastic.c: of the buffer of a PY_HOLD_ELASTIC */
+void py_release(py_hold *hold); /* hold.c */
 
 typedef struct {
     pk_view view;
@@ -208,10 +207,6 @@ int py_read_tensor(py_state *state, const char *name, bool must_outlive_call, pk
 int py_take_host_tensor(py_state *state, const char *name, PyObject *object, py_tensor_in *taken);
 /* Whether it is a type of PyTorch's tensors. */
 bool py_is_torch(py_state *state, PyTypeObject *type);
-/* The stream that an exchange API's framework works on now. */
-int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream);
-
-DLDataType py_dlpack_dtype(pk_dtype dtype);
 
 /* ---------------------------------------------------- Tensor (tensor_type.c) */
 

@@ -100,7 +100,7 @@ PyDoc_STRVAR(get_num_threads_doc, "get_num_threads($module, /)\n--\n\nThe thread
 static PyObject *py_get_num_threads(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    return PyLong_FromLong(pk_cpu_num_threads());
+    return PyLong_FromLong(pk_host_backend()->num_threads());
 }
 
 PyDoc_STRVAR(set_num_threads_doc,
@@ -115,13 +115,13 @@ static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_
         return NULL;
     if (py_int64_arg("n", given[0], &n) < 0) return NULL;
     if (n < 1 || n > 4096) return PyErr_Format(PyExc_ValueError, "n: is %lld but must be in [1, 4096]", (long long)n);
-    pk_cpu_set_num_threads((int)n);
+    pk_host_backend()->set_num_threads((int)n);
     Py_RETURN_NONE;
 }
 
 int py_ensure_blas(int64_t num_rows, pk_dtype dtype)
 {
-    if (!pk_cpu_lacks_blas(num_rows, dtype)) return 0;
+    if (!pk_host_backend()->lacks_blas(num_rows, dtype)) return 0;
     PyObject *numpy = PyImport_ImportModule("numpy");
     Py_XDECREF(numpy);
     return numpy ? 0 : -1;
@@ -147,8 +147,8 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
     }
     py_release_gil(); /* this loads the driver and the BLAS */
     pk_status status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
-    num_devices = pk_cuda_device_count();
-    blas = pk_cpu_blas_name();
+    num_devices = pk_device_count(PK_CUDA);
+    blas = pk_host_backend()->blas_name();
     py_take_gil();
     bool has_cuda = status == PK_OK;
 #ifdef Py_GIL_DISABLED
@@ -158,9 +158,9 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 #endif
     return Py_BuildValue("{s:s, s:N, s:O, s:i, s:z, s:s, s:s, s:i, s:s, s:s, s:O}", "version", PAGEDKV_VERSION,
                          "backends", has_cuda ? Py_BuildValue("[ss]", "cpu", "cuda") : Py_BuildValue("[s]", "cpu"),
-                         "cuda", pk_built_with_cuda() ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
-                         has_cuda ? NULL : err.message, "isa", pk_cpu_isa(), "blas", blas, "threads",
-                         pk_cpu_num_threads(), "dlpack",
+                         "cuda", pk_is_built(PK_CUDA) ? Py_True : Py_False, "cuda_devices", num_devices, "cuda_problem",
+                         has_cuda ? NULL : err.message, "isa", pk_host_backend()->instruction_set(), "blas", blas,
+                         "threads", pk_host_backend()->num_threads(), "dlpack",
                          Py_STRINGIFY(DLPACK_MAJOR_VERSION) "." Py_STRINGIFY(DLPACK_MINOR_VERSION), "compiler",
                          COMPILER, "free_threaded", free_threaded);
 }

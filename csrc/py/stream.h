@@ -50,8 +50,6 @@ int py_device_with(py_state *state, PyObject *object, size_t entry, const char *
 py_queue *py_queue_arg(PyObject *self, PyObject *object, pk_device device);
 int py_enter_stream(PyObject *stream); /* what `with stream:` does */
 int py_leave_stream(PyObject *stream);
-int py_add_type(PyObject *module, PyTypeObject **slot, PyType_Spec *spec, const char *name, const char *doc,
-                const PyMethodDef *methods);
 
 /* --------------------------------------------------------- capturing (graph.c) */
 

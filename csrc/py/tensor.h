@@ -1,4 +1,4 @@
-/* tensor.h - what the three files of pagedkv.Tensor share. */
+/* tensor.h - what the files of pagedkv.Tensor share. */
 #ifndef PK_PY_TENSOR_H
 #define PK_PY_TENSOR_H
 
@@ -24,16 +24,25 @@ static inline py_memory *py_memory_of(PyObject *tensor)
     return base->hold.kind == PY_HOLD_ELASTIC ? base->hold.elastic.memory : &base->memory;
 }
 
-PyObject *py_shape_tuple(const int64_t *values, int ndim);
-PyObject *py_device_text(pk_device device); /* "cuda:0" */
+/* tensor.c: a view of the same memory, which holds the tensor that holds it, not a view of a view. */
+PyObject *py_tensor_view_of(PyObject *tensor, const pk_view *view);
 
-/* A shape: an int or a sequence of them, at most PK_MAX_DIMS, not negative (one may be -1 where allow_free). Returns
- * the number of dimensions, or -1. */
-int py_shape_arg(const char *name, PyObject *object, bool allow_free, int64_t *shape);
-/* "bfloat16", torch.bfloat16, numpy.float32, ... */
-int py_dtype_arg(const char *name, PyObject *object, pk_dtype *dtype);
-/* "cpu", "cuda", "cuda:1", torch.device(...) */
-int py_device_arg(const char *name, PyObject *object, pk_device *device);
+/* tensor_views.c */
+extern const char py_tensor_reshape_doc[], py_tensor_transpose_doc[];
+Py_ssize_t py_tensor_length(PyObject *self);
+PyObject *py_tensor_subscript(PyObject *self, PyObject *key);
+PyObject *py_tensor_reshape(PY_FASTCALL);
+PyObject *py_tensor_transpose(PY_FASTCALL);
+
+/* tensor_host.c */
+extern const char py_tensor_numpy_doc[], py_tensor_array_doc[], py_tensor_tolist_doc[];
+int py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags);
+void py_tensor_releasebuffer(PyObject *self, Py_buffer *buffer);
+PyObject *py_tensor_numpy(PyObject *self, PyObject *unused);
+PyObject *py_tensor_array(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *py_tensor_tolist(PyObject *self, PyObject *unused);
+PyObject *py_tensor_float(PyObject *self);
+PyObject *py_tensor_int(PyObject *self);
 
 /* tensor_out.c */
 extern const char py_tensor_dlpack_doc[], py_tensor_dlpack_device_doc[];

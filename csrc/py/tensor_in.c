@@ -40,14 +40,6 @@ static int dtype_from_dlpack(DLDataType type)
     }
 }
 
-DLDataType py_dlpack_dtype(pk_dtype dtype)
-{
-    static const uint8_t codes[PK_NUM_DTYPES] = {
-        [PK_F32] = kDLFloat, [PK_F16] = kDLFloat, [PK_BF16] = kDLBfloat, [PK_F8E4M3] = kDLFloat8_e4m3fn,
-        [PK_U8] = kDLUInt,   [PK_I32] = kDLInt,   [PK_I64] = kDLInt};
-    return (DLDataType){.code = codes[dtype], .bits = (uint8_t)(8 * pk_dtype_bytes(dtype)), .lanes = 1};
-}
-
 static int unsupported_dtype(const char *name, DLDataType type)
 {
     static const char *const words[] = {
@@ -359,19 +351,6 @@ bool py_is_torch(py_state *state, PyTypeObject *type)
     return false;
 }
 
-/* A producer may fail and set no exception. */
-static int need_exception(const char *name, const char *what)
-{
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_BufferError, "%s: its producer's %s failed without a reason", name, what);
-    return -1;
-}
-
-int py_current_work_stream(const char *name, const DLPackExchangeAPI *exchange, int device, pk_stream *stream)
-{
-    int result = exchange->current_work_stream(kDLCUDA, device, stream);
-    return result < 0 ? need_exception(name, "current_work_stream") : 0;
-}
-
 static int read_own(PyObject *object, bool must_outlive_call, py_tensor_in *taken)
 {
     taken->view = *py_tensor_view(object);
@@ -414,7 +393,7 @@ int py_read_tensor(py_state *state, const char *name, bool must_outlive_call, pk
     }
     if (result == 0) return 0;
     py_release(&taken->hold);
-    return need_exception(name, "reader");
+    return py_need_exception(name, "reader");
 }
 
 int py_take_host_tensor(py_state *state, const char *name, PyObject *object, py_tensor_in *taken)
@@ -423,52 +402,4 @@ int py_take_host_tensor(py_state *state, const char *name, PyObject *object, py_
     if (!taken->memory || py_memory_wait(state, taken->memory, taken->view.device, false) == 0) return 0;
     py_release(&taken->hold);
     return -1;
-}
-
-/* Giving much host memory back takes the kernel milliseconds. */
-static void release_memory(py_hold *hold)
-{
-    const pk_backend *backend;
-    bool is_slow = hold->memory.device.type == PK_CPU && hold->memory.bytes > PY_LARGE_BYTES;
-    if (pk_backend_of(hold->memory.device, &backend, NULL) != PK_OK) return;
-    if (is_slow) py_release_gil();
-    (hold->memory.is_pinned ? backend->release_pinned : backend->release)(hold->memory.device, hold->memory.data);
-    if (is_slow) py_take_gil();
-}
-
-/* A deleter may run Python, which must find no exception, nor leave one. */
-#define CALL_DELETER(managed)                   \
-    do {                                        \
-        PyObject *type, *value, *traceback;     \
-        if (!(managed)->deleter) break;         \
-        PyErr_Fetch(&type, &value, &traceback); \
-        (managed)->deleter(managed);            \
-        PyErr_Restore(type, value, traceback);  \
-    } while (0)
-
-void py_release(py_hold *hold)
-{
-    switch (hold->kind) {
-        case PY_HOLD_NOTHING:
-            break;
-        case PY_HOLD_OBJECT:
-            Py_DECREF(hold->object);
-            break;
-        case PY_HOLD_BUFFER:
-            PyBuffer_Release(&hold->buffer);
-            break;
-        case PY_HOLD_VERSIONED:
-            CALL_DELETER(hold->versioned);
-            break;
-        case PY_HOLD_LEGACY:
-            CALL_DELETER(hold->legacy);
-            break;
-        case PY_HOLD_MEMORY:
-            release_memory(hold);
-            break;
-        case PY_HOLD_ELASTIC:
-            py_elastic_let_go(hold);
-            break;
-    }
-    hold->kind = PY_HOLD_NOTHING;
 }

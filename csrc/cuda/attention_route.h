@@ -1,0 +1,20 @@
+/* attention_route.h - which kernel answers which sequences of a call. */
+#ifndef PK_CUDA_ATTENTION_ROUTE_H
+#define PK_CUDA_ATTENTION_ROUTE_H
+
+#include "cuda/attention_plan.h"
+
+/* Which sequences the kernels take; a filter of max_rows 0 is none. */
+struct attention_route {
+    bool is_simple; /* all of them by attention_simple.cu */
+    row_filter decode, prefill;
+};
+
+static inline bool pk_has_queries(const pk_attention_args *args)
+{
+    return args->num_tokens > 0 && args->num_seqs > 0 && args->max_seqlen_q > 0;
+}
+
+attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device);
+
+#endif

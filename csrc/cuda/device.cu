@@ -1,0 +1,195 @@
+/* device.cu - the devices: finding them, making one ready and current, and what its kernels report.
+ *
+ * The runtime is linked statically and the driver is found at run time, so that the same binary imports where there is
+ * neither: pk_cuda_count_devices() is the first call that needs one, and says what is missing.
+ */
+#include "cuda/cuda.h"
+
+#include <cuda.h>
+#include <stdlib.h>
+#include <string.h>
+
+// --- errors
+
+pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
+{
+    cudaGetLastError(); /* what is not sticky must not surface in somebody else's next call */
+    pk_status status = error == cudaErrorMemoryAllocation ? PK_ENOMEM : PK_ECUDA;
+    return pk_fail(err, status, "%.*s: %s (%s)", (int)strcspn(call, "("), call, cudaGetErrorName(error),
+                   cudaGetErrorString(error));
+}
+
+// --- devices
+
+static struct device_state {
+    pk_cuda_device device;
+    bool is_ready;
+    pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
+} devices[PK_CUDA_MAX_DEVICES];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int known_device_count; /* 0: not known yet; -1: in a child of fork(), where the driver does not work */
+
+static void forget_devices() { known_device_count = -1; }
+
+pk_status pk_cuda_count_devices(int *device_count, pk_error *err)
+{
+    *device_count = __atomic_load_n(&known_device_count, __ATOMIC_RELAXED);
+    if (*device_count > 0) return PK_OK;
+    if (*device_count < 0) {
+        *device_count = 0;
+        return pk_fail(err, PK_EDEVICE,
+                       "no CUDA device: this process was forked from one that used CUDA, which the "
+                       "driver does not support; start it by spawn, or fork before the first use");
+    }
+    const pk_cuda_pause pause; /* it loads the driver */
+    cudaError_t error = cudaGetDeviceCount(device_count);
+    if (error == cudaSuccess && *device_count > 0) {
+        if (*device_count > PK_CUDA_MAX_DEVICES) *device_count = PK_CUDA_MAX_DEVICES;
+        int unknown = 0;
+        if (__atomic_compare_exchange_n(&known_device_count, &unknown, *device_count, false, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED))
+            pthread_atfork(nullptr, nullptr, forget_devices);
+        return PK_OK;
+    }
+    *device_count = 0;
+    cudaGetLastError();
+    return pk_fail(err, PK_EDEVICE, "no CUDA device: cudaGetDeviceCount: %s (%s)", cudaGetErrorName(error),
+                   error == cudaSuccess ? "the driver sees none" : cudaGetErrorString(error));
+}
+
+/* Tells which architecture the device runs our kernels as: with no Hopper code in the file, that of older PTX. */
+static __global__ void marker_kernel() {}
+
+/* PAGEDKV_CUDA_MAX_CC=80 makes newer devices take the kernels of compute capability 8.0, so that they can be tested. */
+static pk_status cap_capability(int *capability, pk_error *err)
+{
+    const char *cap = getenv("PAGEDKV_CUDA_MAX_CC");
+    if (!cap || !*cap) return PK_OK;
+    int most = atoi(cap);
+    if (most < 80) return pk_fail(err, PK_EVALUE, "PAGEDKV_CUDA_MAX_CC is '%s' but must be 80 or more", cap);
+    if (most < *capability) *capability = most;
+    return PK_OK;
+}
+
+/* With the device current. */
+static pk_status make_ready(device_state *state, int index, pk_error *err)
+{
+    pk_cuda_outside_capture relaxed;
+    pk_cuda_device *device = &state->device;
+    cudaDeviceProp properties;
+    PK_CUDA(err, cudaGetDeviceProperties(&properties, index));
+    if (properties.major < 8)
+        return pk_fail(err, PK_EUNSUPPORTED, "cuda:%d has compute capability %d.%d but pagedkv needs 8.0", index,
+                       properties.major, properties.minor);
+    device->index = index;
+    device->num_sms = properties.multiProcessorCount;
+    device->compute_capability = properties.major * 10 + properties.minor;
+    PK_TRY(cap_capability(&device->compute_capability, err));
+    device->smem_per_cta = properties.sharedMemPerBlockOptin;
+    device->l2_bytes = (size_t)properties.l2CacheSize;
+    cudaFuncAttributes marker;
+    PK_CUDA(err, cudaFuncGetAttributes(&marker, marker_kernel));
+    device->can_launch_early = device->compute_capability >= 90 && marker.ptxVersion >= 90;
+    if (!device->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&device->own_stream, cudaStreamNonBlocking));
+    if (!state->bad_id_host) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_host, sizeof(pk_cuda_bad_id)));
+    if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));
+    PK_CUDA(err, cudaMemsetAsync(device->bad_id, 0, sizeof(pk_cuda_bad_id), device->own_stream));
+    PK_CUDA(err, cudaStreamSynchronize(device->own_stream));
+    __atomic_store_n(&state->is_ready, true, __ATOMIC_RELEASE);
+    return PK_OK;
+}
+
+/* Makes the device current, and ready at its first use. */
+static pk_status enter(int index, int *previous, pk_error *err)
+{
+    int current;
+    PK_CUDA(err, cudaGetDevice(&current));
+    if (current != index) {
+        PK_CUDA(err, cudaSetDevice(index));
+        *previous = current;
+    }
+    if (__atomic_load_n(&devices[index].is_ready, __ATOMIC_ACQUIRE)) return PK_OK;
+    const pk_cuda_pause pause; /* it makes a context */
+    const pk_cuda_lock held(&lock);
+    return devices[index].is_ready ? PK_OK : make_ready(&devices[index], index, err);
+}
+
+pk_cuda_call::pk_cuda_call(pk_device device, pk_stream stream, pk_error *err)
+    : device(&devices[device.index].device), stream((cudaStream_t)stream), err(err)
+{
+    status = enter(device.index, &previous, err);
+}
+
+pk_cuda_call::~pk_cuda_call()
+{
+    if (previous >= 0) cudaSetDevice(previous);
+}
+
+pk_cuda_loaded pk_cuda_loaded_kernels;
+
+/* A place belongs to one kernel at a time: one whose place is taken is loaded again at each use, which costs little. */
+pk_status pk_cuda_load_kernel(const pk_cuda_call &call, const char *name, const void *kernel)
+{
+    pk_cuda_loaded *loaded = &pk_cuda_loaded_kernels;
+    const pk_cuda_pause pause;
+    const pk_cuda_outside_capture relaxed;
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return pk_cuda_fail(call.err, name, error);
+    size_t at = pk_cuda_place_of(kernel);
+    const void *owner = nullptr;
+    bool is_new =
+        __atomic_compare_exchange_n(&loaded->kernels[at], &owner, kernel, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    if (is_new || owner == kernel)
+        __atomic_fetch_or(&loaded->devices[at], 1ull << call.device->index, __ATOMIC_RELAXED);
+    return PK_OK;
+}
+
+// --- waiting, and what kernels reported
+
+pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
+{
+    const pk_cuda_pause pause;
+    return PK_ON_DEVICE(device, err, cudaDeviceSynchronize());
+}
+
+/* Once kernels of several streams have taken turns (16 times were enough), every launch costs the card 0.2 us more, one
+ * of cuBLASLt 1 us, until another context has been on it (benchmarks/lab/engine/NOTES.md). Making one is enough. Where
+ * none can be made, nothing is lost but that time. */
+pk_status pk_cuda_reload_context(pk_device device, pk_error *err)
+{
+    CUresult (*create)(CUcontext *, unsigned int flags, CUdevice) = nullptr;
+    CUresult (*destroy)(CUcontext) = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    CUcontext other;
+    PK_TRY(pk_cuda_synchronize(device, err));
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxCreate", (void **)&create, 3020, cudaEnableDefault, &found));
+    PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxDestroy", (void **)&destroy, 4000, cudaEnableDefault, &found));
+    if (create && destroy && create(&other, 0, device.index) == CUDA_SUCCESS)
+        destroy(other); /* ours is current again */
+    return PK_OK;
+}
+
+pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
+{
+#define PK_BAD_FORMAT(kind, format) format,
+    static const char *const formats[PK_NUM_BAD_KINDS] = {"kernels recorded a bad id of an unknown kind",
+                                                          PK_BAD_KINDS(PK_BAD_FORMAT)};
+    PK_TRY(pk_cuda_synchronize(device, err));
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    device_state *state = &devices[device.index];
+    pk_cuda_bad_id *host = state->bad_id_host, *on_device = call.device->bad_id;
+    const pk_cuda_lock held(&lock); /* the pinned copy is shared */
+    PK_CUDA(err, cudaMemcpyAsync(host, on_device, sizeof *host, cudaMemcpyDeviceToHost, call.device->own_stream));
+    PK_CUDA(err, cudaMemsetAsync(on_device, 0, sizeof *host, call.device->own_stream));
+    PK_CUDA(err, cudaStreamSynchronize(call.device->own_stream));
+    const pk_cuda_bad_id bad_id = *host;
+    if (bad_id.kind == 0) return PK_OK;
+    pk_error what;
+    pk_fail(&what, PK_EVALUE, formats[bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0], (long long)bad_id.index,
+            (long long)bad_id.value, (long long)bad_id.limit);
+    return pk_fail(err, PK_EVALUE, "%s (first of possibly many on cuda:%d)", what.message, device.index);
+}

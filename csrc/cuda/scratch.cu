@@ -1,0 +1,100 @@
+/* scratch.cu - the scratch memory of streams: made at a stream's first use, kept until it is destroyed. */
+#include "cuda/cuda.h"
+
+enum { MAX_PIECES = 512 };
+
+struct scratch_piece {
+    cudaStream_t stream;
+    const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
+    pk_scratch_use use;
+    pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
+    size_t bytes;            /* of its data */
+};
+
+static struct device_pieces {
+    scratch_piece pieces[MAX_PIECES];
+    int count;
+} devices[PK_CUDA_MAX_DEVICES];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all of them */
+
+static const void *thread_of(cudaStream_t stream)
+{
+    static thread_local char here;
+    return stream == cudaStreamPerThread ? &here : nullptr;
+}
+
+static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk_cuda_call &call)
+{
+    const size_t counter_bytes = piece->use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    if (state->count == MAX_PIECES)
+        return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
+                       call.device->index, (int)MAX_PIECES);
+    const pk_cuda_pause pause;
+    pk_cuda_outside_capture relaxed;
+    void *data;
+    PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + piece->bytes));
+    if (counter_bytes) {
+        PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, call.device->own_stream));
+        PK_CUDA(call.err, cudaStreamSynchronize(call.device->own_stream));
+    }
+    piece->scratch = {(unsigned int *)data, (char *)data + counter_bytes};
+    state->pieces[state->count++] = *piece;
+    return PK_OK;
+}
+
+/* The first piece that is large enough, or a new one. */
+static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
+{
+    device_pieces *state = &devices[call.device->index];
+    scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes};
+    const pk_cuda_lock held(&lock);
+    const scratch_piece *piece = state->pieces, *end = piece + state->count;
+    while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread && piece->use == use &&
+                            piece->bytes >= bytes))
+        piece++;
+    if (piece == end) {
+        PK_TRY(make_piece(&wanted, state, call));
+        piece = &wanted;
+    }
+    *scratch = piece->scratch;
+    return PK_OK;
+}
+
+pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes, pk_scratch_use use)
+{
+    return find_piece(call, use, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
+}
+
+pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data)
+{
+    pk_cuda_scratch scratch = {};
+    size_t room = 1 << 20; /* doubled, so that what is outgrown and kept is less than what is in use */
+    while (room < bytes) room *= 2;
+    PK_TRY(find_piece(call, PK_SCRATCH_QUERIES, room, &scratch));
+    *data = scratch.data;
+    return PK_OK;
+}
+
+/* Work of a stream that was destroyed at this address may still use the scratch memory that is the new one's now. */
+pk_status pk_cuda_stream_is_new(pk_device device, pk_stream stream, pk_error *err)
+{
+    bool has_scratch = false;
+    {
+        const pk_cuda_lock held(&lock);
+        const device_pieces *state = &devices[device.index];
+        for (int i = 0; i < state->count; i++) has_scratch |= state->pieces[i].stream == (cudaStream_t)stream;
+    }
+    return has_scratch ? pk_cuda_synchronize(device, err) : PK_OK;
+}
+
+void pk_cuda_release_scratch(pk_device device, pk_stream stream)
+{
+    device_pieces *state = &devices[device.index];
+    const pk_cuda_pause pause;
+    const pk_cuda_lock held(&lock);
+    for (int i = state->count - 1; i >= 0; i--) {
+        if (state->pieces[i].stream != stream) continue;
+        if (cudaFree(state->pieces[i].scratch.counters) != cudaSuccess) cudaGetLastError();
+        state->pieces[i] = state->pieces[--state->count];
+    }
+}

@@ -1,0 +1,116 @@
+/* dense.c - validation of the row-wise operations: embedding, gather_rows, rms_norm, scale_columns, silu_and_mul.
+ */
+#include "ops/shared.h"
+
+#include <math.h>
+
+/* out[t] = table[ids[t]]. Ids out of range: the CPU raises before anything is written; CUDA writes zeros and records
+ * it in the device status word. */
+static pk_status gather(const char *table_name, const pk_view *table, const char *ids_name, const pk_view *ids,
+                        pk_output *out, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, table_name, table, "N D", PK_ANY_FLOAT);
+    PK_EXPECT(&env, ids_name, ids, "T", PK_ANY_INT);
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, gather_rows, &backend, err);
+    PK_EXPECT_OUTPUT(&env, "out", out, "T D", table->dtype, PK_SAME);
+    pk_gather_args args = {
+        .table = table->data,
+        .ids = ids->data,
+        .out = out->view.data,
+        .num_rows = pk_dim(&env, 'N'),
+        .row_size = pk_dim(&env, 'D'),
+        .num_ids = pk_dim(&env, 'T'),
+        .table_stride = table->stride[0],
+        .out_stride = out->view.stride[0],
+        .dtype = table->dtype,
+        .ids_are_int64 = ids->dtype == PK_I64,
+        .ids_name = ids_name,
+    };
+    return backend->gather_rows(env.device, &args, stream, err);
+}
+
+pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream, pk_error *err)
+{
+    return gather("weight", weight, "token_ids", token_ids, out, stream, err);
+}
+
+pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err)
+{
+    return gather("x", x, "indices", indices, out, stream, err);
+}
+
+pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
+{
+    if (eps >= 0 && !isinf((float)eps)) return PK_OK;
+    return pk_fail(err, PK_EVALUE, "%s is %g but must be finite and at least 0", name, eps);
+}
+
+/* rms_norm; eps NULL: scale_columns, which does not divide. */
+static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_view *weight, const double *eps,
+                            const pk_view *residual, pk_output *out, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
+    PK_EXPECT(&env, weight_name, weight, "D", PK_SAME);
+    if (residual) PK_EXPECT(&env, "residual", residual, "T D", PK_SAME | PK_WRITABLE);
+    if (eps) PK_TRY(pk_expect_eps("eps", *eps, err));
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, rms_norm, &backend, err);
+    pk_may_be(&env, x);
+    PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
+    pk_rms_norm_args args = {
+        .x = x->data,
+        .residual = residual ? residual->data : NULL,
+        .weight = weight->data,
+        .out = out->view.data,
+        .num_rows = pk_dim(&env, 'T'),
+        .row_size = pk_dim(&env, 'D'),
+        .x_stride = x->stride[0],
+        .residual_stride = residual ? residual->stride[0] : 0,
+        .out_stride = out->view.stride[0],
+        .divides = eps != NULL,
+        .eps = eps ? (float)*eps : 0,
+        .dtype = x->dtype,
+    };
+    return backend->rms_norm(env.device, &args, stream, err);
+}
+
+pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
+                      pk_stream stream, pk_error *err)
+{
+    return weigh_rows(x, "weight", weight, &eps, residual, out, stream, err);
+}
+
+pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err)
+{
+    return weigh_rows(x, "factors", factors, NULL, NULL, out, stream, err);
+}
+
+pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T W", PK_ANY_FLOAT);
+    if (pk_dim(&env, 'W') % 2)
+        return pk_fail(err, PK_ESHAPE, "x: dim 1 is %lld but must be even: gate and up side by side",
+                       (long long)pk_dim(&env, 'W'));
+    env.size['D' - 'A'] = pk_dim(&env, 'W') / 2;
+    env.bound_by['D' - 'A'] = "half of x";
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, silu_and_mul, &backend, err);
+    PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
+    pk_silu_args args = {
+        .x = x->data,
+        .out = out->view.data,
+        .num_rows = pk_dim(&env, 'T'),
+        .row_size = pk_dim(&env, 'D'),
+        .x_stride = x->stride[0],
+        .out_stride = out->view.stride[0],
+        .dtype = x->dtype,
+    };
+    return backend->silu_and_mul(env.device, &args, stream, err);
+}

@@ -1,0 +1,63 @@
+/* dense.h - operations on rows: embedding, gather_rows, rms_norm, scale_columns, silu_and_mul. */
+#ifndef PK_OPS_DENSE_H
+#define PK_OPS_DENSE_H
+
+#include "pk.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows beside those of an operation, which divides its own by their root mean squares sqrt(mean(x^2) + eps) before
+ * anything else. x NULL: it does not. */
+typedef struct pk_rms_arg {
+    const void *x; /* [num_rows, row_size] of the operation's dtype */
+    int64_t row_size, stride;
+    float eps;
+} pk_rms_arg;
+
+/* embedding and gather_rows: out[t] = table[ids[t]] */
+typedef struct pk_gather_args {
+    const void *table; /* [num_rows, row_size], row stride table_stride */
+    const void *ids;   /* [num_ids] int32 or int64 */
+    void *out;         /* [num_ids, row_size], row stride out_stride */
+    int64_t num_rows, row_size, num_ids, table_stride, out_stride;
+    pk_dtype dtype;
+    bool ids_are_int64;
+    const char *ids_name; /* for errors */
+} pk_gather_args;
+
+/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps) * weight;
+ * scale_columns, which does not divide: out = x * weight */
+typedef struct pk_rms_norm_args {
+    const void *x;      /* [num_rows, row_size] */
+    void *residual;     /* the same shape, updated in place, or NULL */
+    const void *weight; /* [row_size] */
+    void *out;          /* [num_rows, row_size]; may be x itself */
+    int64_t num_rows, row_size, x_stride, residual_stride, out_stride;
+    bool divides;
+    float eps;
+    pk_dtype dtype;
+} pk_rms_norm_args;
+
+/* silu_and_mul: out = silu(x[:, :n]) * x[:, n:], of x divided by `rms` */
+typedef struct pk_silu_args {
+    const void *x; /* [num_rows, 2 * row_size] */
+    void *out;     /* [num_rows, row_size] */
+    int64_t num_rows, row_size, x_stride, out_stride;
+    pk_rms_arg rms;
+    pk_dtype dtype;
+} pk_silu_args;
+
+pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream,
+                       pk_error *err);
+pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err);
+pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
+                      pk_stream stream, pk_error *err);
+pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err);
+pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,95 @@
+/* linear.c - validation of linear: out = x @ weight.T + bias. */
+#include "ops/linear.h"
+
+#include "ops/dense.h"
+#include "ops/shared.h"
+
+pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
+{
+    return (pk_linear_args){
+        .x = x->data,
+        .weight = weight->data,
+        .out = out->data,
+        .num_rows = x->shape[0],
+        .in_features = x->shape[1],
+        .out_features = weight->shape[0],
+        .x_stride = x->stride[0],
+        .weight_stride = weight->stride[0],
+        .out_stride = out->stride[0],
+        .dtype = x->dtype,
+        .out_dtype = out->dtype,
+    };
+}
+
+static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, pk_linear_args *args,
+                                   const pk_view *gate_up, pk_stream stream, pk_error *err)
+{
+    const pk_silu_args silu = {
+        .x = gate_up->data,
+        .out = args->out,
+        .num_rows = args->num_rows,
+        .row_size = args->out_features / 2,
+        .x_stride = gate_up->stride[0],
+        .out_stride = args->out_stride,
+        .rms = {args->divides_by_rms ? args->x : NULL, args->in_features, args->x_stride, args->rms_eps},
+        .dtype = args->dtype,
+    };
+    args->out = gate_up->data;
+    args->out_stride = gate_up->stride[0];
+    args->is_gated = args->divides_by_rms = false;
+    PK_TRY(backend->linear(device, args, stream, err));
+    return backend->silu_and_mul(device, &silu, stream, err);
+}
+
+pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
+                    pk_stream stream, pk_error *err)
+{
+    const pk_view *bias = options->bias, *gate_up = options->gate_up;
+    const double *rms_eps = options->rms_eps;
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
+    if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
+    if (rms_eps) {
+        PK_TRY(pk_expect_eps("rms_eps", *rms_eps, err));
+        if (!gate_up || bias) return pk_fail(err, PK_EVALUE, "rms_eps: needs gate_up, and no bias");
+    }
+    if (gate_up) {
+        PK_EXPECT(&env, "gate_up", gate_up, "T N", PK_SAME | PK_WRITABLE);
+        if (pk_dim(&env, 'N') % 2)
+            return pk_fail(err, PK_ESHAPE, "weight: dim 0 is %lld but must be even: gate above up",
+                           (long long)pk_dim(&env, 'N'));
+        if (options->adds_to_out) return pk_fail(err, PK_EVALUE, "add_to_out: not with gate_up");
+        env.size['O' - 'A'] = pk_dim(&env, 'N') / 2;
+        env.bound_by['O' - 'A'] = "half of weight";
+    }
+    if (options->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, linear, &backend, err);
+    PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
+    pk_linear_args args = pk_linear_args_of(x, weight, &out->view);
+    args.bias = bias ? bias->data : NULL;
+    args.weight_is_constant = options->weight_is_constant;
+    args.adds_to_out = options->adds_to_out;
+    args.is_gated = gate_up != NULL;
+    args.divides_by_rms = rms_eps != NULL;
+    args.rms_eps = rms_eps ? (float)*rms_eps : 0;
+    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args)))
+        return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
+    return backend->linear(env.device, &args, stream, err);
+}
+
+pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
+                               const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
+    PK_EXPECT(&env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
+    pk_linear_args args = pk_linear_args_of(x, weight, out);
+    return backend->linear_algorithms(env.device, &args, choices, algorithm, err);
+}

@@ -1,0 +1,40 @@
+/* merge.c - merge_attention_states: joins attention over disjoint sets of keys (cascades, splits, ranks).
+ *
+ *   o    [num_parts, num_tokens, num_heads, head_dim], f32, f16 or bf16
+ *   lse  [num_parts, num_heads, num_tokens] float32, natural log
+ *
+ *     lse' = log sum_i exp(lse_i);   out = sum_i exp(lse_i - lse') * o_i
+ *
+ * A part whose lse is -inf counts nothing, whatever its o holds (NaN too). Where all are -inf: out 0, lse' -inf.
+ * out may be o itself where there is one part.
+ */
+#include "ops/merge.h"
+
+#include "ops/backend.h"
+#include "ops/check.h"
+
+pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
+                                    pk_stream stream, pk_error *err)
+{
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "o", o, "P T H D", PK_ANY_FLOAT | PK_DENSE);
+    PK_EXPECT(&env, "lse", lse, "P H T", PK_ACCEPT_F32 | PK_DENSE);
+    const pk_backend *backend;
+    PK_BACKEND_OP(env.device, merge_attention_states, &backend, err);
+    pk_may_be(&env, o);
+    PK_EXPECT_OUTPUT(&env, "out", out, "T H D", o->dtype, PK_SAME | PK_DENSE);
+    if (out_lse) PK_EXPECT_OUTPUT(&env, "out_lse", out_lse, "H T", PK_F32, PK_ACCEPT_F32 | PK_DENSE);
+    pk_merge_args args = {
+        .parts = o->data,
+        .part_lses = lse->data,
+        .out = out->view.data,
+        .lse = out_lse ? out_lse->view.data : NULL,
+        .num_parts = pk_dim(&env, 'P'),
+        .num_tokens = pk_dim(&env, 'T'),
+        .num_heads = pk_dim(&env, 'H'),
+        .head_dim = pk_dim(&env, 'D'),
+        .dtype = o->dtype,
+    };
+    return backend->merge_attention_states(env.device, &args, stream, err);
+}

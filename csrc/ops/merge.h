@@ -1,0 +1,27 @@
+/* merge.h - merge_attention_states. */
+#ifndef PK_OPS_MERGE_H
+#define PK_OPS_MERGE_H
+
+#include "pk.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* merge_attention_states: out = sum_i out_i * exp(lse_i - lse), lse = log sum_i exp(lse_i) */
+typedef struct pk_merge_args {
+    const void *parts;      /* [num_parts, num_tokens, num_heads, head_dim] dense */
+    const float *part_lses; /* [num_parts, num_heads, num_tokens] dense */
+    void *out;              /* [num_tokens, num_heads, head_dim] dense */
+    float *lse;             /* [num_heads, num_tokens] dense, or NULL */
+    int64_t num_parts, num_tokens, num_heads, head_dim;
+    pk_dtype dtype;
+} pk_merge_args;
+
+pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
+                                    pk_stream stream, pk_error *err); /* out_lse NULL: not wanted */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

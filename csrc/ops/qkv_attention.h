@@ -1,0 +1,25 @@
+/* qkv_attention.h - qkv_attention_fwd: qk_norm_rope_store, then attention. */
+#ifndef PK_OPS_QKV_ATTENTION_H
+#define PK_OPS_QKV_ATTENTION_H
+
+#include "ops/attention.h"
+#include "ops/rope.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or by way of memory of the backend's own for q. */
+typedef struct pk_qkv_attention_args {
+    pk_qk_norm_rope_store_args rope;
+    pk_attention_args attention;
+} pk_qkv_attention_args;
+
+/* Both operations. What `attention` says of q, the caches and their scales is ignored: they are those of `rope`. */
+pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
+                               pk_stream stream, pk_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,20 @@
+/* sample_linear.c - validation of sample_linear, which samples of a product. */
+#include "ops/sample_linear.h"
+
+#include "ops/shared.h"
+
+pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_is_constant, const pk_sample_call *call,
+                           pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend;
+    pk_sample_linear_args args;
+    pk_env env;
+    pk_env_init(&env, err);
+    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(&env, "weight", weight, "V K", PK_SAME);
+    PK_BACKEND_OP(env.device, sample_linear, &backend, err);
+    PK_TRY(pk_read_sample_call(&env, call, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
+    args.linear = pk_linear_args_of(x, weight, call->logits);
+    args.linear.weight_is_constant = weight_is_constant;
+    return backend->sample_linear(env.device, &args, stream, err);
+}

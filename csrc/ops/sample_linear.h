@@ -1,0 +1,26 @@
+/* sample_linear.h - sample_linear: the tokens that sample takes of a product. */
+#ifndef PK_OPS_SAMPLE_LINEAR_H
+#define PK_OPS_SAMPLE_LINEAR_H
+
+#include "ops/linear.h"
+#include "ops/sample.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* sample_linear: sample of linear's product. The two meet in memory for the logits, linear.out and sample.logits, of
+ * float32; nobody reads there afterwards. No penalties, filters or counts; no bias or gate. */
+typedef struct pk_sample_linear_args {
+    pk_linear_args linear;
+    pk_sample_args sample;
+} pk_sample_linear_args;
+
+/* call->logits is memory for x @ weight.T; the call has nothing optional. */
+pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_is_constant, const pk_sample_call *call,
+                           pk_stream stream, pk_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,80 @@
+/* sample.c - sample, for Python: bind, make views, call. The rules about shapes are in csrc/ops/sample.c;
+ * what is computed is defined in csrc/ops/sampling.h. */
+#include "py/call.h"
+#include "py/docs.h"
+#include "ops/sample.h"
+
+const char py_sample_doc[] = PyDoc_STR(
+    "sample($module, logits, temperatures, seeds, positions, *, top_k=None, top_p=None, min_p=None, "
+    "repetition_penalties=None, presence_penalties=None, frequency_penalties=None, counts=None, slots=None, "
+    "out=None, stream=None)\n--\n\n"
+    "One token a row. Temperature 0 takes the largest logit (the lowest index of equal ones); otherwise one is drawn\n"
+    "from softmax(logits / temperature).\n\n"
+    "logits: [num_rows, vocab_size] float32, float16 or bfloat16; -inf excludes a token. temperatures: [num_rows]\n"
+    "float32, finite and at least 0. seeds: [num_rows] int64. positions: [num_rows] int32, at least 0: the position\n"
+    "of the new token in its sequence. Returns out, [num_rows] int32.\n\n"
+    "What follows is one number a row on the logits' device, read by no host, so a CUDA graph serves any mix of rows;\n"
+    "a row with the neutral value, and every row where the array is left out, does without. The steps are vLLM's, in\n"
+    "its order, in float32; the first three change x = logits, the others drop tokens of rows that draw:\n\n"
+    "repetition_penalties: float32 above 0 (neutral 1). Of tokens seen: x / r where x > 0, otherwise x * r (Keskar et\n"
+    "al. 2019; transformers).\n"
+    "frequency_penalties, presence_penalties: float32 (0). x - frequency * n - presence, of tokens generated n > 0\n"
+    "times (OpenAI's API).\n"
+    "min_p: float32 (<= 0). Drops what is less likely than min_p times the most likely (Nguyen et al. 2024).\n"
+    "top_k: int32 (<= 0). Keeps the k largest x.\n"
+    "top_p: float32 (>= 1). Of what is left, keeps the most likely whose probabilities first reach p (Holtzman et al.\n"
+    "2020); the most likely always.\n"
+    "Tokens that equal the last one kept are kept, too.\n\n"
+    "counts: [num_slots, vocab_size] int32, the tokens seen by each sequence, as count_tokens makes them; needed by\n"
+    "the penalties. sample adds each new token to its row. slots: [num_rows] int32, the row of counts (left out: row\n"
+    "i's is i); negative: none, and no penalties. Two rows of a call must not share a slot.\n\n" PY_DOC_OUT
+        PY_DOC_STREAM PY_DOC_ERRORS
+    "A NaN logit, a row of nothing but -inf, and a number out of its range are a ValueError that names it; on CUDA the\n"
+    "row's token is -1 and check_errors() raises.\n\n"
+    "The draw takes the largest x + temperature * g, computed in float32, the lowest token of equals; the first where x\n"
+    "is inf. The g are independent Gumbel variates of Philox4x32-10 (Salmon et al. 2011) with the low and the high half\n"
+    "of the seed as key: g = -log(E(y) / 16 + (v % 16 != (y * 0x9E3779B9 % 2**32) >> 28) * E(z)) of token v with\n"
+    "E(w) = -log(1 - min((w + 0.5) * 2**-32, 1 - 2**-24)), y word b % 4 at counter (b // 4, position, 0, 0) for\n"
+    "b = v // 16, and z word v % 4 at counter (v // 4, position, 1, 0): the least of 16 exponential variates, and what\n"
+    "the others have more. So a row's token depends on its logits, parameters, seed and position only: not on the batch,\n"
+    "on chunking, on threads or on the device. A temperature above 1e28 is taken as 1e28.");
+PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum {
+        LOGITS,
+        TEMPERATURES,
+        SEEDS,
+        POSITIONS,
+        TOP_K,
+        TOP_P,
+        MIN_P,
+        REPETITION_PENALTIES,
+        PRESENCE_PENALTIES,
+        FREQUENCY_PENALTIES,
+        COUNTS,
+        SLOTS,
+        OUT,
+        STREAM
+    };
+    py_call call;
+    py_output out;
+    if (py_call_begin(&call, py_module_state(module), PY_SIG_sample, STREAM, args, nargs, kwnames) < 0) return NULL;
+    pk_sample_call request = {
+        .logits = py_call_tensor(&call, LOGITS),
+        .temperatures = py_call_tensor(&call, TEMPERATURES),
+        .seeds = py_call_tensor(&call, SEEDS),
+        .positions = py_call_tensor(&call, POSITIONS),
+        .top_k = py_call_optional(&call, TOP_K),
+        .top_p = py_call_optional(&call, TOP_P),
+        .min_p = py_call_optional(&call, MIN_P),
+        .repetition_penalties = py_call_optional(&call, REPETITION_PENALTIES),
+        .presence_penalties = py_call_optional(&call, PRESENCE_PENALTIES),
+        .frequency_penalties = py_call_optional(&call, FREQUENCY_PENALTIES),
+        .counts = py_call_optional_writable(&call, COUNTS),
+        .slots = py_call_optional(&call, SLOTS),
+        .out = &out.base,
+    };
+    py_call_output(&call, OUT, &out);
+    PY_CALL_RUN(&call, pk_sample(&request, call.stream, &call.err));
+    return py_call_end(&call, py_output_result(&out));
+}

@@ -25,6 +25,7 @@ import torch
 from record import add_record_option, record, version
 
 import pagedkv
+from pagedkv import ops
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from cases import CPU_PERFORMANCE, AttentionCase
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     add_record_option(parser)
     options = parser.parse_args()
-    pagedkv.set_num_threads(options.threads)
+    ops.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
     rows = []
     for case in CPU_PERFORMANCE:
@@ -139,7 +140,7 @@ def main() -> None:
             show(rows[-1])
     if not options.no_record:
         record(f"attention-{options.device}", rows, machine={"threads": options.threads},
-               versions={"torch": version("torch")}, isa=pagedkv.build_info()["isa"], seed=options.seed,
+               versions={"torch": version("torch")}, isa=ops.build_info()["isa"], seed=options.seed,
                targets={"decode ratio": 1.2, "prefill float32 ratio": 0.7})
 
 

@@ -19,6 +19,7 @@ import torch
 from record import add_record_option, record
 
 import pagedkv
+from pagedkv import ops
 
 # batch, context (0: ragged, 100 to 2048)
 ROWS = {
@@ -133,7 +134,7 @@ def main() -> None:
             results.append(measure(case, medians))
             print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
             torch.cuda.empty_cache()
-    pagedkv.check_errors()
+    ops.check_errors()
     if not args.no_record:
         record("attention-cuda-decode", results, machine={"gpu": torch.cuda.get_device_name()},
                versions={"torch": torch.__version__, "cuda": torch.version.cuda})

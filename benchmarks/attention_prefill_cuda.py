@@ -21,6 +21,7 @@ from attention_cuda import burst_us, time_us
 from record import add_record_option, record
 
 import pagedkv
+from pagedkv import ops
 
 PAGE, HEAD_DIM = 16, 128
 RAGGED = random.Random(0).sample([100 + round(924 * (i + 0.5) / 16) for i in range(16)], 16)
@@ -93,7 +94,7 @@ def main() -> None:
         results.append(measure(*case, args.cache_dtype))
         print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
         torch.cuda.empty_cache()
-    pagedkv.check_errors()
+    ops.check_errors()
     if not args.no_record:
         record(args.name, results, machine={"gpu": torch.cuda.get_device_name()},
                versions={"torch": torch.__version__, "cuda": torch.version.cuda,

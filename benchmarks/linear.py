@@ -17,6 +17,7 @@ import torch
 from record import add_record_option, record, version
 
 import pagedkv
+from pagedkv import ops
 
 SHAPES = [(4096, 1024, "qkv"), (1024, 2048, "o"), (6144, 1024, "gate and up"), (1024, 3072, "down")]
 ROWS = (1, 4, 16, 64, 512)
@@ -56,7 +57,7 @@ def measure(outputs: int, size: int, rows: int, dtype: str, seconds: float) -> d
     weights += [weights[i % 4].clone() for i in range(count - len(weights))]
     x, out = torch.randn(rows, size).to(torch_dtype), torch.empty(rows, outputs, dtype=torch_dtype)
     contestants = {
-        "pagedkv": lambda w: pagedkv.linear(x, w, out=out),
+        "pagedkv": lambda w: ops.linear(x, w, out=out),
         "torch": lambda w: torch.nn.functional.linear(x, w),
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -75,14 +76,14 @@ def measure(outputs: int, size: int, rows: int, dtype: str, seconds: float) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=pagedkv.get_num_threads())
+    parser.add_argument("--threads", type=int, default=ops.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each contestant and case")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     add_record_option(parser)
     args = parser.parse_args()
-    pagedkv.set_num_threads(args.threads)
+    ops.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
-    bandwidth, info = read_bandwidth(), pagedkv.build_info()
+    bandwidth, info = read_bandwidth(), ops.build_info()
     print(f"{args.threads} threads, {info['isa']}, BLAS: {info['blas']}; reading memory: {bandwidth:.1f} GB/s")
     print(f"{'weight':<14}{'':13}{'rows':>5} {'dtype':<9}{'median us':>9} {'quartiles':>15}{'GB/s':>7}{'of read':>8}"
           f"{'GFLOP/s':>9}{'torch us':>10}{'speedup':>9}")  # fmt: skip

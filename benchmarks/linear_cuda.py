@@ -13,7 +13,7 @@ import torch
 from dense_cuda import ROTATE_BYTES, VOCAB, Call, measure, normal
 from record import add_record_option, record, version
 
-import pagedkv
+from pagedkv import ops
 
 READ_BYTES_PER_US = 4.54e6
 SHAPES = {  # outputs, inputs
@@ -24,7 +24,7 @@ LAYERS, MEASURED_LAYERS = {"0.6B": 28, "8B": 36}, {"0.6B": 28, "8B": 6}
 
 
 def by_pagedkv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    pagedkv.linear(x, weight, out=out, weight_is_constant=True)
+    ops.linear(x, weight, out=out, weight_is_constant=True)
 
 
 def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -59,10 +59,10 @@ def step_us(model: str, rows: int, is_fused: bool) -> float:
 
     def fused() -> None:
         for layer in weights:
-            pagedkv.linear(x, layer["qkv"], out=outs["qkv"], **always)
-            pagedkv.linear(attention, layer["o"], add_to_out=True, out=x, **always)
-            pagedkv.linear(x, layer["gate-up"], gate_up=outs["gate-up"], rms_eps=1e-6, out=activation, **always)
-            pagedkv.linear(activation, layer["down"], add_to_out=True, out=x, **always)
+            ops.linear(x, layer["qkv"], out=outs["qkv"], **always)
+            ops.linear(attention, layer["o"], add_to_out=True, out=x, **always)
+            ops.linear(x, layer["gate-up"], gate_up=outs["gate-up"], rms_eps=1e-6, out=activation, **always)
+            ops.linear(activation, layer["down"], add_to_out=True, out=x, **always)
 
     def products() -> None:
         for layer in weights:

@@ -16,6 +16,7 @@ import numpy as np
 from record import add_record_option, record
 
 import pagedkv
+from pagedkv import ops
 
 
 def measure(function: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -54,10 +55,10 @@ def calls() -> dict[str, Callable[[], object]]:
     many = [pagedkv.asarray(cache.copy()) for _ in range(100)]
     key, slots = np.ones((1, 1, 8), np.float32), np.array([3])
     table, lens = np.array([[0]], np.int32), np.array([4], np.int32)
-    rms_norm, add, empty, swap_blocks = pagedkv.rms_norm, np.add, pagedkv.empty, pagedkv.swap_blocks
-    get_num_threads = pagedkv.get_num_threads
+    rms_norm, add, empty, swap_blocks = ops.rms_norm, np.add, pagedkv.empty, pagedkv.swap_blocks
+    get_num_threads = ops.get_num_threads
     found = {
-        "nothing: pagedkv.get_num_threads()": lambda: get_num_threads(),
+        "nothing: ops.get_num_threads()": lambda: get_num_threads(),
         "numpy.add(x, y, out=z)": lambda: add(x, x, out=out),
         "empty(shape, dtype, device), no keyword": lambda: empty(shape, "float32", "cpu"),
         "empty(shape=, dtype=, device=), 3 keywords": lambda: empty(shape=shape, dtype="float32", device="cpu"),
@@ -97,7 +98,7 @@ def main() -> None:
     add_record_option(parser)
     options = parser.parse_args()
     repeats = options.repeats
-    pagedkv.set_num_threads(1)
+    ops.set_num_threads(1)
     loop = measure(lambda: None, repeats)
     rows = []
     for name, call in calls().items():

@@ -16,6 +16,7 @@ import torch
 from record import add_record_option, record, version
 
 import pagedkv
+from pagedkv import ops
 from pagedkv.compat import flash_attn
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, CONTEXT = 16, 8, 128, 16, 16
@@ -41,13 +42,13 @@ def calls() -> dict[str, Callable[[], object]]:
     table, lens, slots = torch.tensor([[3]], **INT32), torch.tensor([CONTEXT], **INT32), torch.tensor([63], **INT32)
     batch = (q, k_cache, v_cache, table, lens)
     plan = pagedkv.plan_attention(*batch)
-    nothing, store, attention = pagedkv.get_num_threads, pagedkv.store_kvcache, pagedkv.paged_attention_fwd
+    nothing, store, attention = ops.get_num_threads, pagedkv.store_kvcache, pagedkv.paged_attention_fwd
     q4, key4, value4, before = q[None], key[None], value[None], lens - 1
     return {
-        "nothing: pagedkv.get_num_threads()": lambda: nothing(),
+        "nothing: ops.get_num_threads()": lambda: nothing(),
         "torch.add(x, y, out=z)": lambda: torch.add(x, x, out=y),
         "store_kvcache": lambda: store(key, value, k_cache, v_cache, slots),
-        "append_kvcache": lambda: pagedkv.append_kvcache(key, value, k_cache, v_cache, table, before),
+        "append_kvcache": lambda: ops.append_kvcache(key, value, k_cache, v_cache, table, before),
         "paged_attention_fwd(out=, plan=)": lambda: attention(*batch, out=out, plan=plan),
         "paged_attention_fwd(out=)": lambda: attention(*batch, out=out),
         "paged_attention_fwd()": lambda: attention(*batch),

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pagedkv
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 
 WARM, STEPS = 8, 32
 PROFILED = 8
@@ -149,7 +149,7 @@ class _Recorder:
         wall = median([(b - a) * 1e6 for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)])
         gap = None
         if self.events:
-            pagedkv.synchronize(self.llm.device)
+            ops.synchronize(self.llm.device)
             ends = zip(self.events, self.events[1:], strict=False)
             gap = median([before[1].elapsed_ms(after[0]) * 1e3 for before, after in ends])
         return wall, gap, {part: median(self.times[part]) for part in HOST_PARTS}
@@ -175,7 +175,7 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
         if step.num_decodes == len(step.sequences) == len(prompts):
             count += 1
             if count in (WARM, WARM + PROFILED):
-                pagedkv.synchronize(llm.device)
+                ops.synchronize(llm.device)
                 (profiler.start if count == WARM else profiler.stop)()
         return launch(step)
 

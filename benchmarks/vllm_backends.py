@@ -105,9 +105,9 @@ def write_entry_point(folder: Path) -> list[str]:
 
 def device_state(worker) -> list[str]:
     """Run in vLLM's worker: what pagedkv's kernels have recorded, and which attention runs."""
-    import pagedkv
+    from pagedkv import ops
 
-    pagedkv.check_errors()
+    ops.check_errors()
     layers = worker.model_runner.compilation_config.static_forward_context
     return sorted({type(layer.impl).__module__ + "." + type(layer.impl).__name__ for layer in layers.values()})
 

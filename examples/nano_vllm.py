@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pagedkv.compat.flash_attn
 import pagedkv.compat.nanovllm
-from pagedkv import bench
+from pagedkv import bench, ops
 
 
 def put_in_place(checkout: str) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         torch.manual_seed(0)
         randomize(llm.model_runner.model)
     run_bench(llm, SamplingParams, options.runs)
-    pagedkv.check_errors()
+    ops.check_errors()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The extension's names and types, held against it by tests/test_stub.py. For the docs: help(pagedkv.<name>)."""
+"""The extension's names and types, held against it by tests/test_stub.py. For the docs: help(ops.<name>)."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, final, overload

@@ -29,120 +29,68 @@ finally:
 from pagedkv._C import (  # noqa: E402
     BlockManager,
     CudaError,
-    ElasticBuffer,
     Event,
     Graph,
     OutOfBlocks,
-    Step,
     Stream,
     Tensor,
-    __version__,
-    append_kvcache,
     asarray,
-    bias_logits,
-    build_info,
-    check_errors,
     copy_blocks,
-    count_tokens,
-    embedding,
     empty,
     from_dlpack,
-    gather_rows,
-    get_num_threads,
-    linear,
-    linear_algorithms,
-    mask_logits,
-    memory_info,
     merge_attention_states,
     paged_attention_fwd,
     plan_attention,
-    qk_norm_rope_store,
-    qkv_attention_fwd,
-    reload_context,
-    rms_norm,
-    rope_append_kvcache,
-    sample,
-    sample_linear,
-    scale_columns,
-    set_num_threads,
-    silu_and_mul,
     store_kvcache,
     swap_blocks,
-    synchronize,
-    take_sampled,
-    token_logprobs,
-    use_linear_algorithm,
 )
+from pagedkv._C import __version__ as __version__  # noqa: E402
 
 # What needs NumPy (and the engine tokenizers) comes at first use; nothing above does.
 TYPE_CHECKING = False  # as type checkers know it from typing, which takes a millisecond to import
 if TYPE_CHECKING:
+    from pagedkv import ops as ops
     from pagedkv.engine import LLM, AsyncEngine, Engine, SamplingParams
-    from pagedkv.tuning import tune_linear
 
+# Twenty at most: what else there is stands in pagedkv.ops.
 __all__ = [
     "LLM",
     "AsyncEngine",
     "BlockManager",
     "CudaError",
-    "ElasticBuffer",
     "Engine",
     "Event",
     "Graph",
     "OutOfBlocks",
     "SamplingParams",
-    "Step",
     "Stream",
     "Tensor",
-    "__version__",
-    "append_kvcache",
     "asarray",
-    "bias_logits",
-    "build_info",
-    "check_errors",
     "copy_blocks",
-    "count_tokens",
-    "embedding",
     "empty",
     "from_dlpack",
-    "gather_rows",
-    "get_num_threads",
-    "linear",
-    "linear_algorithms",
-    "mask_logits",
-    "memory_info",
     "merge_attention_states",
     "paged_attention_fwd",
     "plan_attention",
-    "qk_norm_rope_store",
-    "qkv_attention_fwd",
-    "reload_context",
-    "rms_norm",
-    "rope_append_kvcache",
-    "sample",
-    "sample_linear",
-    "scale_columns",
-    "set_num_threads",
-    "silu_and_mul",
     "store_kvcache",
     "swap_blocks",
-    "synchronize",
-    "take_sampled",
-    "token_logprobs",
-    "tune_linear",
-    "use_linear_algorithm",
 ]
 
+if not TYPE_CHECKING:  # a checker that saw this would take every name
 
-def __getattr__(name: str) -> object:
-    modules = dict.fromkeys(("AsyncEngine", "Engine", "LLM", "SamplingParams"), "engine") | {"tune_linear": "tuning"}
-    if name not in modules:
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in ("AsyncEngine", "Engine", "LLM", "SamplingParams"):
+            value = globals()[name] = getattr(import_module("pagedkv.engine"), name)
+            return value
+        ops = import_module("pagedkv.ops")  # its import puts it among the names of this module
+        if name == "ops":
+            return ops
+        if name in ops.__all__:
+            raise AttributeError(f"pagedkv.{name} is pagedkv.ops.{name}")
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
-    from importlib import import_module
-
-    value = globals()[name] = getattr(import_module(f"pagedkv.{modules[name]}"), name)
-    return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__", "ops"])

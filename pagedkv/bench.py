@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-import pagedkv
+from pagedkv import Tensor, ops
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
@@ -101,37 +101,37 @@ def measure_ceiling(device: str, dtype: str) -> Ceiling:
     """The better of a large copy (read and write) and of a product with one row (a plain read), and a large product."""
     num_bytes, side = (2 << 30, 8192) if device != "cpu" else (128 << 20, 1024)
     columns = 4096
-    weight = pagedkv.empty((num_bytes // columns // ITEM_BYTES[dtype], columns), dtype, device)
+    weight = ops.empty((num_bytes // columns // ITEM_BYTES[dtype], columns), dtype, device)
     weight.copy_(_random(weight.shape, dtype))
     half = len(weight) // 2
-    row, product = pagedkv.empty((1, columns), dtype, device), pagedkv.empty((1, len(weight)), dtype, device)
+    row, product = ops.empty((1, columns), dtype, device), ops.empty((1, len(weight)), dtype, device)
     row.copy_(_random(row.shape, dtype))
     seconds = min(
         _seconds(lambda: weight[:half].copy_(weight[half : 2 * half]), device),
-        _seconds(lambda: pagedkv.linear(row, weight, out=product), device),
+        _seconds(lambda: ops.linear(row, weight, out=product), device),
     )
     square = weight.view(-1)[: side * side].view((side, side))
-    out = pagedkv.empty((side, side), dtype, device)
-    flops = 2 * side**3 / _seconds(lambda: pagedkv.linear(square, square, out=out), device)
+    out = ops.empty((side, side), dtype, device)
+    flops = 2 * side**3 / _seconds(lambda: ops.linear(square, square, out=out), device)
     return Ceiling(weight.nbytes / seconds, flops)
 
 
-def _random(shape: tuple[int, ...], dtype: str) -> pagedkv.Tensor:
+def _random(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Random values that repeat: zeros take less power than numbers, and so less time."""
     size = math.prod(shape)
     values = np.resize(np.random.default_rng(0).standard_normal(min(size, 1 << 22), np.float32), shape)
-    return pagedkv.asarray(values, dtype)
+    return ops.asarray(values, dtype)
 
 
 def _seconds(function: Callable[[], object], device: str, repeats: int = 5, calls: int = 10) -> float:
     """Of one call: the median of several times, each of so many calls that launching them costs nothing of it."""
     times = []
     for _ in range(repeats + 1):  # the first warms up
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             function()
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times[1:])
 

@@ -4,12 +4,12 @@
 
     out = ops.paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens)
 
-The functions here have the names, parameters, results and errors of pagedkv's own (see `help(pagedkv.rms_norm)`), but
-for `stream`: they take torch tensors and run on torch's current stream. Each calls one of the operators
-`torch.ops.pagedkv.<name>`. Their overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the
-log-sum-exp; `rms_norm_residual`, `linear_gate_up` and `sample_counts` write what they are named after. What an operator
-writes in place stands in its schema, so a compiler orders it as it orders PyTorch's own. In code that is not compiled,
-pagedkv's own functions do the same in less time.
+The functions here have the names, parameters, results and errors of those in pagedkv.ops, but for `stream`: they take
+torch tensors and run on torch's current stream. Each calls one of the operators `torch.ops.pagedkv.<name>`. Their
+overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the log-sum-exp; `rms_norm_residual`,
+`linear_gate_up` and `sample_counts` write what they are named after. What an operator writes in place stands in its
+schema, so a compiler orders it as it orders PyTorch's own. In code that is not compiled, those of pagedkv.ops do the
+same in less time.
 
 `plan_attention` needs `out` here, because only the device knows how many rows a plan has. There are no gradients: a
 backward pass through a result raises NotImplementedError, or where the operator also writes in place, which PyTorch
@@ -41,7 +41,7 @@ Fake = Callable[[dict[str, Any]], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the signature of one of pagedkv's functions does not say."""
+    """What the signature of a function of pagedkv.ops does not say."""
 
     results: Fake | None = None  # the new tensors that it returns, given its arguments by name; None: only into `outs`
     outs: tuple[str, ...] = ("out",)  # parameters that take memory for its results
@@ -290,7 +290,7 @@ def _make(name: str) -> Callable[..., Any]:
         return results if len(results) > 1 else results[0]
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"pagedkv.{name} as an operator of PyTorch's: see help(pagedkv.{name})."
+    function.__doc__ = f"pagedkv.ops.{name} as an operator of PyTorch's: see help(pagedkv.ops.{name})."
     function.__signature__ = inspect.Signature(_parameters(name))  # type: ignore[attr-defined]
     return function
 

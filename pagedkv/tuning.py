@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import pagedkv
-from pagedkv import Event, Graph, Stream, Tensor
+from pagedkv import Event, Graph, Stream, Tensor, ops
 
 COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands, and calls, in a graph: more than a cache holds
 NUM_WINDOWS = 7  # replays of each graph, of which the median counts
@@ -46,7 +46,7 @@ def tune_linear(
     Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
     """
     alike = defaultdict(list)
-    for weight in map(pagedkv.from_dlpack, weights):
+    for weight in map(ops.from_dlpack, weights):
         if weight.device != "cpu":
             alike[weight.shape, weight.strides, weight.dtype].append(weight)
     rows, num_measured, known = sorted(set(num_rows)), 0, _Known()
@@ -54,11 +54,11 @@ def tune_linear(
         outputs, size = shape
         stream = Stream(layers[0].device)
         most, has_numbers = max(rows, default=0), False
-        all_x = pagedkv.empty((most, size), dtype, layers[0].device)
-        all_out = pagedkv.empty((most, outputs), out_dtype or dtype, layers[0].device)
+        all_x = ops.empty((most, size), dtype, layers[0].device)
+        all_out = ops.empty((most, outputs), out_dtype or dtype, layers[0].device)
         for count in rows:
             x, out = all_x[:count], all_out[:count]
-            library, algorithms = pagedkv.linear_algorithms(x, layers[0], out=out)
+            library, algorithms = ops.linear_algorithms(x, layers[0], out=out)
             if not algorithms:
                 continue
             product = f"{count} rows, weight {outputs}x{size} stride {strides[0]}, {dtype} to {out.dtype}"
@@ -80,7 +80,7 @@ def tune_linear(
 def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> bool:
     try:
         if algorithm is not None:
-            pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
+            ops.use_linear_algorithm(x, weight, algorithm, out=out)
     except ValueError:  # the file is not to be trusted
         return False
     return algorithm is not None
@@ -89,7 +89,7 @@ def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> boo
 def _fill(x: Tensor) -> None:
     """With numbers: zeros would take less power, and so less time."""
     numbers = np.random.default_rng(0).standard_normal((min(len(x), NUM_RANDOM_ROWS), x.shape[1]), np.float32)
-    first = x[: len(numbers)].copy_(pagedkv.asarray(numbers, x.dtype))
+    first = x[: len(numbers)].copy_(ops.asarray(numbers, x.dtype))
     for start in range(len(first), len(x), len(first)):
         rest = x[start : start + len(first)]
         rest.copy_(first[: len(rest)])
@@ -103,7 +103,7 @@ def _choose(
     favourites = sorted(times, key=times.__getitem__)[:NUM_FAVOURITES]
     if not favourites:
         return algorithms[0]
-    near = [each for one in favourites for each in pagedkv.linear_algorithms(x, layers[0], near=one, out=out)[1]]
+    near = [each for one in favourites for each in ops.linear_algorithms(x, layers[0], near=one, out=out)[1]]
     times = _times(stream, x, layers, dict.fromkeys(favourites + near), out, add_to_out)
     best = min(times, key=times.__getitem__)
     return favourites[0] if times.get(favourites[0], float("inf")) < MARGIN * times[best] else best
@@ -139,10 +139,10 @@ def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, a
     graph = Graph()
     try:
         for adds in (False, add_to_out):  # loads what a capture cannot; and out holds numbers then
-            pagedkv.linear(x, layers[0], add_to_out=adds, out=out, stream=stream)
+            ops.linear(x, layers[0], add_to_out=adds, out=out, stream=stream)
         with graph.capture(stream):
             for i in range(max(MIN_CALLS, len(layers))):
-                pagedkv.linear(x, layers[i % len(layers)], add_to_out=add_to_out, out=out)
+                ops.linear(x, layers[i % len(layers)], add_to_out=add_to_out, out=out)
     except pagedkv.CudaError:
         return None
     return graph

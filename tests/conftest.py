@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import pagedkv
+from pagedkv import ops
 
 # Tests start interpreters of their own, in any folder: these import the pagedkv that this one did.
 os.environ["PYTHONSAFEPATH"] = "1"
@@ -45,7 +46,7 @@ def rng(seed) -> np.random.Generator:
 
 @pytest.fixture
 def cuda() -> str:
-    problem = pagedkv.build_info()["cuda_problem"]
+    problem = ops.build_info()["cuda_problem"]
     if problem is not None:
         pytest.skip(problem)
     return "cuda:0"
@@ -65,5 +66,5 @@ def torch(cuda):
 def no_error_is_left(request):
     """A test on a GPU leaves nothing in its status word that it did not expect."""
     yield
-    if request.node.get_closest_marker("gpu") and pagedkv.build_info()["cuda_problem"] is None:
-        pagedkv.check_errors()
+    if request.node.get_closest_marker("gpu") and ops.build_info()["cuda_problem"] is None:
+        ops.check_errors()

@@ -68,8 +68,8 @@ class Device:
         self.run_until(self.num_calls)
 
 
-class FakeModule:
-    """In place of the module pagedkv."""
+class FakeOps:
+    """In place of the module pagedkv.ops."""
 
     @staticmethod
     def empty(shape, dtype: str = "float32", device: Device | str = "cpu", *, pinned: bool = False) -> FakeTensor:
@@ -98,7 +98,7 @@ class FakeModule:
     @staticmethod
     def copy_blocks(caches: list[FakeTensor], pairs: np.ndarray) -> None:
         device_of(caches[0]).happened["copy on write"] += len(pairs)
-        FakeModule.swap_blocks(caches, caches, pairs)
+        FakeOps.swap_blocks(caches, caches, pairs)
 
     @staticmethod
     def take_sampled(token_ids: FakeTensor, sampled: FakeTensor) -> None:
@@ -310,7 +310,7 @@ class Model:
     def sample(self, hidden: FakeTensor, *numbers: FakeTensor, logits: FakeTensor, out: FakeTensor) -> None:
         """Leaves anything in the logits."""
         self.logits(hidden, logits)
-        FakeModule.sample(logits, *numbers, out=out)
+        FakeOps.sample(logits, *numbers, out=out)
 
 
 class FakeCaches(KVCaches):
@@ -321,8 +321,8 @@ class FakeCaches(KVCaches):
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         shape = self.block_size, 1, 1
-        self.layers = [tuple(FakeModule.empty((num_blocks, *shape), "int64", self.device) for _ in range(2))]
-        self.host_layers = [tuple(FakeModule.empty((num_host_blocks, *shape), "int64", pinned=True) for _ in range(2))]
+        self.layers = [tuple(FakeOps.empty((num_blocks, *shape), "int64", self.device) for _ in range(2))]
+        self.host_layers = [tuple(FakeOps.empty((num_host_blocks, *shape), "int64", pinned=True) for _ in range(2))]
 
     def allocate_one(self) -> None:
         self.allocate(1, 0)
@@ -371,7 +371,7 @@ class Hidden:
     @staticmethod
     def allocate(config: object, num_tokens: int, dtype: str, device: Device) -> Hidden:
         buffers = Hidden()
-        buffers.residual = FakeModule.empty(num_tokens, "int64", device)
+        buffers.residual = FakeOps.empty(num_tokens, "int64", device)
         return buffers
 
 
@@ -379,7 +379,7 @@ class Hidden:
 def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from now on compute on the Device that they are given as `device`."""
     names = {
-        "pagedkv": FakeModule,
+        "ops": FakeOps,
         "Tensor": FakeTensor,
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -390,6 +390,6 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    monkeypatch.setattr(kv_caches, "pagedkv", FakeModule)
-    monkeypatch.setattr(sampling_options, "pagedkv", FakeModule)
+    monkeypatch.setattr(kv_caches, "ops", FakeOps)
+    monkeypatch.setattr(sampling_options, "ops", FakeOps)
     monkeypatch.setattr(step_arrays, "Tensor", FakeTensor)

@@ -8,6 +8,7 @@ from fuzz_calls_bad import NOT_NUMBERS, NOT_TENSORS, pick
 from fuzz_calls_memory import CODES, Exported, decode, place
 
 import pagedkv
+from pagedkv import ops
 
 ERRORS = (
     TypeError,
@@ -206,12 +207,12 @@ def try_ids(rng, report) -> str:
 
 def try_runtime(rng, report) -> str:
     """Without CUDA all of these refuse, but for the CPU."""
-    thing, threads = pick(rng, ["cpu", "cpu", "cuda", "cuda:7", None, *NOT_NUMBERS]), pagedkv.get_num_threads()
+    thing, threads = pick(rng, ["cpu", "cpu", "cuda", "cuda:7", None, *NOT_NUMBERS]), ops.get_num_threads()
     for call in (
-        pagedkv.synchronize,
-        pagedkv.check_errors,
-        pagedkv.reload_context,
-        pagedkv.memory_info,
+        ops.synchronize,
+        ops.check_errors,
+        ops.reload_context,
+        ops.memory_info,
         pagedkv.Stream,
         pagedkv.Graph,
         lambda x: pagedkv.Event(True, x),
@@ -220,19 +221,19 @@ def try_runtime(rng, report) -> str:
         lambda x: pagedkv.Graph().replay(x),
         lambda x: pagedkv.Graph(x),
         lambda x: pagedkv.Event(device=x),
-        pagedkv.ElasticBuffer,
-        lambda x: pagedkv.ElasticBuffer(1 << 20, x),
-        lambda x: pagedkv.ElasticBuffer(1 << 20).resize(x),
-        lambda x: pagedkv.ElasticBuffer(1 << 20).tensor(x),
-        lambda x: pagedkv.ElasticBuffer(1 << 20).tensor(3, x, reserved=True),
+        ops.ElasticBuffer,
+        lambda x: ops.ElasticBuffer(1 << 20, x),
+        lambda x: ops.ElasticBuffer(1 << 20).resize(x),
+        lambda x: ops.ElasticBuffer(1 << 20).tensor(x),
+        lambda x: ops.ElasticBuffer(1 << 20).tensor(3, x, reserved=True),
         lambda x: pagedkv.Graph().__enter__(),
         lambda x: pagedkv.Graph().__exit__(x),
     ):
         attempt(report, f"{getattr(call, '__name__', call)}({thing!r})", lambda: call(thing))
     if not isinstance(thing, (int, np.integer)) or not 1 <= thing <= 4096:
-        done, _ = attempt(report, f"set_num_threads({thing!r})", lambda: pagedkv.set_num_threads(thing))
-        if done or pagedkv.get_num_threads() != threads:
-            raise Wrong(f"{report}: {pagedkv.get_num_threads()} threads")
+        done, _ = attempt(report, f"set_num_threads({thing!r})", lambda: ops.set_num_threads(thing))
+        if done or ops.get_num_threads() != threads:
+            raise Wrong(f"{report}: {ops.get_num_threads()} threads")
     return "runtime session"
 
 

@@ -7,7 +7,7 @@ import oracle
 import pytest
 from pools import UNUSED_PAGE, get, make_tables, put, put_sliceable
 
-import pagedkv
+from pagedkv import ops
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ def check(case: Case, batch: Batch, placed: dict, out) -> None:
 def test_case(case, device, rng):
     batch = make_batch(case, rng)
     alone = place(case, batch, device)
-    pagedkv.append_kvcache(**{name: x for name, x in alone.items() if name not in batch.rotation})
+    ops.append_kvcache(**{name: x for name, x in alone.items() if name not in batch.rotation})
     check(case, batch, alone, None)
     placed = place(case, batch, device)
     out = put(np.full(batch.rotation["q"].shape, 7.0), device, case.dtype)
-    assert pagedkv.rope_append_kvcache(**placed, out=out) is out
+    assert ops.rope_append_kvcache(**placed, out=out) is out
     check(case, batch, placed, out)
     if case.is_ragged:
         first, end = batch.rotation["cu_seqlens_q"][[0, -1]]
@@ -141,7 +141,7 @@ def test_a_negative_page_stores_nothing(device, rng):
     batch = make_batch(case, rng)
     batch.arguments["block_tables"][0, 1] = -1
     placed = place(case, batch, device)
-    check(case, batch, placed, pagedkv.rope_append_kvcache(**placed))
+    check(case, batch, placed, ops.rope_append_kvcache(**placed))
 
 
 # What is changed of CASE, and what the CPU and a GPU say.
@@ -174,12 +174,12 @@ def test_bad_content(change, message, on_a_gpu, device, rng):
     placed = place(CASE, batch, device)
     if device == "cpu":
         with pytest.raises(ValueError, match=message):
-            pagedkv.rope_append_kvcache(**placed)
+            ops.rope_append_kvcache(**placed)
         assert all(np.array_equal(get(placed[name]), x) for name, x in zip(("k_cache", "v_cache"), batch.caches))
         return
-    out = pagedkv.rope_append_kvcache(**placed)
+    out = ops.rope_append_kvcache(**placed)
     with pytest.raises(ValueError, match=on_a_gpu):
-        pagedkv.check_errors(device)
+        ops.check_errors(device)
     first, end = batch.rotation["cu_seqlens_q"][1:]
     assert np.isfinite(get(placed["k_cache"])).all() and (get(out)[first:end] == 0).all() == (change is _shorter)
 
@@ -204,10 +204,10 @@ BAD_ARGUMENTS = [
 def test_bad_arguments(changes, error, message, rng):
     placed = place(CASE, make_batch(CASE, rng), "cpu")
     with pytest.raises(error, match=message):
-        pagedkv.rope_append_kvcache(**(placed | changes))
+        ops.rope_append_kvcache(**(placed | changes))
 
 
 def test_queries_are_not_rotated_in_place(rng):
     placed = place(CASE, make_batch(CASE, rng), "cpu")
     with pytest.raises(BufferError, match="out: overlaps q"):
-        pagedkv.rope_append_kvcache(**placed, out=placed["q"])
+        ops.rope_append_kvcache(**placed, out=placed["q"])

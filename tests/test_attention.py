@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pools import UNUSED_PAGE, get, make_batch, put, put_sliceable
 
 import pagedkv
+from pagedkv import ops
 
 CASE = AttentionCase("small", (1, 3), (9, 20), block_size=4, head_dim=32)
 
@@ -127,7 +128,7 @@ def test_a_bad_cap_of_the_compute_capability_is_refused(cuda):
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(isa):
     """The whole list once more in a process whose dispatch is capped: the default run takes the best one only."""
-    probe = [sys.executable, "-c", "import pagedkv; print(pagedkv.build_info()['isa'])"]
+    probe = [sys.executable, "-c", "import pagedkv; print(pagedkv.ops.build_info()['isa'])"]
     environment = os.environ | {"PAGEDKV_CPU_ISA": isa}
     found = subprocess.run(probe, env=environment, capture_output=True, text=True, check=True)
     if found.stdout.strip() != isa:
@@ -138,7 +139,7 @@ def test_every_instruction_set(isa):
 
 
 def test_an_unknown_instruction_set_is_reported():
-    command = [sys.executable, "-c", "import pagedkv; print(pagedkv.build_info()['isa'])"]
+    command = [sys.executable, "-c", "import pagedkv; print(pagedkv.ops.build_info()['isa'])"]
     result = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": "mmx"}, capture_output=True, text=True)
     assert result.returncode == 0
     assert result.stderr.count("PAGEDKV_CPU_ISA is 'mmx' but must be generic, avx2 or avx512") == 1
@@ -171,14 +172,14 @@ def test_any_batch(data, seed):
 def test_a_sequence_gets_the_same_bits_in_any_batch_on_any_number_of_threads(rng):
     case = AttentionCase("batch", (1, 30, 1, 5, 1), (5000, 200, 63, 2100, 300))
     batch = make_batch(case, rng)
-    threads = pagedkv.get_num_threads()
+    threads = ops.get_num_threads()
     try:
-        pagedkv.set_num_threads(1)
+        ops.set_num_threads(1)
         alone, _ = run(batch, "cpu")
-        pagedkv.set_num_threads(4)
+        ops.set_num_threads(4)
         assert np.array_equal(run(batch, "cpu")[0], alone)
     finally:
-        pagedkv.set_num_threads(threads)
+        ops.set_num_threads(threads)
     for s, (first, end) in enumerate(zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:])):
         out = pagedkv.paged_attention_fwd(put(batch.q[first:end], "cpu", "float32"),
                                           put(batch.k_cache, "cpu", "float32"), put(batch.v_cache, "cpu", "float32"),

@@ -9,6 +9,7 @@ from pools import forget, make_batch
 from test_attention import check, run
 
 import pagedkv
+from pagedkv import ops
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +103,7 @@ def test_a_plan_in_memory_that_steps_share(torch, rng, heads):
         planned = pagedkv.paged_attention_fwd(*batch, **ragged, plan=memory)
         assert not planned.isnan().any()
         assert torch.equal(planned, pagedkv.paged_attention_fwd(*batch, **ragged))
-    pagedkv.check_errors()
+    ops.check_errors()
 
 
 def test_a_graph_plans_for_the_lengths_that_it_finds(torch, rng):
@@ -193,10 +194,10 @@ def test_a_plan_for_something_else(torch, rng):
     assert other.shape == plan.shape
     pagedkv.paged_attention_fwd(*tensors, lens, plan=other)
     with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
-        pagedkv.check_errors()
+        ops.check_errors()
     pagedkv.paged_attention_fwd(*tensors, lens - 1, plan=plan)
     with pytest.raises(ValueError, match="had 1500 keys, but context_lens has 1499 now"):
-        pagedkv.check_errors()
+        ops.check_errors()
 
     for column in range(1, 10):
         for value in (-1, 7, 2**30, 2**31 - 1, -(2**31)):
@@ -205,7 +206,7 @@ def test_a_plan_for_something_else(torch, rng):
             pagedkv.paged_attention_fwd(*tensors, lens, plan=broken)
             torch.cuda.synchronize()
             try:
-                pagedkv.check_errors()
+                ops.check_errors()
             except ValueError as error:
                 assert str(error).startswith("plan: ")
             fresh = pagedkv.plan_attention(*tensors, lens)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import (
+from pagedkv import ops
+from pagedkv.ops import (
     copy_blocks,
     embedding,
     gather_rows,
@@ -263,7 +264,7 @@ def test_binding_words():
         (lambda: rms_norm(1, 2, 3, 4), "rms_norm() takes from 2 to 3 positional arguments but 4 were given"),
         (lambda: silu_and_mul(1, 2), "silu_and_mul() takes 1 positional argument but 2 were given"),
         (lambda: pagedkv.from_dlpack(obj=1), "from_dlpack() got an unexpected keyword argument 'obj'"),
-        (lambda: pagedkv.set_num_threads(), "set_num_threads() missing 1 required positional argument: 'n'"),
+        (lambda: ops.set_num_threads(), "set_num_threads() missing 1 required positional argument: 'n'"),
         (lambda: pagedkv.BlockManager(1), "BlockManager() missing 1 required positional argument: 'block_size'"),
         (lambda: pagedkv.BlockManager(1, 2, 3), "BlockManager() takes 2 positional arguments but 3 were given"),
         (lambda: pagedkv.BlockManager(1, 2, size=3), "BlockManager() got an unexpected keyword argument 'size'"),
@@ -320,10 +321,10 @@ TENSOR_TABLE = [
     (lambda t: pagedkv.empty(1 // 0 for _ in range(2)), ZeroDivisionError, "integer division or modulo by zero"),
     (lambda t: pagedkv.empty(1, "float32\0"), TypeError, "dtype: 'float32\\x00' is not a dtype"),
     (lambda t: pagedkv.empty(1, device="cpu\0"), ValueError, "device: 'cpu\\x00' is not a device"),
-    (lambda t: pagedkv.set_num_threads(0), ValueError, "n: is 0 but must be in [1, 4096]"),
-    (lambda t: pagedkv.set_num_threads("2"), TypeError, "n: must be an int, not 'str'"),
-    (lambda t: pagedkv.synchronize("gpu"), ValueError, "device: 'gpu' is not a device"),
-    (lambda t: pagedkv.synchronize(3), ValueError, "device: 3 is not a device"),
+    (lambda t: ops.set_num_threads(0), ValueError, "n: is 0 but must be in [1, 4096]"),
+    (lambda t: ops.set_num_threads("2"), TypeError, "n: must be an int, not 'str'"),
+    (lambda t: ops.synchronize("gpu"), ValueError, "device: 'gpu' is not a device"),
+    (lambda t: ops.synchronize(3), ValueError, "device: 3 is not a device"),
 ]  # fmt: skip
 
 
@@ -338,14 +339,14 @@ def test_bad_tensor_call(row):
 
 
 def test_cuda_without_cuda():
-    if pagedkv.build_info()["cuda_devices"]:
+    if ops.build_info()["cuda_devices"]:
         pytest.skip("there is one")
-    error = BufferError if pagedkv.build_info()["cuda"] else NotImplementedError
+    error = BufferError if ops.build_info()["cuda"] else NotImplementedError
     for call in (
         lambda: pagedkv.empty(1, device="cuda"),
         lambda: pagedkv.asarray([1.0], device="cuda:0"),
-        lambda: pagedkv.synchronize("cuda"),
-        pagedkv.check_errors,
+        lambda: ops.synchronize("cuda"),
+        ops.check_errors,
     ):
         with pytest.raises((error, pagedkv.CudaError), match="cuda|CUDA"):
             call()

@@ -6,6 +6,7 @@ from cases import PAGE_SIZES
 from pools import get, put, put_sliceable
 
 import pagedkv
+from pagedkv import ops
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
 
@@ -36,9 +37,9 @@ def test_page_sizes(block_size, dtype, device, rng):
     copies, out, back = (np.array(pairs, np.int32) for pairs in ([[6, 0], [3, 5]], [[0, 3], [5, 1]], [[3, 2], [1, 4]]))
     pagedkv.copy_blocks([cache], copies)
     pagedkv.swap_blocks([cache], [on_host], out)
-    pagedkv.synchronize(device)
+    ops.synchronize(device)
     pagedkv.swap_blocks([on_host], [cache], back)
-    pagedkv.synchronize(device)
+    ops.synchronize(device)
     pool[copies[:, 1]] = pool[copies[:, 0]]
     host[out[:, 1]] = pool[out[:, 0]]
     pool[back[:, 1]] = host[back[:, 0]]
@@ -78,12 +79,12 @@ def test_swap_out_and_in(dtype, pinned, device, rng):
         on_host = [pagedkv.empty(x.shape, dtype, pinned=True).copy_(x) for x in on_host]
     out, back = np.array([[8, 0], [3, 5]], np.int32), np.array([[5, 1], [0, 2]], np.int64)
     pagedkv.swap_blocks(on_device, on_host, out)
-    pagedkv.synchronize(device)
+    ops.synchronize(device)
     for host, pool, expected in zip(on_host, pools, hosts):
         expected[out[:, 1]] = pool[out[:, 0]]
         np.testing.assert_array_equal(get(host), expected)
     pagedkv.swap_blocks(on_host, on_device, back)
-    pagedkv.synchronize(device)
+    ops.synchronize(device)
     for cache, pool, host in zip(on_device, pools, hosts):
         pool[back[:, 1]] = host[back[:, 0]]
         np.testing.assert_array_equal(get(cache), pool)

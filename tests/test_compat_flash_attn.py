@@ -8,7 +8,7 @@ import oracle
 import pytest
 
 torch = pytest.importorskip("torch", reason="pagedkv.compat is for PyTorch code")
-import pagedkv  # noqa: E402
+from pagedkv import ops  # noqa: E402
 from pagedkv.compat import flash_attn, flash_attn_3  # noqa: E402
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -285,7 +285,7 @@ def test_captured(torch, rng):
         others = k.clone(), v.clone()
         graph.replay()
         assert torch.equal(out, call(*others)) and torch.equal(others[0], k) and torch.equal(others[1], v)
-    pagedkv.check_errors()
+    ops.check_errors()
 
 
 SIGNATURES = {

@@ -13,6 +13,7 @@ from cases import AttentionCase
 from pools import UNUSED_PAGE, forget, get, make_batch
 
 import pagedkv
+from pagedkv import ops
 
 pytestmark = pytest.mark.gpu
 MIXED = AttentionCase("mixed", (1, 150, 0, 65, 1, 2), (313, 200, 9, 64, 0, 71), head_dim=128, dtype="bfloat16")
@@ -146,8 +147,8 @@ def test_bad_ids_are_masked_and_named(torch, case, spoil, graphs, rng):
         run()
         inputs.check(batch)
         with pytest.raises(ValueError, match=message):
-            pagedkv.check_errors()
-        pagedkv.check_errors()  # told once
+            ops.check_errors()
+        ops.check_errors()  # told once
     batch = make_batch(case, rng)
     inputs.set(batch)
     run()
@@ -165,7 +166,7 @@ def test_bad_query_ranges_are_named(torch, case, end, rng):
     inputs.cu_seqlens_q[seq + 1] = end
     inputs.run()
     with pytest.raises(ValueError, match=f"cu_seqlens_q: sequence {seq} ends at {end}|cu_seqlens_q: sequence {seq + 1} "):
-        pagedkv.check_errors()
+        ops.check_errors()
     expected, tolerance = batch.expected()[0][:first], oracle.tolerance(case.dtype)
     out = get(inputs.out.cpu())
     np.testing.assert_allclose(out[:first], expected, rtol=tolerance, atol=tolerance)
@@ -186,7 +187,7 @@ def test_bad_slots_are_skipped_and_named_after_a_replay(torch, rng):
         slots[3] = bad
         graph.replay()
         with pytest.raises(ValueError, match=f"slot_mapping: token 3 has slot {bad} but it must be below 12"):
-            pagedkv.check_errors()
+            ops.check_errors()
         expected[:, 2, 3] = 0
         assert torch.equal(caches, expected)
 
@@ -200,11 +201,11 @@ def test_a_graph_of_a_layer_follows_its_inputs(torch):
     tokens, positions, slots, rows = (torch.zeros(9, device="cuda", dtype=torch.int32) for _ in range(4))
 
     def layer(stream=None):
-        hidden = pagedkv.embedding(tokens, table, stream=stream)
-        normed = pagedkv.rms_norm(hidden, norms[0], stream=stream)
-        qkv = pagedkv.linear(normed, weights, stream=stream)
-        q = pagedkv.qk_norm_rope_store(qkv, norms[1], norms[2], cos_sin, positions, *caches, slots, stream=stream)
-        return q, pagedkv.silu_and_mul(qkv, stream=stream), pagedkv.gather_rows(hidden, rows, stream=stream)
+        hidden = ops.embedding(tokens, table, stream=stream)
+        normed = ops.rms_norm(hidden, norms[0], stream=stream)
+        qkv = ops.linear(normed, weights, stream=stream)
+        q = ops.qk_norm_rope_store(qkv, norms[1], norms[2], cos_sin, positions, *caches, slots, stream=stream)
+        return q, ops.silu_and_mul(qkv, stream=stream), ops.gather_rows(hidden, rows, stream=stream)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -274,9 +275,9 @@ def test_a_second_device(torch, rng):
     there.check(batch)
     there.block_tables[0, 0] = 10**6
     there.run()
-    pagedkv.check_errors("cuda:0")
+    ops.check_errors("cuda:0")
     with pytest.raises(ValueError, match="block_tables: sequence 0 .*cuda:1"):
-        pagedkv.check_errors("cuda:1")
+        ops.check_errors("cuda:1")
     here.k_cache = there.k_cache
     with pytest.raises(BufferError, match="k_cache: is on cuda:1 but q is on cuda:0"):
         here.run()
@@ -327,15 +328,15 @@ kept = pagedkv.asarray(np.ones((2, 8), np.float32), device="cuda")
 child = os.fork()
 if child == 0:
     try:
-        pagedkv.silu_and_mul(kept)
+        pagedkv.ops.silu_and_mul(kept)
         os._exit(1)
     except BufferError as error:
         print(error, flush=True)
-    assert pagedkv.silu_and_mul(np.ones((2, 8), np.float32)).shape == (2, 4)
+    assert pagedkv.ops.silu_and_mul(np.ones((2, 8), np.float32)).shape == (2, 4)
     del kept  # the parent's memory
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-print(len(pagedkv.silu_and_mul(kept).tolist()))
+print(len(pagedkv.ops.silu_and_mul(kept).tolist()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

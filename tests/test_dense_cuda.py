@@ -11,6 +11,7 @@ import pytest
 from pools import get, put
 
 import pagedkv
+from pagedkv import ops
 
 pytestmark = pytest.mark.gpu
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -39,10 +40,10 @@ def test_rms_norm(torch, rng, dtype, with_residual, rows, size):
     x, weight = numbers(torch, rng, (rows, size), dtype), numbers(torch, rng, (size,), dtype)
     residual = numbers(torch, rng, (rows, size), dtype) if with_residual else None
     on_cpu = residual.cpu() if with_residual else None
-    expected = pagedkv.rms_norm(x.cpu(), weight.cpu(), 1e-6, residual=on_cpu)
-    alone = pagedkv.rms_norm(x[:1], weight, 1e-6, residual=residual[:1].clone() if with_residual else None)
+    expected = ops.rms_norm(x.cpu(), weight.cpu(), 1e-6, residual=on_cpu)
+    alone = ops.rms_norm(x[:1], weight, 1e-6, residual=residual[:1].clone() if with_residual else None)
     out = torch.full_like(x, float("nan"))
-    assert pagedkv.rms_norm(x, weight, 1e-6, residual=residual, out=out) is out
+    assert ops.rms_norm(x, weight, 1e-6, residual=residual, out=out) is out
     assert_near(out, expected, dtype, 2)
     assert (out.cpu() == expected).float().mean() > 0.99 or dtype == "float32"  # the other side of a rounding is rare
     if with_residual:
@@ -57,10 +58,10 @@ def test_silu_and_mul(torch, rng, dtype, rows, size):
     out = torch.full((rows, size + 16), 7.0, device="cuda", dtype=x.dtype)
     for start in (0, 8, 3):  # aligned twice, then not
         view, target = x[:, : 2 * size], out[:, start : start + size]
-        pagedkv.silu_and_mul(view, out=target)
-        expected = pagedkv.silu_and_mul(view.cpu().contiguous())
+        ops.silu_and_mul(view, out=target)
+        expected = ops.silu_and_mul(view.cpu().contiguous())
         assert_near(target, expected, dtype, 16)
-        assert torch.equal(target[:1], pagedkv.silu_and_mul(view[:1]))  # a row's bits do not depend on its batch
+        assert torch.equal(target[:1], ops.silu_and_mul(view[:1]))  # a row's bits do not depend on its batch
         target.fill_(7)
     assert (out == 7).all()
 
@@ -73,7 +74,7 @@ def test_embedding(torch, rng, dtype, ids, size):
         view = table[:, start : start + size]
         index = torch.from_numpy(rng.integers(0, 50, ids)).cuda()
         for which in (index, index.int()):
-            assert torch.equal(pagedkv.embedding(which, view), view[index])
+            assert torch.equal(ops.embedding(which, view), view[index])
 
 
 ROPE_SHAPES = [  # num_q_heads, num_kv_heads, head_dim, block_size
@@ -105,7 +106,7 @@ def test_qk_norm_rope_store(torch, rng, dtype, shape, tokens, start, hidden):
         caches = [put(poison, device, cache_dtype) for _ in range(2)]
         scales["rms_of"] = hidden and rms_of.to(device)
         arguments = [a.to(device) for a in (qkv, *weights, cos_sin, positions)]
-        return pagedkv.qk_norm_rope_store(*arguments, *caches, slots.to(device), **scales), *caches
+        return ops.qk_norm_rope_store(*arguments, *caches, slots.to(device), **scales), *caches
 
     q, k_cache, v_cache = run("cuda", dtype)
     cpu_q, cpu_k, cpu_v = run("cpu", dtype)
@@ -141,21 +142,21 @@ def test_linear(torch, rng, dtype, with_bias, shape):
     expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
     wide = torch.full((rows, outputs + 5), 9.0, device="cuda", dtype=x.dtype)
     out = wide[:, 2 : outputs + 2]
-    pagedkv.linear(x, weight, bias, out=out)
+    ops.linear(x, weight, bias, out=out)
     assert_near(out, expected, dtype)
     assert (wide[:, :2] == 9).all() and (wide[:, outputs + 2 :] == 9).all()
     single = torch.full((rows, outputs), float("nan"), device="cuda")
-    pagedkv.linear(x, weight, bias, out=single)
+    ops.linear(x, weight, bias, out=single)
     torch.testing.assert_close(single.double(), expected, rtol=2e-5, atol=2e-5)
     again = torch.empty_like(single)
-    pagedkv.linear(x, weight, bias, out=again)
+    ops.linear(x, weight, bias, out=again)
     assert torch.equal(single, again)
 
 
 def test_linear_of_float32_is_not_tf32(torch, rng):
     x, weight = numbers(torch, rng, (70, 2048), "float32"), numbers(torch, rng, (300, 2048), "float32")
     expected = x.double() @ weight.double().T
-    error = (pagedkv.linear(x, weight).double() - expected).norm() / expected.norm()
+    error = (ops.linear(x, weight).double() - expected).norm() / expected.norm()
     assert error < 1e-6
 
 
@@ -165,14 +166,14 @@ def test_linear_of_repeated_and_strided_rows(torch, rng, dtype, rows):
     x, weight = numbers(torch, rng, (1, 64), dtype), numbers(torch, rng, (24, 100), dtype)
     for view in (weight[:, :64], weight[:, 3:67], weight[:1, 8:72].expand(24, 64)):
         repeated = x.expand(rows, 64)
-        assert_near(pagedkv.linear(repeated, view), repeated.double() @ view.double().T, dtype, 16)
+        assert_near(ops.linear(repeated, view), repeated.double() @ view.double().T, dtype, 16)
 
 
 def test_linear_names_every_path_that_it_tried(torch):
     code = """if True:
         import array, pagedkv
         x = pagedkv.asarray(array.array("f", [1.0]) * 64, device="cuda:0").view((16, 4))
-        pagedkv.linear(x, x)
+        pagedkv.ops.linear(x, x)
     """
     run = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PAGEDKV_CUBLASLT": "/no/such/file.so"},
                          capture_output=True, text=True)  # fmt: skip
@@ -189,11 +190,11 @@ def test_sample_draws_what_the_cpu_draws(torch, rng, dtype, rows, vocab_size):
     temperatures = torch.from_numpy(rng.choice([0, 0.3, 0.6, 1, 5, 1e-6], rows).astype(np.float32)).cuda()
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, rows)).cuda()
     positions = torch.from_numpy(rng.integers(0, 2**31, rows).astype(np.int32)).cuda()
-    tokens = pagedkv.sample(logits, temperatures, seeds, positions)
-    expected = pagedkv.sample(logits.cpu(), temperatures.cpu(), seeds.cpu(), positions.cpu())
+    tokens = ops.sample(logits, temperatures, seeds, positions)
+    expected = ops.sample(logits.cpu(), temperatures.cpu(), seeds.cpu(), positions.cpu())
     assert torch.equal(tokens.cpu(), expected)
     some = torch.randperm(rows)[:7].cuda()
-    assert torch.equal(pagedkv.sample(logits[some], temperatures[some], seeds[some], positions[some]), tokens[some])
+    assert torch.equal(ops.sample(logits[some], temperatures[some], seeds[some], positions[some]), tokens[some])
 
 
 @pytest.mark.parametrize("shift", [-1e30, -3000.0, 100.0, 1e6, 3e38])
@@ -205,8 +206,8 @@ def test_sample_of_logits_of_any_size(torch, rng, shift):
     logits[::2, 1::3] = -float("inf")
     temperatures = torch.from_numpy(rng.choice([0.01, 1, 100], 64).astype(np.float32)).cuda()
     seeds, positions = torch.arange(64).cuda(), torch.arange(64, dtype=torch.int32).cuda()
-    tokens = pagedkv.sample(logits, temperatures, seeds, positions)
-    expected = pagedkv.sample(logits.cpu(), temperatures.cpu(), seeds.cpu(), positions.cpu())
+    tokens = ops.sample(logits, temperatures, seeds, positions)
+    expected = ops.sample(logits.cpu(), temperatures.cpu(), seeds.cpu(), positions.cpu())
     assert torch.equal(tokens.cpu(), expected)
 
 
@@ -216,10 +217,10 @@ def test_sample_of_equal_logits_and_of_infinities(torch, rng):
     logits[200:, 70_000:70_010] = float("inf")
     temperatures = torch.full((300,), 1e4, device="cuda")
     seeds, positions = torch.from_numpy(rng.integers(0, 2**60, 300)).cuda(), torch.zeros(300, dtype=torch.int32, device="cuda")
-    tokens = pagedkv.sample(logits, temperatures, seeds, positions)
+    tokens = ops.sample(logits, temperatures, seeds, positions)
     assert (tokens[200:] == 70_000).all()
     few = rng.permutation(200)[:40]
-    expected = pagedkv.sample(logits[few].cpu(), *(a[few].cpu() for a in (temperatures, seeds, positions)))
+    expected = ops.sample(logits[few].cpu(), *(a[few].cpu() for a in (temperatures, seeds, positions)))
     assert torch.equal(tokens[few].cpu(), expected)
 
 
@@ -228,7 +229,7 @@ def test_sample_unaligned_rows(torch, rng):
     arguments = torch.rand(30, device="cuda"), torch.arange(30).cuda(), torch.arange(30, dtype=torch.int32).cuda()
     for start in (0, 1, 8):
         view = wide[:, start : start + 4990]
-        assert torch.equal(pagedkv.sample(view, *arguments), pagedkv.sample(view.contiguous(), *arguments))
+        assert torch.equal(ops.sample(view, *arguments), ops.sample(view.contiguous(), *arguments))
 
 
 def sample_options(torch, rng, rows, vocab_size, num_slots):
@@ -260,10 +261,10 @@ def test_sample_with_options_draws_what_the_cpu_draws(torch, rng, dtype, rows, v
     logits[: rows // 8] = logits[: rows // 8].round()  # equal ones
     inputs, options = sample_inputs(torch, rng, rows), sample_options(torch, rng, rows, vocab_size, rows + 3)
     on_cpu = {name: a.cpu() for name, a in options.items()}
-    expected = pagedkv.sample(logits.cpu(), *(a.cpu() for a in inputs), **on_cpu)
-    tokens = pagedkv.sample(logits, *inputs, **options)
+    expected = ops.sample(logits.cpu(), *(a.cpu() for a in inputs), **on_cpu)
+    tokens = ops.sample(logits, *inputs, **options)
     assert torch.equal(tokens.cpu(), expected) and torch.equal(options["counts"].cpu(), on_cpu["counts"])
-    pagedkv.check_errors()
+    ops.check_errors()
 
 
 def test_sample_reads_no_more_than_its_rows(torch, rng):
@@ -271,12 +272,12 @@ def test_sample_reads_no_more_than_its_rows(torch, rng):
     wide[:, 3:4993] = numbers(torch, rng, (20, 4990), "float32")
     inputs, options = sample_inputs(torch, rng, 20), sample_options(torch, rng, 20, 4990, 23)
     dense = dict(options, counts=options["counts"].clone())
-    expected = pagedkv.sample(wide[:, 3:4993].contiguous(), *inputs, **dense)
+    expected = ops.sample(wide[:, 3:4993].contiguous(), *inputs, **dense)
     table[:, 3:4993] = options["counts"]
-    tokens = pagedkv.sample(wide[:, 3:4993], *inputs, **dict(options, counts=table[:, 3:4993]))
+    tokens = ops.sample(wide[:, 3:4993], *inputs, **dict(options, counts=table[:, 3:4993]))
     assert torch.equal(tokens, expected) and (tokens >= 0).all() and torch.equal(table[:, 3:4993], dense["counts"])
     assert (table[:, :3] == -(2**31)).all() and (table[:, 4993:] == -(2**31)).all()
-    best, _ = pagedkv.token_logprobs(wide[:, 3:4993], tokens, 20)
+    best, _ = ops.token_logprobs(wide[:, 3:4993], tokens, 20)
     order = wide[:, 3:4993].sort(descending=True, stable=True).indices  # topk takes equal ones in any order
     assert torch.equal(best[:, 1:].long(), order[:, :20])
 
@@ -285,20 +286,20 @@ def test_one_graph_samples_any_mix_of_rows(torch, rng):
     rows, vocab_size = 24, 4099
     logits = numbers(torch, rng, (rows, vocab_size), "bfloat16")
     inputs, options = sample_inputs(torch, rng, rows), sample_options(torch, rng, rows, vocab_size, rows)
-    pagedkv.sample(logits, *inputs, **options)
+    ops.sample(logits, *inputs, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = pagedkv.sample(logits, *inputs, **options)
-        best = pagedkv.token_logprobs(logits, tokens, 4)
+        tokens = ops.sample(logits, *inputs, **options)
+        best = ops.token_logprobs(logits, tokens, 4)
     for _ in range(4):
         logits.copy_(numbers(torch, rng, (rows, vocab_size), "bfloat16") * 3)
         new = sample_options(torch, rng, rows, vocab_size, rows)
         for old, values in zip([*inputs, *options.values()], [*sample_inputs(torch, rng, rows), *new.values()], strict=True):
             old.copy_(values)
         graph.replay()
-        assert torch.equal(tokens, pagedkv.sample(logits, *inputs, **new)) and torch.equal(options["counts"], new["counts"])
-        for a, b in zip(best, pagedkv.token_logprobs(logits, tokens, 4), strict=True):
+        assert torch.equal(tokens, ops.sample(logits, *inputs, **new)) and torch.equal(options["counts"], new["counts"])
+        for a, b in zip(best, ops.token_logprobs(logits, tokens, 4), strict=True):
             assert torch.equal(a, b)
 
 
@@ -309,11 +310,11 @@ def test_bad_ids_are_masked_and_recorded(torch, rng):
     table = numbers(torch, rng, (10, 64), "bfloat16")
     ids = torch.tensor([3, -1, 9, 10, 2147480000], device="cuda")
     for size in (64, 61):
-        out = pagedkv.embedding(ids, table[:, :size])
+        out = ops.embedding(ids, table[:, :size])
         assert torch.equal(out[[0, 2]], table[[3, 9], :size]) and (out[[1, 3, 4]] == 0).all()
         with pytest.raises(ValueError, match=r"ids: row [134] has id (-1|10|2147480000) but it must be at least 0 and below 10"):
-            pagedkv.check_errors()
-        pagedkv.check_errors()
+            ops.check_errors()
+        ops.check_errors()
 
 
 @pytest.mark.parametrize("head_dim", [128, 24])
@@ -327,13 +328,13 @@ def test_bad_positions_and_slots_are_masked_and_recorded(torch, rng, head_dim):
                               (2**40, "(slot_mapping: token 2 has slot 1099511627776|positions: token [13])")):
         slots = torch.tensor([0, 1, bad_slot, 3, -5, 19], device="cuda")
         caches = torch.full((2, 5, 4, 1, head_dim), 99.0, device="cuda", dtype=torch.bfloat16)
-        q = pagedkv.qk_norm_rope_store(qkv, weight, weight, cos_sin, positions, *caches, slots)
+        q = ops.qk_norm_rope_store(qkv, weight, weight, cos_sin, positions, *caches, slots)
         assert (q[[1, 3]] == 0).all() and (q[[0, 2, 4, 5]] != 0).any(-1).all()
         written = {0, 19} | ({2} if bad_slot == 2 else set())
         for cache in caches.view(2, 20, head_dim):
             assert {i for i in range(20) if (cache[i] != 99).any()} == written
         with pytest.raises(ValueError, match=message):
-            pagedkv.check_errors()
+            ops.check_errors()
 
 
 def test_rows_that_cannot_be_sampled(torch):
@@ -344,7 +345,7 @@ def test_rows_that_cannot_be_sampled(torch):
             given |= {"counts": torch.zeros(4, 900, dtype=torch.int32)}
         for name, value in changed.items():
             given.setdefault(name, torch.full((4,), float(name != "min_p")) if name != "slots" else torch.arange(4, dtype=torch.int32))[2] = value
-        return pagedkv.sample(**{name: a.cuda() for name, a in given.items()})
+        return ops.sample(**{name: a.cuda() for name, a in given.items()})
 
     number = "sample: row 2 has a top_p, min_p, penalty or slot"
     good = run()
@@ -359,7 +360,7 @@ def test_rows_that_cannot_be_sampled(torch):
         tokens = run(**changed)
         assert tokens[2] == -1 and torch.equal(tokens[[0, 1, 3]], good[[0, 1, 3]])
         with pytest.raises(ValueError, match=message):
-            pagedkv.check_errors()
+            ops.check_errors()
 
 
 # --- CUDA graphs
@@ -380,16 +381,16 @@ def test_a_graph_of_a_layer_follows_its_inputs(torch, rng):
             rng.uniform(0, 2, rows).astype(np.float32), rng.integers(0, 2**50, rows))]  # fmt: skip
 
     def run(ids, positions, slots, temperatures, seeds, caches):
-        residual = pagedkv.embedding(ids, table)
-        qkv = pagedkv.linear(residual, qkv_weight)
-        q = pagedkv.qk_norm_rope_store(qkv, head_norm, head_norm, cos_sin, positions, *caches, slots, rms_of=residual)
-        x = pagedkv.rms_norm(q.view(len(ids), -1), norm, residual=residual)
-        x = pagedkv.linear(pagedkv.silu_and_mul(pagedkv.linear(x, gate_up)), down)
+        residual = ops.embedding(ids, table)
+        qkv = ops.linear(residual, qkv_weight)
+        q = ops.qk_norm_rope_store(qkv, head_norm, head_norm, cos_sin, positions, *caches, slots, rms_of=residual)
+        x = ops.rms_norm(q.view(len(ids), -1), norm, residual=residual)
+        x = ops.linear(ops.silu_and_mul(ops.linear(x, gate_up)), down)
         scratch = torch.empty(len(ids), len(gate_up), device="cuda", dtype=torch.bfloat16)
-        x = pagedkv.linear(pagedkv.linear(x, gate_up, gate_up=scratch, rms_eps=1e-6), down)
-        logits = pagedkv.linear(pagedkv.gather_rows(x, torch.arange(len(ids), device="cuda")), lm_head,
+        x = ops.linear(ops.linear(x, gate_up, gate_up=scratch, rms_eps=1e-6), down)
+        logits = ops.linear(ops.gather_rows(x, torch.arange(len(ids), device="cuda")), lm_head,
                                 out=torch.empty(len(ids), vocab, device="cuda"))  # fmt: skip
-        return q, logits, pagedkv.sample(logits, temperatures, seeds, positions)
+        return q, logits, ops.sample(logits, temperatures, seeds, positions)
 
     for rows in (1, 8, 9, 40, 64):
         inputs, caches = make_inputs(rows), torch.zeros(2, 4, 16, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -410,12 +411,12 @@ def test_a_graph_of_a_layer_follows_its_inputs(torch, rng):
         inputs[0][0] = vocab
         graph.replay()
         with pytest.raises(ValueError, match=f"ids: row 0 has id {vocab}"):
-            pagedkv.check_errors()
+            ops.check_errors()
 
 
 def test_operations_follow_torchs_stream(torch, rng):
     x, weight = numbers(torch, rng, (4096, 4096), "bfloat16"), numbers(torch, rng, (4096,), "bfloat16")
-    expected = pagedkv.rms_norm(x * 2 + 1, weight)
+    expected = ops.rms_norm(x * 2 + 1, weight)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -423,7 +424,7 @@ def test_operations_follow_torchs_stream(torch, rng):
             late = x
             for _ in range(5):
                 late = late * 1
-            out = pagedkv.rms_norm(late * 2 + 1, weight)
+            out = ops.rms_norm(late * 2 + 1, weight)
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
 
@@ -432,7 +433,7 @@ def test_against_float64_at_a_models_size(torch, rng):
     """One row of everything at the 8B shape beside the oracle."""
     x, weight = numbers(torch, rng, (300, 4096), "bfloat16"), numbers(torch, rng, (4096,), "bfloat16")
     expected, _ = oracle.rms_norm(get(x[:3].cpu()), get(weight.cpu()), 1e-6, "bfloat16")
-    np.testing.assert_allclose(get(pagedkv.rms_norm(x, weight)[:3].cpu()), expected, rtol=1.6e-2, atol=1e-2)
+    np.testing.assert_allclose(get(ops.rms_norm(x, weight)[:3].cpu()), expected, rtol=1.6e-2, atol=1e-2)
     gate_up = numbers(torch, rng, (300, 2 * 12288), "bfloat16")
     expected = oracle.silu_and_mul(get(gate_up[-2:].cpu()), "bfloat16")
-    np.testing.assert_allclose(get(pagedkv.silu_and_mul(gate_up)[-2:].cpu()), expected, rtol=1.6e-2, atol=1e-2)
+    np.testing.assert_allclose(get(ops.silu_and_mul(gate_up)[-2:].cpu()), expected, rtol=1.6e-2, atol=1e-2)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import ElasticBuffer, Graph, Stream, Tensor
+from pagedkv import Graph, Stream, Tensor, ops
+from pagedkv.ops import ElasticBuffer
 
 MIB = 1 << 20
 
@@ -46,7 +47,7 @@ def resident_bytes(low: int, high: int) -> int:
 def bytes_in_use(device: str, start: int, capacity: int) -> int:
     if device == "cpu":
         return resident_bytes(start, start + capacity)
-    free, total = pagedkv.memory_info(device)
+    free, total = ops.memory_info(device)
     return total - free
 
 
@@ -122,7 +123,7 @@ def test_memory_comes_back(device: str) -> None:
         return bytes_in_use(device, start, capacity) - before
 
     gc.collect()
-    pagedkv.synchronize(device)
+    ops.synchronize(device)
     buffer = ElasticBuffer(1 << 40, device)
     start, capacity = address(buffer), buffer.capacity
     before = bytes_in_use(device, start, capacity)
@@ -170,7 +171,7 @@ def test_bad_values(call, error: type[Exception], message: str) -> None:
         call()
 
 
-@pytest.mark.skipif(pagedkv.build_info()["cuda_problem"] is None, reason="there is a GPU")
+@pytest.mark.skipif(ops.build_info()["cuda_problem"] is None, reason="there is a GPU")
 def test_without_a_gpu_the_error_is_that_of_other_functions() -> None:
     with pytest.raises((BufferError, NotImplementedError)) as expected:
         pagedkv.empty(1, device="cuda")
@@ -198,18 +199,18 @@ def test_more_than_the_host_has_changes_nothing(rng: np.random.Generator) -> Non
 
 @pytest.mark.gpu
 def test_more_than_the_gpu_has_changes_nothing(cuda: str, rng: np.random.Generator) -> None:
-    total = pagedkv.memory_info(cuda)[1]
+    total = ops.memory_info(cuda)[1]
     buffer = ElasticBuffer(2 * total, cuda)
     buffer.resize(8 * MIB)
     expected = rng.integers(0, 256, 8 * MIB, dtype=np.uint8)
     fill(buffer.tensor(8 * MIB, "uint8"), expected)
-    free = pagedkv.memory_info(cuda)[0]
+    free = ops.memory_info(cuda)[0]
     with pytest.raises(
         MemoryError, match=rf"cuda:0 cannot give {buffer.capacity - buffer.size} bytes more \({free} of"
     ):
         buffer.resize(buffer.capacity)
     assert buffer.size == 8 * MIB
-    assert abs(pagedkv.memory_info(cuda)[0] - free) < 64 * MIB
+    assert abs(ops.memory_info(cuda)[0] - free) < 64 * MIB
     np.testing.assert_array_equal(to_numpy(buffer.tensor(8 * MIB, "uint8")), expected)
     buffer.resize(64 * MIB)
 
@@ -386,7 +387,7 @@ def test_shrinking_waits_for_the_gpu(cuda: str) -> None:
         for i in range(200):
             pages[i % 2].copy_(pages[1 - i % 2])
     buffer.resize(0)
-    pagedkv.synchronize(cuda)
+    ops.synchronize(cuda)
 
 
 @pytest.mark.gpu
@@ -401,7 +402,7 @@ def test_no_shrinking_in_a_capture(cuda: str) -> None:
         with pytest.raises(RuntimeError, match="cannot shrink while a Graph is being captured"):
             buffer.resize(32 * MIB)
     graph.replay()
-    pagedkv.synchronize(cuda)
+    ops.synchronize(cuda)
     with pytest.raises(BufferError, match="tensors that need"):  # the graph's
         del tensor
         buffer.resize(0)
@@ -412,7 +413,7 @@ def test_no_shrinking_in_a_capture(cuda: str) -> None:
 @pytest.mark.gpu
 def test_many_gigabytes_take_no_seconds(cuda: str) -> None:
     """All the GPU can spare up to 100 GB, in 72 buffers as the caches of a model."""
-    each = min(100 << 30, int(pagedkv.memory_info(cuda)[0] * 0.8)) // 72
+    each = min(100 << 30, int(ops.memory_info(cuda)[0] * 0.8)) // 72
     buffers = [ElasticBuffer(each, cuda) for _ in range(72)]
     start = time.perf_counter()
     for buffer in buffers:

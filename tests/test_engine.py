@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import ALPHABET, EOS, TINY, VOCAB_SIZE, random_weights, safetensors_bytes, write_model
 
-import pagedkv
-from pagedkv import LLM, OutOfBlocks, SamplingParams
+from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -76,7 +75,7 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path, place):
         assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected
     if place[0] != "cpu":
         with pytest.raises(ValueError, match="logits: row . has a NaN"):
-            pagedkv.check_errors()
+            ops.check_errors()
 
 
 def test_bad_requests_fail_alone(llm):
@@ -130,8 +129,8 @@ def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):
             raise KeyboardInterrupt
         return linear(*args, **kwargs)
 
-    linear = pagedkv.linear
-    monkeypatch.setattr(pagedkv, "linear", failing)
+    linear = ops.linear
+    monkeypatch.setattr(ops, "linear", failing)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, ["abc", "xyz"], GREEDY)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from checkpoints import VOCAB_SIZE, write_model
 from test_engine import engine, generate
 
 import pagedkv
-from pagedkv import LLM, OutOfBlocks, SamplingParams
+from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
 from pagedkv.models.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -101,14 +101,14 @@ def test_graphs_read_the_pool_after_it_grew(folder, cuda, seed):
         llm.resize_cache(400)
         generate(llm, [[i] * 90 for i in range(8)], GREEDY)
         assert tokens_of(llm, prompts) == expected
-        free = pagedkv.memory_info(cuda)[0]
+        free = ops.memory_info(cuda)[0]
         llm.resize_cache(kv_cache_memory=8 << 30)
-        assert free - pagedkv.memory_info(cuda)[0] > 7 << 30
+        assert free - ops.memory_info(cuda)[0] > 7 << 30
         assert tokens_of(llm, prompts) == expected
         llm.resize_cache(100)
-        assert abs(free - pagedkv.memory_info(cuda)[0]) < 1 << 28
+        assert abs(free - ops.memory_info(cuda)[0]) < 1 << 28
         assert tokens_of(llm, prompts) == expected
-    pagedkv.check_errors(cuda)
+    ops.check_errors(cuda)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from test_demo_model import draw_short, draw_uniform, wrong_answers
 from test_qwen3 import poison, record_logits
 
 import pagedkv
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.engine.model_runner import batch_sizes
 from pagedkv.models.qwen3 import Qwen3
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        pagedkv.build_info()["cuda_problem"] is not None, reason=str(pagedkv.build_info()["cuda_problem"])
+        ops.build_info()["cuda_problem"] is not None, reason=str(ops.build_info()["cuda_problem"])
     ),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -39,7 +39,7 @@ def tokens_of(folder, prompts, params, **options) -> list[list[int]]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.manager.num_free_blocks == llm.manager.num_blocks
         llm.manager.check()
-        pagedkv.check_errors()
+        ops.check_errors()
     assert all(output.error is None for output in outputs)
     return [output.token_ids for output in outputs]
 
@@ -112,7 +112,7 @@ def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
     Those of other steps may be anything."""
     rng, sample = np.random.default_rng(6), Qwen3.sample
     nothing = pagedkv.asarray(np.full((20, VOCAB_SIZE), np.nan, np.float32), device="cuda")
-    pagedkv.synchronize()
+    ops.synchronize()
 
     def sample_and_spoil(self, *args, logits, out):
         sample(self, *args, logits=logits, out=out)
@@ -135,7 +135,7 @@ def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
             for params in (mixed, plain, mixed):
                 outputs += llm.generate(prompts, params, use_tqdm=False)
                 graphs.append([decodes.logits_graph for decodes in all_decodes])
-            pagedkv.check_errors()
+            ops.check_errors()
         assert graphs[0] == graphs[1] == graphs[2]
         assert any(graphs[0]) != enforce_eager and not all(graphs[0])
         tokens.append([output.token_ids for output in outputs])
@@ -159,7 +159,7 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
     from test_qwen3 import FORMS
 
     planned, given = [], []  # windows; windows and plans
-    plan_attention, attention = pagedkv.plan_attention, pagedkv.qkv_attention_fwd
+    plan_attention, attention = pagedkv.plan_attention, ops.qkv_attention_fwd
 
     def note_plan(*args, window_size, **options):
         planned.append(window_size)
@@ -169,8 +169,8 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
         given.append((window_size, plan))
         return attention(*args, window_size=window_size, plan=plan, **options)
 
-    monkeypatch.setattr(pagedkv, "plan_attention", note_plan)
-    monkeypatch.setattr(pagedkv, "qkv_attention_fwd", note_attention)
+    monkeypatch.setattr(ops, "plan_attention", note_plan)
+    monkeypatch.setattr(ops, "qkv_attention_fwd", note_attention)
     folder = write_model(tmp_path, num_hidden_layers=4, **FORMS["window"])
     with LLM(folder, **POOL, device="cuda", dtype="bfloat16", max_num_seqs=1, enforce_eager=True) as llm:
         planned.clear()
@@ -220,7 +220,7 @@ def test_a_request_without_finite_logits_fails_alone(folder):
         for output in (outputs[1], outputs[3]):
             assert output.finish_reason == "error" and "no token to sample" in str(output.error)
     with pytest.raises(ValueError, match="logits"):
-        pagedkv.check_errors()
+        ops.check_errors()
 
 
 # --- memory
@@ -233,22 +233,22 @@ def test_the_pool_is_what_is_left(tmp_path):
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     del llm
     gc.collect()
-    before, total = pagedkv.memory_info()
+    before, total = ops.memory_info()
     for utilization in (0.3, 0.85):
         llm = LLM(folder, device="cuda", gpu_memory_utilization=utilization)
         llm.generate([[i, 2, 3] for i in range(64)], GREEDY, use_tqdm=False)
-        used = total - pagedkv.memory_info()[0]
+        used = total - ops.memory_info()[0]
         assert utilization - 0.01 < used / total <= utilization
         assert "GiB" in repr(llm)
         llm.close()
-        assert before - pagedkv.memory_info()[0] <= 64 << 20
+        assert before - ops.memory_info()[0] <= 64 << 20
         llm.close()
     with pytest.raises(MemoryError, match="leaves no room for a page"):
         LLM(folder, device="cuda", gpu_memory_utilization=0.001)
     with pytest.raises(MemoryError, match="cuda:0 cannot give"):
         LLM(folder, device="cuda", kv_cache_memory=1 << 40)
     gc.collect()
-    assert before - pagedkv.memory_info()[0] <= 64 << 20
+    assert before - ops.memory_info()[0] <= 64 << 20
 
 
 def test_weights_arrive_through_small_pieces(tmp_path, monkeypatch, rng):

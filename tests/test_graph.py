@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import Event, Graph, Stream
+from pagedkv import Event, Graph, Stream, ops
 
-HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
+HAS_GPU = ops.build_info()["cuda_problem"] is None
 
 
 def on_gpu(array: np.ndarray) -> pagedkv.Tensor:
@@ -30,7 +30,7 @@ def busy(stream: Stream, milliseconds: float = 20) -> None:
     """Keeps the stream at work for at least so long."""
     x, out = large_matrices()
     for _ in range(int(milliseconds / 1.2) + 1):  # 8192^3 takes 1.4 ms at 800 TFLOP/s
-        pagedkv.linear(x, x, out=out, stream=stream)
+        ops.linear(x, x, out=out, stream=stream)
 
 
 # --- without a GPU
@@ -39,17 +39,17 @@ def busy(stream: Stream, milliseconds: float = 20) -> None:
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 @pytest.mark.parametrize(
     "make",
-    [Stream, Event, pagedkv.memory_info, pagedkv.reload_context, lambda: pagedkv.empty(3, pinned=True)],
+    [Stream, Event, ops.memory_info, ops.reload_context, lambda: pagedkv.empty(3, pinned=True)],
     ids=["Stream", "Event", "memory_info", "reload_context", "pinned"],
 )
 def test_what_is_missing_is_said(make):
-    expected = NotImplementedError if "CPU only" in pagedkv.build_info()["cuda_problem"] else BufferError
+    expected = NotImplementedError if "CPU only" in ops.build_info()["cuda_problem"] else BufferError
     with pytest.raises(expected) as caught:
         make()
-    assert str(caught.value) == pagedkv.build_info()["cuda_problem"]
+    assert str(caught.value) == ops.build_info()["cuda_problem"]
 
 
-@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), pagedkv.memory_info, pagedkv.reload_context])
+@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), ops.memory_info, ops.reload_context])
 def test_the_cpu_has_none(what):
     with pytest.raises(NotImplementedError, match="(Stream|Event|memory_info|reload_context) is not available on cpu"):
         what("cpu")
@@ -119,7 +119,7 @@ def test_which_stream_is_used(cuda):
     """An event on a stream is pending only while that stream has work."""
     stream, inner = Stream(), Stream()
     x = on_gpu(np.ones((4, 64), np.float32))
-    pagedkv.silu_and_mul(x)  # CUDA may wait for the device while it loads a kernel
+    ops.silu_and_mul(x)  # CUDA may wait for the device while it loads a kernel
     mark = Event()
     with stream:
         busy(inner, 20)
@@ -141,7 +141,7 @@ def test_which_stream_is_used(cuda):
     out, zeros = on_gpu(np.zeros((4, 32), np.float32)), np.zeros((4, 32), np.float32)
     with stream:
         busy(inner, 40)
-        pagedkv.silu_and_mul(x, out=out)
+        ops.silu_and_mul(x, out=out)
         stream.synchronize()
         assert not Event().record(inner).query()
     inner.synchronize()
@@ -149,7 +149,7 @@ def test_which_stream_is_used(cuda):
     with stream:
         out.copy_(zeros)
         busy(inner, 40)
-        pagedkv.silu_and_mul(x, out=out, stream=inner)  # stream= wins
+        ops.silu_and_mul(x, out=out, stream=inner)  # stream= wins
         assert not Event().record(inner).query()
         stream.synchronize()
         assert not Event().record(inner).query()
@@ -162,17 +162,17 @@ def test_torch_keeps_its_own_stream(cuda):
     torch = pytest.importorskip("torch")
     stream = Stream()
     x = torch.ones(4, 64, device="cuda")
-    pagedkv.silu_and_mul(x)
+    ops.silu_and_mul(x)
     torch.cuda.synchronize()
     busy(stream, 40)
     mark = Event().record(stream)
     with stream:
-        out = pagedkv.silu_and_mul(x)
+        out = ops.silu_and_mul(x)
         torch.cuda.current_stream().synchronize()
         assert not mark.query()
         assert torch.allclose(out, torch.full_like(out, 0.7310586))
         external = torch.cuda.ExternalStream(stream.cuda_stream)
-        pagedkv.silu_and_mul(x, out=out, stream=external)
+        ops.silu_and_mul(x, out=out, stream=external)
     stream.synchronize()
 
 
@@ -203,7 +203,7 @@ def test_a_tensor_made_on_a_stream_is_finished_for_its_consumer(cuda):
     x = on_gpu(np.full((4, 64), 2.0, np.float32))
     with stream:
         busy(stream, 40)
-        out = pagedkv.silu_and_mul(x)
+        out = ops.silu_and_mul(x)
     assert torch.from_dlpack(out).cpu().numpy() == pytest.approx(4 / (1 + np.exp(-2.0)))
 
 
@@ -263,12 +263,12 @@ def test_pinned_memory_is_given_back(cuda):
 @pytest.mark.gpu
 def test_memory_info(cuda):
     def is_exact() -> bool:
-        free, total = pagedkv.memory_info()
+        free, total = ops.memory_info()
         assert 0 < free <= total
         block = pagedkv.empty(1 << 30, "uint8", "cuda")
-        with_block = pagedkv.memory_info("cuda:0")
+        with_block = ops.memory_info("cuda:0")
         del block
-        return with_block == (free - (1 << 30), total) and pagedkv.memory_info() == (free, total)
+        return with_block == (free - (1 << 30), total) and ops.memory_info() == (free, total)
 
     gc.collect()
     assert any(is_exact() for _ in range(50))  # other processes may take and give back memory between two looks
@@ -277,19 +277,19 @@ def test_memory_info(cuda):
 @pytest.mark.gpu
 def test_reload_context_changes_nothing(cuda, rng):
     x, out = on_gpu(rng.standard_normal((3, 8)).astype(np.float32)), pagedkv.empty((3, 4), device="cuda")
-    expected = pagedkv.silu_and_mul(x).tolist()
+    expected = ops.silu_and_mul(x).tolist()
     stream, graph = Stream(), Graph()
     with graph.capture(stream):
-        pagedkv.silu_and_mul(x, out=out)
+        ops.silu_and_mul(x, out=out)
     lost = []
     for _ in range(3):
-        before = pagedkv.memory_info()[0]
-        pagedkv.reload_context("cuda:0")
-        lost.append(before - pagedkv.memory_info()[0])
+        before = ops.memory_info()[0]
+        ops.reload_context("cuda:0")
+        lost.append(before - ops.memory_info()[0])
     assert min(lost) <= 64 << 20  # what other processes take comes and goes
     graph.replay(stream)
     stream.synchronize()
-    assert out.tolist() == expected == pagedkv.silu_and_mul(x).tolist()
+    assert out.tolist() == expected == ops.silu_and_mul(x).tolist()
 
 
 @pytest.mark.gpu
@@ -297,19 +297,19 @@ def test_a_stream_gives_its_workspaces_back(cuda):
     def use() -> None:
         x = on_gpu(np.ones((16, 2048), np.float32))
         with Stream():
-            pagedkv.sample(
+            ops.sample(
                 pagedkv.asarray(np.ones((2, 200_000), np.float32), device="cuda"),
                 *(on_gpu(a) for a in (np.ones(2, np.float32), np.arange(2), np.arange(2, dtype=np.int32))),
             )
-            pagedkv.linear(x, x)
+            ops.linear(x, x)
 
     use()
     gc.collect()
-    before = pagedkv.memory_info()[0]
+    before = ops.memory_info()[0]
     for _ in range(600):  # more streams than have room in the table of workspaces
         use()
     gc.collect()
-    assert before - pagedkv.memory_info()[0] < 1 << 30  # 600 workspaces are 20 GiB; other processes may take a little
+    assert before - ops.memory_info()[0] < 1 << 30  # 600 workspaces are 20 GiB; other processes may take a little
 
 
 # --- graphs
@@ -322,12 +322,12 @@ def test_a_graph_repeats_its_work_on_new_values(cuda, rng):
     weight = rng.standard_normal(32).astype(np.float32)
     weight_there = on_gpu(weight)
     out.copy_(np.zeros((5, 32), np.float32))
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     graph = Graph()
     with graph.capture(stream) as entered:
         assert entered is graph
-        pagedkv.silu_and_mul(x, out=hidden)
-        pagedkv.rms_norm(hidden, weight_there, out=out)
+        ops.silu_and_mul(x, out=hidden)
+        ops.rms_norm(hidden, weight_there, out=out)
     assert graph.num_nodes == 2 and repr(graph) == "Graph(device='cuda:0', num_nodes=2)"
     stream.synchronize()
     assert not np.array(out.tolist()).any(), "a capture runs nothing"
@@ -351,10 +351,10 @@ def test_an_error_inside_a_capture_comes_out_as_it_is(cuda):
     out = on_gpu(np.ones((4, 32), np.float32))
     graph = Graph()
     with pytest.raises(ValueError, match="out: dim 1 is 64"), graph.capture(stream):
-        pagedkv.silu_and_mul(x, out=x)
+        ops.silu_and_mul(x, out=x)
     with pytest.raises(pagedkv.CudaError, match="cudaDeviceSynchronize: cudaErrorStreamCapture"), graph.capture(stream):
-        pagedkv.silu_and_mul(x, out=out)
-        pagedkv.synchronize("cuda")
+        ops.silu_and_mul(x, out=out)
+        ops.synchronize("cuda")
     with pytest.raises(pagedkv.CudaError, match="cudaStreamEndCapture"), graph.capture(stream):  # swallowed inside
         try:
             stream.synchronize()
@@ -364,7 +364,7 @@ def test_an_error_inside_a_capture_comes_out_as_it_is(cuda):
     with graph.capture(stream):
         with pytest.raises(RuntimeError, match="captured already"):
             graph.capture(stream)
-        pagedkv.silu_and_mul(x, out=out)
+        ops.silu_and_mul(x, out=out)
     graph.replay()
     stream.synchronize()
     assert out.tolist()[3][31] == pytest.approx(0.7310586)
@@ -382,18 +382,18 @@ def test_graphs_give_their_memory_back(cuda):
         graph = Graph()
         with graph.capture(stream):
             for _ in range(500):
-                pagedkv.silu_and_mul(x, out=out)
+                ops.silu_and_mul(x, out=out)
         graph.replay()
         return graph
 
     for _ in range(5):
         capture()
     stream.synchronize()
-    before = pagedkv.memory_info()[0]
+    before = ops.memory_info()[0]
     for _ in range(100):
         capture()
     stream.synchronize()
-    assert before - pagedkv.memory_info()[0] <= 32 << 20  # the driver keeps some
+    assert before - ops.memory_info()[0] <= 32 << 20  # the driver keeps some
 
 
 @pytest.mark.gpu
@@ -402,11 +402,11 @@ def test_a_graph_outlives_its_stream(cuda):
     x = on_gpu(np.ones((16, 64), np.float32))
     out = on_gpu(np.zeros((16, 16), np.float32))
     with graph.capture(stream):
-        pagedkv.linear(x, x, out=out)  # has its workspace from the stream
+        ops.linear(x, x, out=out)  # has its workspace from the stream
     del stream
     gc.collect()
     graph.replay()
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     assert out.tolist()[7][7] == 64
 
 
@@ -416,7 +416,7 @@ def test_what_a_capture_lets_go_of(cuda):
     out = on_gpu(np.zeros((16, 16), np.float32))
     stream, graph, other = Stream(), Graph(), Graph()
     with other.capture(stream):
-        pagedkv.linear(x, x, out=out)
+        ops.linear(x, x, out=out)
     with pytest.raises(ZeroDivisionError), Graph().capture(stream):
         raise ZeroDivisionError
     assert gc.isenabled()
@@ -425,8 +425,8 @@ def test_what_a_capture_lets_go_of(cuda):
         del other  # destroying a graph, memory or a stream does not end the capture
         pagedkv.empty(1 << 20, "uint8", "cuda")
         Stream()
-        pagedkv.linear(x, x, out=out)
+        ops.linear(x, x, out=out)
     assert gc.isenabled() and graph.num_nodes > 0
     graph.replay()
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     assert out.tolist()[7][7] == 64

@@ -8,6 +8,7 @@ import pytest
 from producer import Producer
 
 import pagedkv
+from pagedkv import ops
 
 F32, I32 = np.float32, np.int32
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
@@ -55,7 +56,7 @@ def test_nonsense_is_refused(row):
 def test_the_one_that_showed_it():
     x, out = np.ones((4, 8), F32), np.zeros((4, 8), F32)
     with pytest.raises(BufferError, match=f"^out: {FAR}$"):
-        pagedkv.rms_norm(x, np.ones(8, F32), out=Producer(out.ctypes.data, (4, 8), (2**62, 1), "f4"))
+        ops.rms_norm(x, np.ones(8, F32), out=Producer(out.ctypes.data, (4, 8), (2**62, 1), "f4"))
     assert (out == 0).all()
 
 
@@ -137,13 +138,13 @@ def test_sizes_of_what_is_empty():
     large = 2**56
     fake = PAGE
     with pytest.raises(ValueError, match="^qkv: dim 1 is 2 but must be"):
-        pagedkv.qk_norm_rope_store(
+        ops.qk_norm_rope_store(
             np.empty((0, 2), F32), None, None, Producer(fake, (0, 2), (2, 1), "f4"), np.empty(0, I32),
             *(Producer(fake, (0, 1, large // 2, 2), (0, 0, 2, 1), "f4") for _ in range(2)), np.empty(0, I32),
             q_out=Producer(fake, (0, large // 2, 2), None, "f4"))  # fmt: skip
     ids = Producer(fake, (2**40,), (1,), "i4")
     with pytest.raises(MemoryError, match="^out: its shape reaches beyond the address space$"):
-        pagedkv.gather_rows(Producer(fake, (0, 2**40), (2**40, 1), "f4"), ids)
+        ops.gather_rows(Producer(fake, (0, 2**40), (2**40, 1), "f4"), ids)
     out = pagedkv.merge_attention_states(np.empty((2, 0, 3, 8), F32), np.empty((2, 3, 0), F32))
     assert out.shape == (0, 3, 8)
     with pytest.raises(ValueError, match="^q: has 72057594037927935 heads"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pagedkv
+from pagedkv import ops
 
 WHERE = Path(pagedkv.__file__).parent.parent
 
@@ -47,7 +48,7 @@ def test_without_numpy():
 import sys
 sys.modules['numpy'] = None  # its import fails
 import pagedkv
-assert pagedkv.rms_norm(pagedkv.empty((2, 8)), pagedkv.empty(8)).shape == (2, 8)
+assert pagedkv.ops.rms_norm(pagedkv.empty((2, 8)), pagedkv.empty(8)).shape == (2, 8)
 for call in (lambda: pagedkv.BlockManager(4, 4), lambda: pagedkv.asarray([1.0]), lambda: pagedkv.LLM('.')):
     try:
         call()
@@ -59,7 +60,7 @@ try:
     pagedkv.BlockManager(4, 4)
 except ImportError as error:
     assert str(error).startswith("pagedkv's arrays need NumPy 2.0 or later: "), error
-assert pagedkv.build_info()['backends'][0] == 'cpu'
+assert pagedkv.ops.build_info()['backends'][0] == 'cpu'
 """
     run(code)
 
@@ -92,7 +93,7 @@ def test_version_is_one():
         installed = importlib.metadata.version("pagedkv")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("imported from a checkout that is not installed")
-    assert installed == pagedkv.__version__ == pagedkv.build_info()["version"]
+    assert installed == pagedkv.__version__ == ops.build_info()["version"]
 
 
 def test_version_in_the_checkout():

@@ -15,6 +15,7 @@ import pytest
 from fuzz_calls_memory import Exported
 
 import pagedkv
+from pagedkv import ops
 
 
 class Producer:
@@ -43,7 +44,7 @@ def norm_by_numpy(x: np.ndarray) -> np.ndarray:
 def test_dlpack_producer(rng, versions):
     array = rng.standard_normal((4, 8)).astype(np.float32)
     producer = Producer(pagedkv.asarray(array), versions)
-    out = pagedkv.rms_norm(producer, np.ones(8, np.float32))
+    out = ops.rms_norm(producer, np.ones(8, np.float32))
     assert isinstance(out, pagedkv.Tensor)  # a framework that we cannot ask for memory
     np.testing.assert_allclose(out.numpy(), norm_by_numpy(array), rtol=1e-5)
     assert producer.calls[0] == {"max_version": (1, 3)} and len(producer.calls) == (1 if versions else 2)
@@ -102,12 +103,12 @@ def test_read_only_numpy_is_fine_to_read_and_refused_to_write(rng):
     x.flags.writeable = False
     weight = np.ones(8, np.float32)
     weight.flags.writeable = False
-    out = pagedkv.rms_norm(x, weight)
+    out = ops.rms_norm(x, weight)
     assert isinstance(out, np.ndarray) and out.flags.writeable
     with pytest.raises(BufferError, match="out: is read-only but would be written"):
-        pagedkv.rms_norm(x, weight, out=x)
+        ops.rms_norm(x, weight, out=x)
     with pytest.raises(BufferError, match="residual: is read-only but would be written"):
-        pagedkv.rms_norm(x, weight, residual=x)
+        ops.rms_norm(x, weight, residual=x)
     cache = np.zeros((2, 4, 1, 8), np.float32)
     sealed = cache.copy()
     sealed.flags.writeable = False
@@ -243,17 +244,17 @@ def test_torch_lifetime_both_ways(torch):
 def test_torch_out_is_torch(torch, rng):
     x = torch.randn(3, 16, dtype=torch.bfloat16)
     weight = torch.nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
-    out = pagedkv.rms_norm(x, weight)
+    out = ops.rms_norm(x, weight)
     assert type(out) is torch.Tensor and out.dtype == torch.bfloat16 and not out.requires_grad
     expected = norm_by_numpy(x.float().numpy()) * weight.detach().float().numpy()
     np.testing.assert_allclose(out.float().numpy(), expected, rtol=2e-2)
-    assert type(pagedkv.rms_norm(torch.nn.Parameter(x), weight)) is torch.Tensor
+    assert type(ops.rms_norm(torch.nn.Parameter(x), weight)) is torch.Tensor
     given = torch.empty_like(x)
-    assert pagedkv.rms_norm(x, weight, out=given) is given and torch.equal(given, out)
+    assert ops.rms_norm(x, weight, out=given) is given and torch.equal(given, out)
     # the first tensor decides
-    assert type(pagedkv.rms_norm(x.float().numpy(), weight.detach().float())) is np.ndarray
-    assert type(pagedkv.rms_norm(pagedkv.from_dlpack(x), weight)) is pagedkv.Tensor
-    empty = pagedkv.rms_norm(torch.empty(0, 16), torch.ones(16))
+    assert type(ops.rms_norm(x.float().numpy(), weight.detach().float())) is np.ndarray
+    assert type(ops.rms_norm(pagedkv.from_dlpack(x), weight)) is pagedkv.Tensor
+    empty = ops.rms_norm(torch.empty(0, 16), torch.ones(16))
     assert type(empty) is torch.Tensor and empty.shape == (0, 16)
 
 
@@ -263,7 +264,7 @@ def test_torch_is_first_met_behind_a_silent_framework(torch):
         import torch, pagedkv
         from test_interop import Producer
         x = Producer(pagedkv.asarray([[3.0, 4.0]], "float32"), True)
-        print(pagedkv.rms_norm(x, torch.ones(2), 0.0).tolist())
+        print(pagedkv.ops.rms_norm(x, torch.ones(2), 0.0).tolist())
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
@@ -295,15 +296,15 @@ def test_torch_views_and_strides(torch):
 def test_torch_requires_grad(torch):
     x = torch.randn(2, 8, requires_grad=True)
     weight = torch.ones(8)
-    assert not pagedkv.rms_norm(x, weight).requires_grad
+    assert not ops.rms_norm(x, weight).requires_grad
     for name in ("out", "residual"):
         with pytest.raises(BufferError, match=rf"{name}: would be written but requires grad; pass {name}.detach\(\)"):
-            pagedkv.rms_norm(x, weight, **{name: x})
+            ops.rms_norm(x, weight, **{name: x})
         before = x.detach().clone()
         with pytest.raises(BufferError):
-            pagedkv.rms_norm(torch.randn(2, 8), weight, **{name: x * 1})  # not a leaf
+            ops.rms_norm(torch.randn(2, 8), weight, **{name: x * 1})  # not a leaf
         assert torch.equal(x.detach(), before)
-    pagedkv.rms_norm(x, weight, out=x.detach())
+    ops.rms_norm(x, weight, out=x.detach())
     cache = torch.zeros(2, 2, 1, 8, requires_grad=True)
     with pytest.raises(BufferError, match=r"caches\[1\]: would be written but requires grad"):
         pagedkv.copy_blocks([cache.detach(), cache], torch.tensor([[0, 1]]))
@@ -313,11 +314,11 @@ def test_torch_what_is_not_supported(torch):
     weight = torch.ones(4)
     for dtype, name in [(torch.float64, "float64"), (torch.int16, "int16"), (torch.bool, "bool8"), (torch.complex64, "complex64")]:
         with pytest.raises(TypeError, match=f"x: dtype {name} is not supported"):
-            pagedkv.rms_norm(torch.zeros(2, 4, dtype=dtype), weight)
+            ops.rms_norm(torch.zeros(2, 4, dtype=dtype), weight)
     with pytest.raises(Exception, match="x: "):
-        pagedkv.rms_norm(torch.zeros(2, 4, device="meta"), weight)
+        ops.rms_norm(torch.zeros(2, 4, device="meta"), weight)
     with pytest.raises(Exception, match="x: "):
-        pagedkv.rms_norm(torch.eye(4).to_sparse(), weight)
+        ops.rms_norm(torch.eye(4).to_sparse(), weight)
 
 
 def test_torch_stream_argument_is_ignored_on_the_cpu(torch):
@@ -325,12 +326,12 @@ def test_torch_stream_argument_is_ignored_on_the_cpu(torch):
         cuda_stream = 12345
 
     x, weight = torch.randn(2, 4), torch.ones(4)
-    expected = pagedkv.rms_norm(x, weight)
+    expected = ops.rms_norm(x, weight)
     for stream in (None, 0, 1, 2**63, Stream()):
-        assert torch.equal(pagedkv.rms_norm(x, weight, stream=stream), expected)
+        assert torch.equal(ops.rms_norm(x, weight, stream=stream), expected)
     for stream in ("x", 1.5, object(), -1):
         with pytest.raises(TypeError, match="stream: must be None, an int"):
-            pagedkv.rms_norm(x, weight, stream=stream)
+            ops.rms_norm(x, weight, stream=stream)
 
 
 def test_torch_tensors_that_have_no_memory_or_too_much_shape():
@@ -348,7 +349,7 @@ def test_a_deleter_may_run_python_after_an_error():
     view = fuzz_calls_memory.place(np.random.default_rng(1), np.zeros(3), "float32", is_plain=True)
     assert not fuzz_calls_memory.alive
     with pytest.raises(ValueError, match="x: has 1 dimensions"):
-        pagedkv.silu_and_mul(fuzz_calls_memory.Producer(view))
+        ops.silu_and_mul(fuzz_calls_memory.Producer(view))
     bent = fuzz_calls_memory.at(view, memory=fuzz_calls_memory.Memory(np.zeros(99, np.uint8)), offset=1)
     with pytest.raises(BufferError, match="obj: its address 0x[0-9a-f]+ is not aligned"):
         pagedkv.from_dlpack(fuzz_calls_memory.Producer(bent))

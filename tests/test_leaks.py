@@ -105,8 +105,8 @@ for name, case in {
     'capsule 1': lambda: tensor.__dlpack__(max_version=(1, 0)), 'capsule copy': lambda: tensor.__dlpack__(copy=True),
     'np.from_dlpack': lambda: np.from_dlpack(tensor), 'old': lambda: pagedkv.from_dlpack(old),
     'new': lambda: pagedkv.from_dlpack(new), 'broken': lambda: fails(pagedkv.from_dlpack, broken),
-    'dtype': lambda: fails(pagedkv.from_dlpack, np.ones(3)), 'info': pagedkv.build_info,
-    'threads': lambda: pagedkv.set_num_threads(pagedkv.get_num_threads()),
+    'dtype': lambda: fails(pagedkv.from_dlpack, np.ones(3)), 'info': pagedkv.ops.build_info,
+    'threads': lambda: pagedkv.ops.set_num_threads(pagedkv.ops.get_num_threads()),
     'ids': lambda: pagedkv._C._pack_ids(list(range(300)), 300),
     'ids out of range': lambda: fails(pagedkv._C._pack_ids, list(range(300)), 299),
 }.items():
@@ -154,12 +154,12 @@ tensor = pagedkv.from_dlpack(x)
 watched = torch.randn(4, 8, requires_grad=True)
 shared = [x, weight, out, tensor, watched, torch.Tensor, None]
 for name, case in {
-    'torch out': lambda: pagedkv.rms_norm(x, weight), 'given': lambda: pagedkv.rms_norm(x, weight, out=out),
-    'grad': lambda: fails(pagedkv.rms_norm, x, weight, out=watched), 'read': lambda: pagedkv.rms_norm(watched, weight),
-    'dtype': lambda: fails(pagedkv.rms_norm, x.double(), weight), 'from': lambda: pagedkv.from_dlpack(x),
+    'torch out': lambda: pagedkv.ops.rms_norm(x, weight), 'given': lambda: pagedkv.ops.rms_norm(x, weight, out=out),
+    'grad': lambda: fails(pagedkv.ops.rms_norm, x, weight, out=watched), 'read': lambda: pagedkv.ops.rms_norm(watched, weight),
+    'dtype': lambda: fails(pagedkv.ops.rms_norm, x.double(), weight), 'from': lambda: pagedkv.from_dlpack(x),
     'to': lambda: torch.from_dlpack(tensor), 'to old': lambda: torch.from_dlpack(tensor.__dlpack__()),
-    'shape': lambda: fails(pagedkv.rms_norm, x, x),
-    'meta': lambda: fails(pagedkv.rms_norm, torch.empty(2, 8, device='meta'), weight),
+    'shape': lambda: fails(pagedkv.ops.rms_norm, x, x),
+    'meta': lambda: fails(pagedkv.ops.rms_norm, torch.empty(2, 8, device='meta'), weight),
 }.items():
     check(name, case, shared)
 """)
@@ -176,7 +176,7 @@ def rounds():
         capsule = view.__dlpack__(); del view
         pagedkv.asarray(array, 'float32').__dlpack__(copy=True)
         pagedkv.asarray(pagedkv.asarray(array, 'float16'), 'float32')
-        pagedkv.rms_norm(array, array[0]); pagedkv.linear(array, array)
+        pagedkv.ops.rms_norm(array, array[0]); pagedkv.ops.linear(array, array)
         pagedkv.BlockManager(20000, 16).allocate(1, np.zeros(1000, np.int32))
 rounds()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -194,14 +194,14 @@ def test_the_harness_finds_a_leak():
 def test_elastic_buffers():
     run("""
 def make():
-    buffer = pagedkv.ElasticBuffer(1 << 30)
+    buffer = pagedkv.ops.ElasticBuffer(1 << 30)
     buffer.resize(1 << 20)
     view = buffer.tensor((4, 4))[1:]
     buffer.tensor(16, reserved=True).numpy()
     del buffer
     view.numpy()
 def wrong():
-    buffer = pagedkv.ElasticBuffer(8192)
+    buffer = pagedkv.ops.ElasticBuffer(8192)
     fails(buffer.resize, 8193)
     fails(buffer.resize, 'x')
     fails(buffer.tensor, 1)
@@ -209,9 +209,9 @@ def wrong():
     buffer.resize(4096)
     kept = buffer.tensor(1)
     fails(buffer.resize, 0)
-    fails(pagedkv.ElasticBuffer, 0)
-    fails(pagedkv.ElasticBuffer, 2**63 - 1)
-    fails(pagedkv.ElasticBuffer, 1, 'tpu')
-check('elastic', make, shared=[pagedkv.ElasticBuffer])
-check('elastic errors', wrong, shared=[pagedkv.ElasticBuffer])
+    fails(pagedkv.ops.ElasticBuffer, 0)
+    fails(pagedkv.ops.ElasticBuffer, 2**63 - 1)
+    fails(pagedkv.ops.ElasticBuffer, 1, 'tpu')
+check('elastic', make, shared=[pagedkv.ops.ElasticBuffer])
+check('elastic errors', wrong, shared=[pagedkv.ops.ElasticBuffer])
 """)

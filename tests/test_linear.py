@@ -11,6 +11,7 @@ import pytest
 from pools import get, put, put_sliceable
 
 import pagedkv
+from pagedkv import ops
 
 DTYPES = ["float32", "float16", "bfloat16"]
 # rows, in_features, out_features: nothing, one, odd, one slice and a bit, more rows than a block, a model's
@@ -32,10 +33,10 @@ def test_linear(rng, device, dtype, with_bias, shape):
     arguments = [put(a, device, dtype) for a in ([x, weight, bias] if with_bias else [x, weight])]
     expected = oracle.linear(x, weight, bias if with_bias else None)
     tolerance = oracle.tolerance(dtype)
-    np.testing.assert_allclose(get(pagedkv.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(get(ops.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
     # fp32 out of 16-bit arguments: only the order of the sums differs
     out = pagedkv.empty(expected.shape, "float32", device)
-    assert pagedkv.linear(*arguments, out=out) is out
+    assert ops.linear(*arguments, out=out) is out
     np.testing.assert_allclose(get(out), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -48,7 +49,7 @@ def test_strides_with_poison_between(rng, device, dtype, shape):
     wide_x[:, 4 : 4 + size], wide_weight[:outputs, :size] = x, weight
     wide_x, wide_weight = (put_sliceable(a, device, dtype) for a in (wide_x, wide_weight))
     out = put_sliceable(np.full((rows, outputs + 3), -5.0), device, dtype)
-    pagedkv.linear(wide_x[:, 4 : 4 + size], wide_weight[:outputs, :size], out=out[:, 1 : 1 + outputs])
+    ops.linear(wide_x[:, 4 : 4 + size], wide_weight[:outputs, :size], out=out[:, 1 : 1 + outputs])
     tolerance = oracle.tolerance(dtype)
     np.testing.assert_allclose(get(out)[:, 1 : 1 + outputs], oracle.linear(x, weight), atol=tolerance, rtol=tolerance)
     assert (get(out)[:, [0, outputs + 1, outputs + 2]] == -5).all()
@@ -69,7 +70,7 @@ def test_gate_behind(rng, device, dtype, behind, shape):
     if behind == "rms":
         product = oracle.over_rms(product, x, 1e-5)
     expected = oracle.silu_and_mul(oracle.rounded(product, dtype), dtype)
-    out = pagedkv.linear(
+    out = ops.linear(
         *(put(a, device, dtype) for a in ((x, weight, bias) if behind == "bias" else (x, weight))),
         gate_up=put(np.full(shape[::2], np.nan), device, dtype),
         rms_eps=1e-5 if behind == "rms" else None,
@@ -83,7 +84,7 @@ def test_rows_of_zeros_and_of_large_numbers_over_their_rms(device):
     weight = np.eye(8, 64, dtype=np.float32)
     for x, expected in ((np.zeros((2, 64)), 0), (np.full((70, 64), 1e18), 1)):
         gate_up = put(np.full((len(x), 8), np.nan), device, "float32")
-        out = pagedkv.linear(put(x.astype(np.float32), device), put(weight, device), gate_up=gate_up, rms_eps=1e-6)
+        out = ops.linear(put(x.astype(np.float32), device), put(weight, device), gate_up=gate_up, rms_eps=1e-6)
         np.testing.assert_allclose(get(out), expected / (1 + np.exp(-expected)), rtol=1e-6)
 
 
@@ -96,31 +97,31 @@ def test_added_to_out(rng, device, dtype, with_bias, shape):
     for out_dtype in {dtype, "float32"}:
         before = oracle.rounded(rng.standard_normal((shape[0], shape[2])), out_dtype)
         out = put(before, device, out_dtype)
-        pagedkv.linear(*arguments, add_to_out=True, out=out)
+        ops.linear(*arguments, add_to_out=True, out=out)
         expected, tolerance = before + oracle.linear(x, weight, bias if with_bias else None), 2 * oracle.tolerance(out_dtype)
         np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_rows_in_reverse_and_repeated(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (9, 40, 24), "float32"))
-    np.testing.assert_array_equal(pagedkv.linear(x[::-1], weight[::-1]), pagedkv.linear(x, weight)[::-1, ::-1])
-    repeated = pagedkv.linear(np.broadcast_to(x[:1], (5, 40)), weight)
-    np.testing.assert_array_equal(repeated, np.repeat(pagedkv.linear(x[:1], weight), 5, 0))
+    np.testing.assert_array_equal(ops.linear(x[::-1], weight[::-1]), ops.linear(x, weight)[::-1, ::-1])
+    repeated = ops.linear(np.broadcast_to(x[:1], (5, 40)), weight)
+    np.testing.assert_array_equal(repeated, np.repeat(ops.linear(x[:1], weight), 5, 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_batch(rng, dtype):
     x, weight, bias = make_case(rng, (13, 1300, 70), dtype)
     arguments = put(weight, "cpu", dtype), put(bias, "cpu", dtype)
-    together = get(pagedkv.linear(put(x, "cpu", dtype), *arguments))
+    together = get(ops.linear(put(x, "cpu", dtype), *arguments))
     for rows in (slice(0, 1), slice(12, 13), slice(3, 6), slice(5, 9)):
-        np.testing.assert_array_equal(get(pagedkv.linear(put(x[rows], "cpu", dtype), *arguments)), together[rows])
+        np.testing.assert_array_equal(get(ops.linear(put(x[rows], "cpu", dtype), *arguments)), together[rows])
 
 
 def test_infinities_and_nan_stay_in_their_rows(rng, device):
     x, weight, _ = make_case(rng, (5, 100, 40), "float32")
     x[1, 3], x[3, 99] = np.inf, np.nan
-    out = get(pagedkv.linear(put(x, device, "float32"), put(weight, device, "float32")))
+    out = get(ops.linear(put(x, device, "float32"), put(weight, device, "float32")))
     np.testing.assert_array_equal(out[1], np.where(weight[:, 3] > 0, np.inf, -np.inf))
     assert np.isnan(out[3]).all()
     np.testing.assert_allclose(out[[0, 2, 4]], oracle.linear(x[[0, 2, 4]], weight), atol=2e-5)
@@ -128,8 +129,8 @@ def test_infinities_and_nan_stay_in_their_rows(rng, device):
 
 def test_threads_of_python_may_call_at_once(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
-    alone, results = pagedkv.linear(x, weight), []
-    threads = [threading.Thread(target=lambda: results.append(pagedkv.linear(x, weight))) for _ in range(6)]
+    alone, results = ops.linear(x, weight), []
+    threads = [threading.Thread(target=lambda: results.append(ops.linear(x, weight))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -147,34 +148,34 @@ BUFFER = floats(6, 20)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 5)), ValueError, "weight: dim 1 is 5 but x has K=4"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), floats(4)), ValueError, "bias: dim 0 is 4 but weight has N=3"),
-    (lambda: pagedkv.linear(floats(4), floats(3, 4)), ValueError, "x: has 1 dimensions but must have 2"),
-    (lambda: pagedkv.linear(floats(2, 4), np.zeros((3, 4), np.float16)),
+    (lambda: ops.linear(floats(2, 4), floats(3, 5)), ValueError, "weight: dim 1 is 5 but x has K=4"),
+    (lambda: ops.linear(floats(2, 4), floats(3, 4), floats(4)), ValueError, "bias: dim 0 is 4 but weight has N=3"),
+    (lambda: ops.linear(floats(4), floats(3, 4)), ValueError, "x: has 1 dimensions but must have 2"),
+    (lambda: ops.linear(floats(2, 4), np.zeros((3, 4), np.float16)),
      TypeError, "weight: dtype is float16 but x has float32"),
-    (lambda: pagedkv.linear(floats(2, 4).astype(int), floats(3, 4)), TypeError, "x: dtype is int64 but must be one of"),
-    (lambda: pagedkv.linear(floats(4, 2).T, floats(3, 4)), BufferError, "x: the last dimension must be dense"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=floats(2, 4)),
+    (lambda: ops.linear(floats(2, 4).astype(int), floats(3, 4)), TypeError, "x: dtype is int64 but must be one of"),
+    (lambda: ops.linear(floats(4, 2).T, floats(3, 4)), BufferError, "x: the last dimension must be dense"),
+    (lambda: ops.linear(floats(2, 4), floats(3, 4), out=floats(2, 4)),
      ValueError, "out: dim 1 is 4 but weight has N=3"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), out=np.zeros((2, 3), np.float16)),
+    (lambda: ops.linear(floats(2, 4), floats(3, 4), out=np.zeros((2, 3), np.float16)),
      TypeError, "out: dtype is float16"),
-    (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
-    (lambda: pagedkv.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), rms_eps=1e-6), ValueError, "rms_eps: needs gate_up, and no bias"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), floats(4), gate_up=floats(2, 4), rms_eps=1e-6),
+    (lambda: ops.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, 3:7]), BufferError, "out: overlaps x"),
+    (lambda: ops.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), rms_eps=1e-6), ValueError, "rms_eps: needs gate_up, and no bias"),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), floats(4), gate_up=floats(2, 4), rms_eps=1e-6),
      ValueError, "rms_eps: needs gate_up, and no bias"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=-1.0), ValueError, "rms_eps is -1 but must be"),
-    (lambda: pagedkv.linear(BUFFER[:2, :4], floats(4, 4), gate_up=BUFFER[:2, :4]), BufferError, "gate_up: overlaps x"),
-    (lambda: pagedkv.linear(BUFFER[:2, :2], floats(4, 2), gate_up=floats(2, 4), out=BUFFER[:2, :2]), BufferError, "out: overlaps x"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(3, 4), gate_up=floats(2, 3)), ValueError, "weight: dim 0 is 3 but must be even"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(6, 4), gate_up=floats(2, 6), out=floats(2, 6)),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=-1.0), ValueError, "rms_eps is -1 but must be"),
+    (lambda: ops.linear(BUFFER[:2, :4], floats(4, 4), gate_up=BUFFER[:2, :4]), BufferError, "gate_up: overlaps x"),
+    (lambda: ops.linear(BUFFER[:2, :2], floats(4, 2), gate_up=floats(2, 4), out=BUFFER[:2, :2]), BufferError, "out: overlaps x"),
+    (lambda: ops.linear(floats(2, 4), floats(3, 4), gate_up=floats(2, 3)), ValueError, "weight: dim 0 is 3 but must be even"),
+    (lambda: ops.linear(floats(2, 4), floats(6, 4), gate_up=floats(2, 6), out=floats(2, 6)),
      ValueError, "out: dim 1 is 6 but half of weight has O=3"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True), ValueError, "add_to_out: needs out"),
-    (lambda: pagedkv.linear(floats(2, 4), floats(4, 4), add_to_out=True, gate_up=floats(2, 4), out=floats(2, 2)),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), add_to_out=True), ValueError, "add_to_out: needs out"),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), add_to_out=True, gate_up=floats(2, 4), out=floats(2, 2)),
      ValueError, "add_to_out: not with gate_up"),
-    (lambda: pagedkv.linear(BUFFER[:, :4].view(np.float16), np.zeros((4, 8), np.float16), out=BUFFER[:, 3:7]),
+    (lambda: ops.linear(BUFFER[:, :4].view(np.float16), np.zeros((4, 8), np.float16), out=BUFFER[:, 3:7]),
      BufferError, "out: overlaps x"),
-    (lambda: pagedkv.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
+    (lambda: ops.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
 ])  # fmt: skip
 def test_refusals(call, error, message):
     with pytest.raises(error, match=message):
@@ -185,7 +186,7 @@ def test_x_and_out_may_be_columns_of_one_buffer(rng):
     buffer = rng.standard_normal((6, 20)).astype(np.float32)
     weight = rng.standard_normal((10, 10)).astype(np.float32)
     expected = oracle.linear(buffer[:, :10], weight)
-    pagedkv.linear(buffer[:, :10], weight, out=buffer[:, 10:])
+    ops.linear(buffer[:, :10], weight, out=buffer[:, 10:])
     np.testing.assert_allclose(buffer[:, 10:], expected, atol=1e-4)
 
 
@@ -205,10 +206,10 @@ def test_numpy_is_imported_only_where_its_blas_is_wanted():
     code = """if True:
         import array, sys, pagedkv
         x = pagedkv.asarray(array.array("f", [0.5]) * 2800).view((70, 40))
-        pagedkv.linear(x[:4], x)
+        pagedkv.ops.linear(x[:4], x)
         print("numpy" in sys.modules)
-        print(pagedkv.linear(x, x).tolist() == [[10.0] * 70] * 70)
-        print(pagedkv.build_info()["blas"])
+        print(pagedkv.ops.linear(x, x).tolist() == [[10.0] * 70] * 70)
+        print(pagedkv.ops.build_info()["blas"])
         print("numpy" in sys.modules)
     """
     environment = os.environ | {"PAGEDKV_CPU_ISA": "generic"}

@@ -11,12 +11,12 @@ import pytest
 from pools import get, put, put_sliceable
 
 import pagedkv
-from pagedkv import Graph, Stream, tuning
+from pagedkv import Graph, Stream, ops, tuning
 
-HAS_GPU = pagedkv.build_info()["cuda_problem"] is None
+HAS_GPU = ops.build_info()["cuda_problem"] is None
 GPU = "cuda:0"
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason=str(pagedkv.build_info()["cuda_problem"]))
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason=str(ops.build_info()["cuda_problem"]))
 
 
 def numbers(rng, shape, dtype="bfloat16"):
@@ -25,7 +25,7 @@ def numbers(rng, shape, dtype="bfloat16"):
 
 def has_own_kernel(rows: int, size: int, outputs: int) -> bool:
     x, weight = pagedkv.empty((rows, size), "bfloat16", GPU), pagedkv.empty((outputs, size), "bfloat16", GPU)
-    return not pagedkv.linear_algorithms(x, weight, out=pagedkv.empty((rows, outputs), "bfloat16", GPU))[1]
+    return not ops.linear_algorithms(x, weight, out=pagedkv.empty((rows, outputs), "bfloat16", GPU))[1]
 
 
 # in_features, out_features: one step and less, several clusters' sizes, rests of a tile and of a step, many CTAs
@@ -45,15 +45,15 @@ def test_few_rows_with_poison_around(rng, shape, rows, dtype):
     arguments = wide_x[:rows, :size], wide_weight[:outputs, :size], put(bias, GPU, dtype)
     expected = oracle.linear(x, weight, bias)
     wide_out = put_sliceable(np.full((rows + 1, outputs + 8), -7.0), GPU, "float32")
-    pagedkv.linear(*arguments, out=wide_out[:rows, 4 : outputs + 4])
+    ops.linear(*arguments, out=wide_out[:rows, 4 : outputs + 4])
     out = get(wide_out)
     np.testing.assert_allclose(out[:rows, 4 : outputs + 4], expected, atol=1e-4, rtol=1e-4)
     assert (out[rows:] == -7).all() and (out[:, :4] == -7).all() and (out[:, outputs + 4 :] == -7).all()
     same = put_sliceable(np.full((rows + 1, outputs + 8), -7.0), GPU, "float32")
-    pagedkv.linear(*arguments, out=same[:rows, 4 : outputs + 4], weight_is_constant=True)
+    ops.linear(*arguments, out=same[:rows, 4 : outputs + 4], weight_is_constant=True)
     np.testing.assert_array_equal(get(same), out)
     tolerance = oracle.tolerance(dtype)
-    np.testing.assert_allclose(get(pagedkv.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(get(ops.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
 
 
 @gpu
@@ -66,11 +66,11 @@ def test_weights_larger_than_the_rings(rng, shape, rows):
     weight = oracle.rounded(rng.standard_normal((outputs, size), np.float32) / size**0.5, "bfloat16")
     before, there = numbers(rng, (rows, outputs)), put(weight, GPU, "bfloat16")
     out = put(before, GPU, "bfloat16")
-    pagedkv.linear(put(x, GPU, "bfloat16"), there, add_to_out=True, weight_is_constant=True, out=out)
+    ops.linear(put(x, GPU, "bfloat16"), there, add_to_out=True, weight_is_constant=True, out=out)
     np.testing.assert_allclose(get(out), before + oracle.linear(x, weight), atol=0.03, rtol=0.01)
     x = oracle.rounded(x * 10 ** rng.uniform(-3, 1.5, (rows, 1)), "bfloat16")
     gate_up = put(np.full((rows, outputs), np.nan), GPU, "bfloat16")
-    out = pagedkv.linear(put(x, GPU, "bfloat16"), there, gate_up=gate_up, rms_eps=1e-5)
+    out = ops.linear(put(x, GPU, "bfloat16"), there, gate_up=gate_up, rms_eps=1e-5)
     product = oracle.over_rms(oracle.linear(x, weight), x, 1e-5)
     expected = oracle.silu_and_mul(oracle.rounded(product, "bfloat16"), "bfloat16")
     np.testing.assert_allclose(get(out), expected, atol=0.05, rtol=0.03)
@@ -88,7 +88,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape, is_fused):
     def product(first, last):
         rows = slice(first, last)
         options = {"gate_up": gate_up[rows], "rms_eps": 1e-6} if is_fused else {}
-        return get(pagedkv.linear(x[rows], weight, **options))
+        return get(ops.linear(x[rows], weight, **options))
 
     for most, *fewer in ((64, 50, 33), (32, 17, 16, 9), (8, 2, 1)):  # of one division each
         if not has_own_kernel(most, size, outputs):
@@ -117,18 +117,18 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
     def steps(after_each):
         x.copy_(first, stream=stream)
         for layer in weights:
-            pagedkv.linear(x, layer["qkv"], out=qkv, **always)
+            ops.linear(x, layer["qkv"], out=qkv, **always)
             after_each()
-            pagedkv.silu_and_mul(qkv, out=attention, stream=stream)
+            ops.silu_and_mul(qkv, out=attention, stream=stream)
             after_each()
-            pagedkv.linear(attention, layer["o"], **behind)
+            ops.linear(attention, layer["o"], **behind)
             after_each()
-            pagedkv.linear(x, layer["gate_up"], gate_up=gate_up, rms_eps=1e-6, out=activation, **always)
+            ops.linear(x, layer["gate_up"], gate_up=gate_up, rms_eps=1e-6, out=activation, **always)
             after_each()
-            pagedkv.linear(activation, layer["down"], **behind)
+            ops.linear(activation, layer["down"], **behind)
             after_each()
 
-    pagedkv.synchronize(GPU)  # what was put there went another stream's way
+    ops.synchronize(GPU)  # what was put there went another stream's way
     steps(stream.synchronize)
     expected = get(x)
     assert np.isfinite(expected).all() and len(np.unique(expected)) > 100
@@ -155,14 +155,14 @@ def test_a_chain_in_a_graph_is_the_chain_step_by_step(rng, rows, weight_is_const
     def chain(after_each):
         last = x
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-            pagedkv.linear(last, weight, out=out, weight_is_constant=weight_is_constant, stream=stream)
+            ops.linear(last, weight, out=out, weight_is_constant=weight_is_constant, stream=stream)
             after_each()
             if i % 5 == 1:
-                pagedkv.rms_norm(out, norm[: out.shape[1]], out=out, stream=stream)
+                ops.rms_norm(out, norm[: out.shape[1]], out=out, stream=stream)
                 after_each()
             last = out
 
-    pagedkv.synchronize(GPU)  # what was put there went another stream's way
+    ops.synchronize(GPU)  # what was put there went another stream's way
     chain(stream.synchronize)
     expected = [get(out) for out in outs]
     with graph.capture(stream):
@@ -182,11 +182,11 @@ def test_a_weight_that_the_kernel_before_writes(rng, rows):
     sources = [put(numbers(rng, (1024, 1024)), GPU, "bfloat16") for _ in range(2)]
     ones, weight = put(np.ones(1024), GPU, "bfloat16"), pagedkv.empty((1024, 1024), "bfloat16", GPU)
     stream, out = Stream(GPU), [pagedkv.empty((rows, 1024), "bfloat16", GPU) for _ in range(40)]
-    expected = [get(pagedkv.linear(x, pagedkv.rms_norm(source, ones))) for source in sources]
+    expected = [get(ops.linear(x, ops.rms_norm(source, ones))) for source in sources]
     with stream:
         for i in range(40):
-            pagedkv.rms_norm(sources[i % 2], ones, out=weight)
-            pagedkv.linear(x, weight, out=out[i])
+            ops.rms_norm(sources[i % 2], ones, out=weight)
+            ops.linear(x, weight, out=out[i])
     stream.synchronize()
     for i in range(40):
         np.testing.assert_array_equal(get(out[i]), expected[i % 2])
@@ -205,13 +205,13 @@ def product(rng, rows=200, size=256, outputs=512):
 def test_every_algorithm_is_right(rng):
     x, weight, out = product(rng)
     expected = oracle.linear(get(x), get(weight))
-    library, algorithms = pagedkv.linear_algorithms(x, weight, out=out)
+    library, algorithms = ops.linear_algorithms(x, weight, out=out)
     assert "cuBLASLt" in library and algorithms
-    near = pagedkv.linear_algorithms(x, weight, near=algorithms[0], out=out)[1]
+    near = ops.linear_algorithms(x, weight, near=algorithms[0], out=out)[1]
     assert len(set(algorithms)) == len(algorithms) and len(set(near)) == len(near) > 0
     for algorithm in algorithms + near:
-        pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
-        pagedkv.linear(x, weight, out=out)
+        ops.use_linear_algorithm(x, weight, algorithm, out=out)
+        ops.linear(x, weight, out=out)
         np.testing.assert_allclose(get(out), expected, atol=1e-3, rtol=1e-4)
 
 
@@ -222,18 +222,18 @@ def test_an_algorithm_serves_fewer_rows_too(rng):
     differed = []
     for i in range(8):
         x, weight, out = product(rng, rows=600, size=4096 + 8 * i)  # nothing is chosen for this size yet
-        algorithms = pagedkv.linear_algorithms(x, weight, out=out)[1]
+        algorithms = ops.linear_algorithms(x, weight, out=out)[1]
         algorithm = algorithms[i % len(algorithms)]
-        pagedkv.use_linear_algorithm(x, weight, algorithm, out=out)
+        ops.use_linear_algorithm(x, weight, algorithm, out=out)
         few, few_out = x[:301], out[:301]
-        by_rule = get(pagedkv.linear(few, weight, out=few_out))
+        by_rule = get(ops.linear(few, weight, out=few_out))
 
         def bits_of(one):
-            pagedkv.use_linear_algorithm(few, weight, one, out=few_out)
-            return get(pagedkv.linear(few, weight, out=few_out))
+            ops.use_linear_algorithm(few, weight, one, out=few_out)
+            return get(ops.linear(few, weight, out=few_out))
 
         np.testing.assert_array_equal(by_rule, bits_of(algorithm))
-        guess = pagedkv.linear_algorithms(few, weight, out=few_out)[1][0]
+        guess = ops.linear_algorithms(few, weight, out=few_out)[1][0]
         differed.append(not np.array_equal(by_rule, bits_of(guess)))
         np.testing.assert_allclose(by_rule, oracle.linear(get(few), get(weight)), atol=1e-2, rtol=1e-3)
     if not any(differed):
@@ -244,18 +244,18 @@ def test_an_algorithm_serves_fewer_rows_too(rng):
 @needs_gpu
 def test_what_is_no_algorithm_is_refused(rng):
     x, weight, out = product(rng)
-    expected = get(pagedkv.linear(x, weight, out=out))
+    expected = get(ops.linear(x, weight, out=out))
     with pytest.raises(ValueError, match="algorithm: has 3 bytes but must have 64"):
-        pagedkv.use_linear_algorithm(x, weight, b"abc", out=out)
+        ops.use_linear_algorithm(x, weight, b"abc", out=out)
     with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
-        pagedkv.use_linear_algorithm(x, weight, b"\xff" * 64, out=out)
+        ops.use_linear_algorithm(x, weight, b"\xff" * 64, out=out)
     with pytest.raises(ValueError, match="near: has 3 bytes but must have 64"):
-        pagedkv.linear_algorithms(x, weight, near=b"abc", out=out)
+        ops.linear_algorithms(x, weight, near=b"abc", out=out)
     with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
-        pagedkv.linear_algorithms(x, weight, near=b"\xff" * 64, out=out)
-    np.testing.assert_array_equal(get(pagedkv.linear(x, weight, out=out)), expected)
+        ops.linear_algorithms(x, weight, near=b"\xff" * 64, out=out)
+    np.testing.assert_array_equal(get(ops.linear(x, weight, out=out)), expected)
     with pytest.raises(ValueError, match="algorithm: none is used for such a call"):
-        pagedkv.use_linear_algorithm(x[:0], weight, b"\xff" * 64, out=out[:0])
+        ops.use_linear_algorithm(x[:0], weight, b"\xff" * 64, out=out[:0])
 
 
 @gpu
@@ -264,23 +264,23 @@ def test_tuning_is_kept_in_a_file(rng, tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "deep" / "er"))
     x, weight, _ = product(rng)
     layers, expected = [weight, weight], oracle.linear(get(x), get(weight))
-    assert pagedkv.tune_linear(layers, [200, 300, 200]) == 2
+    assert ops.tune_linear(layers, [200, 300, 200]) == 2
     (path,) = (tmp_path / "deep" / "er").iterdir()
     assert "cuBLASLt" in path.name and len(json.loads(path.read_text())) == 2
-    assert pagedkv.tune_linear(layers, [200, 300]) == 0
-    assert pagedkv.tune_linear(layers, [200], out_dtype="float32") == 1
-    assert pagedkv.tune_linear(layers, [200], add_to_out=True) == 1
-    np.testing.assert_allclose(get(pagedkv.linear(x, weight)), expected, atol=0.1, rtol=1e-2)
+    assert ops.tune_linear(layers, [200, 300]) == 0
+    assert ops.tune_linear(layers, [200], out_dtype="float32") == 1
+    assert ops.tune_linear(layers, [200], add_to_out=True) == 1
+    np.testing.assert_allclose(get(ops.linear(x, weight)), expected, atol=0.1, rtol=1e-2)
     known = json.loads(path.read_text())
     for damage in ("", "[]", "{", json.dumps(dict.fromkeys(known, 7)), json.dumps(dict.fromkeys(known, "zz")),
                    json.dumps(dict.fromkeys(known, "ff" * 64))):  # fmt: skip
         path.write_text(damage)
-        assert pagedkv.tune_linear(layers, [200]) == 1
+        assert ops.tune_linear(layers, [200]) == 1
     path.unlink()
     path.parent.rmdir()
     path.parent.write_text("a file where the folder should be")
-    assert pagedkv.tune_linear(layers, [200]) == 1
-    assert pagedkv.tune_linear(layers, [200]) == 0, "this process knows it all the same"
+    assert ops.tune_linear(layers, [200]) == 1
+    assert ops.tune_linear(layers, [200]) == 0, "this process knows it all the same"
 
 
 def test_what_is_chosen(monkeypatch):
@@ -288,7 +288,7 @@ def test_what_is_chosen(monkeypatch):
     times = {b"a": 10.0, b"b": 11.0, b"c": 12.0, b"d": 13.0, b"e": 14.0, b"x": 9.8, b"y": 9.0}
     near_a = {b"a": [b"a", b"x"]}
     monkeypatch.setattr(tuning, "_times", lambda _s, _x, _l, algorithms, *_: {each: times[each] for each in algorithms})
-    monkeypatch.setattr(pagedkv, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
+    monkeypatch.setattr(ops, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
 
     def choose():
         return tuning._choose(None, None, [None], [b"c", b"a", b"b", b"e", b"d"], None, False)
@@ -305,6 +305,6 @@ def test_what_is_chosen(monkeypatch):
 
 def test_the_cpu_has_no_choice(rng):
     x = np.zeros((2, 3), np.float32)
-    assert pagedkv.tune_linear([x], [1, 2]) == 0
+    assert ops.tune_linear([x], [1, 2]) == 0
     with pytest.raises(NotImplementedError, match="linear_algorithms"):
-        pagedkv.linear_algorithms(x, x, out=np.zeros((2, 2), np.float32))
+        ops.linear_algorithms(x, x, out=np.zeros((2, 2), np.float32))

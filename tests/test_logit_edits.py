@@ -12,7 +12,7 @@ import pytest
 from checkpoints import ALPHABET, VOCAB_SIZE
 from test_sampling_options import check, draw_params, engine, folder  # noqa: F401
 
-from pagedkv import SamplingParams
+from pagedkv import SamplingParams, ops
 
 WORDS = -(-VOCAB_SIZE // 32)
 
@@ -119,10 +119,9 @@ def test_a_bad_mask_ends_its_request_alone(folder, device, name, behind, request
         assert [outputs[0].token_ids, outputs[2].token_ids] == expected[::2]
         assert llm.manager.stats()["used"] == 0
     if name == "forbids all" and device != "cpu":
-        import pagedkv
 
         with pytest.raises(ValueError, match="logits: row"):
-            pagedkv.check_errors()
+            ops.check_errors()
 
 
 def test_a_mask_may_use_the_engine_it_is_called_from(folder, device):  # noqa: F811

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pools import get, put, put_sliceable
 
-import pagedkv
+from pagedkv import ops
 
 VOCABULARIES = [1, 31, 32, 33, 4095, 4097, 151_936]
 UNUSED = 7.5  # behind the rows, where nothing may be written
@@ -37,7 +37,7 @@ def random_bits(rng, num_masks, vocab_size):
 def test_a_mask_for_each_row(rng, device, vocab_size):
     logits, placed, x = make_logits(rng, device, 3, vocab_size)
     allowed, words = random_bits(rng, 3, vocab_size)
-    assert pagedkv.mask_logits(x, put(words, device)) is None
+    assert ops.mask_logits(x, put(words, device)) is None
     check(placed, np.where(allowed, logits, -np.inf))
 
 
@@ -47,7 +47,7 @@ def test_masks_of_some_rows(rng, device, vocab_size):
     logits, placed, x = make_logits(rng, device, 5, vocab_size)
     rows = np.array([4, 1, 1], np.int32)
     allowed, words = random_bits(rng, 3, vocab_size)
-    pagedkv.mask_logits(x, put_sliceable(np.pad(words, ((0, 0), (0, 1))), device, "int32")[:, :-1], put(rows, device))
+    ops.mask_logits(x, put_sliceable(np.pad(words, ((0, 0), (0, 1))), device, "int32")[:, :-1], put(rows, device))
     for row, mask in zip(rows, allowed, strict=True):
         logits[row][~mask] = -np.inf
     check(placed, logits)
@@ -56,7 +56,7 @@ def test_masks_of_some_rows(rng, device, vocab_size):
 def test_many_masks(rng, device):
     logits, placed, x = make_logits(rng, device, 300, 5000)
     allowed, words = random_bits(rng, 300, 5000)
-    pagedkv.mask_logits(x, put(words, device))
+    ops.mask_logits(x, put(words, device))
     check(placed, np.where(allowed, logits, -np.inf))
 
 
@@ -67,7 +67,7 @@ def test_biases(rng, device, vocab_size):
     rows, tokens = rng.integers(0, 4, 1000).astype(np.int32), rng.integers(0, vocab_size, 1000).astype(np.int32)
     values = rng.choice([-2, -0.5, 0, 0.25, 16], 1000).astype(np.float32)
     values[:3] = -np.inf
-    pagedkv.bias_logits(x, put(rows, device), put(tokens, device), put(values, device))
+    ops.bias_logits(x, put(rows, device), put(tokens, device), put(values, device))
     np.add.at(logits, (rows, tokens), values)
     check(placed, logits)
 
@@ -92,10 +92,10 @@ def test_bad_indices_are_left_out(device, name):
         x = put(np.zeros((3, 40), np.float32), device)
         with pytest.raises(ValueError, match=on_gpu if device != "cpu" else on_cpu):
             if operation == "bias":
-                pagedkv.bias_logits(x, put(rows, device), put(tokens, device), put(np.ones(3, np.float32), device))
+                ops.bias_logits(x, put(rows, device), put(tokens, device), put(np.ones(3, np.float32), device))
             else:
-                pagedkv.mask_logits(x, put(np.zeros((3, 2), np.int32), device), put(rows, device))
-            pagedkv.check_errors(device)
+                ops.mask_logits(x, put(np.zeros((3, 2), np.int32), device), put(rows, device))
+            ops.check_errors(device)
         changed = get(x) != 0
         expected = np.zeros((3, 40), bool)
         if device != "cpu":  # a CPU looks before it writes
@@ -108,14 +108,14 @@ def test_refusals(device):
     x, ints = put(np.zeros((3, 40), np.float32), device), put(np.zeros(3, np.int32), device)
     words = put(np.zeros((3, 2), np.int32), device)
     for call, error, message in [
-        (lambda: pagedkv.mask_logits(x, put(np.zeros((3, 3), np.int32), device)), ValueError, "bitmask: dim 1 is 3 but 40 tokens need 2 words of 32 bits"),
-        (lambda: pagedkv.mask_logits(x, put(np.zeros((2, 2), np.int32), device)), ValueError, "bitmask: dim 0 is 2 but logits has T=3"),
-        (lambda: pagedkv.mask_logits(x, words, ints[:2]), ValueError, "rows: dim 0 is 2 but bitmask has N=3"),
-        (lambda: pagedkv.mask_logits(x, x), TypeError, "bitmask: dtype is float32"),
-        (lambda: pagedkv.mask_logits(put(np.zeros((3, 40)), device, "bfloat16"), words), TypeError, "logits: dtype is bfloat16"),
-        (lambda: pagedkv.bias_logits(x, ints, ints[:1], ints), ValueError, "token_ids: dim 0 is 1 but rows has N=3"),
-        (lambda: pagedkv.bias_logits(x, ints, ints, ints), TypeError, "values: dtype is int32"),
-        (lambda: pagedkv.bias_logits(None, ints, ints, ints), TypeError, "logits: must be a tensor"),
+        (lambda: ops.mask_logits(x, put(np.zeros((3, 3), np.int32), device)), ValueError, "bitmask: dim 1 is 3 but 40 tokens need 2 words of 32 bits"),
+        (lambda: ops.mask_logits(x, put(np.zeros((2, 2), np.int32), device)), ValueError, "bitmask: dim 0 is 2 but logits has T=3"),
+        (lambda: ops.mask_logits(x, words, ints[:2]), ValueError, "rows: dim 0 is 2 but bitmask has N=3"),
+        (lambda: ops.mask_logits(x, x), TypeError, "bitmask: dtype is float32"),
+        (lambda: ops.mask_logits(put(np.zeros((3, 40)), device, "bfloat16"), words), TypeError, "logits: dtype is bfloat16"),
+        (lambda: ops.bias_logits(x, ints, ints[:1], ints), ValueError, "token_ids: dim 0 is 1 but rows has N=3"),
+        (lambda: ops.bias_logits(x, ints, ints, ints), TypeError, "values: dtype is int32"),
+        (lambda: ops.bias_logits(None, ints, ints, ints), TypeError, "logits: must be a tensor"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             call()

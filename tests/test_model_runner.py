@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, write_model
 
-import pagedkv
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.engine.sequence import Sequence
 from pagedkv.engine.step import Step
 
@@ -75,4 +74,4 @@ def test_the_model_samples_of_its_logits(folder, rng):
     numbers = rng.uniform(0, 2, rows).astype(np.float32), np.arange(rows), np.arange(rows, dtype=np.int32)
     room, out = np.empty((rows, config.vocab_size), np.float32), np.empty(rows, np.int32)
     model.sample(hidden, *numbers, logits=room, out=out)
-    np.testing.assert_array_equal(out, pagedkv.sample(model.logits(hidden, out=room), *numbers))
+    np.testing.assert_array_equal(out, ops.sample(model.logits(hidden, out=room), *numbers))

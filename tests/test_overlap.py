@@ -10,6 +10,7 @@ import oracle
 import pytest
 
 import pagedkv
+from pagedkv import ops
 
 F32, I32, I64, U8 = np.float32, np.int32, np.int64, np.uint8
 T, H, K, D, N, B, V = 4, 4, 2, 16, 6, 4, 12  # tokens, q heads, KV heads, head_dim, blocks, block_size, vocabulary
@@ -78,12 +79,12 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
      {"out"}, set()),
     (pagedkv.plan_attention, dict(q=ones(T, H, D), k_cache=cache(), v_cache=cache(), **placed()) | dict(out=plan()),
      {"out"}, set()),
-    (pagedkv.append_kvcache, appended(), {"k_cache", "v_cache"}, set()),
-    (pagedkv.rope_append_kvcache, dict(q=ones(T, H, D), cos=ones(9, D // 2), sin=ones(9, D // 2), **appended(),
+    (ops.append_kvcache, appended(), {"k_cache", "v_cache"}, set()),
+    (ops.rope_append_kvcache, dict(q=ones(T, H, D), cos=ones(9, D // 2), sin=ones(9, D // 2), **appended(),
                                        cu_seqlens_q=np.array([0, 2, 4], I32), rotary_starts=np.array([3, 5], I32), out=ones(T, H, D)),
      {"k_cache", "v_cache", "out"}, set()),
-    (pagedkv.qk_norm_rope_store, heads(), {"k_cache", "v_cache", "q_out"}, set()),
-    (pagedkv.qkv_attention_fwd, without(heads(), "q_out") | batch() | dict(plan=plan()),
+    (ops.qk_norm_rope_store, heads(), {"k_cache", "v_cache", "q_out"}, set()),
+    (ops.qkv_attention_fwd, without(heads(), "q_out") | batch() | dict(plan=plan()),
      {"k_cache", "v_cache", "out"}, set()),
     (pagedkv.copy_blocks, {"caches[0]": cache(), "caches[1]": cache(), "src_dst_pairs": np.array([[0, 1], [2, 3]])},
      {"caches[0]", "caches[1]"}, set()),
@@ -91,26 +92,26 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
                            "pairs": np.array([[0, 1], [2, 3]])},
      {"dst[0]", "dst[1]"}, {("dst[0]", "src[0]"), ("dst[1]", "src[1]")}),
     (pagedkv.merge_attention_states, dict(o=ones(3, T, H, D), lse=ones(3, H, T), out=ones(T, H, D)), {"out"}, set()),
-    (pagedkv.embedding, dict(token_ids=upto(T), weight=ones(V, D), out=ones(T, D)), {"out"}, set()),
-    (pagedkv.gather_rows, dict(x=ones(V, D), indices=upto(T, I64), out=ones(T, D)), {"out"}, set()),
-    (pagedkv.rms_norm, dict(x=ones(T, D), weight=ones(D), residual=ones(T, D), out=ones(T, D)), {"residual", "out"},
+    (ops.embedding, dict(token_ids=upto(T), weight=ones(V, D), out=ones(T, D)), {"out"}, set()),
+    (ops.gather_rows, dict(x=ones(V, D), indices=upto(T, I64), out=ones(T, D)), {"out"}, set()),
+    (ops.rms_norm, dict(x=ones(T, D), weight=ones(D), residual=ones(T, D), out=ones(T, D)), {"residual", "out"},
      {("out", "x")}),
-    (pagedkv.scale_columns, dict(x=ones(T, D), factors=ones(D), out=ones(T, D)), {"out"}, {("out", "x")}),
-    (pagedkv.linear, dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), gate_up=ones(T, 8), out=ones(T, 4)),
+    (ops.scale_columns, dict(x=ones(T, D), factors=ones(D), out=ones(T, D)), {"out"}, {("out", "x")}),
+    (ops.linear, dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), gate_up=ones(T, 8), out=ones(T, 4)),
      {"gate_up", "out"}, set()),
-    (partial(pagedkv.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8)),
+    (partial(ops.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8)),
      {"out"}, set()),
-    (pagedkv.silu_and_mul, dict(x=ones(T, 2 * D), out=ones(T, D)), {"out"}, set()),
-    (pagedkv.take_sampled, dict(token_ids=-upto(T), sampled=upto(T)), {"token_ids"}, set()),
-    (pagedkv.sample, dict(logits=ones(T, V), **rows(), top_k=upto(T), top_p=ones(T), min_p=ones(T),
+    (ops.silu_and_mul, dict(x=ones(T, 2 * D), out=ones(T, D)), {"out"}, set()),
+    (ops.take_sampled, dict(token_ids=-upto(T), sampled=upto(T)), {"token_ids"}, set()),
+    (ops.sample, dict(logits=ones(T, V), **rows(), top_k=upto(T), top_p=ones(T), min_p=ones(T),
                           repetition_penalties=ones(T), presence_penalties=ones(T), frequency_penalties=ones(T),
                           counts=np.zeros((T, V), I32), slots=upto(T)), {"counts", "out"}, set()),
-    (pagedkv.sample_linear, dict(x=ones(T, D), weight=ones(V, D), **rows(), logits=ones(T, V)), {"logits", "out"}, set()),
-    (pagedkv.count_tokens, dict(prompt_ids=upto(4), output_ids=upto(5, I64), counts=np.zeros(V, I32)), {"counts"}, set()),
-    (pagedkv.token_logprobs, dict(logits=ones(T, V), token_ids=upto(T), num_best=np.array(3), out_ids=np.zeros((T, 4), I32),
+    (ops.sample_linear, dict(x=ones(T, D), weight=ones(V, D), **rows(), logits=ones(T, V)), {"logits", "out"}, set()),
+    (ops.count_tokens, dict(prompt_ids=upto(4), output_ids=upto(5, I64), counts=np.zeros(V, I32)), {"counts"}, set()),
+    (ops.token_logprobs, dict(logits=ones(T, V), token_ids=upto(T), num_best=np.array(3), out_ids=np.zeros((T, 4), I32),
                                   out=ones(T, 4)), {"out_ids", "out"}, set()),
-    (pagedkv.bias_logits, dict(logits=ones(T, V), rows=upto(T), token_ids=upto(T), values=ones(T)), {"logits"}, set()),
-    (pagedkv.mask_logits, dict(logits=ones(T, V), bitmask=np.ones((T, 1), I32), rows=upto(T)), {"logits"}, set()),
+    (ops.bias_logits, dict(logits=ones(T, V), rows=upto(T), token_ids=upto(T), values=ones(T)), {"logits"}, set()),
+    (ops.mask_logits, dict(logits=ones(T, V), bitmask=np.ones((T, 1), I32), rows=upto(T)), {"logits"}, set()),
     (copy, dict(dst=ones(T, D), src=ones(T, D)), {"dst"}, {("dst", "src")}),
 ]  # fmt: skip
 NOT_TENSORS = {
@@ -130,7 +131,7 @@ def test_the_table_has_every_operation_and_every_tensor():
     for operation, tensors, _, _ in TABLE:
         given.setdefault(name_of(operation), set()).update(name.partition("[")[0] for name in tensors)
     del given["copy"]
-    operations = {name: f for name, f in vars(pagedkv).items() if inspect.isbuiltin(f) and "stream=" in str(f.__text_signature__)}
+    operations = {name: f for name, f in vars(ops).items() if inspect.isbuiltin(f) and "stream=" in str(f.__text_signature__)}
     assert given.keys() == operations.keys()
     for name, operation in operations.items():
         assert given[name] - NOT_TENSORS == set(inspect.signature(operation).parameters) - NOT_TENSORS, name
@@ -204,7 +205,7 @@ def test_rms_norm_in_place(rng, with_residual):
     residual = rng.standard_normal((5, 33)).astype(F32) if with_residual else None
     x = wide[:, 4:37]
     expected, new_residual = oracle.rms_norm(x.copy(), weight, 1e-6, "float32", residual=residual)
-    pagedkv.rms_norm(x, weight, residual=residual, out=x)
+    ops.rms_norm(x, weight, residual=residual, out=x)
     np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
     if with_residual:
         np.testing.assert_allclose(residual, new_residual, rtol=1e-6)

@@ -16,7 +16,7 @@ from cases import PAGE_SIZES
 from pools import UNUSED_PAGE, get, make_pool, make_tables
 
 import pagedkv
-from pagedkv import Graph, Stream
+from pagedkv import Graph, Stream, ops
 
 MOST, HEADS, KV_HEADS, DIM, VOCAB, LONGEST = 7, 4, 2, 64, 50, 530
 F8 = "float8_e4m3fn"
@@ -109,13 +109,13 @@ class Step:
             pagedkv.plan_attention(q, *caches, tables, lens, num_splits=self.num_splits, out=plan)
         arguments = qkv, *self.norms, self.cos_sin, positions, *caches, slots
         if is_one:
-            pagedkv.qkv_attention_fwd(*arguments, tables, lens, out=out, past_is_constant=has_plan, **options)
+            ops.qkv_attention_fwd(*arguments, tables, lens, out=out, past_is_constant=has_plan, **options)
         else:
-            pagedkv.qk_norm_rope_store(*arguments, q_out=q)
+            ops.qk_norm_rope_store(*arguments, q_out=q)
             pagedkv.paged_attention_fwd(q, *caches, tables, lens, out=out, **options)
-        pagedkv.linear(out.view((num_seqs, HEADS * DIM)), self.head, out=logits)
+        ops.linear(out.view((num_seqs, HEADS * DIM)), self.head, out=logits)
         numbers = first(self.temperatures, self.seeds, self.positions)
-        pagedkv.sample(logits, *numbers, out=tokens)
+        ops.sample(logits, *numbers, out=tokens)
         return out, logits, tokens
 
     def check(self, num_seqs: int, before: list[np.ndarray], *, is_one: bool) -> None:
@@ -131,7 +131,7 @@ class Step:
             return
         caches = [self.put(self.empty(cache.shape, self.cache_dtype), pool) for cache, pool in zip(self.caches, pools)]
         eager = self.run(num_seqs, is_one=is_one, caches=caches, has_plan=False)
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
         assert all(np.array_equal(bits(cache), new) for cache, new in zip(caches, after, strict=True))
         first = slice(0, num_seqs)
         q, *stored = oracle.qk_norm_rope_store(
@@ -147,8 +147,8 @@ class Step:
         products = oracle.linear(out.reshape(num_seqs, -1), self.head_numbers)
         np.testing.assert_allclose(logits, products, rtol=1e-4, atol=5e-3)
         numbers = self.temperatures[first], self.seeds[first], self.positions[first]
-        tokens = pagedkv.sample(self.logits[first], *numbers)
-        pagedkv.synchronize(self.device)
+        tokens = ops.sample(self.logits[first], *numbers)
+        ops.synchronize(self.device)
         assert np.array_equal(get(self.sampled)[first], get(tokens))
 
 
@@ -164,7 +164,7 @@ def test_every_batch_size_by_the_step_of_the_largest(rng, device, block_size, ki
     else:
         stream, graph = Stream(device), Graph()
         step.fill(MOST)
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
         with stream:
             step.run(is_one=is_one)  # kernels are loaded at their first use
         with graph.capture(stream):
@@ -173,9 +173,9 @@ def test_every_batch_size_by_the_step_of_the_largest(rng, device, block_size, ki
     for num_seqs in rng.permutation(MOST + 1):
         step.fill(int(num_seqs))
         before = [bits(cache) for cache in step.caches]
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
         launch()
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
         step.check(int(num_seqs), before, is_one=is_one)
     if device != "cpu":
-        pagedkv.check_errors()
+        ops.check_errors()

@@ -16,7 +16,7 @@ from pools import get, put
 from test_qwen3 import poison
 
 import pagedkv
-from pagedkv import LLM, BlockManager, OutOfBlocks, SamplingParams
+from pagedkv import LLM, BlockManager, OutOfBlocks, SamplingParams, ops
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 6
 
@@ -143,7 +143,7 @@ class Pages:
 
     def swap(self, seq_id: int) -> None:
         pagedkv.swap_blocks(self.here, self.host, self.manager.swap_out(seq_id))
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
         table = [self.manager.allocate(-1, [int(x) for x in self.rng.integers(9, 99, 3 * self.size)])]
         assert table == [0]
         self.kv[-1] = []
@@ -151,7 +151,7 @@ class Pages:
         self.manager.free(-1)
         del self.kv[-1]
         pagedkv.swap_blocks(self.host, self.here, self.manager.swap_in(seq_id))
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
 
     def check(self) -> None:
         self.manager.check()

@@ -9,6 +9,7 @@ from cases import PAGE_SIZES
 from pools import forget, get, make_pool, make_tables, put
 
 import pagedkv
+from pagedkv import ops
 
 F8 = "float8_e4m3fn"
 
@@ -75,14 +76,14 @@ class Case:
         if planned:
             options["plan"] = self.plan(device, heads, keys, batch, options)
         rms_of = {name: put(x, device, self.dtype) for name, x in self.rms_of.items()}
-        out = pagedkv.qkv_attention_fwd(*heads, *keys, **rms_of, **batch, **options)
+        out = ops.qkv_attention_fwd(*heads, *keys, **rms_of, **batch, **options)
         return get(out), get(heads[5]), get(heads[6])
 
     def run_apart(self, device, **options):
         """The same by the operations that define it."""
         heads, keys, batch = self.place(device)
         scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
-        q = pagedkv.qk_norm_rope_store(*heads, **scales)
+        q = ops.qk_norm_rope_store(*heads, **scales)
         return get(pagedkv.paged_attention_fwd(q, *heads[5:7], *keys, **batch, **options)), get(heads[5]), get(heads[6])
 
     def plan(self, device, heads, keys, batch, options):
@@ -199,7 +200,7 @@ def test_bits(torch, rng, heads, head_dim, block_size, cache):
             return call(*before, positions, *own, slots), bits
 
         def apart(*arguments, keys=keys, rms_of=None, **options):
-            q = pagedkv.qk_norm_rope_store(*arguments, rms_of=rms_of, **scales)
+            q = ops.qk_norm_rope_store(*arguments, rms_of=rms_of, **scales)
             return pagedkv.paged_attention_fwd(q, *arguments[5:7], *keys, **scales, **options)
 
         def planned(*arguments, keys=keys, rms_of=None, **options):
@@ -207,10 +208,10 @@ def test_bits(torch, rng, heads, head_dim, block_size, cache):
             q = torch.empty(len(qkv), heads[0], head_dim, dtype=qkv.dtype, device="cuda")
             plan = pagedkv.plan_attention(q, *arguments[5:7], *keys, **options)
             options |= {"plan": plan, "past_is_constant": True}
-            return pagedkv.qkv_attention_fwd(*arguments, *keys, rms_of=rms_of, **scales, **options)
+            return ops.qkv_attention_fwd(*arguments, *keys, rms_of=rms_of, **scales, **options)
 
         def unplanned(*arguments, keys=keys, **options):
-            return pagedkv.qkv_attention_fwd(*arguments, *keys, **scales, **options)
+            return ops.qkv_attention_fwd(*arguments, *keys, **scales, **options)
 
         for options in ({}, {"num_splits": 4}, {"window_size": (20, 0)}, {"rms_of": rms_of}):
             expected, expected_bits = run(partial(apart, **options))
@@ -229,7 +230,7 @@ def test_unaligned_projections(torch, rng):
         wide = torch.full((len(LENGTHS), 8 * 64 + 9), float("nan"), dtype=torch.bfloat16, device="cuda")
         qkv = wide[:, start : start + 8 * 64]
         qkv.copy_(torch.from_dlpack(heads[0]))
-        out = pagedkv.qkv_attention_fwd(qkv, *heads[1:], *keys)
+        out = ops.qkv_attention_fwd(qkv, *heads[1:], *keys)
         assert_same((get(out), get(heads[5]), get(heads[6])), expected)
 
 
@@ -249,7 +250,7 @@ def test_bad_ids_are_masked_and_recorded(torch, rng, name, message):
             results = run("cuda:0")
             if masked > 0 or name == "positions":
                 with pytest.raises(ValueError, match=message.replace("2147480000", str(masked))):
-                    pagedkv.check_errors()
+                    ops.check_errors()
             return results
 
         assert_same(checked(case.run), checked(case.run_apart))
@@ -274,12 +275,12 @@ def test_layers_in_a_graph(torch, rng, batch, longest):
         plan, outs = pagedkv.plan_attention(q, *caches[0], tables, lens), []
         qkv = torch.empty(batch, 32 * 128, **kinds)
         for weight, norm, layer in zip(weights, norms, caches, strict=True):
-            pagedkv.linear(x, weight, weight_is_constant=True, out=qkv)
+            ops.linear(x, weight, weight_is_constant=True, out=qkv)
             heads = (qkv, *norm, cos_sin, positions, *layer, slots)
             if is_one:
-                out = pagedkv.qkv_attention_fwd(*heads, tables, lens, rms_of=x, plan=plan, past_is_constant=True)
+                out = ops.qkv_attention_fwd(*heads, tables, lens, rms_of=x, plan=plan, past_is_constant=True)
             else:
-                pagedkv.qk_norm_rope_store(*heads, rms_of=x, q_out=q)
+                ops.qk_norm_rope_store(*heads, rms_of=x, q_out=q)
                 out = pagedkv.paged_attention_fwd(q, *layer, tables, lens, plan=plan)
             outs.append(out)
         return outs
@@ -314,5 +315,5 @@ def test_a_batch_that_is_refused_stores_nothing(rng, name, value):
     getattr(case, name).flat[0] = value
     heads, keys, batch = case.place("cpu")
     with pytest.raises(ValueError, match="is -?[0-9]+ but"):
-        pagedkv.qkv_attention_fwd(*heads, *keys, **batch)
+        ops.qkv_attention_fwd(*heads, *keys, **batch)
     assert_same((get(heads[5]), get(heads[6])), case.caches)

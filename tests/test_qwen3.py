@@ -7,7 +7,7 @@ import pytest
 from checkpoints import VOCAB_SIZE, save_pretrained
 
 import pagedkv
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.config import Rope
 from pagedkv.models.rope import cos_sin_table
 
@@ -46,7 +46,7 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         return fill(step)
 
     def recording_compute(inputs):
-        pagedkv.take_sampled(inputs.batch.token_ids, runner.sampled)
+        ops.take_sampled(inputs.batch.token_ids, runner.sampled)
         hidden = runner.forward(inputs.batch)
         out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
         logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()

@@ -10,6 +10,7 @@ import pytest
 from pools import get, put
 
 import pagedkv
+from pagedkv import ops
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -26,7 +27,7 @@ def draw(logits, temperatures, seeds, positions, device="cpu", dtype="float32", 
 
     arguments = [per_row(temperatures, np.float32), per_row(seeds, np.int64), per_row(positions, np.int32)]
     options = {name: per_row(values, OPTIONS.get(name, np.float32)) for name, values in options.items()}
-    out = pagedkv.sample(put(np.asarray(logits), device, dtype), *arguments, counts=counts, **options)
+    out = ops.sample(put(np.asarray(logits), device, dtype), *arguments, counts=counts, **options)
     return get(out).astype(int)
 
 
@@ -127,8 +128,8 @@ def test_no_rows_and_strided_rows(rng, device):
     assert draw(np.zeros((0, 5)), 1, 1, 1, device).shape == (0,)
     wide = rng.standard_normal((6, 90)).astype(np.float32)
     one, nothing = np.ones(6, np.float32), np.zeros(6, np.int32)
-    strided = pagedkv.sample(wide[:, 10:80], one, np.arange(6), nothing)
-    np.testing.assert_array_equal(strided, pagedkv.sample(wide[:, 10:80].copy(), one, np.arange(6), nothing))
+    strided = ops.sample(wide[:, 10:80], one, np.arange(6), nothing)
+    np.testing.assert_array_equal(strided, ops.sample(wide[:, 10:80].copy(), one, np.arange(6), nothing))
 
 
 # --- filters: top-k, top-p, min-p
@@ -244,11 +245,11 @@ def test_count_tokens(rng, device):
     prompts, outputs, expected = make_counts(rng, 5, 50)
     for row, dtype in enumerate([np.int32, np.int64, np.int32, np.int64, np.int32]):
         counts = put(np.full(50, 12345, np.int32), device)
-        pagedkv.count_tokens(put(prompts[row].astype(np.int32), device), put(outputs[row].astype(dtype), device), counts)
+        ops.count_tokens(put(prompts[row].astype(np.int32), device), put(outputs[row].astype(dtype), device), counts)
         np.testing.assert_array_equal(get(counts), expected[row])
     with pytest.raises(ValueError, match="id 50" if device != "cpu" else r"output_ids\[1\] is 50 but must be 0 to 49"):
-        pagedkv.count_tokens(put(np.array([1, 1], np.int32), device), put(np.array([0, 50], np.int32), device), counts)
-        pagedkv.check_errors()
+        ops.count_tokens(put(np.array([1, 1], np.int32), device), put(np.array([0, 50], np.int32), device), counts)
+        ops.check_errors()
     if device == "cpu":
         np.testing.assert_array_equal(get(counts), expected[4])
 
@@ -309,7 +310,7 @@ def test_token_logprobs(rng, device, dtype, vocab_size, num_best):
     logits[3] = np.round(logits[3])  # many equals
     tokens = rng.integers(0, vocab_size, rows).astype(np.int32)
     tokens[4] = -1
-    ids, logprobs = pagedkv.token_logprobs(put(logits, device, dtype), put(tokens, device), num_best)
+    ids, logprobs = ops.token_logprobs(put(logits, device, dtype), put(tokens, device), num_best)
     ids, logprobs = get(ids).astype(int), get(logprobs)
     assert ids.shape == logprobs.shape == (rows, 1 + num_best)
     for row in range(4):
@@ -325,7 +326,7 @@ def test_token_logprobs_of_rows_without_a_softmax(rng, device, odd):
     logits[1] = -np.inf
     if odd is not None:
         logits[1, 77] = odd
-    ids, logprobs = pagedkv.token_logprobs(put(logits, device), put(np.array([3, 3, 3], np.int32), device), 2)
+    ids, logprobs = ops.token_logprobs(put(logits, device), put(np.array([3, 3, 3], np.int32), device), 2)
     assert (get(ids)[1] == -1).all() and np.isnan(get(logprobs)[1]).all()
     assert (get(ids)[[0, 2], 0] == 3).all() and np.isfinite(get(logprobs)[[0, 2]]).all()
 
@@ -334,10 +335,10 @@ def test_token_logprobs_refusals(device):
     logits, tokens = put(np.zeros((2, 9), np.float32), device), put(np.array([1, 9], np.int32), device)
     for num_best in (-1, 10, 21):
         with pytest.raises(ValueError, match=f"num_best is {num_best} but must be 0 to 9"):
-            pagedkv.token_logprobs(logits, tokens, num_best)
+            ops.token_logprobs(logits, tokens, num_best)
     with pytest.raises(ValueError, match="id 9" if device != "cpu" else r"token_ids\[1\] is 9 but must be below 9"):
-        pagedkv.token_logprobs(logits, tokens)
-        pagedkv.check_errors()
+        ops.token_logprobs(logits, tokens)
+        ops.check_errors()
 
 
 # --- refusals
@@ -384,7 +385,7 @@ def put_at(*index_and_value):
 def test_refusals(changed, error, message):
     out = np.full(3, -7, np.int32)
     with pytest.raises(error, match=message):
-        pagedkv.sample(**arguments(**changed), out=out)
+        ops.sample(**arguments(**changed), out=out)
     assert (out == -7).all()
 
 
@@ -392,7 +393,7 @@ def test_of_several_bad_rows_the_first_is_named():
     logits = np.zeros((50, 3000), np.float32)
     logits[7:, 9] = np.nan
     with pytest.raises(ValueError, match=r"logits\[7, 9\] is NaN"):
-        pagedkv.sample(logits, np.ones(50, np.float32), np.arange(50), np.zeros(50, np.int32))
+        ops.sample(logits, np.ones(50, np.float32), np.arange(50), np.zeros(50, np.int32))
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
@@ -408,7 +409,7 @@ def test_take_sampled(rng, device, num_tokens, num_rows):
     ids = rng.integers(-num_rows, 1000, num_tokens, dtype=np.int32)
     expected = [max(int(sampled[-1 - i]), 0) if i < 0 else int(i) for i in ids]
     there = put(ids.copy(), device)
-    pagedkv.take_sampled(there, put(sampled, device))
+    ops.take_sampled(there, put(sampled, device))
     assert pagedkv.asarray(there, device="cpu").tolist() == expected
 
 
@@ -417,10 +418,10 @@ def test_take_sampled_refuses_a_row_that_is_not_there(device):
     sampled = put(np.array([7, 8, 9], np.int32), device)
     if device == "cpu":
         with pytest.raises(ValueError, match="token_ids: token 2 is -4 but sampled has 3 rows"):
-            pagedkv.take_sampled(ids, sampled)
+            ops.take_sampled(ids, sampled)
         assert ids.tolist()[0] == -1
     else:
-        pagedkv.take_sampled(ids, sampled)
+        ops.take_sampled(ids, sampled)
         assert pagedkv.asarray(ids, device="cpu").tolist() == [7, 5, 0, 0]
         with pytest.raises(ValueError, match="ids: row [23] has id"):
-            pagedkv.check_errors(device)
+            ops.check_errors(device)

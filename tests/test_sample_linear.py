@@ -12,7 +12,7 @@ import pytest
 from pools import get, put, put_sliceable
 
 import pagedkv
-from pagedkv import Graph, Stream
+from pagedkv import Graph, Stream, ops
 
 DTYPES = ["float32", "float16", "bfloat16"]
 # in_features, vocab_size; a GPU's fused kernel is for 65,536 tokens and more.
@@ -44,7 +44,7 @@ def draw(x, weight, arguments, device, logits=None, **options):
     if logits is None:
         logits = put(np.full((len(x), len(weight)), np.nan, np.float32), device)
     arguments = (put(np.ascontiguousarray(each), device) for each in arguments)
-    return get(pagedkv.sample_linear(x, weight, *arguments, logits=logits, **options)).astype(int)
+    return get(ops.sample_linear(x, weight, *arguments, logits=logits, **options)).astype(int)
 
 
 @pytest.mark.parametrize("weight_is_constant", [False, True])
@@ -55,7 +55,7 @@ def test_the_tokens_of_sample(rng, device, shape, dtype, weight_is_constant):
     most = ROWS[-1] if shape[1] < 60_000 or device != "cpu" else 40
     x, weight, logits = whole_numbers(rng, most, *shape)
     arguments = per_row(rng, most)
-    expected = pagedkv.sample(logits, *arguments)
+    expected = ops.sample(logits, *arguments)
     x, weight = put(x, device, dtype), put(weight, device, dtype)
     for rows in (rows for rows in ROWS if rows <= most):
         first = [each[:rows] for each in arguments]
@@ -98,7 +98,7 @@ def test_strides_and_poison(rng, device, rows, dtype):
     draw(wide_x[1 : rows + 1, 8 : size + 8], wide_weight[:vocab_size, :size], arguments, device,
          room[:rows, 4 : vocab_size + 4], out=out[4 : rows + 4])  # fmt: skip
     room, out = get(room), get(out)
-    np.testing.assert_array_equal(out[4 : rows + 4], pagedkv.sample(logits, *arguments))
+    np.testing.assert_array_equal(out[4 : rows + 4], ops.sample(logits, *arguments))
     assert (out[:4] == -7).all() and (out[rows + 4 :] == -7).all()
     assert (room[rows:] == -7).all() and (room[:, :4] == -7).all() and (room[:, vocab_size + 4 :] == -7).all()
 
@@ -155,7 +155,7 @@ def test_infinities(rng, device, rows):
     tokens = draw(put(x, device, "bfloat16"), put(weight, device, "bfloat16"), arguments, device)
     assert (tokens % 2 == 1).all() and tokens[rows // 2] == 17
     others = np.arange(rows) != rows // 2
-    expected = pagedkv.sample(x[others] @ weight.T, *(each[others] for each in arguments))
+    expected = ops.sample(x[others] @ weight.T, *(each[others] for each in arguments))
     np.testing.assert_array_equal(tokens[others], expected)
 
 
@@ -175,7 +175,7 @@ def test_a_bad_row(rng, device, name, rows):
     """Refused by name on the CPU; on a GPU it has no token, the others have theirs, and check_errors says so."""
     spoil, message = BAD[name]
     x, weight, arguments = infinite(rng, rows, device)
-    expected = pagedkv.sample(x @ weight.T, *arguments)
+    expected = ops.sample(x @ weight.T, *arguments)
     row = rows - 1
     spoil(x, weight, arguments, row)
     x, weight = put(x, device, "float16"), put(weight, device, "float16")
@@ -189,7 +189,7 @@ def test_a_bad_row(rng, device, name, rows):
     assert tokens[row] == -1
     np.testing.assert_array_equal(tokens[:row], expected[:row])
     with pytest.raises(ValueError, match=f"(row|token) {row} "):
-        pagedkv.check_errors(device)
+        ops.check_errors(device)
 
 
 def test_a_weight_that_is_nan(rng, device):
@@ -202,7 +202,7 @@ def test_a_weight_that_is_nan(rng, device):
         return
     assert (draw(x, weight, arguments, device) == -1).all()
     with pytest.raises(ValueError, match="logits"):
-        pagedkv.check_errors(device)
+        ops.check_errors(device)
 
 
 # --- memory
@@ -214,10 +214,10 @@ def test_what_overlaps_is_refused():
     room, out = np.zeros((4, 9), np.float32), memory[1, :4].view(np.int32)
     for x, weight in ((memory[:, :8], numbers), (memory[:, :4].view(np.float16), numbers.astype(np.float16))):
         with pytest.raises(BufferError, match="logits: overlaps x"):
-            pagedkv.sample_linear(x, weight, *arguments, logits=memory[:, 3:12])
+            ops.sample_linear(x, weight, *arguments, logits=memory[:, 3:12])
         with pytest.raises(BufferError, match="out: overlaps x"):
-            pagedkv.sample_linear(x, weight, *arguments, logits=room, out=out)
-        pagedkv.sample_linear(x, weight, *arguments, logits=memory[:, 8:17])
+            ops.sample_linear(x, weight, *arguments, logits=room, out=out)
+        ops.sample_linear(x, weight, *arguments, logits=memory[:, 8:17])
 
 
 @pytest.mark.gpu
@@ -232,17 +232,17 @@ def test_a_graph_reads_what_x_holds_then(rng, cuda, rows):
     logits, out = pagedkv.empty((rows, vocab_size), "float32", cuda), pagedkv.empty(rows, "int32", cuda)
 
     def step():
-        pagedkv.sample_linear(x, w, *there, logits=logits, weight_is_constant=True, out=out, stream=stream)
+        ops.sample_linear(x, w, *there, logits=logits, weight_is_constant=True, out=out, stream=stream)
 
-    pagedkv.synchronize(cuda)  # what was put there went another stream's way
+    ops.synchronize(cuda)  # what was put there went another stream's way
     step()  # what is allocated at the first use
     with graph.capture(stream):
         step()
     for _ in range(5):
         values = rng.integers(-2, 3, (rows, size)).astype(np.float32)
         x.copy_(put(values, cuda, "bfloat16"))
-        pagedkv.synchronize(cuda)
+        ops.synchronize(cuda)
         for _ in range(3):
             graph.replay(stream)
         stream.synchronize()
-        np.testing.assert_array_equal(get(out), pagedkv.sample(values @ weight.T, *arguments))
+        np.testing.assert_array_equal(get(out), ops.sample(values @ weight.T, *arguments))

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import ALPHABET, VOCAB_SIZE, write_model
 
 import pagedkv
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.qwen3 import Qwen3
 
 
@@ -46,7 +46,7 @@ def engine(folder, device, *, behind=1, **options):
         def recorded(step, learn):
             unedited.clear()
             launched = launch(step, learn)
-            pagedkv.synchronize(device)
+            ops.synchronize(device)
             rows = np.asarray(unedited[0] if unedited else host(runner.logits))
             for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):
                 llm.logits[seq.id, step.starts[index] + step.lengths[index]] = rows[row].copy()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import Event, Graph, Stream
+from pagedkv import Event, Graph, Stream, ops
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +41,12 @@ def test_a_copy_between_gpus_comes_after_the_write(torch, two, x, turn):
     here, there = two[turn], two[1 - turn]
     own, stream = pagedkv.asarray(x, device=here), Stream(here)
     written = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device=here)
-    pagedkv.silu_and_mul(own)
+    ops.silu_and_mul(own)
     target = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device=there)
     for device in two:
-        pagedkv.synchronize(device)
+        ops.synchronize(device)
     keep_busy(torch, stream, here)
-    pagedkv.silu_and_mul(own, out=written, stream=stream)
+    ops.silu_and_mul(own, out=written, stream=stream)
     target.copy_(written)
     keep_busy(torch, stream, here)
     own.copy_(np.full(x.shape, np.nan, np.float32))  # after the read
@@ -80,19 +80,19 @@ def test_what_mixes_gpus_is_refused_by_name(torch, two, x):
     own, foreign, stream = pagedkv.asarray(x, device=here), Stream(there), torch.cuda.Stream(device=1)
     out = pagedkv.empty((64, 256), device=there)
     with pytest.raises(BufferError, match="out: is on cuda:1 but x is on cuda:0"):
-        pagedkv.silu_and_mul(own, out=out)
+        ops.silu_and_mul(own, out=out)
     with pytest.raises(BufferError, match="stream: is of cuda:1 but the work is cuda:0's"):
-        pagedkv.silu_and_mul(own, stream=foreign)
+        ops.silu_and_mul(own, stream=foreign)
     with pytest.raises(BufferError, match="stream: is of cuda:1 but the work is cuda:0's"):
-        pagedkv.silu_and_mul(own, stream=stream)
+        ops.silu_and_mul(own, stream=stream)
     with pytest.raises(BufferError, match="stream: is of cuda:1 but this is of cuda:0"):
         Event(device=here).record(foreign)
     with pytest.raises(BufferError, match=r"caches\[1\]: is on another device than the first cache"):
         pagedkv.copy_blocks([own, out], np.array([[0, 1]]))
     with Graph().capture(Stream(here)), pytest.raises(RuntimeError, match="and work of cuda:1 would be no part of it"):
-        pagedkv.silu_and_mul(pagedkv.empty((4, 8), device=there), out=pagedkv.empty((4, 4), device=there))
+        ops.silu_and_mul(pagedkv.empty((4, 8), device=there), out=pagedkv.empty((4, 4), device=there))
     with foreign:  # an entered Stream of another GPU is not meant
-        assert np.allclose(pagedkv.silu_and_mul(own).tolist(), silu_and_mul(x), rtol=1e-5, atol=1e-6)
+        assert np.allclose(ops.silu_and_mul(own).tolist(), silu_and_mul(x), rtol=1e-5, atol=1e-6)
 
 
 def test_each_gpu_has_its_own_current_stream(torch, two, x):
@@ -100,14 +100,14 @@ def test_each_gpu_has_its_own_current_stream(torch, two, x):
     side = torch.cuda.Stream(device=1)
     value = torch.full(x.shape, float("nan"), device="cuda:1")
     source = torch.from_numpy(x).to("cuda:1")
-    pagedkv.silu_and_mul(source)
+    ops.silu_and_mul(source)
     torch.cuda.synchronize(1)
     with torch.cuda.stream(side):
         torch.cuda._sleep(BUSY)
         value.copy_(source)
     torch.cuda.set_device(0)
     with torch.cuda.device(1), torch.cuda.stream(side), torch.cuda.device(0):
-        out = pagedkv.silu_and_mul(value)
+        out = ops.silu_and_mul(value)
         assert torch.cuda.current_device() == 0
     side.synchronize()
     assert np.allclose(out.cpu().numpy(), silu_and_mul(x), rtol=1e-5, atol=1e-6)
@@ -117,15 +117,15 @@ def test_errors_scratch_and_events_are_of_one_gpu(two, rng):
     results, table = [], rng.standard_normal((7, 8)).astype(np.float32)
     for device in two:
         ids = pagedkv.asarray(np.array([1, 9], np.int32), device=device)
-        pagedkv.gather_rows(pagedkv.asarray(table, device=device), ids)
+        ops.gather_rows(pagedkv.asarray(table, device=device), ids)
         logits = pagedkv.asarray(rng.standard_normal((3, 5000)).astype(np.float32), device=device)
         zeros = (pagedkv.asarray(np.zeros(3, dtype), device=device) for dtype in (np.float32, np.int64, np.int32))
-        results.append(pagedkv.sample(logits, *zeros))
+        results.append(ops.sample(logits, *zeros))
     with pytest.raises(ValueError, match="id 9 .*cuda:1"):
-        pagedkv.check_errors("cuda:1")
-    pagedkv.check_errors("cuda:1")
+        ops.check_errors("cuda:1")
+    ops.check_errors("cuda:1")
     with pytest.raises(ValueError, match="id 9 .*cuda:0"):
-        pagedkv.check_errors("cuda:0")
+        ops.check_errors("cuda:0")
     assert all(len(result.tolist()) == 3 for result in results)
     first, second = Stream(two[0]), Stream(two[1])
     second.wait(Event(device=two[0]).record(first))

@@ -12,7 +12,7 @@ import pytest
 from fake_sglang import ForwardBatch, ForwardMode, Layer, imported, torch
 from sglang_server import KINDS, Graph, Kind, Server, attention, serve
 
-import pagedkv
+from pagedkv import ops
 
 
 @pytest.fixture(params=["stand-ins"] + ["sglang"] * (importlib.util.find_spec("sglang") is not None))
@@ -36,7 +36,7 @@ def test_decodes_in_a_graph(sglang, seed, device, kind, page_size):
         graph.replay([(request, 1) for request in work])
     server.run(ForwardMode.EXTEND, [(requests[0], 9), (requests[2], 1)])  # after a graph, without one
     if device != "cpu":
-        pagedkv.check_errors()
+        ops.check_errors()
 
 
 def test_an_encoder(sglang, seed, device):
@@ -94,7 +94,7 @@ def test_deterministic_inference(monkeypatch, seed):
     sglang = imported(monkeypatch, is_real=False, is_deterministic=True)
     server = Server(sglang, seed, "cpu", 16, KINDS["float32"])
     given = []
-    monkeypatch.setattr(pagedkv, "paged_attention_fwd", spied(pagedkv.paged_attention_fwd, given))
+    monkeypatch.setattr(ops, "paged_attention_fwd", spied(ops.paged_attention_fwd, given))
     server.run(ForwardMode.EXTEND, [(server.add(), 40)])
     assert [each["num_splits"] for each in given] == [1, 1]
 
@@ -104,8 +104,8 @@ def test_the_layers_of_a_kind_share_a_plan(sglang, monkeypatch, seed):
     layers = [Layer(i, sliding_window_size=-1 if i % 2 else 20) for i in range(6)]
     server = Server(sglang, seed, "cpu", 16, Kind(layers))
     planned, attended = [], []
-    monkeypatch.setattr(pagedkv, "plan_attention", spied(pagedkv.plan_attention, planned))
-    monkeypatch.setattr(pagedkv, "paged_attention_fwd", spied(pagedkv.paged_attention_fwd, attended))
+    monkeypatch.setattr(ops, "plan_attention", spied(ops.plan_attention, planned))
+    monkeypatch.setattr(ops, "paged_attention_fwd", spied(ops.paged_attention_fwd, attended))
     server.run(ForwardMode.EXTEND, work := [(server.add(), 40), (server.add(), 3)])
     server.put_back()
     assert len(planned) == 2 and len(attended) == 6 and not any(each["past_is_constant"] for each in attended)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import Event, Graph, Stream
+from pagedkv import Event, Graph, Stream, ops
 
 pytestmark = pytest.mark.gpu
 
@@ -51,9 +51,9 @@ def side(torch):
 def poisoned(cuda, own):
     """A Tensor for the result, full of NaN, with nothing on its way; the kernels are loaded, which may wait."""
     if torch := sys.modules.get("torch"):
-        torch.from_dlpack(pagedkv.silu_and_mul(own)) + 0
+        torch.from_dlpack(ops.silu_and_mul(own)) + 0
     out = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device=cuda)
-    pagedkv.synchronize(cuda)
+    ops.synchronize(cuda)
     return out
 
 
@@ -84,9 +84,9 @@ def test_torch_reads_after_the_write(torch, side, own, x, poisoned, kind):
         mine = torch.from_numpy(x).cuda()
         torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(side):
-            pagedkv.silu_and_mul(mine, out=poisoned)
+            ops.silu_and_mul(mine, out=poisoned)
     else:
-        pagedkv.silu_and_mul(own, out=poisoned, stream=stream.cuda_stream if kind == "int" else stream)
+        ops.silu_and_mul(own, out=poisoned, stream=stream.cuda_stream if kind == "int" else stream)
     start = time.perf_counter()
     result = torch.from_dlpack(poisoned) + 0
     seconds = time.perf_counter() - start
@@ -98,7 +98,7 @@ def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):
     """To a consumer on another stream; -1 asks for no order, 0 names no stream."""
     third = torch.cuda.Stream()
     keep_busy(torch, side)
-    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    ops.silu_and_mul(own, out=poisoned, stream=side)
     with torch.cuda.stream(third):
         result = torch.from_dlpack(poisoned) + 0
         third.synchronize()
@@ -114,7 +114,7 @@ def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):
 @pytest.mark.parametrize("how", ["tolist", "asarray", "copy_", "float16"])
 def test_the_host_reads_after_the_write(torch, side, own, x, poisoned, how):
     keep_busy(torch, side)
-    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    ops.silu_and_mul(own, out=poisoned, stream=side)
     if how == "tolist":
         result = poisoned.tolist()
     elif how == "asarray":
@@ -142,7 +142,7 @@ def test_pinned_memory_is_read_after_the_copy(torch, side, own, x, how):
         "memoryview": lambda: np.asarray(memoryview(pinned)),
         "dlpack": lambda: np.from_dlpack(pinned),
         "asarray": lambda: np.asarray(pagedkv.asarray(pinned, "float16").tolist()),
-        "operation": lambda: pagedkv.scale_columns(pinned, np.ones(512, np.float32)).numpy(),
+        "operation": lambda: ops.scale_columns(pinned, np.ones(512, np.float32)).numpy(),
     }
     assert np.allclose(read[how](), x, rtol=1e-3, atol=1e-3)
 
@@ -151,7 +151,7 @@ def test_only_the_write_is_waited_for(torch, side, own, x):
     """An Event that has been waited for says that the write before it is done, whatever is queued after it."""
     stream, pinned = Stream(), pagedkv.empty(x.shape, pinned=True)
     pinned.copy_(own)
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     with stream:
         pinned.copy_(own)
         done = Event().record()
@@ -178,7 +178,7 @@ def test_a_value_of_torch_that_is_being_computed(torch, side, x, how):
         else:
             shared = pagedkv.from_dlpack(value)
     if how == "from_dlpack":  # used where another stream is current
-        result = pagedkv.scale_columns(shared, pagedkv.asarray(np.ones(512, np.float32), device="cuda"))
+        result = ops.scale_columns(shared, pagedkv.asarray(np.ones(512, np.float32), device="cuda"))
     elif how == "tolist":
         result = np.array(shared.tolist())
     assert np.allclose(np.array(result.tolist()), x, rtol=1e-3, atol=1e-3)
@@ -203,7 +203,7 @@ def test_a_given_stream_comes_after_torchs(torch, side, x):
     with torch.cuda.stream(side):
         value = late(torch, x, side)
         other = torch.cuda.Stream()
-        out = pagedkv.silu_and_mul(value, stream=other)
+        out = ops.silu_and_mul(value, stream=other)
         assert not other.query()
     other.synchronize()
     assert is_close(out, silu_and_mul(x))
@@ -211,10 +211,10 @@ def test_a_given_stream_comes_after_torchs(torch, side, x):
 
 def test_a_call_comes_after_the_write_of_its_tensors(torch, side, own, x, poisoned):
     keep_busy(torch, side)
-    pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+    ops.silu_and_mul(own, out=poisoned, stream=side)
     ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
     with Stream() as stream:
-        copied = pagedkv.scale_columns(poisoned, ones)  # on `stream`, after `side`
+        copied = ops.scale_columns(poisoned, ones)  # on `stream`, after `side`
         stream.synchronize()
     assert is_close(copied.tolist(), silu_and_mul(x))
 
@@ -225,7 +225,7 @@ def test_a_write_comes_after_the_reads(torch, side, own, x, poisoned):
     source = pagedkv.asarray(silu_and_mul(x).astype(np.float32), device="cuda")
     nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
     copies = [pagedkv.empty((64, 256), device="cuda") for _ in streams]
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     for stream, copy in zip(streams, copies, strict=True):
         keep_busy(torch, stream)
         copy.copy_(source, stream=stream)
@@ -245,7 +245,7 @@ def test_cupy_beside_torch(torch, side, x, torch_first):
     with torch.cuda.stream(side):
         weights = late(torch, weight, side) if not torch_first else cupy.asarray(weight)
         cupy.cuda.Device().synchronize() if torch_first else None
-        out = pagedkv.scale_columns(given_x, weights)
+        out = ops.scale_columns(given_x, weights)
         assert is_close(torch.from_dlpack(out), x * weight)
 
 
@@ -259,7 +259,7 @@ def test_cupy_writes_on_its_own_stream(torch, x):
         stream.synchronize()
         keep_busy(torch, torch.cuda.ExternalStream(stream.ptr))
         value[:] = source
-        out = pagedkv.scale_columns(value, ones)  # CuPy orders torch's stream after its own
+        out = ops.scale_columns(value, ones)  # CuPy orders torch's stream after its own
     assert is_close(torch.from_dlpack(out), x)
 
 
@@ -267,11 +267,11 @@ def test_cupy_reads_what_was_written_for_it(torch, side, x):
     """Its array is written on torch's stream; CuPy goes on on the default one."""
     cupy = pytest.importorskip("cupy")
     out = cupy.full((64, 256), cupy.nan, dtype=cupy.float32)
-    (pagedkv.silu_and_mul(cupy.asarray(x), out=out) + 0).get()  # the kernels are loaded, which takes long
+    (ops.silu_and_mul(cupy.asarray(x), out=out) + 0).get()  # the kernels are loaded, which takes long
     out[:] = cupy.nan
     value = late(torch, x, side)
     with torch.cuda.stream(side):
-        pagedkv.silu_and_mul(value, out=out)
+        ops.silu_and_mul(value, out=out)
         assert not side.query()
     assert is_close((out + 0).get(), silu_and_mul(x))
 
@@ -284,7 +284,7 @@ def test_streams_that_are_gone(torch, own, x, poisoned):
     for _ in range(6):
         stream = cupy.cuda.Stream(non_blocking=True)
         keep_busy(torch, torch.cuda.ExternalStream(stream.ptr))
-        pagedkv.silu_and_mul(own, out=poisoned, stream=stream.ptr)
+        ops.silu_and_mul(own, out=poisoned, stream=stream.ptr)
         del stream
         stream = cupy.cuda.Stream(non_blocking=True)
         copied = pagedkv.empty((64, 256), device="cuda").copy_(poisoned, stream=stream.ptr)
@@ -292,7 +292,7 @@ def test_streams_that_are_gone(torch, own, x, poisoned):
         assert is_close(copied.tolist(), expected)
         poisoned.copy_(nan)
     with Stream() as ours:
-        pagedkv.silu_and_mul(own, out=poisoned)
+        ops.silu_and_mul(own, out=poisoned)
     del ours
     gc.collect()
     assert is_close(torch.from_dlpack(poisoned), expected)
@@ -319,11 +319,11 @@ def test_the_order_of_the_rule(torch, side, own, x, poisoned):
         return bool(was_late)
 
     with entered, torch.cuda.stream(side):
-        assert runs_on(given, lambda: pagedkv.silu_and_mul(own, out=poisoned, stream=given))
-        assert runs_on(side, lambda: pagedkv.silu_and_mul(mine, out=poisoned))
-        assert runs_on(entered, lambda: pagedkv.silu_and_mul(own, out=poisoned))
+        assert runs_on(given, lambda: ops.silu_and_mul(own, out=poisoned, stream=given))
+        assert runs_on(side, lambda: ops.silu_and_mul(mine, out=poisoned))
+        assert runs_on(entered, lambda: ops.silu_and_mul(own, out=poisoned))
         with pytest.raises(TypeError, match="stream: must be None, an int"):
-            pagedkv.silu_and_mul(own, out=poisoned, stream=True)
+            ops.silu_and_mul(own, out=poisoned, stream=True)
 
 
 def peek(torch, tensor: pagedkv.Tensor) -> np.ndarray:
@@ -342,11 +342,11 @@ def peek(torch, tensor: pagedkv.Tensor) -> np.ndarray:
 
 def test_a_graph_of_torchs_tensors(torch, x):
     value, out = torch.from_numpy(x).cuda(), torch.full((64, 256), float("nan"), device="cuda")
-    pagedkv.silu_and_mul(value, out=out.clone())
+    ops.silu_and_mul(value, out=out.clone())
     torch.cuda.synchronize()
     graph = Graph()
     with graph.capture(Stream()):
-        pagedkv.silu_and_mul(value, out=out)
+        ops.silu_and_mul(value, out=out)
     assert graph.num_nodes == 1
     torch.cuda.synchronize()
     assert torch.isnan(out).all()
@@ -365,14 +365,14 @@ def test_what_a_graph_cannot_hold_raises(torch, side, own, x, poisoned):
     graph, stream = Graph(), Stream()
     array = np.ones((2, 8), np.float32)
     with graph.capture(stream):
-        pagedkv.silu_and_mul(own, out=poisoned)
+        ops.silu_and_mul(own, out=poisoned)
         with pytest.raises(RuntimeError, match="stream: a Graph is being captured, and work on this stream would be no"):
-            pagedkv.silu_and_mul(own, out=poisoned, stream=side)
+            ops.silu_and_mul(own, out=poisoned, stream=side)
         with pytest.raises(RuntimeError, match="whose tensors are on the cpu would be no part of it"):
-            pagedkv.silu_and_mul(array)
+            ops.silu_and_mul(array)
         with pytest.raises(RuntimeError, match="this thread is capturing another Graph"):
             Graph().capture(Stream()).__enter__()
-        pagedkv.silu_and_mul(own, out=poisoned, stream=stream)
+        ops.silu_and_mul(own, out=poisoned, stream=stream)
     assert graph.num_nodes == 2
     graph.replay()
     assert is_close(poisoned.tolist(), silu_and_mul(x))
@@ -382,12 +382,12 @@ def test_a_stream_that_has_joined_the_capture(torch, own, x, poisoned):
     graph, stream, other = Graph(), Stream(), Stream()
     event, back = Event(), Event()
     again = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     with graph.capture(stream):
         event.record(stream)
         other.wait(event)
-        pagedkv.silu_and_mul(own, out=poisoned, stream=other)
-        pagedkv.silu_and_mul(own, out=again)
+        ops.silu_and_mul(own, out=poisoned, stream=other)
+        ops.silu_and_mul(own, out=again)
         back.record(other)
         stream.wait(back)
     assert graph.num_nodes == 2
@@ -399,13 +399,13 @@ def test_a_stream_that_has_joined_the_capture(torch, own, x, poisoned):
 def test_a_graph_holds_what_its_calls_made(torch, own, x, poisoned, framework):
     given = own if framework == "ours" else torch.from_numpy(x).cuda()
     ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
-    pagedkv.scale_columns(pagedkv.silu_and_mul(own), ones, out=poisoned)
+    ops.scale_columns(ops.silu_and_mul(own), ones, out=poisoned)
     poisoned.copy_(np.full((64, 256), np.nan, np.float32))
-    pagedkv.synchronize("cuda")
+    ops.synchronize("cuda")
     graph = Graph()
     with graph.capture(Stream()):
-        middle = pagedkv.silu_and_mul(given)
-        pagedkv.scale_columns(middle, ones, out=poisoned)
+        middle = ops.silu_and_mul(given)
+        ops.scale_columns(middle, ones, out=poisoned)
     del middle, ones
     gc.collect()
     churn = [torch.full((64, 256), 7.0, device="cuda") for _ in range(200)]
@@ -423,7 +423,7 @@ def test_a_replay_is_a_write(torch, side, own, x, poisoned):
     source = pagedkv.asarray(np.full(x.shape, np.nan, np.float32), device="cuda")
     graph = Graph()
     with graph.capture(Stream()):
-        pagedkv.silu_and_mul(source, out=poisoned)
+        ops.silu_and_mul(source, out=poisoned)
     keep_busy(torch, side)
     source.copy_(own, stream=side)
     graph.replay()  # on the stream that it was captured on
@@ -439,16 +439,16 @@ def test_a_graph_of_torch(torch, own, x, poisoned):
     captured raises."""
     ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
     nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
-    pagedkv.scale_columns(pagedkv.silu_and_mul(own), ones, out=poisoned)
+    ops.scale_columns(ops.silu_and_mul(own), ones, out=poisoned)
     pagedkv.asarray(torch.ones(1, device="cuda"))  # torch is known
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         current = torch.cuda.current_stream()
-        middle = pagedkv.silu_and_mul(own, stream=current)
-        pagedkv.scale_columns(middle, ones, out=poisoned, stream=current)
+        middle = ops.silu_and_mul(own, stream=current)
+        ops.scale_columns(middle, ones, out=poisoned, stream=current)
         with pytest.raises(RuntimeError, match="PyTorch is capturing a graph"):
-            pagedkv.silu_and_mul(own, out=poisoned)
+            ops.silu_and_mul(own, out=poisoned)
     del middle
     gc.collect()
     ours = [pagedkv.asarray(np.full((64, 256), 7.0, np.float32), device="cuda") for _ in range(50)]
@@ -466,11 +466,11 @@ def test_a_graph_of_torch(torch, own, x, poisoned):
 def test_torchs_memory_is_not_given_away_early(torch, side, x):
     """An output of torch's on a given stream: dropped at once, its memory is not used again before the work is done."""
     value = torch.from_numpy(x).cuda()
-    pagedkv.silu_and_mul(value, stream=side)
+    ops.silu_and_mul(value, stream=side)
     torch.cuda.synchronize()
     for _ in range(20):
         keep_busy(torch, side)
-        out = pagedkv.silu_and_mul(value, stream=side)
+        out = ops.silu_and_mul(value, stream=side)
         del out
         later = torch.zeros(64, 256, device="cuda")
         side.synchronize()
@@ -497,7 +497,7 @@ def test_random_programs(torch, rng, round):
         a, b = rng.choice(size, 2, replace=False)
         graph = Graph()
         with graph.capture(ours[i % 2]):
-            pagedkv.scale_columns(tensors[a], weights, out=tensors[b])
+            ops.scale_columns(tensors[a], weights, out=tensors[b])
         graphs.append((graph, a, b))
     for _ in range(80):
         kind = rng.integers(8)
@@ -508,7 +508,7 @@ def test_random_programs(torch, rng, round):
         a, b = rng.choice(size, 2, replace=False)
         if kind <= 2:
             given = stream if rng.integers(2) else stream.cuda_stream
-            pagedkv.scale_columns(tensors[a], weights, out=tensors[b], stream=given)
+            ops.scale_columns(tensors[a], weights, out=tensors[b], stream=given)
             values[b] = values[a] * factors
         elif kind == 3:
             fresh = cupy.cuda.Stream(non_blocking=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pagedkv
+from pagedkv import ops
 
 
 def in_threads(work) -> None:
@@ -25,41 +26,41 @@ def test_releases_the_gil(rng):
     """Two calls at once: another Python thread runs while the CPU computes."""
     weight = rng.standard_normal((2048, 1024)).astype(np.float32)
     x = rng.standard_normal((64, 1024)).astype(np.float32)
-    expected = pagedkv.linear(x, weight)
+    expected = ops.linear(x, weight)
     results: list[np.ndarray] = []
-    in_threads(lambda number: results.append(pagedkv.linear(x, weight)))
+    in_threads(lambda number: results.append(ops.linear(x, weight)))
     assert len(results) == 4 and all(np.array_equal(r, expected) for r in results)
 
 
 def test_number_of_threads_belongs_to_the_process():
-    before = pagedkv.get_num_threads()
+    before = ops.get_num_threads()
     seen: list[int] = []
     try:
-        pagedkv.set_num_threads(before + 1)
-        thread = threading.Thread(target=lambda: seen.append(pagedkv.get_num_threads()))
+        ops.set_num_threads(before + 1)
+        thread = threading.Thread(target=lambda: seen.append(ops.get_num_threads()))
         thread.start()
         thread.join()
         assert seen == [before + 1]
     finally:
-        pagedkv.set_num_threads(before)
+        ops.set_num_threads(before)
 
 
 FORK = """
 import os, sys, numpy as np, pagedkv
 x = np.ones((64, 1024), np.float32)
 if sys.argv[1] == "used":
-    pagedkv.linear(x, np.ones((512, 1024), np.float32))
+    pagedkv.ops.linear(x, np.ones((512, 1024), np.float32))
 child = os.fork()
 if child == 0:
-    pagedkv.set_num_threads(2)
-    out = pagedkv.linear(x, np.ones((512, 1024), np.float32))
+    pagedkv.ops.set_num_threads(2)
+    out = pagedkv.ops.linear(x, np.ones((512, 1024), np.float32))
     pool = np.ones((8, 16, 2, 64), np.float32)
     pool[1:] = np.nan
     tables = np.zeros((8, 4), np.int32)
     q = np.ones((8, 2, 64), np.float32)
     assert np.allclose(pagedkv.paged_attention_fwd(q, pool, pool, tables, np.full(8, 64, np.int32)), 1)
     expected = 1 if sys.argv[1] == "used" else 2
-    os._exit(0 if (out == 1024).all() and pagedkv.get_num_threads() == expected else 1)
+    os._exit(0 if (out == 1024).all() and pagedkv.ops.get_num_threads() == expected else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

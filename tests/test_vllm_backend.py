@@ -17,6 +17,7 @@ import pytest
 import vllm_stand_in
 
 import pagedkv
+from pagedkv import ops
 
 torch = pytest.importorskip("torch", reason="vLLM's backends take torch tensors")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -304,7 +305,7 @@ def test_what_vllm_asks(integration):
         return backend.supports_combination(64, dtype, kv_cache_dtype, 16, False, False, False, False, capability)
 
     assert "kv_cache_dtype float16 with a model of torch.bfloat16" in why_not(torch.bfloat16, "float16")
-    problem = pagedkv.build_info()["cuda_problem"]
+    problem = ops.build_info()["cuda_problem"]
     for kv_cache_dtype in ("auto", "bfloat16", "fp8"):
         assert why_not(torch.bfloat16, kv_cache_dtype) == (problem and f"pagedkv cannot use the GPU: {problem}")
 
@@ -367,7 +368,7 @@ def test_the_interface_of_vllm(integration):
         device_capability=SimpleNamespace(major=9, minor=0), has_sliding_window=True, use_batch_invariant=True,
         use_non_causal=True, use_kv_connector=True,
     )  # fmt: skip
-    no_gpu = pagedkv.build_info()["cuda_problem"] is not None
+    no_gpu = ops.build_info()["cuda_problem"] is not None
     reasons = backend.validate_configuration(**common)
     assert len(reasons) == no_gpu, reasons
     for wrong in (dict(head_size=512), dict(kv_cache_dtype="fp8_e5m2"), dict(use_mla=True), dict(use_pcp=True),

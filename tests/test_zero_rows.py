@@ -5,30 +5,31 @@ import pytest
 from pools import put
 
 import pagedkv
+from pagedkv import ops
 
 CALLS = {
     "store_kvcache": lambda t: pagedkv.store_kvcache(t(0, 2, 8), t(0, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
     "copy_blocks": lambda t: pagedkv.copy_blocks([t(3, 4, 2, 8)], np.zeros((0, 2), np.int32)),
     "swap_blocks": lambda t: pagedkv.swap_blocks([t(3, 4, 2, 8)], [np.zeros((3, 4, 2, 8), np.float32)], np.zeros((0, 2), np.int32)),
     "merge_attention_states": lambda t: pagedkv.merge_attention_states(t(3, 0, 2, 8), t(3, 2, 0)),
-    "embedding": lambda t: pagedkv.embedding(t(0, dtype=np.int32), t(5, 8)),
-    "gather_rows": lambda t: pagedkv.gather_rows(t(5, 8), t(0, dtype=np.int64)),
-    "rms_norm": lambda t: pagedkv.rms_norm(t(0, 8), t(8)),
-    "scale_columns": lambda t: pagedkv.scale_columns(t(0, 8), t(8)),
-    "silu_and_mul": lambda t: pagedkv.silu_and_mul(t(0, 16)),
-    "linear": lambda t: pagedkv.linear(t(0, 8), t(16, 8)),
-    "linear, gated": lambda t: pagedkv.linear(t(0, 8), t(16, 8), gate_up=t(0, 16), rms_eps=1e-6),
-    "qk_norm_rope_store": lambda t: pagedkv.qk_norm_rope_store(
+    "embedding": lambda t: ops.embedding(t(0, dtype=np.int32), t(5, 8)),
+    "gather_rows": lambda t: ops.gather_rows(t(5, 8), t(0, dtype=np.int64)),
+    "rms_norm": lambda t: ops.rms_norm(t(0, 8), t(8)),
+    "scale_columns": lambda t: ops.scale_columns(t(0, 8), t(8)),
+    "silu_and_mul": lambda t: ops.silu_and_mul(t(0, 16)),
+    "linear": lambda t: ops.linear(t(0, 8), t(16, 8)),
+    "linear, gated": lambda t: ops.linear(t(0, 8), t(16, 8), gate_up=t(0, 16), rms_eps=1e-6),
+    "qk_norm_rope_store": lambda t: ops.qk_norm_rope_store(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
-    "qkv_attention_fwd": lambda t: pagedkv.qkv_attention_fwd(
+    "qkv_attention_fwd": lambda t: ops.qkv_attention_fwd(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32),
         t(0, 2, dtype=np.int32), t(0, dtype=np.int32)),
-    "sample_linear": lambda t: pagedkv.sample_linear(
+    "sample_linear": lambda t: ops.sample_linear(
         t(0, 8), t(11, 8), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32), logits=t(0, 11)),
-    "bias_logits": lambda t: pagedkv.bias_logits(t(3, 11), t(0, dtype=np.int32), t(0, dtype=np.int32), t(0)),
-    "mask_logits": lambda t: pagedkv.mask_logits(t(0, 11), t(0, 1, dtype=np.int32)),
-    "mask_logits, rows": lambda t: pagedkv.mask_logits(t(3, 11), t(0, 1, dtype=np.int32), t(0, dtype=np.int32)),
-    "sample": lambda t: pagedkv.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
+    "bias_logits": lambda t: ops.bias_logits(t(3, 11), t(0, dtype=np.int32), t(0, dtype=np.int32), t(0)),
+    "mask_logits": lambda t: ops.mask_logits(t(0, 11), t(0, 1, dtype=np.int32)),
+    "mask_logits, rows": lambda t: ops.mask_logits(t(3, 11), t(0, 1, dtype=np.int32), t(0, dtype=np.int32)),
+    "sample": lambda t: ops.sample(t(0, 11), t(0), t(0, dtype=np.int64), t(0, dtype=np.int32)),
 }  # fmt: skip
 
 
@@ -37,4 +38,4 @@ def test_no_rows(name, device):
     result = CALLS[name](lambda *shape, dtype=np.float32: put(np.zeros(shape, dtype), device))
     for out in result if isinstance(result, tuple) else [result]:
         assert out is None or 0 in out.shape
-    pagedkv.synchronize(device)
+    ops.synchronize(device)

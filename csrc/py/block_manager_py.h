@@ -117,7 +117,7 @@ PyObject *py_bm_repr(PyObject *self);
 extern const char py_bm_reset_prefix_cache_doc[], py_bm_export_cache_doc[], py_bm_stats_doc[], py_bm_check_doc[],
     py_bm_html_doc[];
 
-/* pagedkv.Step, a named tuple: block_manager_step.c */
+/* pagedkv.ops.Step, a named tuple: block_manager_step.c */
 PyTypeObject *py_step_type(void);
 /* Lets go of one reference. NULL is none. */
 void py_step_memory_release(py_step_memory *memory);

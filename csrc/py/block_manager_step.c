@@ -17,8 +17,8 @@ static PyStructSequence_Field step_fields[] = {
     {"max_seqlen_q", "int: the longest query"},
     {NULL, NULL},
 };
-static PyStructSequence_Desc step_desc = {"pagedkv.Step", "The arrays of one engine step: see BlockManager.prepare.",
-                                          step_fields, 6};
+static PyStructSequence_Desc step_desc = {"pagedkv.ops.Step",
+                                          "The arrays of one engine step: see BlockManager.prepare.", step_fields, 6};
 
 PyTypeObject *py_step_type(void) { return PyStructSequence_NewType(&step_desc); }
 

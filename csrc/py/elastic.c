@@ -1,4 +1,4 @@
-/* elastic.c - pagedkv.ElasticBuffer: memory that grows and shrinks in place.
+/* elastic.c - pagedkv.ops.ElasticBuffer: memory that grows and shrinks in place.
  *
  * Every Tensor of a buffer holds the buffer, and all of them have the buffer's counts of who wrote and read last, so that
  * work on two overlapping ones is ordered as on two views of one Tensor. `needed` is what the Tensors that count need;
@@ -270,7 +270,7 @@ static PyType_Slot elastic_slots[] = {
     {Py_tp_getset, elastic_getset},
     {0, NULL},
 };
-static PyType_Spec elastic_spec = {"pagedkv.ElasticBuffer", sizeof(py_elastic), 0,
+static PyType_Spec elastic_spec = {"pagedkv.ops.ElasticBuffer", sizeof(py_elastic), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, elastic_slots};
 
 int py_add_elastic_type(PyObject *module)

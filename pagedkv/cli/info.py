@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pagedkv
+from pagedkv import ops
 
 from .options import Commands
 
@@ -18,7 +19,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    build = pagedkv.build_info()
+    build = ops.build_info()
     devices = build["cuda_devices"]
     rows = {
         "pagedkv": f"{pagedkv.__version__} in {Path(pagedkv.__file__).parent}, built by {build['compiler']}",
@@ -39,7 +40,7 @@ def _gpus(count: int) -> str:
     """What is free on each: the engine takes gpu_memory_utilization of a GPU's memory."""
     gpus = []
     for i in range(count):
-        free, total = (num_bytes / 2**30 for num_bytes in pagedkv.memory_info(f"cuda:{i}"))
+        free, total = (num_bytes / 2**30 for num_bytes in ops.memory_info(f"cuda:{i}"))
         gpus.append(f"cuda:{i} with {free:.1f} of {total:.1f} GiB free")
     return ", ".join(gpus)
 

@@ -11,7 +11,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pagedkv.compat needs PyTorch (package torch), which is not installed") from error
 
-import pagedkv
+from pagedkv import ops
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,12 +20,12 @@ HEAD_DIM_STEP, MAX_SPLITS = 8, 256
 
 
 def operations() -> Any:
-    """pagedkv, or, for code that PyTorch compiles, the same as its custom operators, which a compiler keeps."""
+    """pagedkv.ops, or, for code that PyTorch compiles, the same as its custom operators, which a compiler keeps."""
     if torch.compiler.is_compiling():
         from pagedkv import torch as custom_operators
 
         return custom_operators
-    return pagedkv
+    return ops
 
 
 def with_torchs_errors(function: Callable[P, R]) -> Callable[P, R]:

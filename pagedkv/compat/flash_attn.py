@@ -5,7 +5,7 @@
 Names, arguments, defaults and results are those of flash-attn; so is the type of an error, RuntimeError. Beyond it,
 pages may have any size, cache_leftpad goes with pages too, dtypes are float32, float16 and bfloat16, tensors may lie on
 the CPU, and nothing waits for a GPU: a length that does not fit the block table is masked there and recorded for
-pagedkv.check_errors().
+pagedkv.ops.check_errors().
 
 Refused with NotImplementedError: dropout_p > 0, gradients, and a cache whose head_dim is no multiple of 8.
 """

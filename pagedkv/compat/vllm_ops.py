@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pagedkv
+from pagedkv import ops
 
 try:
     import torch
@@ -52,7 +52,7 @@ def reshape_and_cache_flash(
         raise NotImplementedError("kv_cache_dtype is 'fp8_e5m2': of the fp8 types there is fp8_e4m3 only")
     elif kv_cache_dtype not in UNSCALED:
         raise RuntimeError(f"kv_cache_dtype is {kv_cache_dtype!r} but must be one of {', '.join(UNSCALED + FP8)}")
-    pagedkv.store_kvcache(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, **scales)
+    ops.store_kvcache(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, **scales)
 
 
 def flash_attn_varlen_func(
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
     pages = find_keys(k, v, cu_seqlens_k, seqused_k, block_table, fa_version)
     assert window_size is None or len(window_size) == 2, f"window_size is {window_size} but must be a pair"
     is_fp8 = k.dtype == torch.float8_e4m3fn
-    result = pagedkv.paged_attention_fwd(
+    result = ops.paged_attention_fwd(
         q if q.stride(-1) == 1 else q.contiguous(),
         **pages,
         cu_seqlens_q=cu_seqlens_q,

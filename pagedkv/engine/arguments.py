@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import pagedkv
+from pagedkv import ops
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
 
@@ -52,7 +53,7 @@ def check_options(
 def find_device(device: str) -> str:
     """"cpu" or "cuda:0", of "auto" too. Looks for a GPU only where one may be meant: that takes a while."""
     if device == "auto":
-        device = "cuda" if pagedkv.build_info()["cuda_devices"] else "cpu"
+        device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
     return device if device == "cpu" else pagedkv.Stream(device).device  # raises where there is no such GPU
 
 

@@ -1,7 +1,7 @@
 """The keys and values of all pages: a cache of each for every layer, on the device and in host memory.
 
 On the device a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
-(pagedkv.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay as they are, and another
+(pagedkv.ops.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay as they are, and another
 process can have what it gives back.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-import pagedkv
-from pagedkv import ElasticBuffer, Tensor
+from pagedkv import Tensor, ops
 from pagedkv.models.config import Qwen3Config
+from pagedkv.ops import ElasticBuffer
 
 from .pool_size import page_bytes
 from .step import Step
@@ -60,12 +60,12 @@ class KVCaches:
         """All memory of the device, in pages."""
         if self.device == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
-        return pagedkv.memory_info(self.device)[1] // self.page_bytes
+        return ops.memory_info(self.device)[1] // self.page_bytes
 
     def _empty(self, num_blocks: int, device: str, *, is_pinned: bool = False) -> Layers:
         shape = num_blocks, *self._page_shape
         return self._layers(
-            pagedkv.empty(shape, self.dtype, device, pinned=is_pinned) for _ in range(self.num_caches)
+            ops.empty(shape, self.dtype, device, pinned=is_pinned) for _ in range(self.num_caches)
         )
 
     def _layers(self, memory: Iterable[Tensor]) -> Layers:
@@ -91,11 +91,11 @@ class KVCaches:
     def move(self, step: Step) -> None:
         """Swaps and copies of a step, before anything is computed."""
         if step.swap_out is not None:
-            pagedkv.swap_blocks(_each(self.layers), _each(self.host_layers), step.swap_out)
+            ops.swap_blocks(_each(self.layers), _each(self.host_layers), step.swap_out)
         if step.swap_in is not None:
-            pagedkv.swap_blocks(_each(self.host_layers), _each(self.layers), step.swap_in)
+            ops.swap_blocks(_each(self.host_layers), _each(self.layers), step.swap_in)
         if step.copies is not None and len(step.copies):
-            pagedkv.copy_blocks(_each(self.layers), step.copies)
+            ops.copy_blocks(_each(self.layers), step.copies)
 
     # --- pages as bytes, a few at a time
 
@@ -104,8 +104,8 @@ class KVCaches:
         for start in range(0, len(pages), at_once):
             some = pages[start : start + at_once]
             host = self._empty(len(some), "cpu")
-            pagedkv.swap_blocks(_each(self.layers), _each(host), _pairs(some, np.arange(len(some))))
-            pagedkv.synchronize(self.device)
+            ops.swap_blocks(_each(self.layers), _each(host), _pairs(some, np.arange(len(some))))
+            ops.synchronize(self.device)
             yield [self._bytes_of(cache) for cache in _each(host)]
 
     def write(self, pages: np.ndarray, contents: list[np.ndarray]) -> None:
@@ -113,8 +113,8 @@ class KVCaches:
         host = self._empty(len(pages), "cpu")
         for cache, content in zip(_each(host), contents, strict=True):
             self._bytes_of(cache)[:] = content
-        pagedkv.swap_blocks(_each(host), _each(self.layers), _pairs(np.arange(len(pages)), pages))
-        pagedkv.synchronize(self.device)
+        ops.swap_blocks(_each(host), _each(self.layers), _pairs(np.arange(len(pages)), pages))
+        ops.synchronize(self.device)
 
     def _bytes_of(self, cache: Tensor) -> np.ndarray:
         memory = cache.transpose(1, 2) if self._is_heads_first else cache

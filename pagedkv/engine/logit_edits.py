@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-import pagedkv
-from pagedkv import Tensor
+from pagedkv import Tensor, ops
 
 from .sequence import Sequence
 
@@ -55,9 +54,9 @@ class LogitEdits:
             self._upload()
         if self._masks is not None:
             rows, bits = self._masks
-            pagedkv.mask_logits(logits, bits, rows=rows)
+            ops.mask_logits(logits, bits, rows=rows)
         if self._bias is not None:
-            pagedkv.bias_logits(logits, *self._bias)
+            ops.bias_logits(logits, *self._bias)
 
     def _upload(self) -> None:
         pairs: list[tuple[int, int, float]] = []
@@ -126,4 +125,4 @@ class LogitEdits:
         return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
     def _there(self, array: np.ndarray) -> Tensor:
-        return pagedkv.asarray(array, device=self._device)
+        return ops.asarray(array, device=self._device)

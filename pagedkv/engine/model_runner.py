@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-import pagedkv
-from pagedkv import BlockManager, Event, Graph, Stream, Tensor
+from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
@@ -82,8 +81,8 @@ class ModelRunner:
         self.events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
         self.plans = allocate_plans(config, max_num_batched_tokens, max_num_seqs, device) if self.is_gpu else {}
-        self.logits = pagedkv.empty((max_num_seqs, config.vocab_size), "float32", device)
-        self.sampled = pagedkv.empty(max_num_seqs, "int32", device)  # of the last launch, by row
+        self.logits = ops.empty((max_num_seqs, config.vocab_size), "float32", device)
+        self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
         # The same for the host, in turn. Its arrays are made before anything is written: numpy() would wait for that.
         self.known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
         self._known_arrays = [memory.numpy() for memory in self.known]
@@ -95,13 +94,13 @@ class ModelRunner:
 
         num_bytes = 4 * (3 * max_num_batched_tokens + 8 * max_num_seqs) + 10 * ALIGN
         self.host = [self._host_memory(num_bytes, "uint8") for _ in range(2)]
-        self.there = pagedkv.empty(num_bytes, "uint8", device) if self.is_gpu else self.host[0]
+        self.there = ops.empty(num_bytes, "uint8", device) if self.is_gpu else self.host[0]
         if not self.is_gpu:
             self.host[1] = self.host[0]
         self.max_blocks = -(-max_model_len // block_size)
         if self.is_gpu:
             self.host_tables = [self._host_memory(max_num_seqs * self.max_blocks, "int32") for _ in range(2)]
-            self.block_tables = pagedkv.empty((max_num_seqs, self.max_blocks), "int32", device)
+            self.block_tables = ops.empty((max_num_seqs, self.max_blocks), "int32", device)
             self._table_there = NO_TABLE
         self._turn = 0
         self._temperatures, self._seeds = np.zeros(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
@@ -110,7 +109,7 @@ class ModelRunner:
         self.has_graphs = self.is_gpu and not enforce_eager
 
     def _host_memory(self, count: int, dtype: str) -> Tensor:
-        return pagedkv.empty(count, dtype, pinned=self.is_gpu)
+        return ops.empty(count, dtype, pinned=self.is_gpu)
 
     # --- memory
 
@@ -124,7 +123,7 @@ class ModelRunner:
             inputs = self._idle_decodes(self.max_num_seqs)[1]
             for needs_logits in (False, True):
                 self.run(replace(inputs, needs_logits=needs_logits))
-            pagedkv.synchronize(self.device)
+            ops.synchronize(self.device)
             host = Arrays(self.host[0].numpy(), num_tokens, 1, 1)
             host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
             host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0
@@ -132,12 +131,12 @@ class ModelRunner:
             there = Arrays(self.there, num_tokens, 1, 1)
             self._upload(host, 0)
             self.run(there.inputs(self.block_tables[:1], num_tokens, self.plans))
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
         self.caches.layers = []
 
     def affordable_bytes(self, utilization: float) -> int:
         """What a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
-        free, total = pagedkv.memory_info(self.device)
+        free, total = ops.memory_info(self.device)
         num_graphs = len(self.batch_sizes) if self.has_graphs else 0
         return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES - self.caches.rounding_bytes
 
@@ -158,8 +157,8 @@ class ModelRunner:
                     self.run(inputs)  # what is chosen or allocated at an operation's first use
                     decodes.graph = self._capture(inputs)
         if self.has_graphs:
-            pagedkv.reload_context(self.device)  # a launch is faster then than after all this
-        pagedkv.synchronize(self.device)
+            ops.reload_context(self.device)  # a launch is faster then than after all this
+        ops.synchronize(self.device)
 
     def _capture(self, inputs: StepInputs) -> Graph:
         """Of such a step, which has run before; nothing is computed."""
@@ -175,7 +174,7 @@ class ModelRunner:
     def _idle_decodes(self, num_seqs: int) -> tuple[Decodes, StepInputs]:
         """On a GPU; and a step of nothing but padding."""
         decodes = self._new_decodes(num_seqs)
-        pagedkv.synchronize(self.device)  # the host's arrays may still be read
+        ops.synchronize(self.device)  # the host's arrays may still be read
         pad(decodes.host[0], 0)
         self._upload(decodes.host[0], 0)
         return decodes, decodes.device.inputs(self.block_tables[:num_seqs], 1, self.plans)
@@ -290,7 +289,7 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs) -> None:
         """The step, as far as the logits where it needs them, otherwise with its tokens."""
-        pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
+        ops.take_sampled(inputs.batch.token_ids, self.sampled)
         self._compute_head(inputs, self.forward(inputs.batch, inputs.last_tokens))
 
     def _compute_head(self, inputs: StepInputs, hidden: Tensor) -> None:
@@ -306,11 +305,11 @@ class ModelRunner:
 
     def _compute_prompts(self, inputs: StepInputs, step: Step) -> PromptOutputs:
         """The same where a prompt's own tokens, or its last hidden state, are asked for."""
-        pagedkv.take_sampled(inputs.batch.token_ids, self.sampled)
+        ops.take_sampled(inputs.batch.token_ids, self.sampled)
         hidden = self.forward(inputs.batch)
         outputs = PromptOutputs(step, hidden, self.model, self.logits)
         assert inputs.last_tokens is not None, "a step with prompts"
-        self._compute_head(inputs, pagedkv.gather_rows(hidden, inputs.last_tokens))
+        self._compute_head(inputs, ops.gather_rows(hidden, inputs.last_tokens))
         return outputs
 
     def _edit(self, learn: Callable[[], None]) -> None:
@@ -323,7 +322,7 @@ class ModelRunner:
             learn()
         if self.options.num_logprobs is not None:
             if self._unedited is None:
-                self._unedited = pagedkv.empty(self.logits.shape, "float32", self.device)
+                self._unedited = ops.empty(self.logits.shape, "float32", self.device)
             self._logits_as_they_are = self._unedited
             self._unedited[:num_rows].copy_(self.logits[:num_rows])
         self.edits.apply(self.logits[:num_rows])
@@ -336,7 +335,7 @@ class ModelRunner:
             options = {
                 name: value if name == "counts" else value[start:end] for name, value in self.options.arguments.items()
             }
-            pagedkv.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
+            ops.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
 
         num_rows = len(inputs.temperatures) if self.options.num_rows is None else self.options.num_rows
         try:
@@ -354,7 +353,7 @@ class ModelRunner:
             return None
         if not self._best:
             size = self.max_num_seqs * (1 + MAX_LOGPROBS)
-            self._best = [[pagedkv.empty(size, dtype, self.device) for dtype in ("int32", "float32")]]
+            self._best = [[ops.empty(size, dtype, self.device) for dtype in ("int32", "float32")]]
             self._best += [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
             self._best_arrays = [[memory.numpy() for memory in pair] for pair in self._best[1:]]
         shape = num_rows, 1 + self.options.num_logprobs
@@ -362,7 +361,7 @@ class ModelRunner:
             [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
         )
         logits, sampled = self._logits_as_they_are[:num_rows], self.sampled[:num_rows]
-        pagedkv.token_logprobs(logits, sampled, self.options.num_logprobs, out_ids=there[0], out=there[1])
+        ops.token_logprobs(logits, sampled, self.options.num_logprobs, out_ids=there[0], out=there[1])
         for to, of in zip(here, there, strict=True):
             to.copy_(of)
         ids, logprobs = (array[: shape[0] * shape[1]].reshape(shape) for array in self._best_arrays[turn])

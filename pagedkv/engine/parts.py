@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import pagedkv
-from pagedkv import BlockManager
+from pagedkv import BlockManager, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
@@ -177,5 +176,5 @@ class _MemoryCount:
     def _used_bytes(self) -> int:
         if self._device == "cpu":
             return 0
-        free, total = pagedkv.memory_info(self._device)
+        free, total = ops.memory_info(self._device)
         return total - free

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-import pagedkv
-from pagedkv import Tensor
+from pagedkv import Tensor, ops
 from pagedkv.models.qwen3 import Qwen3
 
 from .sequence import Sequence
@@ -29,7 +28,7 @@ class PromptOutputs:
                 self._score(seq, step.starts[i], step.ends[i], int(firsts[i]))
         for seq, i in zip(step.receivers, step.sampled, strict=True):
             if seq.wants_embedding:
-                row = pagedkv.gather_rows(hidden, _ids([int(firsts[i + 1]) - 1], hidden.device))
+                row = ops.gather_rows(hidden, _ids([int(firsts[i + 1]) - 1], hidden.device))
                 self._vectors.append((seq, _here(row, "float32")[0]))
 
     @staticmethod
@@ -47,9 +46,9 @@ class PromptOutputs:
             stop = min(at + len(self._logits), end)
             rows = _ids(range(first_row + at - start, first_row + stop - start), self._hidden.device)
             logits = self._logits[: stop - at]
-            self._model.logits(pagedkv.gather_rows(self._hidden, rows), out=logits)
+            self._model.logits(ops.gather_rows(self._hidden, rows), out=logits)
             targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)
-            ids, logprobs = pagedkv.token_logprobs(logits, targets, num_best)
+            ids, logprobs = ops.token_logprobs(logits, targets, num_best)
             self._scores.append((seq, _here(ids), _here(logprobs)))
 
     def report(self) -> None:
@@ -62,8 +61,8 @@ class PromptOutputs:
 
 
 def _ids(values: object, device: str) -> Tensor:
-    return pagedkv.asarray(np.array(values, np.int32), device=device)
+    return ops.asarray(np.array(values, np.int32), device=device)
 
 
 def _here(tensor: Tensor, dtype: str | None = None) -> np.ndarray:
-    return pagedkv.asarray(tensor, dtype, "cpu").numpy()
+    return ops.asarray(tensor, dtype, "cpu").numpy()

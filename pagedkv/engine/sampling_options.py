@@ -1,4 +1,4 @@
-"""What the rows of a step ask for beside a temperature and a seed, as arguments of pagedkv.sample.
+"""What the rows of a step ask for beside a temperature and a seed, as arguments of ops.sample.
 
 A step without any of it needs none of what is here. The arrays are uploaded where the batch changes. The counts of
 tokens that penalties need stay on the device: a sequence has a row of them from the first step that samples it, made of
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-import pagedkv
-from pagedkv import Tensor
+from pagedkv import Tensor, ops
 
 from .sequence import Sequence
 
@@ -30,13 +29,13 @@ class SamplingOptions:
     """Those of the step that is launched."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, device: str) -> None:
-        self.arguments: dict[str, Any] = {}  # of pagedkv.sample, one number a row but for the counts
+        self.arguments: dict[str, Any] = {}  # of ops.sample, one number a row but for the counts
         self.num_rows: int | None = None  # those behind are padding; None: before the first step
         self.num_logprobs: int | None = None  # the most that a row asks for
         self._counts_shape, self._max_model_len, self._device = (max_num_seqs, vocab_size), max_model_len, device
         self._counts: Tensor | None = None  # made when the first request asks for it: it is large
         self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
-        self._arrays = pagedkv.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
+        self._arrays = ops.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
 
     @property
     def need_logits(self) -> bool:
@@ -85,9 +84,9 @@ class SamplingOptions:
 
     def _count(self, seq: Sequence) -> None:
         if self._counts is None:
-            self._counts = pagedkv.empty(self._counts_shape, "int32", self._device)
-            self._token_ids = pagedkv.empty(self._max_model_len, "int32", self._device)
+            self._counts = ops.empty(self._counts_shape, "int32", self._device)
+            self._token_ids = ops.empty(self._max_model_len, "int32", self._device)
         tokens = np.asarray(seq.tokens)
         ids = self._token_ids[: len(tokens)].copy_(tokens)
         end = seq.num_prompt_tokens
-        pagedkv.count_tokens(ids[:end], ids[end:], self._counts[self._slots[seq.id]])
+        ops.count_tokens(ids[:end], ids[end:], self._counts[self._slots[seq.id]])

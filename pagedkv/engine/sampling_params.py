@@ -29,7 +29,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.sample's.
+    """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.ops.sample's.
 
     n                   how many answers; they share the prompt's computation and its pages
     best_of             so many are sampled, and the n with the highest cumulative log probability are returned; None: n

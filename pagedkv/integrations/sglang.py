@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"pagedkv.integrations.sglang needs SGLang 0.5.23 (package sglang): {error}") from error
 
-import pagedkv
+from pagedkv import ops
 
 NAME = "pagedkv"
 KV_CACHE_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -194,7 +194,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
             if is_windowed:
                 slots = metadata.window_slots[: len(slots)]  # a caller may have narrowed the batch to real tokens
             k, v = (each.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for each in (k, v))
-            pagedkv.store_kvcache(k, v, k_cache, v_cache, slots, **scales)
+            ops.store_kvcache(k, v, k_cache, v_cache, slots, **scales)
 
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         batch = q, k_cache, v_cache, metadata.tables[is_windowed], metadata.context_lens
@@ -205,7 +205,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         }
         kind = q.shape[1:], layer.tp_k_head_num, is_windowed, options["causal"], options["window_size"]
         if kind not in metadata.plans:
-            metadata.plans[kind] = pagedkv.plan_attention(*batch, **options)
+            metadata.plans[kind] = ops.plan_attention(*batch, **options)
         out = forward_batch._attn_output  # memory for the result, where a caller has some
         options |= scales | {
             "softmax_scale": layer.scaling,
@@ -215,7 +215,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
             "past_is_constant": metadata.is_graph,
             "out": None if out is None else out.view(q.shape),
         }
-        out = pagedkv.paged_attention_fwd(*batch, **options)
+        out = ops.paged_attention_fwd(*batch, **options)
         return out.view(-1, layer.tp_q_head_num * layer.qk_head_dim)
 
     def _pages(self, buffer: torch.Tensor, layer: Any) -> torch.Tensor:

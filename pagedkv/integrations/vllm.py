@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pagedkv
+from pagedkv import ops
 
 try:
     import torch
@@ -153,7 +153,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         k_cache, v_cache = self.caches(kv_cache)
         k_scale, v_scale = self.scales(layer)
         new = key[:num_tokens], value[:num_tokens]
-        pagedkv.store_kvcache(*new, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        ops.store_kvcache(*new, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def forward(
         self,
@@ -185,7 +185,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
             window_size=(self.window, self.window),  # causal makes the right side 0
             num_splits=self.num_splits,
         )
-        pagedkv.paged_attention_fwd(
+        ops.paged_attention_fwd(
             *tensors,
             **options,
             plan=self.plan(batch, tensors, options),
@@ -209,7 +209,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         kind = is_captured, self.num_heads, self.window
         plan = batch.plans.get(kind)
         if plan is None:
-            plan = batch.plans[kind] = pagedkv.plan_attention(*tensors, **options)
+            plan = batch.plans[kind] = ops.plan_attention(*tensors, **options)
         return plan
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,7 +275,7 @@ class PagedKVBackend(interface.AttentionBackend):  # type: ignore[misc]
         """Why not, or None. vLLM asks on GPUs only."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"kv_cache_dtype {kv_cache_dtype} with a model of {dtype}: both must be the same, or the cache fp8"
-        problem = pagedkv.build_info()["cuda_problem"]
+        problem = ops.build_info()["cuda_problem"]
         return None if problem is None else f"pagedkv cannot use the GPU: {problem}"
 
     @classmethod

@@ -8,6 +8,7 @@ from collections.abc import Set
 import numpy as np
 
 import pagedkv
+from pagedkv import ops
 
 POOL_SIZE = 4_194_301  # a prime: neighbouring tensors, and rows of one, hold different numbers
 
@@ -28,7 +29,7 @@ class DummyCheckpoint:
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         if name.endswith("norm.weight"):
             return self._upload(np.ones(shape, np.float32))
-        tensor = pagedkv.empty(shape, self.dtype, self.device)
+        tensor = ops.empty(shape, self.dtype, self.device)
         flat, size = tensor.view(math.prod(shape)), math.prod(shape)
         done = 0
         while done < size:
@@ -42,7 +43,7 @@ class DummyCheckpoint:
         return self.load("+".join(rows), sum(rows.values()), *rest)
 
     def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
-        return pagedkv.asarray(pagedkv.asarray(values, self.dtype), device=self.device)  # only the CPU converts
+        return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts
 
     @staticmethod
     def fingerprint() -> str:
@@ -51,7 +52,7 @@ class DummyCheckpoint:
 
     def finish(self) -> None:
         """As Checkpoint.finish()."""
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
 
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """No folder, so nothing in it that the model does not know."""

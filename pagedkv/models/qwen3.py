@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pagedkv
-from pagedkv import Tensor
+from pagedkv import Tensor, ops
 
 from .config import Qwen3Config
 from .dummy import DummyCheckpoint
@@ -61,7 +60,7 @@ class Buffers:
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = [config.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
         sizes += [2 * config.intermediate_size, config.intermediate_size]
-        return Buffers(*(pagedkv.empty((num_tokens, size), dtype, device) for size in sizes))
+        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in sizes))
 
     def first(self, num_tokens: int) -> Buffers:
         """The same memory cut to so many tokens."""
@@ -71,8 +70,8 @@ class Buffers:
         """For these tokens alone, with their residual and attention, which trade places with normed and q. A token may
         be there several times."""
         few = self.first(len(tokens))
-        residual = pagedkv.gather_rows(self.residual, tokens, out=few.normed)
-        attention = pagedkv.gather_rows(self.attention, tokens, out=few.q)
+        residual = ops.gather_rows(self.residual, tokens, out=few.normed)
+        attention = ops.gather_rows(self.attention, tokens, out=few.q)
         return replace(few, residual=residual, normed=few.residual, attention=attention, q=few.attention)
 
 
@@ -85,7 +84,7 @@ def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: 
     """Memory for how attention divides a batch of up to so much among a GPU's processors, by the windows of the layers.
     With it in the batch, forward() plans once for all layers; without, each call of attention does it."""
     num_rows = -(-num_tokens * config.num_q_heads // config.num_kv_heads // 8) + num_seqs + 4096  # see plan_attention
-    return {window_size(window): pagedkv.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
+    return {window_size(window): ops.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
 
 
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
@@ -96,7 +95,7 @@ def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
     """
     if weight.dtype == "float16":
         return norm
-    pagedkv.scale_columns(weight, norm, out=weight)
+    ops.scale_columns(weight, norm, out=weight)
     return None
 
 
@@ -127,9 +126,9 @@ class Attention:
         out = buffers.attention.view(heads)
         x = buffers.residual
         if self.norm is not None:
-            x = pagedkv.rms_norm(x, self.norm, self.eps, out=buffers.normed)
-        pagedkv.linear(x, self.qkv_weight, self.qkv_bias, weight_is_constant=True, out=buffers.qkv)
-        pagedkv.qkv_attention_fwd(
+            x = ops.rms_norm(x, self.norm, self.eps, out=buffers.normed)
+        ops.linear(x, self.qkv_weight, self.qkv_bias, weight_is_constant=True, out=buffers.qkv)
+        ops.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
             self.k_norm,
@@ -152,7 +151,7 @@ class Attention:
 
     def project(self, buffers: Buffers) -> None:
         """buffers.residual += buffers.attention, projected"""
-        pagedkv.linear(
+        ops.linear(
             buffers.attention,
             self.o_weight,
             self.o_bias,
@@ -176,8 +175,8 @@ class MLP:
         """buffers.residual += mlp(norm(buffers.residual))"""
         x = buffers.residual
         if self.norm is not None:
-            x = pagedkv.rms_norm(x, self.norm, self.eps, out=buffers.normed)
-        pagedkv.linear(
+            x = ops.rms_norm(x, self.norm, self.eps, out=buffers.normed)
+        ops.linear(
             x,
             self.gate_up_weight,
             gate_up=buffers.gate_up,
@@ -185,7 +184,7 @@ class MLP:
             weight_is_constant=True,
             out=buffers.activation,
         )
-        pagedkv.linear(
+        ops.linear(
             buffers.activation, self.down_weight, add_to_out=True, weight_is_constant=True, out=buffers.residual
         )
 
@@ -201,7 +200,7 @@ class Qwen3:
 
     def __init__(self, config: Qwen3Config, checkpoint: AnyCheckpoint, max_model_len: int) -> None:
         table = cos_sin_table(config.rope, config.head_dim, max_model_len)
-        cos_sin = pagedkv.asarray(table, device=checkpoint.device)
+        cos_sin = ops.asarray(table, device=checkpoint.device)
         self.eps = config.rms_norm_eps
         self.embedding = checkpoint.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, i, checkpoint, cos_sin) for i in range(config.num_layers)]
@@ -215,7 +214,7 @@ class Qwen3:
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
     def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
-        """Chooses how a GPU computes the products of so many tokens, and rows of logits (see pagedkv.tune_linear)."""
+        """Chooses how a GPU computes the products of so many tokens, and rows of logits: see ops.tune_linear."""
 
         def large(*weights: Tensor) -> list[Tensor]:
             return [weight for weight in weights if weight.nbytes >= 1 << 20]  # else the time is that of a launch
@@ -223,9 +222,9 @@ class Qwen3:
         attentions, mlps = [layer.attention for layer in self.layers], [layer.mlp for layer in self.layers]
         into_new = [each.qkv_weight for each in attentions] + [each.gate_up_weight for each in mlps]
         into_residual = [each.o_weight for each in attentions] + [each.down_weight for each in mlps]
-        pagedkv.tune_linear(large(*into_new), num_tokens)
-        pagedkv.tune_linear(large(*into_residual), num_tokens, add_to_out=True)
-        pagedkv.tune_linear(large(self.head), num_rows, out_dtype="float32")
+        ops.tune_linear(large(*into_new), num_tokens)
+        ops.tune_linear(large(*into_residual), num_tokens, add_to_out=True)
+        ops.tune_linear(large(self.head), num_rows, out_dtype="float32")
 
     def forward(
         self,
@@ -237,7 +236,7 @@ class Qwen3:
         """Normed hidden states [num_tokens, hidden_size] in memory of `buffers`, of the last_tokens (int32) or of all;
         writes all tokens' KV into the caches. What the last layer does behind its KV is done for these tokens only."""
         used = buffers.first(len(batch.token_ids))
-        pagedkv.embedding(batch.token_ids, self.embedding, out=used.residual)
+        ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             layer.attention.forward(batch, k_cache, v_cache, used)
@@ -245,13 +244,13 @@ class Qwen3:
                 used = buffers.only(last_tokens)
             layer.attention.project(used)
             layer.mlp.forward(used)
-        return pagedkv.rms_norm(used.residual, self.norm, self.eps, out=used.normed)
+        return ops.rms_norm(used.residual, self.norm, self.eps, out=used.normed)
 
     def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
         attention = self.layers[0].attention
         q = buffers.q.view((len(buffers.q), attention.num_q_heads, attention.head_dim))
         for window, plan in batch.plans.items():
-            pagedkv.plan_attention(
+            ops.plan_attention(
                 q,
                 k_cache,
                 v_cache,
@@ -265,12 +264,12 @@ class Qwen3:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size]"""
-        return pagedkv.linear(hidden, self.head, weight_is_constant=True, out=out)
+        return ops.linear(hidden, self.head, weight_is_constant=True, out=out)
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
     ) -> Tensor:
-        """The tokens that pagedkv.sample takes of logits(hidden), for which `logits` is memory: int32 [num_rows]"""
-        return pagedkv.sample_linear(
+        """The tokens that ops.sample takes of logits(hidden), for which `logits` is memory: int32 [num_rows]"""
+        return ops.sample_linear(
             hidden, self.head, temperatures, seeds, positions, logits=logits, weight_is_constant=True, out=out
         )

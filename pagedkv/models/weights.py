@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import pagedkv
-from pagedkv import Event
+from pagedkv import Event, ops
 
 from .config import read_json
 
@@ -151,7 +151,7 @@ class SafetensorsFile:
         # Unaligned data is allowed by the format, rare, and slow or wrong to compute on.
         if (self.data_start + entry.begin) % ITEM_BYTES[dtype]:
             data = data.copy()
-        return pagedkv.from_dlpack(data).view(entry.shape, dtype)
+        return ops.from_dlpack(data).view(entry.shape, dtype)
 
 
 def read_strict_json(text: str) -> Any:
@@ -191,7 +191,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Waits until all that was loaded is on the device."""
-        pagedkv.synchronize(self.device)
+        ops.synchronize(self.device)
         self._staging.clear()
 
     def fingerprint(self) -> str:
@@ -210,11 +210,11 @@ class Checkpoint:
         view = self._view(name, shape)
         if view.dtype == self.dtype and self.device == "cpu":
             return view
-        return self._fill(pagedkv.empty(shape, self.dtype, self.device), view)
+        return self._fill(ops.empty(shape, self.dtype, self.device), view)
 
     def load_stacked(self, rows: dict[str, int], *rest: int) -> pagedkv.Tensor:
         """Several tensors, each [rows, *rest], as one along dimension 0: one projection instead of several."""
-        stacked = pagedkv.empty((sum(rows.values()), *rest), self.dtype, self.device)
+        stacked = ops.empty((sum(rows.values()), *rest), self.dtype, self.device)
         start = 0
         for name, count in rows.items():
             self._fill(stacked[start : start + count], self._view(name, (count, *rest)))
@@ -245,7 +245,7 @@ class Checkpoint:
             return target.copy_(view)
         if not self._staging:
             self._staging = [
-                (pagedkv.empty(STAGING_BYTES, "uint8", pinned=True), Event(device=self.device)) for _ in range(2)
+                (ops.empty(STAGING_BYTES, "uint8", pinned=True), Event(device=self.device)) for _ in range(2)
             ]
         there, here = target.view(-1), view.view(-1)
         count = STAGING_BYTES // ITEM_BYTES[self.dtype]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-import pagedkv
 import pagedkv.torch
+from pagedkv import ops
 from pagedkv.integrations.transformers import masks
 
 REFUSED = {  # what some models pass to their attention, and would be lost
@@ -74,7 +74,7 @@ def attend(
         mask = _mask_of_lengths(module, query, key, is_causal, sliding_window)
     else:
         mask = masks.unpack(attention_mask)
-    operations = pagedkv.torch if torch.compiler.is_compiling() else pagedkv  # the second costs less
+    operations = pagedkv.torch if torch.compiler.is_compiling() else ops  # the second costs less
     out = operations.paged_attention_fwd(
         query.transpose(1, 2).reshape(-1, heads, head_dim),
         key.transpose(1, 2),  # a sequence is one page

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching import cache as cache_module
 from transformers.generation.continuous_batching import continuous_api, initialization
 
-import pagedkv
+from pagedkv import ops
 from pagedkv.integrations.transformers.attention import check
 
 # The name while a batch runs. It has no mask function: transformers makes no mask, and reads no positions on the host.
@@ -117,7 +117,7 @@ def _plan_of(step: Step, q: torch.Tensor, *batch: torch.Tensor, **options: Any) 
     """How a GPU divides the step, made once for all layers whose tensors lie alike."""
     layout = q.stride(), batch[0].stride(), batch[1].stride()
     if layout not in step.plans:
-        step.plans[layout] = pagedkv.plan_attention(q, *batch, **options)
+        step.plans[layout] = ops.plan_attention(q, *batch, **options)
     return step.plans[layout]
 
 
@@ -163,9 +163,9 @@ def attend(
         lens["window_size"] = group.window - 1, 0
     else:
         k_pages, v_pages = group.pages
-        pagedkv.append_kvcache(k, v, k_pages, v_pages, step.block_tables, step.past_lens, cu_seqlens=cu_seq_lens_q)
+        ops.append_kvcache(k, v, k_pages, v_pages, step.block_tables, step.past_lens, cu_seqlens=cu_seq_lens_q)
     batch = k_pages, v_pages, step.block_tables, step.context_lens
-    out = pagedkv.paged_attention_fwd(
+    out = ops.paged_attention_fwd(
         q, *batch, **lens, softmax_scale=scaling, softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(), plan=_plan_of(step, q, *batch, **lens),
     )  # fmt: skip

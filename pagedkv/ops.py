@@ -1,0 +1,108 @@
+"""Every operation and function of pagedkv: those that the package itself shows, and all others that an engine needs.
+
+    from pagedkv import ops
+
+    normed = ops.rms_norm(x, weight)
+
+Two types stand here too: `ElasticBuffer`, memory that grows and shrinks in place, and `Step`, what
+`BlockManager.prepare` returns. `help(ops.<name>)` gives shapes, dtypes, units and errors.
+"""
+
+from pagedkv._C import (
+    ElasticBuffer,
+    Step,
+    append_kvcache,
+    asarray,
+    bias_logits,
+    build_info,
+    check_errors,
+    copy_blocks,
+    count_tokens,
+    embedding,
+    empty,
+    from_dlpack,
+    gather_rows,
+    get_num_threads,
+    linear,
+    linear_algorithms,
+    mask_logits,
+    memory_info,
+    merge_attention_states,
+    paged_attention_fwd,
+    plan_attention,
+    qk_norm_rope_store,
+    qkv_attention_fwd,
+    reload_context,
+    rms_norm,
+    rope_append_kvcache,
+    sample,
+    sample_linear,
+    scale_columns,
+    set_num_threads,
+    silu_and_mul,
+    store_kvcache,
+    swap_blocks,
+    synchronize,
+    take_sampled,
+    token_logprobs,
+    use_linear_algorithm,
+)
+
+TYPE_CHECKING = False  # as type checkers know it from typing
+if TYPE_CHECKING:
+    from pagedkv.tuning import tune_linear
+
+__all__ = [
+    "ElasticBuffer",
+    "Step",
+    "append_kvcache",
+    "asarray",
+    "bias_logits",
+    "build_info",
+    "check_errors",
+    "copy_blocks",
+    "count_tokens",
+    "embedding",
+    "empty",
+    "from_dlpack",
+    "gather_rows",
+    "get_num_threads",
+    "linear",
+    "linear_algorithms",
+    "mask_logits",
+    "memory_info",
+    "merge_attention_states",
+    "paged_attention_fwd",
+    "plan_attention",
+    "qk_norm_rope_store",
+    "qkv_attention_fwd",
+    "reload_context",
+    "rms_norm",
+    "rope_append_kvcache",
+    "sample",
+    "sample_linear",
+    "scale_columns",
+    "set_num_threads",
+    "silu_and_mul",
+    "store_kvcache",
+    "swap_blocks",
+    "synchronize",
+    "take_sampled",
+    "token_logprobs",
+    "tune_linear",
+    "use_linear_algorithm",
+]
+
+if not TYPE_CHECKING:  # a checker that saw this would take every name
+
+    def __getattr__(name: str) -> object:
+        if name != "tune_linear":  # the one that needs NumPy
+            raise AttributeError(f"module 'pagedkv.ops' has no attribute {name!r}")
+        from pagedkv.tuning import tune_linear
+
+        globals()[name] = tune_linear
+        return tune_linear
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,7 +3,7 @@
     python benchmarks/engine.py [--models 0.6B 8B] [--device cuda] [--parts nano steps] [--block-size 256]
                                 [--kv-cache-dtype fp8] [--runs 3]
 
-nano   256 requests at once (pagedkv/bench.py), random weights: a few tokens of each to warm up, then the runs
+nano   256 requests at once (pagedkv/cli/nano_bench.py), random weights: a few tokens of each to warm up, then the runs
 steps  decode steps of 256 sequences of about 650 tokens and of one of 128: kernels by class (torch's profiler), time in
        which the device computes nothing of a step, the host's parts
 
@@ -18,10 +18,12 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import nano_run
 from probe import Probe, print_table, probe
 from record import add_record_option, record
 
-from pagedkv import LLM, SamplingParams, bench
+from pagedkv import LLM, SamplingParams
+from pagedkv.cli import nano_bench
 
 BATCHES = (256, 630), (1, 128)  # sequences and tokens of each, as nano-bench has them and as one user has
 
@@ -49,11 +51,11 @@ PEER_STEPS = {
 }  # fmt: skip
 
 
-def measure_nano(llm: LLM, model: str, ceiling: bench.Ceiling, num_runs: int) -> dict:
-    workload = bench.nano_bench()
-    floor = bench.floor_seconds(llm, workload, ceiling)
-    bench.warm_up(llm, workload)
-    runs = [bench.run(llm, workload) for _ in range(num_runs)]
+def measure_nano(llm: LLM, model: str, ceiling: nano_bench.Ceiling, num_runs: int) -> dict:
+    workload = nano_bench.make_workload()
+    floor = nano_bench.floor_seconds(llm, workload, ceiling)
+    nano_bench.warm_up(llm, workload)
+    runs = [nano_run.run(llm, workload) for _ in range(num_runs)]
     median = statistics.median_low(run.seconds for run in runs)
     run = next(run for run in runs if run.seconds == median)
     print(
@@ -93,23 +95,23 @@ def measure_steps(llm: LLM, model: str, device: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.6B"], choices=bench.SHAPES)
+    parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["nano", "steps"], choices=["nano", "steps"])
-    parser.add_argument("--block-size", type=int, default=bench.BLOCK_SIZE, help="tokens in a page")
+    parser.add_argument("--block-size", type=int, default=nano_bench.BLOCK_SIZE, help="tokens in a page")
     parser.add_argument("--runs", type=int, default=3, help="of the workload (default: 3)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     add_record_option(parser)
     args = parser.parse_args()
-    ceiling = bench.measure_ceiling(args.device, "bfloat16")
+    ceiling = nano_bench.measure_ceiling(args.device, "bfloat16")
     print(f"{ceiling.bytes_per_second / 1e9:,.0f} GB/s, {ceiling.flops / 1e12:,.0f} TFLOP/s measured", flush=True)
     sizes = {"block_size": args.block_size, "kv_cache_dtype": args.kv_cache_dtype, "enforce_eager": args.eager}
     for model in args.models:
         row = {"model": model} | sizes
         with tempfile.TemporaryDirectory() as scratch:
-            folder = bench.write_shape(model, Path(scratch))
-            llm = bench.make_llm(folder, bench.nano_bench(), device=args.device, load_format="dummy", **sizes)
+            folder = nano_bench.write_shape(model, Path(scratch))
+            llm = nano_bench.make_llm(folder, nano_bench.make_workload(), device=args.device, load_format="dummy", **sizes)
         with llm:
             row["memory"] = llm.memory
             for part in args.parts:

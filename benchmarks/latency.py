@@ -23,7 +23,8 @@ from engine import device_name
 from probe import print_table, probe
 from record import add_record_option, record
 
-from pagedkv import LLM, SamplingParams, bench
+from pagedkv import LLM, SamplingParams
+from pagedkv.cli import nano_bench
 from pagedkv.engine import RequestOutputKind
 
 # PEERS.md: nano-vllm with FlashAttention-3 on one H200
@@ -121,14 +122,14 @@ def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.6B"], choices=bench.SHAPES)
+    parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     add_record_option(parser)
     args = parser.parse_args()
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = bench.write_shape(model, Path(scratch))
+            folder = nano_bench.write_shape(model, Path(scratch))
             llm = LLM(folder, device=args.device, load_format="dummy", max_num_seqs=64, max_num_batched_tokens=2048,
                       max_model_len=16384)  # fmt: skip
         with llm:

@@ -16,17 +16,19 @@ import argparse
 import tempfile
 from pathlib import Path
 
+import nano_run
 from engine import device_name
 from record import add_record_option, record
 
-from pagedkv import SamplingParams, bench
+from pagedkv import SamplingParams
+from pagedkv.cli import nano_bench
 
-NARROW = (256, 512, 2, 4, 2, True)  # a shape of pagedkv.bench
+NARROW = (256, 512, 2, 4, 2, True)  # a shape of nano_bench
 SHARE = 0.6
 BLOCK_SIZE = 16  # with pages of 256 a request waits for its first ones, and none is preempted
 
 
-def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
+def measure(shape: str, workload: nano_bench.Workload, **options) -> dict[str, dict]:
     """By kind of pool; every row beside "whole"."""
     rows: dict[str, dict] = {}
     tokens: dict[str, list[list[int]]] = {}
@@ -34,11 +36,11 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
 
     def run(name: str, num_seqs: int = len(workload.prompts), **extra) -> None:
         nonlocal used, page_bytes
-        with bench.make_llm(folder, workload, load_format="dummy", block_size=BLOCK_SIZE, **options, **extra) as llm:
+        with nano_bench.make_llm(folder, workload, load_format="dummy", block_size=BLOCK_SIZE, **options, **extra) as llm:
             llm.scheduler.max_num_seqs = num_seqs
-            bench.warm_up(llm, workload)
+            nano_bench.warm_up(llm, workload)
             swaps, llm.counters.peak_used_blocks = llm.scheduler.num_swaps, 0
-            result = bench.run(llm, workload)
+            result = nano_run.run(llm, workload)
             num_swaps = llm.scheduler.num_swaps - swaps
             used, page_bytes = used or llm.counters.peak_used_blocks, llm._runner.caches.page_bytes
         tokens[name] = [output.token_ids for output in result.outputs]
@@ -58,7 +60,7 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
         )
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.write_shape(shape, Path(scratch))
+        folder = nano_bench.write_shape(shape, Path(scratch))
         run("whole")
         run("half the seats", len(workload.prompts) // 2)
         run("recompute", num_blocks=int(SHARE * used))
@@ -68,16 +70,16 @@ def measure(shape: str, workload: bench.Workload, **options) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0.6B", choices=bench.SHAPES)
+    parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["time", "tokens"], choices=["time", "tokens"])
     parser.add_argument("--num-requests", type=int, default=256)
     add_record_option(parser)
     args = parser.parse_args()
-    workload = bench.nano_bench(args.num_requests)
+    workload = nano_bench.make_workload(args.num_requests)
     greedy = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=one.max_tokens) for one in workload.params]
-    workload = bench.Workload(workload.prompts, greedy)
-    bench.SHAPES["narrow"] = NARROW
+    workload = nano_bench.Workload(workload.prompts, greedy)
+    nano_bench.SHAPES["narrow"] = NARROW
     parts = {"time": (args.model, {}), "tokens": ("narrow", {"dtype": "float32"})}
     rows = []
     for part in args.parts:

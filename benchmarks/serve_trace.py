@@ -20,7 +20,8 @@ import traces
 from engine import device_name
 from record import add_record_option, record
 
-from pagedkv import LLM, SamplingParams, bench
+from pagedkv import LLM, SamplingParams
+from pagedkv.cli import nano_bench
 from pagedkv.engine import Engine, RequestOutput, RequestOutputKind
 
 Served = list[tuple[RequestOutput, float]]  # and by how many seconds a request came late, because a step was computed
@@ -73,7 +74,7 @@ def summary(llm: LLM, all_served: Served, seconds: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
-    parser.add_argument("--model", default="0.6B", choices=bench.SHAPES)
+    parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=60, help="of the trace, from its start (default: 60)")
     parser.add_argument("--speed", type=float, default=1, help="how much faster than it was recorded (default: 1)")
@@ -86,7 +87,7 @@ def main() -> None:
         requests = traces.generate_requests(np.random.default_rng(0), 200)
     requests = [request for request in requests if request.seconds < args.seconds]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.write_shape(args.model, Path(scratch))
+        folder = nano_bench.write_shape(args.model, Path(scratch))
         options = {"max_num_seqs": 64, "max_num_batched_tokens": args.max_num_batched_tokens}
         llm = LLM(folder, device=args.device, load_format="dummy", **options)
     with llm:

@@ -25,18 +25,19 @@ from pathlib import Path
 from engine import device_name
 from record import add_record_option, record
 
-from pagedkv import LLM, AsyncEngine, SamplingParams, bench
+from pagedkv import LLM, AsyncEngine, SamplingParams
+from pagedkv.cli import nano_bench
 from pagedkv.engine import RequestOutputKind
 
 NUM_SEQS = 256
 KINDS = {"at the end": RequestOutputKind.FINAL_ONLY, "streamed": RequestOutputKind.DELTA}
 
 
-def by_generate(llm: LLM, workload: bench.Workload) -> int:
+def by_generate(llm: LLM, workload: nano_bench.Workload) -> int:
     return sum(len(output.token_ids) for output in llm.generate(workload.prompts, workload.params, use_tqdm=False))
 
 
-def by_steps(llm: LLM, workload: bench.Workload) -> int:
+def by_steps(llm: LLM, workload: nano_bench.Workload) -> int:
     for prompt, params in zip(workload.prompts, workload.params, strict=True):
         llm.add_request(prompt, params)
     num_tokens = 0
@@ -45,7 +46,7 @@ def by_steps(llm: LLM, workload: bench.Workload) -> int:
     return num_tokens
 
 
-def by_coroutines(llm: LLM, workload: bench.Workload) -> int:
+def by_coroutines(llm: LLM, workload: nano_bench.Workload) -> int:
     async def one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> int:
         return sum([len(output.token_ids) async for output in engine.generate(prompt, params)])
 
@@ -57,20 +58,20 @@ def by_coroutines(llm: LLM, workload: bench.Workload) -> int:
     return asyncio.run(everyone())
 
 
-def ways(workload: bench.Workload) -> dict[str, Callable[[LLM], int]]:
+def ways(workload: nano_bench.Workload) -> dict[str, Callable[[LLM], int]]:
     found = {"LLM.generate": lambda llm: by_generate(llm, workload)}
     for name, kind in KINDS.items():
-        same = bench.Workload(workload.prompts, [replace(one, output_kind=kind) for one in workload.params])
+        same = nano_bench.Workload(workload.prompts, [replace(one, output_kind=kind) for one in workload.params])
         found[f"Engine.step, {name}"] = lambda llm, same=same: by_steps(llm, same)
         found[f"AsyncEngine, {name}"] = lambda llm, same=same: by_coroutines(llm, same)
     return found
 
 
 def measure_ways(folder: Path, device: str, num_runs: int) -> list[dict]:
-    workload = bench.nano_bench(NUM_SEQS)
+    workload = nano_bench.make_workload(NUM_SEQS)
     times: dict[str, list[float]] = {name: [] for name in ways(workload)}
-    with bench.make_llm(folder, workload, device=device, load_format="dummy") as llm:
-        bench.warm_up(llm, workload)
+    with nano_bench.make_llm(folder, workload, device=device, load_format="dummy") as llm:
+        nano_bench.warm_up(llm, workload)
         for _ in range(num_runs):
             for name, way in ways(workload).items():
                 llm.manager.reset_prefix_cache()
@@ -88,11 +89,11 @@ def measure_ways(folder: Path, device: str, num_runs: int) -> list[dict]:
 
 def measure_first(folder: Path, device: str, num_runs: int) -> list[dict]:
     rows = []
-    prompt = bench.nano_bench(1, seed=7).prompts[0][:100] + list(range(28))
+    prompt = nano_bench.make_workload(1, seed=7).prompts[0][:100] + list(range(28))
     for name, num_places in {"a place is free": NUM_SEQS + 1, "all places are taken": NUM_SEQS}.items():
         options = {"device": device, "load_format": "dummy", "max_num_seqs": num_places, "max_model_len": 4096}
         with LLM(folder, **options, max_num_batched_tokens=16384) as llm:
-            batch = bench.nano_bench(NUM_SEQS).prompts
+            batch = nano_bench.make_workload(NUM_SEQS).prompts
             params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=200 + 40 * num_runs)
             thread = threading.Thread(target=llm.generate, args=(batch, params), kwargs={"use_tqdm": False})
             thread.start()
@@ -120,14 +121,14 @@ def measure_first(folder: Path, device: str, num_runs: int) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0.6B", choices=bench.SHAPES)
+    parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=("nano", "first"), default=["nano", "first"])
     add_record_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, rows = bench.write_shape(args.model, Path(scratch)), []
+        folder, rows = nano_bench.write_shape(args.model, Path(scratch)), []
         if "nano" in args.parts:
             rows += measure_ways(folder, args.device, args.runs)
         if "first" in args.parts:

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 import pagedkv.compat.flash_attn
 import pagedkv.compat.nanovllm
-from pagedkv import bench, ops
+from pagedkv import ops
+from pagedkv.cli import nano_bench
 
 
 def put_in_place(checkout: str) -> None:
@@ -43,7 +44,7 @@ def put_in_place(checkout: str) -> None:
 
 def write_model(size: str, folder: Path) -> Path:
     """A model's folder without weights: Qwen3 of this size, and a tokenizer whose tokens are bytes."""
-    bench.write_shape(size, folder)
+    nano_bench.write_shape(size, folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
@@ -62,7 +63,7 @@ def randomize(model: torch.nn.Module) -> None:
 def run_bench(llm, sampling_params: type, num_runs: int) -> None:
     """Fresh prompts in every run, as nothing of them may be in the prefix cache; the last run is bench.py's own."""
     for seed in reversed(range(num_runs)):
-        workload = bench.nano_bench(seed=seed)
+        workload = nano_bench.make_workload(seed=seed)
         params = [
             sampling_params(temperature=0.6, ignore_eos=True, max_tokens=each.max_tokens) for each in workload.params
         ]
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout")
     parser.add_argument("--model", help="a folder with a Qwen3 model; random weights without it")
-    parser.add_argument("--size", default="0.6B", choices=bench.SHAPES, help="of the model with random weights")
+    parser.add_argument("--size", default="0.6B", choices=nano_bench.SHAPES, help="of the model with random weights")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     options = parser.parse_args()

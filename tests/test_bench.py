@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from pagedkv import LLM, SamplingParams, bench
-from pagedkv.cli import main
+from pagedkv import LLM, SamplingParams
+from pagedkv.cli import main, nano_bench
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import POOL_SIZE, DummyCheckpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import nano_run
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "tiny", (32, 64, 2, 4, 2, True))
+    monkeypatch.setitem(nano_bench.SHAPES, "tiny", (32, 64, 2, 4, 2, True))
     return "tiny"
 
 
 def test_the_workload_is_the_published_one():
-    workload = bench.nano_bench()
+    workload = nano_bench.make_workload()
     assert (len(workload.prompts), workload.num_prompt_tokens, workload.num_new_tokens) == (256, 142_827, 133_966)
     assert all(one.temperature == 0.6 and one.ignore_eos for one in workload.params)
-    assert workload.prompts[0][:1] != bench.nano_bench(seed=1).prompts[0][:1]
+    assert workload.prompts[0][:1] != nano_bench.make_workload(seed=1).prompts[0][:1]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +37,9 @@ def test_the_workload_is_the_published_one():
 )
 def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, seconds):
     """Worked out apart from this code, at 4,540 GB/s and 790 TFLOP/s."""
-    config = Qwen3Config.from_folder(bench.write_shape(size, tmp_path))
+    config = Qwen3Config.from_folder(nano_bench.write_shape(size, tmp_path))
     llm = SimpleNamespace(config=config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-    floor = bench.floor_seconds(llm, bench.nano_bench(), bench.Ceiling(4.54e12, 790e12))
+    floor = nano_bench.floor_seconds(llm, nano_bench.make_workload(), nano_bench.Ceiling(4.54e12, 790e12))
     assert floor == pytest.approx(seconds, abs=0.005)
 
 
@@ -48,7 +53,7 @@ def test_random_weights():
 
 
 def test_a_model_of_random_weights_runs(tmp_path, tiny):
-    folder = bench.write_shape(tiny, tmp_path)
+    folder = nano_bench.write_shape(tiny, tmp_path)
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=1, ignore_eos=True)
     with LLM(folder, device="cpu", load_format="dummy", max_model_len=64) as llm:
         outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
@@ -60,13 +65,31 @@ def test_a_model_of_random_weights_runs(tmp_path, tiny):
 
 
 def test_the_command(capsys, monkeypatch, tiny):
-    monkeypatch.setattr(bench, "measure_ceiling", lambda device, dtype: bench.Ceiling(1e10, 1e11))
-    monkeypatch.setattr(bench, "MAX_LEN", 120)
+    monkeypatch.setattr(nano_bench, "measure_ceiling", lambda device, dtype: nano_bench.Ceiling(1e10, 1e11))
+    monkeypatch.setattr(nano_bench, "MAX_LEN", 120)
     assert main(["bench", tiny, "--num-requests", "3", "--runs", "2", "--device", "cpu"]) == 0
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["model", "workload", "device", "floor", "run", "run", "median"]
 
 
+def test_a_run_and_what_the_engine_counted_of_it(tmp_path, tiny, monkeypatch):
+    """Twice the same: no prompt is in the prefix cache, and what came before does not count."""
+    monkeypatch.setattr(nano_bench, "MAX_LEN", 120)
+    workload = nano_bench.make_workload(3)
+    folder, options = nano_bench.write_shape(tiny, tmp_path), {"load_format": "dummy", "num_blocks": 6}
+    with nano_bench.make_llm(folder, workload, device="cpu", **options) as llm:
+        nano_bench.warm_up(llm, workload)
+        runs = [nano_run.run(llm, workload) for _ in range(2)]
+    longest = max(one.max_tokens for one in workload.params)
+    for run in runs:
+        assert [len(output.token_ids) for output in run.outputs] == [one.max_tokens for one in workload.params]
+        assert run.tokens == workload.num_new_tokens and run.num_preemptions == 0
+        assert longest <= run.num_steps <= longest + 2
+        assert 0 < run.prefill_seconds < run.seconds and 0 < run.decode_seconds < run.seconds
+        assert run.tokens_per_second == pytest.approx(run.tokens / run.seconds)
+    assert runs[0].outputs[0].token_ids == runs[1].outputs[0].token_ids
+
+
 def test_the_ceiling_is_measured():
-    ceiling = bench.measure_ceiling("cpu", "bfloat16")
+    ceiling = nano_bench.measure_ceiling("cpu", "bfloat16")
     assert 1e8 < ceiling.bytes_per_second < 1e13 and 1e8 < ceiling.flops < 1e15

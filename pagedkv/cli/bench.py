@@ -24,30 +24,30 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pagedkv import bench
     from pagedkv.engine.arguments import find_device
 
+    from . import nano_bench
+
     device = find_device(args.device)
-    workload = bench.nano_bench(args.num_requests)
+    workload = nano_bench.make_workload(args.num_requests)
     with tempfile.TemporaryDirectory() as scratch:
-        is_shape = args.model in bench.SHAPES
-        folder = bench.write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
-        ceiling = bench.measure_ceiling(device, "bfloat16")
+        is_shape = args.model in nano_bench.SHAPES
+        folder = nano_bench.write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
+        ceiling = nano_bench.measure_ceiling(device, "bfloat16")
         options = {"load_format": "dummy" if is_shape else "auto", "kv_cache_dtype": args.kv_cache_dtype}
-        llm = bench.make_llm(folder, workload, device=device, **options)
+        llm = nano_bench.make_llm(folder, workload, device=device, **options)
     with llm:
-        floor = bench.floor_seconds(llm, workload, ceiling)
+        floor = nano_bench.floor_seconds(llm, workload, ceiling)
         print(f"""\
 model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
 workload  {args.num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
 {workload.num_new_tokens:,} new tokens
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured
 floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""")
-        bench.warm_up(llm, workload)
-        results = [bench.run(llm, workload, use_tqdm=sys.stderr.isatty()) for _ in range(args.runs)]
-    for result in results:
-        print(f"run       {result.seconds:.2f} s = {result.tokens_per_second:,.0f} tokens/s")
-    median = statistics.median(result.seconds for result in results)
-    speed = workload.num_new_tokens / median
-    print(f"median    {median:.2f} s = {speed:,.0f} tokens/s, {floor / median:.0%} of the floor's")
+        nano_bench.warm_up(llm, workload)
+        times = [nano_bench.run(llm, workload, use_tqdm=sys.stderr.isatty())[1] for _ in range(args.runs)]
+    num_tokens, median = workload.num_new_tokens, statistics.median(times)
+    for seconds in times:
+        print(f"run       {seconds:.2f} s = {num_tokens / seconds:,.0f} tokens/s")
+    print(f"median    {median:.2f} s = {num_tokens / median:,.0f} tokens/s, {floor / median:.0%} of the floor's")
     return 0

@@ -75,7 +75,7 @@ class Workload:
         return sum(one.max_tokens for one in self.params)
 
 
-def nano_bench(num_requests: int = 256, seed: int = 0) -> Workload:
+def make_workload(num_requests: int = 256, seed: int = 0) -> Workload:
     """Seed 0 and 256 requests are the workload that others publish; other seeds give fresh prompts of its kind."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, MAX_LEN))] for _ in range(num_requests)]
@@ -158,22 +158,6 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
 # --- a run
 
 
-@dataclass(frozen=True)
-class Run:
-    outputs: list[RequestOutput]
-    seconds: float
-    tokens: int  # new ones
-    prefill_seconds: float
-    decode_seconds: float
-    host_seconds: float
-    num_steps: int
-    num_preemptions: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-
 def make_llm(folder: Path, workload: Workload, **options: Any) -> LLM:
     """An engine in which all requests run at once, as far as its pool reaches."""
     num_requests = len(workload.prompts)
@@ -191,11 +175,9 @@ def warm_up(llm: LLM, workload: Workload) -> None:
     llm.generate(workload.prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4), use_tqdm=False)
 
 
-def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
-    """The workload once, from the first request's submission to the last token."""
+def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> tuple[list[RequestOutput], float]:
+    """The workload once, and the seconds from the first request's submission to the last token."""
     llm.manager.reset_prefix_cache()  # what an earlier run left would be prompts for nothing
-    before = llm.counters.copy()
-    num_preemptions = llm.scheduler.num_preemptions
     start = time.perf_counter()
     outputs = llm.generate(workload.prompts, workload.params, use_tqdm=use_tqdm)
     seconds = time.perf_counter() - start
@@ -203,14 +185,4 @@ def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> Run:
         if output.error is not None:
             raise output.error
         assert len(output.token_ids) == params.max_tokens
-    stats = llm.counters
-    return Run(
-        outputs,
-        seconds,
-        workload.num_new_tokens,
-        stats.prefill_seconds - before.prefill_seconds,
-        stats.decode_seconds - before.decode_seconds,
-        stats.host_seconds - before.host_seconds,
-        stats.num_steps - before.num_steps,
-        llm.scheduler.num_preemptions - num_preemptions,
-    )
+    return outputs, seconds

@@ -113,6 +113,13 @@ def test_errors_are_one_line(capsys, monkeypatch, tmp_path, args, code, message)
     assert message in result[2] and result[2].count("\n") == 1 and "Traceback" not in result[2]
 
 
+@pytest.mark.parametrize("command", ["demo", "generate", "chat", "bench"])
+def test_the_device_is_auto_unless_given(command):
+    parser, model = cli._parser(), ["MODEL"] if command != "demo" else []
+    assert parser.parse_args([command, *model]).device == "auto"
+    assert parser.parse_args([command, *model, "--device", "cuda:1"]).device == "cuda:1"
+
+
 @pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("chat",), ("bench",), ("info",)])
 def test_help(capsys, command):
     code, out, err = main(capsys, *command, "--help")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, write_model
 from test_engine import GREEDY, generate
 
-from pagedkv import LLM, Engine, SamplingParams
+from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids
+from pagedkv.engine import arguments
+from pagedkv.engine.parts import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +178,24 @@ BAD_OPTIONS = [
 def test_bad_engine_options(folder, options, error, message):
     with pytest.raises(error, match=message):
         LLM(folder, **options)
+
+
+@pytest.mark.parametrize(("num_gpus", "chosen"), [(0, "cpu"), (1, "cuda:0"), (8, "cuda:0")])
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, num_gpus, chosen):
+    """Without a word of the user's; no GPU is asked for where there is none."""
+    monkeypatch.setattr(arguments.ops, "build_info", lambda: {"cuda_devices": num_gpus})
+    monkeypatch.setattr(arguments, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
+    assert arguments.find_device(EngineOptions().device) == chosen
+    assert arguments.find_device("cpu") == arguments.find_device("cpu:0") == "cpu"
+
+
+def test_an_engine_without_a_device_is_where_auto_is(folder):
+    for make in (LLM, Engine, AsyncEngine):
+        made = make(folder, num_blocks=64)
+        try:
+            assert getattr(made, "engine", made).device == arguments.find_device("auto")
+        finally:
+            made.close()
 
 
 def test_pool_size(folder):

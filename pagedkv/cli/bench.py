@@ -8,14 +8,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .options import DEVICE_HELP, Commands, at_least
+from .options import Commands, add_device, at_least
 
 
 def add(commands: Commands) -> None:
     bench = commands.add_parser("bench", help="nano-vllm's benchmark, 256 requests at once, beside the device's floor")
     shape = "a folder, or 0.6B, 1.7B, 4B, 8B: a Qwen3 of this size with random weights (default: 0.6B)"
     bench.add_argument("model", nargs="?", default="0.6B", help=shape)
-    bench.add_argument("--device", default="auto", help=DEVICE_HELP)
+    add_device(bench)
     bench.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8 (default: auto)")
     bench.add_argument("--num-requests", type=at_least(1), default=256, help="how many (default: 256)")
     runs = "of the workload, after a few tokens of it to warm up (default: 3)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pagedkv
 
-from .options import DEVICE_HELP, Commands, at_least
+from .options import Commands, add_device, at_least
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 
@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
     demo = commands.add_parser("demo", help="add numbers with the model inside the package, and say how fast")
     demo.add_argument("--num-prompts", type=at_least(1), default=32, help="sums in the batch (default: 32)")
     demo.add_argument("--seed", type=int, default=0, help="chooses the numbers (default: 0)")
-    demo.add_argument("--device", default="cpu", help=DEVICE_HELP.replace("auto)", "cpu)"))
+    add_device(demo)
     demo.set_defaults(run=run)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from pagedkv import LLM, SamplingParams
 
-DEVICE_HELP = "cpu, cuda, or auto: cuda where there is one (default: auto)"
 MODEL_HELP = "folder with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub"
 STDIN = "-"
 SAMPLING = (
@@ -40,6 +39,10 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
+def add_device(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (default: auto)")
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int | None) -> None:
     """How answers are sampled, and the engine's own options."""
     group = parser.add_argument_group("sampling")
@@ -57,7 +60,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, temperature: float, ma
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     group = parser.add_argument_group("engine")
-    group.add_argument("--device", default="auto", help=DEVICE_HELP)
+    add_device(group)
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
     group.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a page (default: 16)")
     group.add_argument("--max-model-len", type=at_least(1), help="prompt and new tokens of a request at most")

@@ -8,8 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import index
 from typing import Any
 
-import pagedkv
-from pagedkv import ops
+from pagedkv import Stream, ops
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
 
@@ -54,7 +53,7 @@ def find_device(device: str) -> str:
     """"cpu" or "cuda:0", of "auto" too. Looks for a GPU only where one may be meant: that takes a while."""
     if device == "auto":
         device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
-    return device if device == "cpu" else pagedkv.Stream(device).device  # raises where there is no such GPU
+    return "cpu" if device in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU
 
 
 def model_len(wanted: int | None, config: Qwen3Config) -> int:

@@ -83,8 +83,9 @@ def test_overloads(name):
     assert types == [("Literal[False]", "_T"), ("Literal[True]", "tuple[_T, _T]"), both]
 
 
-def test_every_return_lse_has_overloads():
-    takes = {name for name in functions(STUB.body) if "return_lse" in inspect.signature(getattr(_C, name)).parameters}
+def test_every_flag_that_decides_what_comes_back_has_overloads():
+    signatures = {name: inspect.signature(getattr(_C, name)) for name in functions(STUB.body)}
+    takes = {name for name, found in signatures.items() if any(each.startswith("return_") for each in found.parameters)}
     assert takes == {node.name for node in OVERLOADS} != set()
 
 
@@ -115,13 +116,14 @@ def test_exceptions():
     assert pagedkv.OutOfBlocks.__module__ == pagedkv.CudaError.__module__ == "pagedkv"
 
 
-USE_LSE = """
+USE = """
 from typing import Any, assert_type
 
 import numpy as np
 import numpy.typing as npt
 
 import pagedkv
+from pagedkv import ops
 
 def use(q: npt.NDArray[Any], cache: npt.NDArray[Any], ints: npt.NDArray[np.int32], flag: bool) -> None:
     Array = npt.NDArray[Any]
@@ -142,14 +144,32 @@ def use(q: npt.NDArray[Any], cache: npt.NDArray[Any], ints: npt.NDArray[np.int32
     with pagedkv.Stream() as stream, pagedkv.Graph().capture(stream) as graph:
         assert_type(graph.num_nodes, int)
     assert_type(pagedkv.Event(timing=True).elapsed_ms(pagedkv.Event()), float)
-    memoryview(pagedkv.empty(3))
+    tensor = pagedkv.empty(3)
+    memoryview(tensor)
+    assert_type(ops.rms_norm(tensor, q), pagedkv.Tensor)
+    assert_type(ops.token_logprobs(q, ints), tuple[Array, Array])
+    assert_type(ops.linear_algorithms(tensor, q, out=q), tuple[str, list[bytes]])
+    assert_type(ops.paged_attention_fwd(q, cache, cache, ints, ints, return_lse=flag), Array | tuple[Array, Array])
+    assert_type(pagedkv.ops.memory_info(), tuple[int, int])
+    assert_type(pagedkv.__version__, str)
+    tensor + 1  # type: ignore[operator]
+    tensor[0] = 1  # type: ignore[index]
+    list(tensor)  # type: ignore[call-overload]
+    pagedkv.rms_norm  # type: ignore[attr-defined]
+    ops.LLM  # type: ignore[attr-defined]
+
+async def serve(engine: pagedkv.AsyncEngine, llm: pagedkv.LLM) -> None:
+    params = pagedkv.SamplingParams(max_tokens=3)
+    assert_type([output.token_ids for output in llm.generate("a", params)], list[list[int]])
+    async for answer in engine.generate("a", params):
+        assert_type(answer.finished, bool)
 """
 
 
 def test_a_checker_sees_what_comes_back(tmp_path):
     """Fails on a wrong type, and on a `type: ignore` that is not needed."""
     pytest.importorskip("mypy")
-    (tmp_path / "use.py").write_text(USE_LSE)
+    (tmp_path / "use.py").write_text(USE)
     options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--ignore-missing-imports"]
     command = [sys.executable, "-m", "mypy", *options, "use.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

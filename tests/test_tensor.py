@@ -1,8 +1,10 @@
 """pagedkv.Tensor on its own and with NumPy: making, views, conversion, the buffer protocol, lifetime."""
 
 import gc
+import inspect
 import io
 import itertools
+import operator
 import weakref
 
 import numpy as np
@@ -309,6 +311,31 @@ def test_type_is_closed():
         type("Mine", (pagedkv.Tensor,), {})
     with pytest.raises(AttributeError):
         pagedkv.empty(1).shape = (2,)
+
+
+NOT_OF_A_TENSOR = {
+    "sum": lambda t: t + t, "number": lambda t: t * 2, "from the right": lambda t: 1 - t, "in place": lambda t: operator.iadd(t, 1),
+    "product": lambda t: t @ t, "sign": lambda t: -t, "order": lambda t: t < 1, "assignment": lambda t: operator.setitem(t, 0, 1.0),
+    "iteration": list, "membership": lambda t: 1.0 in t, "mask": lambda t: t[t], "new axis": lambda t: t[None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", NOT_OF_A_TENSOR.values(), ids=NOT_OF_A_TENSOR)
+def test_it_is_no_array(use):
+    """As its docstring says; nothing is written."""
+    tensor = pagedkv.asarray([[1.0, 2.0], [3.0, 4.0]])
+    with pytest.raises(TypeError):
+        use(tensor)
+    assert tensor.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_what_its_docstring_says():
+    for word in ("no arithmetic", "no broadcasting", "no autograd", "not iterable", "DLPack", "t.numpy()"):
+        assert word in inspect.getdoc(pagedkv.Tensor)
+    tensor = pagedkv.asarray([1.0, 2.0])
+    assert tensor == tensor and tensor != pagedkv.asarray([1.0, 2.0]) and not hasattr(tensor, "requires_grad")
+    tensor[1:].copy_(np.float32([5.0]))
+    assert tensor.numpy().tolist() == [1.0, 5.0] and np.shares_memory(tensor.numpy(), tensor)
 
 
 def test_one_element_is_a_number():

@@ -132,8 +132,10 @@ static PyObject *tensor_data_ptr(PyObject *self, PyObject *unused)
 PyDoc_STRVAR(
     tensor_doc,
     "Memory with a shape and a dtype, on the CPU or a GPU; made by empty(), asarray(), from_dlpack(), operations.\n\n"
-    "Storage, not an array library: it is indexed by ints and slices (views of the same memory, which keep it alive), and\n"
-    "goes anywhere else through DLPack (torch.from_dlpack(t)), or NumPy (t.numpy()).\n"
+    "It is not an array to compute with: it has no arithmetic, no broadcasting, no autograd, and no assignment to elements;\n"
+    "it is not iterable, and == says only whether two names are one object. Ints and slices index it: that gives views of\n"
+    "the same memory, which keep it alive, and copy_() fills them. For anything else hand it over, without a copy: by\n"
+    "DLPack (torch.from_dlpack(t)), or as a NumPy array (t.numpy()).\n"
     "dtypes: float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64.");
 
 static PyMethodDef tensor_methods[] = {

@@ -12,10 +12,12 @@
 #include <stdlib.h>
 
 enum {
-    BLOCK_BYTES = 1 << 18,       /* of weight rows, and of rows of x: together half of a 1 MiB L2 */
-    MAX_BLOCK = 64,              /* rows of either in a block of our own kernels */
-    BLAS_BLOCK = 256,            /* the same for a BLAS, which packs both anew for every call */
-    PARALLEL_PRODUCTS = 1 << 18, /* below this many multiplications one thread is done before a second one wakes */
+    BLOCK_BYTES = 1 << 18, /* of weight rows, and of rows of x: together half of a 1 MiB L2 */
+    MAX_BLOCK = 64,        /* rows of either in a block of our own kernels */
+    FEW_ROWS = 8,          /* fewer take less time than reading the weight */
+    MAX_OUTPUT_BLOCK = 256,
+    BLAS_BLOCK = MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
+    PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */
 };
 static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 
@@ -70,13 +72,15 @@ typedef struct {
     int64_t row_block, output_block;
 } linear_plan;
 
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static int64_t block_rows(int64_t row_bytes)
 {
     int64_t rows = BLOCK_BYTES / (row_bytes ? row_bytes : 1) / 8 * 8;
     return rows < 8 ? 8 : rows > MAX_BLOCK ? MAX_BLOCK : rows;
 }
 
-static linear_plan make_plan(const pk_linear_args *args)
+static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
     linear_plan plan = {.kernel = pk_dot_generic, .takes_x_as_it_is = args->dtype == PK_F32};
     if (args->num_rows >= min_sgemm_rows(args->dtype) && pk_cpu_find_sgemm()) {
@@ -97,6 +101,10 @@ static linear_plan make_plan(const pk_linear_args *args)
 #endif
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     plan.output_block = block_rows(args->in_features * bytes);
+    if (args->num_rows <= FEW_ROWS) { /* reading is all: the longer, the better, as long as all threads get several */
+        int64_t share = args->out_features / (4 * num_threads) / 16 * 16;
+        plan.output_block = share < plan.output_block ? plan.output_block : smaller(share, MAX_OUTPUT_BLOCK);
+    }
     plan.row_block = block_rows(args->in_features * (plan.takes_x_as_it_is ? bytes : 4));
     return plan;
 }
@@ -104,7 +112,7 @@ static linear_plan make_plan(const pk_linear_args *args)
 /* Adds the bias, or what out holds, to a block of sums and writes it, rounded to out_dtype. */
 static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
 {
-    float bias[BLAS_BLOCK];
+    float bias[MAX_OUTPUT_BLOCK];
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), out_bytes = (int64_t)pk_dtype_bytes(args->out_dtype);
     if (args->bias)
         pk_cpu_row_to_f32(bias, (const char *)args->bias + first_output * bytes, args->dtype, dot->num_outputs);
@@ -114,15 +122,13 @@ static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int6
             for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += bias[i];
         char *out = (char *)args->out + ((first_row + r) * args->out_stride + first_output) * out_bytes;
         if (args->adds_to_out) {
-            float before[BLAS_BLOCK];
+            float before[MAX_OUTPUT_BLOCK];
             pk_cpu_row_to_f32(before, out, args->out_dtype, dot->num_outputs);
             for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += before[i];
         }
         pk_cpu_row_from_f32(out, args->out_dtype, row, dot->num_outputs);
     }
 }
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* x is [num_rows, in_features] as the plan's kernel takes it; scratch is for each thread a block of sums, then weights.
  */
@@ -159,8 +165,8 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     int64_t size = args->in_features, num_rows = args->num_rows;
     if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->dtype) && pk_cpu_onednn_linear(args)) return PK_OK;
-    linear_plan plan = make_plan(args);
     int num_threads = num_rows * args->out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
     if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, and its figures are the recorded ones."""
+"""The examples of the README and of docs/engine.md run as they stand, and its figures are the recorded ones."""
 
 import re
 import sys
@@ -9,23 +9,25 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import report
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if README.exists() else []
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [page for page in (README, ROOT / "docs" / "engine.md") if page.exists()]
+EXAMPLES = [(page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 4
+    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 2
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine"])
-def test_example(example, capsys):
+@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine"])
+def test_example(page, example, capsys):
     if "import torch" in example:
         pytest.importorskip("torch")
-    exec(compile(example, "README.md", "exec"), {})
+    exec(compile(example, page.name, "exec"), {})
     printed = capsys.readouterr().out
     assert printed
     for line in example.splitlines():  # what a comment promises behind a print is what is printed
-        promised = re.match(r"print\(.*\)\s+# ([^:]*)", line)
+        promised = re.match(r"(?:print|asyncio\.run)\(.*\)\s+# ([^:]*)", line)
         if promised:
             assert promised[1].strip() in printed, line
 

@@ -37,7 +37,7 @@ PEERS = {
     ((64, 8), 64): (8.1, 15.6, 40.0, 69.8, 126.7, 72.3, 253.7, 260.6, 284.7),
     ((64, 4), 64): (),
 }
-# rows, query/KV heads, head_dim, page, queries a sequence, cache dtype, num_splits
+# rows, query/KV heads, head_dim, page, queries per sequence, cache dtype, num_splits
 CASES = [(row, heads, 128, page, 1, "bfloat16", 0)
          for heads, page in PEERS for row in ROWS]
 CASES += [("32x4096", (32, 8), 128, 16, queries, "bfloat16", 0) for queries in (2, 4, 8, 16)]

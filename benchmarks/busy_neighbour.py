@@ -3,7 +3,7 @@
     python benchmarks/busy_neighbour.py [--device cpu] [--neighbours 0 1 2 4 8]
 
 Sums through the model in the package, greedy and sampled in turn. A neighbour is a process that counts for ever. Each
-row is the median of `--repeats` runs; "alone" is measured again behind the last, to show what else the machine did.
+row is the median of `--repeats` runs; "alone" is measured again after the last, to show what else the machine did.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def measure_nano(llm: LLM, model: str, ceiling: nano_bench.Ceiling, num_runs: in
         f"nano-bench {model}: {' '.join(f'{run.seconds:.3f}' for run in runs)} s, median "
         f"{run.tokens_per_second:,.0f} tokens/s; floor {floor:.2f} s ({floor / median:.0%} of it reached); "
         f"nano-vllm {PEER.get(model, 0):,}; prefill {run.prefill_seconds:.2f} s, decode {run.decode_seconds:.2f} s, "
-        f"{run.num_steps} steps, host {run.host_seconds / run.num_steps * 1e6:.0f} us a step without launch, "
+        f"{run.num_steps} steps, host {run.host_seconds / run.num_steps * 1e6:.0f} us per step without launch, "
         f"{llm.counters.peak_used_blocks} pages used",
         flush=True,
     )

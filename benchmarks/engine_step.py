@@ -67,7 +67,7 @@ def main() -> None:
     print(f"decode step, batch {args.batch}, {len(times['launch'])} steps: median us (p90)")
     for part, values in times.items():
         print(f"  {part:<10}{medians[part]:9.1f}  ({statistics.quantiles(values, n=10)[-1]:.1f})")
-    print(f"  host      {host:9.1f}  {host / args.batch:.2f} us a sequence")
+    print(f"  host      {host:9.1f}  {host / args.batch:.2f} us per sequence")
     if not args.no_record:
         parts = {f"{part}_us": t for part, t in medians.items()}
         record("engine_step", [{"batch": args.batch, "host_us": host, **parts}])

@@ -107,7 +107,7 @@ def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:
         row["first_token_under_load_ms"] = load = {length: latency.load(length) for length in (128, 8192)}
         times = ", ".join(f"{ms:.2f} ms of {length:,} tokens" for length, ms in load.items())
         budget = llm.scheduler.max_num_batched_tokens
-        print(f"{model}: first token beside 63 decodes, {budget} tokens a step: {times}", flush=True)
+        print(f"{model}: first token beside 63 decodes, {budget} tokens per step: {times}", flush=True)
     batches = {"batch": (32, 1000), "one": (1, 128)}
     columns = {
         f"batch {n}": probe(llm, [latency.prompt(context) for _ in range(n)], profile=device != "cpu")

@@ -87,7 +87,7 @@ def prefills():
         starts, zeros = int32(torch.arange(batch) * context + 3), int32([[0]] * batch)
         calls = {name: (*make(new_of(torch.bfloat16), batch * per, page, kv_heads), pages, lens) for name, make in LAYOUTS.items()}
         calls |= {"a dense batch": (*dense, int32(torch.arange(batch))[:, None], lens)}
-        shape = f"prefill {batch} x {new} behind {past}, {q_heads}/{kv_heads} heads, page {page}, bfloat16"
+        shape = f"prefill {batch} x {new} after {past}, {q_heads}/{kv_heads} heads, page {page}, bfloat16"
         for layout, tensors in (calls | {"ragged keys in one tensor": (*ragged[:, None], zeros, lens)}).items():
             more = {"key_starts": starts} if "ragged" in layout else {}
             us = timed(5, q, *tensors, out=out, **more)

@@ -29,7 +29,7 @@ NUM_WINDOWS = 7  # replays of each graph, of which the median counts
 HOPELESS = 1.1  # times the least time, in two replays: not timed any further
 NUM_FAVOURITES = 4  # whose tiles are dealt out in other ways, too
 MARGIN = 1.03  # by which that must be faster: in a step a choice is worth 2 % more or less than alone
-NUM_RANDOM_ROWS = 256  # of x; those behind repeat them
+NUM_RANDOM_ROWS = 256  # of x; those after them repeat them
 
 
 def tune_linear(

@@ -96,11 +96,11 @@ pk_status pk_bm_swap_in(pk_block_manager *manager, int64_t seq_id, pk_pairs *cop
  * pages left the index. */
 int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager);
 
-/* Growing adds free pages. Shrinking evicts cached pages that would lie behind the end, and those that need them; it
+/* Growing adds free pages. Shrinking evicts cached pages that would lie beyond the end, and those that need them; it
  * fails where a page there is in use. O(pages). */
 pk_status pk_bm_resize(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 
-/* --- the content of the prefix cache. A page comes behind the one that its prefix ends with, its parent. */
+/* --- the content of the prefix cache. A page comes after the one that its prefix ends with, its parent. */
 
 typedef struct {
     int64_t count;

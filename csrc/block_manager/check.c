@@ -8,7 +8,7 @@
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Only pages behind a sequence's last full one can have unused positions; scratch is the highest fill seen plus one. */
+/* Only pages after a sequence's last full one can have unused positions; scratch is the highest fill seen plus one. */
 int64_t pk_bm_waste_tokens(const pk_block_manager *manager)
 {
     int64_t waste = 0;
@@ -177,7 +177,7 @@ static bool check_page(pk_checker *checker, int32_t page, int64_t *num_shared, i
     return true;
 }
 
-/* Every ring hangs behind exactly one slot, its members agree, computed ones come first, and a lookup finds it. */
+/* Every ring hangs on exactly one slot, its members agree, computed ones come first, and a lookup finds it. */
 static bool check_index(pk_checker *checker, int64_t *num_indexed)
 {
     const pk_block_manager *manager = checker->manager;

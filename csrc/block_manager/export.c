@@ -14,7 +14,7 @@ static int compare_entries(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* One computed page of each content, older contents first: a page comes behind its parent. Returns how many. */
+/* One computed page of each content, older contents first: a page comes after its parent. Returns how many. */
 static int64_t list_entries(const pk_block_manager *manager, pk_entry *entries)
 {
     int64_t count = 0;

@@ -1,6 +1,6 @@
 /* grow.c - sequences grow: append known tokens, reserve room for unknown ones, commit what was computed.
  *
- * Before a sequence writes behind its last token, the page it will write into must be its own:
+ * Before a sequence writes after its last token, the page it will write into must be its own:
  *   - shared: the sequence gets a copy; the others keep the page, and the last of them may write in place;
  *   - its own, but in the prefix index (the sequence was truncated into a cached page): the page leaves the index. */
 #include "block_manager/internal.h"

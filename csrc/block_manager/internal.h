@@ -1,7 +1,7 @@
 /* internal.h - what the files of the block manager share. Nobody else includes it.
  *
  * The identity of cached content. When a full page enters the prefix index it gets a content id. Pages that hold the
- * same tokens after the same content share one id (they are `twins`, linked in a ring behind one index slot); an id is
+ * same tokens after the same content share one id (they are `twins`, linked in a ring on one index slot); an id is
  * never used for other content, so it stands for "this parent page in this generation", and it survives the eviction
  * of one twin as long as another lives. The key of a page is (content id of its parent, its tokens); a first page has
  * its salt as parent. The hash only says where to look: a hit compares the key itself.

@@ -149,7 +149,7 @@ static pk_status find_hits(pk_block_manager *manager, int64_t count, const pk_to
     return PK_OK;
 }
 
-/* Gives the sequence new pages for what is behind its hits. */
+/* Gives the sequence new pages for what comes after its hits. */
 static void fill_prompt(pk_block_manager *manager, pk_seq *seq, pk_tokens prompt)
 {
     seq->num_computed = seq->num_blocks * manager->block_size;

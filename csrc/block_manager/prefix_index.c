@@ -68,7 +68,7 @@ static pk_index_slot *find_slot(const pk_block_manager *manager, int64_t parent,
     }
 }
 
-/* The slot behind which an indexed page's ring hangs. */
+/* The slot that an indexed page's ring hangs on. */
 static pk_index_slot *slot_of(const pk_block_manager *manager, const pk_page *page)
 {
     uint64_t hash = page->hash & manager->hash_mask;
@@ -78,13 +78,13 @@ static pk_index_slot *slot_of(const pk_block_manager *manager, const pk_page *pa
     }
 }
 
-/* Empties a slot; entries behind it that were pushed past it move up. (num_slots <= 2^32: the tag gives the home.) */
+/* Empties a slot; entries after it that were pushed past it move up. (num_slots <= 2^32: the tag gives the home.) */
 static void clear_slot(pk_block_manager *manager, pk_index_slot *slot)
 {
     uint64_t mask = manager->slot_mask, hole = (uint64_t)(slot - manager->slots);
     for (uint64_t i = (hole + 1) & mask; manager->slots[i].page != NO_PAGE; i = (i + 1) & mask) {
         uint64_t home = manager->slots[i].tag & mask;
-        if (((i - home) & mask) < ((i - hole) & mask)) continue;  // its home lies behind the hole
+        if (((i - home) & mask) < ((i - hole) & mask)) continue;  // its home lies after the hole
         manager->slots[hole] = manager->slots[i];
         hole = i;
     }

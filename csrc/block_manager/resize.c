@@ -26,7 +26,7 @@ static int compare_contents(const void *a, const void *b)
 }
 
 /* Evicts cached pages whose parent is in the index no more: nobody would ever find them. A content is older than those
- * behind it, so that one walk in their order is enough. */
+ * after it, so that one walk in their order is enough. */
 static void drop_orphans(pk_block_manager *manager, int64_t *contents)
 {
     int64_t count = 0, num_alive = 0;

@@ -87,7 +87,7 @@ void seq_destroy(pk_block_manager *manager, pk_seq *seq)
     int64_t mask = manager->seqs_capacity - 1, hole = probe(manager, seq->id);
     for (int64_t i = (hole + 1) & mask; manager->seqs[i]; i = (i + 1) & mask) {
         int64_t home = home_of(manager, manager->seqs[i]->id);
-        if (((i - home) & mask) < ((i - hole) & mask)) continue;  // its home lies behind the hole
+        if (((i - home) & mask) < ((i - hole) & mask)) continue;  // its home lies after the hole
         manager->seqs[hole] = manager->seqs[i];
         hole = i;
     }

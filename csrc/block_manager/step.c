@@ -13,7 +13,7 @@ pk_status pk_bm_step_size(const pk_block_manager *manager, int64_t num_seqs, con
         if (lens[i] < 0) return pk_fail(err, PK_EVALUE, "query_lens: %lld is negative", (long long)lens[i]);
         if (starts[i] > seq->num_reserved || lens[i] > seq->num_reserved - starts[i])
             return pk_fail(
-                err, PK_EVALUE, "sequence %lld: query of %lld from %lld ends behind its room for %lld tokens",
+                err, PK_EVALUE, "sequence %lld: query of %lld from %lld ends beyond its room for %lld tokens",
                 (long long)seq_ids[i], (long long)lens[i], (long long)starts[i], (long long)seq->num_reserved);
         int64_t num_blocks = blocks_for(manager, starts[i] + lens[i]);
         if (num_blocks > size->max_blocks) size->max_blocks = num_blocks;

@@ -1,4 +1,4 @@
-/* rows.h - the row kernels that exist once an instruction set (rows.inc); pk_cpu_rows() picks this machine's. */
+/* rows.h - the row kernels that exist once per instruction set (rows.inc); pk_cpu_rows() picks this machine's. */
 #ifndef PK_CPU_ROWS_H
 #define PK_CPU_ROWS_H
 

@@ -14,7 +14,7 @@
 
 enum { CHUNK = 4 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philox */
 
-/* logits[at .. at + CHUNK) in fp32; behind the end of the row -inf, which never wins. Returns the greatest. */
+/* logits[at .. at + CHUNK) in fp32; -inf beyond the end of the row, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
 {
     int64_t count = vocab_size - at < CHUNK ? vocab_size - at : CHUNK;

@@ -1,6 +1,6 @@
 /* simd.h - one vector of floats, `vf` with VW lanes, three ways: AVX-512, AVX2, or the compiler's generic vectors.
  *
- * A kernel is written once over these few operations and compiled once an instruction set (setup.py gives *_avx2.c and
+ * A kernel is written once over these few operations and compiled once per instruction set (setup.py gives *_avx2.c and
  * *_avx512.c their flags). `+ - *` work on vf as they are. Everything here is static: two files that include this
  * share no symbol, so no code for a newer machine can end up in a path that an older one runs.
  */

@@ -71,7 +71,7 @@ pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *arg
     return route.decode.max_rows ? pk_cuda_count_units(args, route.decode, call, num_rows) : PK_OK;
 }
 
-/* The plan: what the decode kernels need once a step. */
+/* The plan: what the decode kernels need once per step. */
 pk_status pk_cuda_plan_attention(const pk_attention_args *args, const pk_cuda_call &call)
 {
     if (!pk_has_queries(args)) return PK_OK;

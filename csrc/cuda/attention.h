@@ -3,11 +3,11 @@
  *
  * Semantics of every argument: csrc/ops/attention.c. Four kernels answer a call (attention.cu chooses):
  *
- *     attention_decode.cu        few query rows a sequence: the keys are split over the machine (attention_plan.h,
+ *     attention_decode.cu        few query rows per sequence: the keys are split over the machine (attention_plan.h,
  *                                attention_decode_warp.h, attention_merge.h)
  *     attention_prefill_sm80.cu  many query rows, on any device
  *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit, where shapes and dtypes allow
- *     attention_simple.cu        what the others cannot take (fp32, unaligned views): one warp a row, right and slow
+ *     attention_simple.cu        what the others cannot take (fp32, unaligned views): one warp per row, right and slow
  *
  * Inside a kernel, scores are in base 2: log2(e) is folded into the scale, so that a probability is one ex2.
  */
@@ -27,7 +27,7 @@ struct row_filter {
  * the other two to all of them. */
 typedef pk_status attention_launcher(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call);
 attention_launcher pk_cuda_attention_prefill_sm90, pk_cuda_attention_prefill_sm80;
-/* With `rope`, which the caller has found to fit: for a token a sequence, qk_norm_rope_store is done inside. */
+/* With `rope`, which the caller has found to fit: for one token per sequence, qk_norm_rope_store is done inside. */
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                    const pk_qk_norm_rope_store_args *rope = nullptr);
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
@@ -55,7 +55,7 @@ __device__ static inline int64_t first_slot_of(const pk_attention_args &args, in
     return entry * args.block_size + (args.key_starts ? args.key_starts[seq] : 0);
 }
 
-/* Takes what the device arrays say with a grain of salt and records what does not fit: a sequence without a sound range
+/* Takes what the device arrays say with care and records what does not fit: a sequence without a sound range
  * of queries has none, a context is cut, and is 0 where the keys start nowhere. `is_recorder` is one thread of the
  * grid. */
 __device__ static inline sequence_view view_sequence(const pk_attention_args &args, int seq, pk_cuda_bad_id *bad_id,
@@ -212,7 +212,7 @@ __device__ static inline uint2 fp8_to_f16(uint32_t four)
     return to;
 }
 
-/* Keys or values of some tokens in shared memory, a row of D elements a token. */
+/* Keys or values of some tokens in shared memory, a row of D elements per token. */
 template <typename Kind, int D>
 struct cache_tile {
     static constexpr int PIECES = D * Kind::CACHE_BYTES / 16; /* of a row, 16 bytes each */

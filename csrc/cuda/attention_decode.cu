@@ -6,17 +6,17 @@
  * power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register. More
  * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
  *
- * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four an SM: where
+ * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four per SM: where
  * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge.
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
- * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps an SM with two or
+ * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
  * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. What a warp
  * computes is attention_decode_warp.h; the warps' results meet in attention_merge.h.
  *
- * Heads. The queries come from memory, or, with one token a sequence, straight from the projection (rope.h): a CTA then
+ * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA then
  * normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
- * cache and, behind what the cache held there before, into the ring. So nothing but the projection is waited for, and
+ * cache and, after what the cache held there before, into the ring. So nothing but the projection is waited for, and
  * all keys may be on their way before.
  */
 #include "cuda/attention_decode_warp.h"
@@ -95,7 +95,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         v_lane = (const char *)args.v_cache + piece +
                  (rows.head * args.v_head_stride + in_row * args.v_slot_stride) * Kind::CACHE_BYTES;
         int slot = unit_index - unit.part;
-        /* & and |: behind the branch of an && the compiler would put what it reads, another way to L2 and back. */
+        /* & and |: with && the compiler would put what it reads after a branch, another way to L2 and back. */
         bool is_sound =
             (unit.signature == params.shape.signature) & ((unsigned)unit.seq < args.num_seqs) & (unit.context >= 0) &
             (unit.first_slot >= 0) & (unit.first_query >= 0) &
@@ -146,7 +146,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         return is_needed ? read_page(key) : -1;
     }
 
-    /* Whether the 16 bytes that this lane copies of a row are in it; those behind head_dim become zeros. */
+    /* Whether the 16 bytes that this lane copies of a row are in it; those beyond head_dim become zeros. */
     __device__ bool is_in_row() const { return lane % tile::PIECES * 16 < (int)args.head_dim * Kind::CACHE_BYTES; }
 
     __device__ row_offsets offsets_of(int page, int64_t slot) const
@@ -238,7 +238,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
         load_angles<true>(token.cosine, token.sine, rope.cos_sin + position * args.head_dim + dim, half, 8);
     }
 
-    /* Leaves the queries where load_queries looks for them, and behind them the key and the value. */
+    /* Leaves the queries where load_queries looks for them, and after them the key and the value. */
     template <typename T>
     __device__ void take_heads(const new_token &token) const
     {
@@ -306,7 +306,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
 
     // --- the unit
 
-    /* From here on what the kernel before wrote may be read. Again is as good as once. */
+    /* From here on, what the previous kernel wrote may be read. Calling it twice does no harm. */
     __device__ static void begin()
     {
         pk_wait_for_previous_kernel();
@@ -317,14 +317,14 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     {
         bool starts_early = args.plan && args.past_is_constant;
         if (!starts_early) begin();
-        /* One or two sequences leave SMs idle, where the product behind may fetch its weight while that ahead runs. A
+        /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs. A
          * large weight would only stand in the way of the few bytes that are waited for here. */
         bool is_small = args.num_q_heads * args.head_dim <= 2048;
         if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!read_unit(unit_index)) {
-            /* A row that is no unit makes room for the kernels behind at once; the first CTA waits for all. */
+            /* A row that is no unit makes room for the next kernels at once; the first CTA waits for all. */
             if (rows.unit.signature == 0 && blockIdx.x > 0) return;
             begin();
             if (threadIdx.x == 0 && rows.unit.signature != 0)

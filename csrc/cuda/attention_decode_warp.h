@@ -163,7 +163,7 @@ struct decode_warp {
             }
     }
 
-    /* Adds a chunk, its values behind its keys. Those of the mask are there. */
+    /* Adds a chunk, its values after its keys. Those of the mask are there. */
     __device__ void compute_chunk(uint32_t k_tile, int first_key, unsigned int mask)
     {
         if (mask == 0) return;

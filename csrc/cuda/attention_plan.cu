@@ -108,7 +108,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     if (segments > most_segments) segments = most_segments; /* few sequences are as long as the longest */
 
     /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
-     * to gain from fewer parts than from CTAs that find room beside those of the products before and behind. Where the
+     * to gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the
      * smallest CTAs would leave much of their last wave empty, those twice as large end sooner (fp8, whose steps are
      * twice as long, gains less). With num_splits the bits may not depend on the batch, so the shape of a CTA may not,
      * either. */

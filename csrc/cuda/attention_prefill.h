@@ -27,7 +27,7 @@ struct prefill_batch {
     __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
 
-/* num_positions 0: behind the end of the list. begin == end in a part: less keys than parts, and it is nobody's. */
+/* num_positions 0: beyond the end of the list. begin == end in a part: fewer keys than parts, and it is nobody's. */
 struct prefill_item {
     int seq, kv_head;
     int first_token, num_positions; /* rows of q */
@@ -52,7 +52,7 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
  *
  * Time is counted in keys that a CTA goes through (128 of them take 1.5 us with 128 rows of 128 dims). The lengths are
  * known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length of them, and
- * up to one more an item, the more the lengths differ. They run in waves of one a CTA. */
+ * up to one more per item, the more the lengths differ. They run in waves of one per CTA. */
 struct prefill_parts {
     enum { START = 160, LEAVE = 128, MERGE = 64 }; /* keys' time: of an item, of partial results, of a part of them */
     enum { FEWEST_KEYS = 512, ALIGNMENT = 128 };   /* of an item that is cut; what borders are multiples of */
@@ -121,7 +121,7 @@ struct prefill_schedule {
     int first_slot, chunk_slots; /* parts before the chunk, and in it: these are its first entries */
     int index;                   /* of the entry taken last, or -1 */
 
-    /* About as many sequences as fit in the cache together, at most one a lane. */
+    /* About as many sequences as fit in the cache together, at most one per lane. */
     __device__ void start(const prefill_batch &batch)
     {
         float keys = 0, items = 0, keys_of_items = 0;
@@ -294,7 +294,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->window_right = prefill_window(args->window_right);
     int cache_bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
-    /* No chunks, which a CTA walks through one behind the other. */
+    /* No chunks, which a CTA walks through one after the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
     int64_t heads = args->num_kv_heads, fewest_tokens = args->num_tokens;
     if (filter.min_rows > 0) fewest_tokens -= args->num_seqs * (filter.min_rows / batch->group); /* those of decodes */

@@ -1,4 +1,4 @@
-/* attention_prefill_sm80.cu - paged attention with many query tokens a sequence, on every GPU from sm_80 on: mma.sync
+/* attention_prefill_sm80.cu - paged attention with many query tokens per sequence, on every GPU from sm_80 on: mma.sync
  * and cp.async. Hopper has a faster one (attention_prefill_sm90.cu), which takes fewer kinds of caches and shapes.
  *
  * Each of four warps owns 32 of an item's 128 rows (16 of 64 where head_dim is above 128): with 16 the tensor cores
@@ -6,7 +6,7 @@
  * in which lanes read them, S and O in registers, and P becomes an operand where it is.
  *
  * Tiles of 64 keys (32) go through a ring of three slots: K, V, K, V, ... While one is multiplied the next two arrive,
- * and the pages of the one after are looked up. Two CTAs an SM: the softmax of one lies under the products of the
+ * and the pages of the one after are looked up. Two CTAs per SM: the softmax of one lies under the products of the
  * other. Tiles run from the last visible key to the first; only those that not all rows of a warp see are masked.
  *
  * The softmax looks for no maxima: a row's offset is the greatest score of its first tile and stays. Any offset gives
@@ -77,7 +77,7 @@ struct prefill_sm80_cta {
         return item.num_positions > 0;
     }
 
-    /* Of a row of the item; rows behind the last see what that sees. */
+    /* Of a row of the item; rows after the last see what that one sees. */
     __device__ int diagonal_of(int row) const
     {
         return item.first_key + min(row / batch.group, item.num_positions - 1);
@@ -131,7 +131,7 @@ struct prefill_sm80_cta {
                 int row = i * ROWS_AT_ONCE; /* the rows share no bits */
                 uint32_t row_to = (tile::IS_SWIZZLED ? to ^ row % 8 * 16 : to) + row * tile::ROW_BYTES;
                 const char *from = (const char *)(rows[i].x | (uint64_t)rows[i].y << 32) + lane % LANES * 16;
-#pragma unroll /* behind head_dim there are zeros: what was there may be NaN */
+#pragma unroll /* beyond head_dim there are zeros: what was there may be NaN */
                 for (int c = 0; c < tile::PIECES; c += LANES) {
                     int most_bytes = (c + lane % LANES) * 16 < (int)args.head_dim * Kind::CACHE_BYTES ? 16 : 0;
                     copy_async_16(row_to + c * 16, from + c * 16, rows[i].z & most_bytes);

@@ -1,6 +1,6 @@
-/* attention_prefill_sm90.cu - paged attention with many query tokens a sequence, on Hopper's matrix and copy units.
+/* attention_prefill_sm90.cu - paged attention with many query tokens per sequence, on Hopper's matrix and copy units.
  *
- * One CTA an SM takes items of 128 rows (attention_prefill.h).
+ * One CTA per SM takes items of 128 rows (attention_prefill.h).
  *
  *     warp 0        the list of items, Q by TMA             (128 threads that give their registers away)
  *     warps 1, 2    tiles of K, of V by TMA
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         else
             convert_tiles<__half>(&shared, &shared.v, v_smem);
     }
-    /* The kernel behind waits for this one alone. */
+    /* The next kernel waits for this one alone. */
     if (params.batch.is_beside_decode()) pk_wait_for_previous_kernel();
 #endif
 }

@@ -19,7 +19,7 @@ enum {
 template <bool IS_FP8>
 struct cta_shape {
     static constexpr int producers = IS_FP8 ? 256 : 128, consumers = 128 * WARPGROUPS, threads = producers + consumers;
-    static constexpr int launched_with = 65536 / threads / 8 * 8; /* registers a thread */
+    static constexpr int launched_with = 65536 / threads / 8 * 8; /* registers per thread */
     static constexpr int consumer_registers = (threads * launched_with - producers * PRODUCER_REGISTERS) / consumers;
 };
 
@@ -88,7 +88,7 @@ struct ring_position {
     }
 };
 
-/* All threads, before the first item: a box of Q holds whole tokens, and the rows behind it would keep what another
+/* All threads, before the first item: a box of Q holds whole tokens, and the rows after it would keep what another
  * kernel left there. Nobody reads their results, but numbers that are NaN or huge take the slow path of the softmax. */
 template <int head_dim>
 __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_smem)

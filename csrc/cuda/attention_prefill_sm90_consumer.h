@@ -110,7 +110,7 @@ struct consumer {
         wgmma_commit();
     }
 
-    /* What lies behind the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN. Both warpgroups
+    /* What lies beyond the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN. Both warpgroups
      * write the same zeros, each before its own products. */
     __device__ __forceinline__ void zero_tail(const prefill_item &item)
     {

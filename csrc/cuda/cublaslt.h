@@ -37,7 +37,7 @@ typedef struct {
     int reserved[4];
 } pk_lt_heuristic;
 
-/* Its functions: the name behind "cublasLt", what it returns (an int is a status, 0 for success), its parameters. */
+/* Its functions: the name after "cublasLt", what it returns (an int is a status, 0 for success), its parameters. */
 // clang-format off
 #define PK_LT_FUNCTIONS(X) \
     X(GetVersion, size_t, (void)) /* 130100 */ \

@@ -199,7 +199,7 @@ static inline pk_status pk_cuda_load(const pk_cuda_call &call, const char *name,
  * pk_wait_for_previous_kernel() before it reads or writes global memory: any of it, weights too, may come from a
  * predecessor that let it start early. Before the wait there is only arithmetic, prefetching into L2, and reading what
  * the caller promises to be constant. pk_let_next_kernel_start() allows the next one to do the same. With cluster_size
- * 0 it starts behind the end of the one ahead. */
+ * 0 it starts after the end of the one before. */
 template <typename... Params, typename... Args>
 static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cluster_size, const char *name,
                                                 void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
@@ -256,7 +256,7 @@ __device__ static inline void pk_let_next_kernel_start()
 /* A grid of that many CTAs. One beyond what CUDA allows is refused by the launch, where a cast would wrap. */
 static inline dim3 pk_cuda_grid(int64_t ctas) { return dim3(ctas > INT32_MAX ? UINT32_MAX : (unsigned)ctas); }
 
-/* Lets `kernel` ask for more than 48 KB of shared memory; a kernel's launcher calls it once a device: `done` is a
+/* Lets `kernel` ask for more than 48 KB of shared memory; a kernel's launcher calls it once per device: `done` is a
  * static bit mask of devices. */
 template <typename Kernel>
 static inline pk_status pk_cuda_allow_smem(const pk_cuda_call &call, Kernel *kernel, size_t bytes, uint64_t *done)

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     const T *x_row = (const T *)args.x + row * args.x_stride, *weight_row = (const T *)args.weight;
     T *residual_row = (T *)args.residual + row * args.residual_stride, *out_row = (T *)args.out + row * args.out_stride;
     packed x[PIECES], addend[PIECES], own[PIECES];
-    packed(&weight)[PIECES] = PIECES == 1 ? own : addend; /* four of each would leave too few threads an SM */
+    packed(&weight)[PIECES] = PIECES == 1 ? own : addend; /* four of each would leave too few threads per SM */
     auto for_pieces = [&](int first, auto body) {
         for (int p = 0; p < PIECES; p++) {
             int piece = first + p * blockDim.x;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
         });
     };
     if (blockIdx.x == 0) for_pieces(threadIdx.x, [&](int, int64_t at, int64_t) { pk_prefetch_to_l2(weight_row + at); });
-    /* A few rows leave room for the product behind, which may fetch its weight. */
+    /* A few rows leave room for the next product, which may fetch its weight. */
     if (gridDim.x <= 64) pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(512, 2) rms_norm_kernel(const pk_rms_norm_args
     }
 }
 
-/* Grid: rows x parts of a row. Of many rows a CTA has all parts, one behind the other: the squares are read once. */
+/* Grid: rows x parts of a row. Of many rows a CTA has all parts, one after the other: the squares are read once. */
 template <typename T, bool IS_ALIGNED>
 __global__ void __launch_bounds__(256) silu_and_mul_kernel(const pk_silu_args args)
 {
@@ -149,7 +149,7 @@ pk_status pk_cuda_rms_norm(const pk_rms_norm_args *args, const pk_cuda_call &cal
     });
 }
 
-/* The grid, and in *cta the threads, of rows of `num_units`, one a thread. */
+/* The grid, and in *cta the threads, of rows of `num_units`, one per thread. */
 static dim3 row_grid(int64_t num_rows, int64_t num_units, dim3 *cta)
 {
     dim3 grid = pk_cuda_grid(num_rows);
@@ -169,7 +169,7 @@ pk_status pk_cuda_silu_and_mul(const pk_silu_args *args, const pk_cuda_call &cal
                           pk_are_multiples(16, args->x, args->out, args->rms.x);
         auto kernel = is_aligned ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
         dim3 cta, grid = row_grid(args->num_rows, pk_ceil_div(args->row_size, VEC), &cta);
-        /* A CTA or two an SM are enough, and the fewer there are of a row, the less often its squares are read. */
+        /* One or two CTAs per SM are enough, and the fewer there are of a row, the less often its squares are read. */
         int64_t enough = pk_ceil_div(2 * call.device->num_sms, args->num_rows);
         if (grid.y > enough) grid.y = (unsigned)enough;
         return pk_cuda_launch_early(call, "silu_and_mul_kernel", kernel, grid, cta, 0, *args);

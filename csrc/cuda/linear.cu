@@ -288,7 +288,7 @@ static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, p
     return PK_OK;
 }
 
-/* Those that deal out the same tiles in another way. */
+/* The same tiles in another order, or in other clusters. */
 static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorithm, pk_linear_choices *choices)
 {
     for (uint16_t cluster : {PK_LT_CLUSTER_1X1, PK_LT_CLUSTER_2X1, PK_LT_CLUSTER_1X2})

@@ -24,7 +24,7 @@ enum {
     MAX_TILE = 48 /* outputs */,
     MAX_ROWS = 16, /* of a weight that is not small: half as many */
     SMALL = 100 << 10 /* bytes of a weight an SM */,
-    /* A small weight has two CTAs an SM, of this product and the next, a larger one has one. */
+    /* A small weight has two CTAs per SM, of this product and the next, a larger one has one. */
     FEW_WARPS = 8,
     MANY_WARPS = 16,
 };
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     uint4 *ring = smem + threadIdx.x;               /* [DEPTH][2 halves of a block][2 halves of a line][THREADS] */
     float *sums = (float *)(smem + params.sums_at); /* [WARPS][num_rows][sums_stride] */
 
-    /* A gated product, the largest of a layer, does so behind its wait: at once costs a step of one row 3 %. */
+    /* A gated product, the largest of a layer, does so after its wait: doing it at once costs a step of one row 3 %. */
     if (!args.is_gated) pk_let_next_kernel_start();
 
     /* Copies run ahead of the work, so they have their own place. */

@@ -32,14 +32,14 @@ enum {
     MAX_UNITS = 8 /* a short way */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
-    PITCH = TILE + 4 /* of a row of sums in float, which spreads the banks; behind them lies the sum of squares */,
+    PITCH = TILE + 4 /* of a row of sums in float, which spreads the banks; after them lies the sum of squares */,
 };
 
 struct linear_sm90_params {
     CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
     pk_linear_args args;
     int num_tiles, num_splits;         /* a tile is one cluster's; without splits a CTA may have several */
-    int num_stages, sums_at, inbox_at; /* of the ring; places behind it, in bytes, the sums' perhaps in it */
+    int num_stages, sums_at, inbox_at; /* of the ring; places after it, in bytes, the sums' perhaps in it */
 };
 
 /* First x: as operand A it has 64 rows, too, and those beyond N must lie in memory, whatever is there. */

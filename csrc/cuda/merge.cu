@@ -2,7 +2,7 @@
  *
  *     lse = log sum_p exp(lse_p)        out = sum_p out_p * exp(lse_p - lse)
  *
- * As many threads a row of one head as it has 16-byte pieces. A part with lse -inf saw no key: it is skipped, so what
+ * As many threads per row of one head as it has 16-byte pieces. A part with lse -inf saw no key: it is skipped, so what
  * it holds (NaN too) does not count.
  */
 #include "cuda/pack.h"

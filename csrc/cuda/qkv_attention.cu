@@ -4,7 +4,7 @@
 #include "ops/qkv_attention.h"
 
 /* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
- * itself: behind a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
+ * itself: after a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
  * take nothing can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
 pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_cuda_call &call)
 {

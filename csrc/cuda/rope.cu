@@ -4,7 +4,7 @@
  * Few tokens take the time of two dependent loads, a position and its angles: every head has threads of its own, in
  * small CTAs that spread over many SMs, and all that is read is asked for before any of it is waited for. Many tokens
  * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
- * The numbers of the heads behind the first wait in shared memory, so that a token's row is under way as a whole.
+ * The numbers of all heads but the first wait in shared memory, so that a token's row is under way as a whole.
  *
  * A row that is still to be divided by a root mean square is scaled as it is unpacked. A CTA reads the row of x for
  * that beside the rest; with few tokens it has up to 128 threads then, because CTAs that each read a long row of x for
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
     using packed = pk_packed<T>;
     using piece = head_piece<T>;
     constexpr int VEC = packed::COUNT;
-    extern __shared__ uint4 smem[]; /* [heads of a thread behind its first][halves][threads] */
+    extern __shared__ uint4 smem[]; /* [heads of a thread after its first][halves][threads] */
     __shared__ float squares[PK_SQUARE_WARPS];
     const pk_store_args &store = args.store;
     int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)store.num_kv_heads;

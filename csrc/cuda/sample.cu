@@ -1,4 +1,4 @@
-/* sample.cu - one token a row of logits, greedy or drawn; csrc/ops/sampling.h defines what is drawn, to the bit.
+/* sample.cu - one token per row of logits, greedy or drawn; csrc/ops/sampling.h defines what is drawn, to the bit.
  *
  * The logits are read once, and next to nothing else is done. The warps of a row, in a cluster of CTAs so that a few
  * rows are spread over the card, take chunks of 2 KB in turn; the next is on its way to shared memory meanwhile.

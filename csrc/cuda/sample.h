@@ -172,7 +172,7 @@ struct pk_chunks {
         row.load(current + Row::STAGES * step, buffers, stage);
         current += step, stage = stage + 1 == Row::STAGES ? 0 : stage + 1;
     }
-    /* body(token, x) for what is begun, or else for all, with -inf behind the end of the row. */
+    /* body(token, x) for what is begun, or else for all, with -inf beyond the end of the row. */
     template <typename Body>
     __device__ void for_each(Body body)
     {
@@ -290,7 +290,7 @@ __device__ static inline float pk_from_ordered(uint32_t key)
     return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
 }
 
-/* A kernel with up to a cluster of CTAs a row: few rows are spread over the card, and the next kernel's CTAs still fit
+/* A kernel with up to a cluster of CTAs per row: few rows are spread over the card, and the next kernel's CTAs still fit
  * beside them. */
 template <typename... Params, typename... Args>
 static pk_status pk_cuda_launch_rows(const pk_cuda_call &call, const char *name, void (*kernel)(Params...),

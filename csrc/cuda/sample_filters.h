@@ -40,7 +40,7 @@ __device__ static uint64_t weight_of(Source &source, pk_row_ctas &ctas, uint32_t
     return ctas.reduce(weight, pk_sum);
 }
 
-/* What `search` does, in a list of a token a thread: each adds up what is above its own. */
+/* What `search` does, in a list of one token per thread: each adds up what is above its own. */
 template <typename Weigh>
 __device__ static uint32_t rank(const pk_list_of_logits &list, pk_row_ctas &cta, uint32_t low, uint64_t target,
                                 Weigh weigh)

@@ -1,7 +1,7 @@
 /* sample_linear.cu - the tokens that are drawn of logits x @ weight.T, which are never written: one reading of the
  * weight (Hopper, up to 256 rows of bf16 or f16).
  *
- * Persistent CTAs, one an SM, take tiles of 128 tokens (M of wgmma: the weight is operand A) by all rows (operand B:
+ * Persistent CTAs, one per SM, take tiles of 128 tokens (M of wgmma: the weight is operand A) by all rows (operand B:
  * N):
  *
  *     warps 0 to 7   two warpgroups: the products, then a look at them

@@ -66,7 +66,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
 }
 
 /* All threads of the cluster that have not ended meet here; in two halves, where there is work until the others have
- * arrived. Barriers that barrier_init_fence() covers are ready behind it; it orders no other memory, because that would
+ * arrived. Barriers that barrier_init_fence() covers are ready after it; it orders no other memory, because that would
  * cover global memory, too, and takes half a microsecond. */
 __device__ __forceinline__ void cluster_arrive()
 {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void wgmma_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
-/* Keeps the compiler from moving reads of accumulators over the wait before it, or writes over the product behind. */
+/* Keeps the compiler from moving reads of accumulators over the wait before it, or writes over the product after it. */
 template <int count>
 __device__ __forceinline__ void pin(float (&values)[count])
 {
@@ -266,7 +266,7 @@ PK_WGMMA_ALL(__nv_bfloat16, "bf16")
 PK_WGMMA_ALL(__half, "f16")
 
 /* The products of num_steps stages of a ring, in acc. multiply(step) asks for those of `stage`, which is released
- * behind the next one's: so there is always one under way. The ring's `stage` and `parity` go on. */
+ * after the next one's: so there is always one under way. The ring's `stage` and `parity` go on. */
 template <int count, typename Multiply, typename Release>
 __device__ __forceinline__ void multiply_stages(float (&acc)[count], int num_steps, int num_stages, int &stage,
                                                 int &parity, Multiply multiply, Release release)

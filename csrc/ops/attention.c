@@ -27,10 +27,10 @@
  * where there are sinks, which is what merging with other parts needs: give the sinks to one part only).
  * An fp8 cache holds x / scale; k_scale and v_scale are a number, [1], [num_kv_heads] or [num_seqs, num_kv_heads].
  * num_splits: 0 lets the backend choose; n cuts the keys of a sequence into up to n ranges, by its length alone.
- * plan: how a backend divides the work among its processors, from the lengths: made once a step by plan_attention for
+ * plan: how a backend divides the work among its processors, from the lengths: made once per step by plan_attention for
  * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
  * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
- * values in front of a sequence's queries. With a plan, CUDA reads them while the operations ahead still run.
+ * values in front of a sequence's queries. With a plan, CUDA reads them while earlier operations still run.
  *
  * qkv_attention_fwd: where the slot of a token is not negative, it must be the one that block_tables gives the token,
  * or one whose keys nobody reads in this call: a backend may write and read in any order. past_is_constant means

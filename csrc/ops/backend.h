@@ -60,8 +60,8 @@ typedef struct pk_backend {
     /* The rows of a plan for such a call, by shapes alone. 0: there is nothing to prepare. */
     pk_status (*count_plan_rows)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err);
     bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
-    /* The algorithms for such a linear; those near `algorithm`, where it is given, too; or, with NULL for `choices`,
-     * the one that later calls like it use. */
+    /* With `choices` alone: the algorithms for such a linear. With `algorithm` too: those that compute the same tiles in
+     * another order. With `algorithm` alone: later calls of this kind use it. */
     pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
                                    const pk_linear_algorithm *algorithm, pk_error *err);
     /* An error says why there is none. The first call that needs a driver. */

@@ -6,7 +6,7 @@
 
 static bool is_float(pk_dtype dtype) { return dtype <= PK_F8E4M3; }
 
-/* Of two dimensions, the rows one behind the other with or without gaps. */
+/* Of two dimensions, the rows one after the other with or without gaps. */
 static bool has_dense_rows(const pk_view *view)
 {
     return view->ndim == 2 && (view->shape[1] == 1 || view->stride[1] == 1) && view->stride[0] >= view->shape[1];

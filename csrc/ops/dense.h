@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Rows beside those of an operation, which divides its own by their root mean squares sqrt(mean(x^2) + eps) before
- * anything else. x NULL: it does not. */
+/* A second array with as many rows as the operation's own. Before anything else, the operation divides each of its rows
+ * by sqrt(mean(x^2) + eps) of the row of x. x NULL: it divides by nothing. */
 typedef struct pk_rms_arg {
     const void *x; /* [num_rows, row_size] of the operation's dtype */
     int64_t row_size, stride;

@@ -9,7 +9,7 @@ pk_status pk_expect_vocab_size(const pk_env *env, const char *name, int dim)
                    (long long)vocab_size);
 }
 
-/* An array of one number a row, or NULL. */
+/* An array of one number per row, or NULL. */
 static pk_status expect_per_row(pk_env *env, const char *name, const pk_view *view, unsigned flags, const void **data)
 {
     *data = NULL;

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* sample: one token a row. csrc/ops/sampling.h defines what is computed, to the bit. An optional array that is NULL is off
+/* sample: one token per row. csrc/ops/sampling.h defines what is computed, to the bit. An optional array that is NULL is off
  * for every row. */
 typedef struct pk_sample_args {
     const void *logits;        /* [num_rows, vocab_size] float32, bfloat16 or float16 */

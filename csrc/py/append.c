@@ -31,8 +31,8 @@ static void read_append(py_call *call, int first, pk_append_call *request)
 const char py_append_kvcache_doc[] = PyDoc_STR(
     "append_kvcache($module, key, value, k_cache, v_cache, block_tables, cache_lens, *, cu_seqlens=None, "
     "key_starts=None, k_scale=None, v_scale=None, stream=None)\n--\n\n"
-    "Writes new keys and values behind those that each sequence has in its pages, in place.\n\n" APPEND_DOC
-        PY_DOC_STREAM PY_DOC_ERRORS APPEND_RANGES_DOC);
+    "Writes new keys and values after those that each sequence has in its pages, in place.\n\n" APPEND_DOC PY_DOC_STREAM
+        PY_DOC_ERRORS APPEND_RANGES_DOC);
 PyObject *py_append_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { CU_SEQLENS = 6, KEY_STARTS, K_SCALE, V_SCALE, STREAM };
@@ -55,7 +55,7 @@ const char py_rope_append_kvcache_doc[] = PyDoc_STR(
     "k_scale=None, v_scale=None, out=None, stream=None)\n--\n\n"
     "append_kvcache of keys with rotary embedding, and queries with the same, in one pass; returns the queries.\n\n"
     "q: [num_q_tokens, num_q_heads, head_dim] of key's dtype.\n"
-    "cos, sin: [max_positions, rotary_dim / 2] of key's dtype or float32; rotary_dim at most head_dim, what lies behind\n"
+    "cos, sin: [max_positions, rotary_dim / 2] of key's dtype or float32; rotary_dim at most head_dim, what lies beyond\n"
     "it stays as it is. Dimension i is paired with i + rotary_dim / 2 or, interleaved=True, 2 i with 2 i + 1 (RoFormer,\n"
     "Su et al. 2021).\n" APPEND_DOC
     "cu_seqlens_q: the same for q.\n"

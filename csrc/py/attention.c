@@ -62,7 +62,7 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
     "padding. context_lens: [num_seqs] int32, every key that a sequence may see, its new tokens included.\n"
     "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each. Rows of out before the\n"
-    "first and behind the last are not written (padding).\n"
+    "first and after the last are not written (padding).\n"
     "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
     "key_starts: [num_seqs] int32, slots of a sequence's pages in front of its first key; None: 0. So dense keys and\n"
     "values of ragged sequences, [num_keys, num_kv_heads, head_dim], are one page: k[None], with block_tables zeros.\n"

@@ -1,7 +1,7 @@
 /* bind.c - arguments of a METH_FASTCALL|METH_KEYWORDS call into one array, by interned names.
  *
  * A call site's keyword names are interned, so a name is found by comparing pointers; and callers tend to write
- * keywords in the order of the signature, so the search starts behind the last one found.
+ * keywords in the order of the signature, so the search starts after the last one found.
  */
 #include "py/py.h"
 

@@ -6,7 +6,7 @@
 const char py_bm_resize_doc[] =
     "resize($self, num_blocks)\n--\n\n"
     "The pool has so many pages from now on. Growing adds free ones. Shrinking moves nothing: it evicts cached pages\n"
-    "behind the new end, and those that need them. OutOfBlocks, and nothing has changed, where a page there is in use;\n"
+    "beyond the new end, and those that need them. OutOfBlocks, and nothing has changed, where a page there is in use;\n"
     "it says how far the pool can shrink. The caller gives the KV caches their new size: before growing, or after.";
 PyObject *py_bm_resize(PY_FASTCALL)
 {

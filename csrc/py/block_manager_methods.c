@@ -84,7 +84,7 @@ PyObject *py_bm_allocate(PY_FASTCALL)
 
 const char py_bm_match_doc[] =
     "match($self, token_ids, *, salt=b'')\n--\n\n"
-    "(hit_tokens, pending_tokens): what allocate would find now, and how many tokens behind them are in pages that\n"
+    "(hit_tokens, pending_tokens): what allocate would find now, and how many tokens after them are in pages that\n"
     "living sequences are computing: who waits for their commit gets them too. Changes nothing.";
 PyObject *py_bm_match(PY_FASTCALL)
 {
@@ -234,7 +234,7 @@ PyObject *py_bm_fork(PY_FASTCALL)
 
 const char py_bm_truncate_doc[] =
     "truncate($self, seq_id, num_tokens)\n--\n\n"
-    "Forgets the tokens from num_tokens on, their KV and all reserved room, and gives back the pages behind them.";
+    "Forgets the tokens from num_tokens on, their KV and all reserved room, and gives back the pages after them.";
 PyObject *py_bm_truncate(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, truncate);

@@ -66,7 +66,7 @@ PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 const char py_scale_columns_doc[] = PyDoc_STR(
     "scale_columns($module, x, factors, *, out=None, stream=None)\n--\n\n"
     "out = x * factors: every column by its factor, rounded once. It folds the weight of a norm into that of the\n"
-    "product behind it, because linear(x * factors, weight) is linear(x, scale_columns(weight, factors)).\n\n"
+    "product after it, because linear(x * factors, weight) is linear(x, scale_columns(weight, factors)).\n\n"
     "x: [num_rows, row_size] float32, float16 or bfloat16. factors: [row_size] of the same dtype. out may be x.\n" PY_DOC_OUT
         PY_DOC_STREAM PY_DOC_ERRORS);
 PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)

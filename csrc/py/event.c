@@ -36,12 +36,11 @@ static void event_dealloc(PyObject *object)
     py_free_object(object);
 }
 
-PyDoc_STRVAR(
-    event_record_doc,
-    "record($self, stream=None)\n--\n\n"
-    "Puts the mark behind all work queued on `stream` so far: a Stream, an object with `cuda_stream`, an int;\n"
-    "None: the Stream that this thread has entered, else the legacy default stream. A mark put earlier is\n"
-    "forgotten. Returns itself.");
+PyDoc_STRVAR(event_record_doc,
+             "record($self, stream=None)\n--\n\n"
+             "Puts the mark after all work queued on `stream` so far: a Stream, an object with `cuda_stream`, an int;\n"
+             "None: the Stream that this thread has entered, else the legacy default stream. A mark put earlier is\n"
+             "forgotten. Returns itself.");
 static PyObject *event_record(PY_FASTCALL)
 {
     PY_BIND_NAMED(self, Event_record);

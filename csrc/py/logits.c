@@ -27,7 +27,7 @@ const char py_mask_logits_doc[] = PyDoc_STR(
     "Makes the logits of forbidden tokens -inf, in place.\n\n"
     "logits: [num_rows, vocab_size] float32.\n"
     "bitmask: [n, ceil(vocab_size / 32)] int32, a mask for a row each: token t may be sampled where bit t % 32 of word\n"
-    "t // 32 is 1 (the format of xgrammar's masks). Bits behind the vocabulary say nothing.\n"
+    "t // 32 is 1 (the format of xgrammar's masks). Bits beyond the vocabulary say nothing.\n"
     "rows: [n] int32, the row of logits that each mask is for; a row may have several masks. None: mask i is for row\n"
     "i, and n is num_rows.\n" PY_DOC_STREAM PY_DOC_ERRORS
     "A row outside of logits raises ValueError on the CPU, and nothing is changed; CUDA leaves it out and records it\n"

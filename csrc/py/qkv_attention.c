@@ -9,7 +9,7 @@ const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
     "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
     "stream=None)\n--\n\n"
-    "All that attention does behind a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
+    "All that attention does after a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
     "values, then causal paged_attention_fwd(q, ...). For up to 64 sequences with one token each, a GPU does both in one\n"
     "kernel, which can start while the projection still runs.\n\n"
     "The arguments are those of the two; plan is what plan_attention returned for q. Where a token's slot is not\n"

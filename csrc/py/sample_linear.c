@@ -8,7 +8,7 @@ const char py_sample_linear_doc[] = PyDoc_STR(
     "stream=None)\n--\n\n"
     "The tokens that sample takes of the logits x @ weight.T, accumulated in float32: the head of a model and the draw.\n\n"
     "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [vocab_size, in_features] of x's dtype.\n"
-    "temperatures, seeds, positions: one number a row, see sample. Returns out, [num_rows] int32.\n"
+    "temperatures, seeds, positions: one number per row, see sample. Returns out, [num_rows] int32.\n"
     "logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where a\n"
     "kernel of a GPU does all of it, no logits are ever in memory. It adds in an order of its own, so a near tie may\n"
     "fall the other way than with linear and sample.\n"

@@ -183,7 +183,7 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *unused)
 PyDoc_STRVAR(
     stream_wait_doc,
     "wait($self, event)\n--\n\n"
-    "Work queued from now on starts after what `event` (an Event) was recorded behind. The host does not wait.");
+    "Work queued from now on starts after the work that `event` (an Event) was recorded after. The host does not wait.");
 static PyObject *stream_wait(PY_FASTCALL)
 {
     PY_BIND_NAMED(self, Stream_wait);

@@ -68,7 +68,7 @@ def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """With zeros behind an odd head_dim, which change no product."""
+    """With zeros after an odd head_dim, which change no product."""
     missing = -tensor.shape[-1] % HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -83,7 +83,7 @@ def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
-    """The block tables of sequences behind each other in one tensor, which is a page; key_starts say where."""
+    """The block tables of sequences one after the other in one tensor, which is a page; key_starts say where."""
     return torch.zeros((num_seqs, 1), dtype=torch.int32, device=like.device)
 
 

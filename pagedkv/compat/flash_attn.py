@@ -141,7 +141,7 @@ def flash_attn_with_kvcache(
     """q [batch, seqlen_q, heads, head_dim] over k_cache and v_cache [batch_cache, seqlen_cache, kv_heads, head_dim], or
     pages [num_blocks, page, kv_heads, head_dim] with a block_table [batch, max_blocks] int32.
 
-    k and v [batch, seqlen_new, kv_heads, head_dim] are first written, in place, behind the cache_seqlens (an int or
+    k and v [batch, seqlen_new, kv_heads, head_dim] are first written, in place, after the cache_seqlens (an int or
     int32 [batch]; None: the whole cache) of each sequence; rotary_cos and rotary_sin [positions, rotary_dim / 2] turn
     them, and q: from cache_seqlens on, or, where nothing is masked by place, all queries at cache_seqlens.
     cache_batch_idx, int32 [batch], picks rows of the cache; cache_leftpad, int32 [batch], is where each row's keys

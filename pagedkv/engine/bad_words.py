@@ -8,7 +8,7 @@ from .tokenizer import Tokenizer
 
 
 class BadWords:
-    """Of one sequence. A text is forbidden as it is tokenised at the start of a text, and behind a space.
+    """Of one sequence. A text is forbidden as it is tokenised at the start of a text, and after a space.
 
     As in vLLM, other ways to cut a text into tokens are not known here.
     """
@@ -22,7 +22,7 @@ class BadWords:
                     self._token_ids.append(ids)
 
     def next_forbidden(self, tokens: list[int]) -> set[int]:
-        """Token ids that would complete a forbidden text behind these tokens."""
+        """Token ids that would complete a forbidden text after these tokens."""
         forbidden = set()
         for *before, last in self._token_ids:
             if not before or tokens[-len(before) :] == before:

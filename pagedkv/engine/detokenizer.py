@@ -58,7 +58,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is shown. Nothing is behind a stop string, or behind another call."""
+        """No more tokens come: what was held back is shown. Nothing comes after a stop string, or after another call."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -66,7 +66,7 @@ class Detokenizer:
         self._held = ""
 
     def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """Where the first stop string begins that ends behind the first num_old characters."""
+        """Where the first stop string begins that ends after the first num_old characters."""
         found = None
         for stop in self._stop:
             at = text.find(stop, max(num_old - len(stop) + 1, 0))

@@ -37,8 +37,8 @@ class PromptOutputs:
         return any(seq.wants_embedding or seq.prompt_logprobs is not None for seq in prompts)
 
     def _score(self, seq: Sequence, start: int, end: int, first_row: int) -> None:
-        """The tokens behind those at [start, end), which are the step's from first_row on. A token whose figures are
-        known, because the sequence was preempted behind it, is left out."""
+        """The tokens after those at [start, end), which are the step's from first_row on. A token whose figures are
+        known, because the sequence was preempted after it, is left out."""
         assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
         start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
         num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])

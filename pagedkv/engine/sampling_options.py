@@ -29,8 +29,8 @@ class SamplingOptions:
     """Those of the step that is launched."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, device: str) -> None:
-        self.arguments: dict[str, Any] = {}  # of ops.sample, one number a row but for the counts
-        self.num_rows: int | None = None  # those behind are padding; None: before the first step
+        self.arguments: dict[str, Any] = {}  # of ops.sample, one number per row but for the counts
+        self.num_rows: int | None = None  # those after them are padding; None: before the first step
         self.num_logprobs: int | None = None  # the most that a row asks for
         self._counts_shape, self._max_model_len, self._device = (max_num_seqs, vocab_size), max_model_len, device
         self._counts: Tensor | None = None  # made when the first request asks for it: it is large

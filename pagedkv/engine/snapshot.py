@@ -1,7 +1,7 @@
 """The prefix cache in a file, to be there again after a restart.
 
 The file is a safetensors file (https://huggingface.co/docs/safetensors) of these tensors, for n pages of the pool in an
-order in which a page comes behind the one that its prefix ends with:
+order in which a page comes after the one that its prefix ends with:
 
     parents    I32 [n]: the number of that page, or -1 for the first of a prompt
     salts      I32 [n]: which of the salts it is cached under

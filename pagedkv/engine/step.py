@@ -22,7 +22,7 @@ class Step:
     ends: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     receivers: list[Sequence] = field(default_factory=list)  # who gets the token of each row that is sampled, and ...
-    sampled: list[int] = field(default_factory=list)  # ... which of `sequences` it is sampled behind
+    sampled: list[int] = field(default_factory=list)  # ... after which of `sequences` it is sampled
     forks: list[tuple[int, int]] = field(default_factory=list)  # ids: a sequence that shares the pages of another
     # after this step
     num_decodes: int = 0  # the first so many compute one token that was sampled
@@ -33,7 +33,7 @@ class Step:
     goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
     # one of end_ids ends one of the sequences
     end_ids: frozenset[int] | None = None  # tokens that end one of its decodes, -1 for none; None: each must be asked
-    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get behind it at least
+    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get after it at least
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page

@@ -43,7 +43,7 @@ class Arrays:
         self.context_lens = self._array(num_seqs, "int32")
         self.cu_seqlens_q: Any = None if is_decode else self._array(num_seqs + 1, "int32")
         self.last_tokens: Any = None if is_decode else self._array(num_rows, "int32")
-        # A sequence's next token lies behind its context.
+        # A sequence's next token comes after its context.
         self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
 
     def _array(self, count: int, dtype: str) -> Any:

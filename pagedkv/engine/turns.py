@@ -32,7 +32,7 @@ class Turns:
     def receive(self, mailbox: Mailbox) -> Any:
         """What comes next for this mailbox. Waits for it, and steps the engine meanwhile, unless another caller does.
 
-        An error in a step is raised by the caller that made the step; the next one goes on behind it.
+        An error in a step is raised by the caller that made the step; the next one goes on after it.
         """
         try:
             while True:

@@ -148,7 +148,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Stores the new keys and values, before forward. Their rows behind those of slot_mapping are padding."""
+        """Stores the new keys and values, before forward. Their rows after those of slot_mapping are padding."""
         num_tokens = slot_mapping.shape[0]
         k_cache, v_cache = self.caches(kv_cache)
         k_scale, v_scale = self.scales(layer)
@@ -200,7 +200,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         return output
 
     def plan(self, batch: PagedKVMetadata, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> torch.Tensor:
-        """How this batch is divided among the processors: made by its first layer, used by those alike behind it.
+        """How this batch is divided among the processors: made by its first layer, used by those alike after it.
 
         In a captured graph that makes the plan a part of the graph, and every replay plans for the lengths that it
         finds. So a plan from outside of the graph does not count in it.

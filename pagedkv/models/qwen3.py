@@ -1,13 +1,13 @@
 """Qwen3 (dense): https://arxiv.org/abs/2505.09388.
 
-One class a block. A block holds its weights and writes into buffers that the caller owns, so that nothing is
+One class per block. A block holds its weights and writes into buffers that the caller owns, so that nothing is
 allocated in the loop. The tokens of all sequences lie in one ragged batch [num_tokens, ...].
 
     x = embedding(ids)
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the product's behind it, and
+x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the weight of the product after it, and
 the division by the root mean square is left to what reads the product (see fold). linear adds to what it writes, so a
 layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch
 them ahead of its turn.
@@ -88,8 +88,8 @@ def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: 
 
 
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
-    """Multiplies a norm's weight into that of the product behind it, in place, and returns what is left to be done
-    before the product: None, nothing, because a row can be divided by its root mean square behind it as well.
+    """Multiplies a norm's weight into that of the product after it, in place. Returns the norm that must still run before
+    the product, or None: a row can be divided by its root mean square after the product as well.
 
     In float16 a product of rows that are not yet divided may be too large: there the norm stays what it is.
     """
@@ -115,7 +115,7 @@ class Attention:
             self.qkv_bias = checkpoint.load_stacked({f"{prefix}.{name}.bias": count for name, count in rows.items()})
             self.o_bias = checkpoint.load(f"{prefix}.o_proj.bias", config.hidden_size)
         norm = checkpoint.load(f"model.layers.{layer}.input_layernorm.weight", config.hidden_size)
-        self.norm = norm if config.attention_bias else fold(norm, self.qkv_weight)  # a bias comes behind the division
+        self.norm = norm if config.attention_bias else fold(norm, self.qkv_weight)  # a bias comes after the division
         self.q_norm = checkpoint.load(f"{prefix}.q_norm.weight", config.head_dim)
         self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
         self.cos_sin = cos_sin
@@ -234,7 +234,7 @@ class Qwen3:
         last_tokens: Tensor | None = None,
     ) -> Tensor:
         """Normed hidden states [num_tokens, hidden_size] in memory of `buffers`, of the last_tokens (int32) or of all;
-        writes all tokens' KV into the caches. What the last layer does behind its KV is done for these tokens only."""
+        writes all tokens' KV into the caches. What the last layer does after its KV is done for these tokens only."""
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)

@@ -13,7 +13,7 @@ from pagedkv.compat.flashinfer.wrapper import Wrapper
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    """Decode attention of a batch: plan once a step, run for every layer.
+    """Decode attention of a batch: plan once per step, run for every layer.
 
     kv_layout: "NHD", pages of [page_size, num_kv_heads, head_dim], or "HND", [num_kv_heads, page_size, head_dim].
     With use_cuda_graph, paged_kv_indptr_buffer [batch_size + 1], paged_kv_indices_buffer (as many pages as there will

@@ -24,7 +24,7 @@ def get_batch_indices_positions(
     """The sequence of each of nnz new tokens, and its place there, both int32 [nnz].
 
     append_indptr: [batch_size + 1], the sequences' new tokens; they are the last of seq_lens [batch_size] tokens.
-    batch_indices, positions: memory for the results. A token behind append_indptr[-1] is padding: its sequence is -1,
+    batch_indices, positions: memory for the results. A token after append_indptr[-1] is padding: its sequence is -1,
     and positions keeps what it held (0 in new memory)."""
     device, shape = append_indptr.device, (nnz,)
     if batch_indices is None:

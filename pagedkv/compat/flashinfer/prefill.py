@@ -13,7 +13,7 @@ from pagedkv.compat.flashinfer.wrapper import Wrapper
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    """Attention of ragged queries, the last tokens of their sequences: plan once a step, run for every layer.
+    """Attention of ragged queries, the last tokens of their sequences: plan once per step, run for every layer.
 
     kv_layout as in the decode wrapper. With use_cuda_graph, qo_indptr_buf and paged_kv_indptr_buf [batch_size + 1],
     paged_kv_indices_buf and paged_kv_last_page_len_buf [batch_size], int32 on the device, fix the batch size. Refused:
@@ -89,7 +89,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """What the next runs work on: sequence i has the queries qo_indptr[i] .. qo_indptr[i + 1] - 1 of q, and pages
         as in the decode wrapper's plan, whose options mean the same. All index tensors on the host or the device.
 
-        causal: query r of n sees no key behind its own, r + num_keys - n. max_token_per_sequence: the most queries of a
+        causal: query r of n sees no key after its own, r + num_keys - n. max_token_per_sequence: the most queries of a
         sequence, for the launch; it is read from qo_indptr where that is on the host, and is all of q otherwise.
         Refused: head_dim_vo other than head_dim_qk, custom_mask, packed_custom_mask, prefix_len_ptr,
         token_pos_in_items_ptr, max_item_len_ptr."""

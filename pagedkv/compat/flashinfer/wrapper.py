@@ -18,7 +18,7 @@ QUERY_DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 @functools.lru_cache
 def _alibi_slopes(num_heads: int, device: object) -> torch.Tensor:
-    """2^(-8 i / n) for n the largest power of 2 up to num_heads; heads behind those take odd steps of half the size."""
+    """2^(-8 i / n) for n the largest power of 2 up to num_heads; heads after those take odd steps of half the size."""
     n = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * i / n) for i in range(1, n + 1)]
     slopes += [2.0 ** (-4 * i / n) for i in range(1, 2 * (num_heads - n), 2)]
@@ -134,7 +134,7 @@ class Wrapper:
         if pos_encoding_mode == "ALIBI":
             if logits_soft_cap:  # theirs caps the sum of logit and bias, pagedkv the logit
                 raise NotImplementedError("logits_soft_cap: cannot be combined with pos_encoding_mode ALIBI")
-            if not self._causal:  # theirs raises the logits of keys behind the query, pagedkv lowers them
+            if not self._causal:  # theirs raises the logits of keys after the query, pagedkv lowers them
                 raise NotImplementedError("causal: must be True with pos_encoding_mode ALIBI")
             self._slopes = _alibi_slopes(self._num_qo_heads, self.device)
         self._window_left, self._soft_cap, self._sm_scale = window_left, logits_soft_cap or 0.0, sm_scale

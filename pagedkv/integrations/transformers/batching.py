@@ -108,7 +108,7 @@ def _make_step(group: Group, cu_q: torch.Tensor, cu_k: torch.Tensor, options: di
     page_size = group.pages[0].shape[1]
     longest = _of_type(options["max_length_k"], group)
     places = cu_k[:-1, None] + torch.arange(0, longest, page_size, dtype=torch.int32, device=cu_k.device)
-    # Places behind the last key of a request name pages of others, which nobody looks at.
+    # Places after the last key of a request name pages of others, which nobody looks at.
     tables = index[places.clamp_(max=index.numel() - 1)] // group.slots_per_block
     return Step(tables.int(), context_lens, past_lens, None)
 

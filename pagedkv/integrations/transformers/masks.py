@@ -106,13 +106,13 @@ def make_mask(
     """A mask function as transformers' AttentionMaskInterface calls it (5.17, 5.23).
 
     attention_mask: bool [batch, keys since the first], True where there is no padding, or None. q_offset and kv_offset
-    are the positions of the first query and key; a static cache has slots behind the last key, and its q_offset is a
+    are the positions of the first query and key; a static cache has slots after the last key, and its q_offset is a
     tensor. Raises NotImplementedError for a mask_function or an attention_mask that pagedkv has no form for; compiled
     code and a CUDA graph's capture cannot look at attention_mask, and take it to be padding on one side.
     """
     window_size = window_of(mask_function)
     is_causal = window_size[1] == 0
-    end = q_offset + q_length - kv_offset if is_causal else kv_length  # behind the last key that a query sees
+    end = q_offset + q_length - kv_offset if is_causal else kv_length  # after the last key that a query sees
     if attention_mask is None:
         key_starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         return pack(key_starts, key_starts + end, window_size)

@@ -29,15 +29,18 @@ FOLDERS = {
 NOT_OURS = "csrc/py/dlpack.h"
 
 
+def git(*command: str) -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
     """(path, text) of every source file."""
-    command = ["git", "ls-tree", "-r", "--name-only", revision] if revision else ["git", "ls-files"]
-    for path in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+    listed = git("ls-tree", "-r", "--name-only", revision) if revision else git("ls-files")
+    for path in listed.splitlines():
         if path == NOT_OURS or not re.search(r"\.(c|h|cu|inc|py)$", path):
             continue
         if revision:
-            shown = subprocess.run(["git", "show", f"{revision}:{path}"], cwd=ROOT, capture_output=True, text=True, check=True)
-            yield path, shown.stdout
+            yield path, git("show", f"{revision}:{path}")
         elif (ROOT / path).exists():
             yield path, (ROOT / path).read_text()
 

@@ -58,7 +58,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is shown. Nothing comes after a stop string, or after another call."""
+        """No more tokens come: what was held back is shown. Nothing follows a stop string, or another call."""
         if self._has_ended:
             return
         self._has_ended = True

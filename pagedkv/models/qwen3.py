@@ -7,10 +7,10 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the weight of the product after it, and
-the division by the root mean square is left to what reads the product (see fold). linear adds to what it writes, so a
-layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch
-them ahead of its turn.
+x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the weight of the next
+product, and the division by the root mean square is left to what reads that product (see fold). linear adds to what it
+writes, so a layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a
+kernel may fetch them before its turn.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: 
 
 
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
-    """Multiplies a norm's weight into that of the product after it, in place. Returns the norm that must still run before
-    the product, or None: a row can be divided by its root mean square after the product as well.
+    """Multiplies a norm's weight into that of the product after it, in place. Returns the norm that must still run
+    before the product, or None: a row can be divided by its root mean square after the product as well.
 
     In float16 a product of rows that are not yet divided may be too large: there the norm stays what it is.
     """

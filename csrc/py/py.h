@@ -2,7 +2,7 @@
  *
  *   module.c              the module: state, exceptions, types, functions; types.c: adding a type
  *   bind.c                arguments: METH_FASTCALL|METH_KEYWORDS -> one array; args.c: single arguments
- *   tensor_in.c hold.c    any tensor -> pk_view, and letting go of it
+ *   tensor_in.c hold.c    any tensor -> pk_view, and letting go of it; dltensor.c: what DLPack's structs say
  *   tensor_type.c         pagedkv.Tensor; tensor.c tensor_make.c: how one comes to be; tensor_views.c tensor_host.c
  *                         tensor_out.c: views, elements for the host, DLPack capsules
  *   arrays.c              int32 NumPy arrays over C memory; sequences of integers -> C arrays

@@ -44,6 +44,9 @@ PyObject *py_tensor_tolist(PyObject *self, PyObject *unused);
 PyObject *py_tensor_float(PyObject *self);
 PyObject *py_tensor_int(PyObject *self);
 
+/* dltensor.c. 0, or -1 with an exception that names the argument. */
+int py_view_of_dltensor(const char *name, const DLTensor *tensor, bool is_readonly, pk_view *view);
+
 /* tensor_out.c */
 extern const char py_tensor_dlpack_doc[], py_tensor_dlpack_device_doc[];
 PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);

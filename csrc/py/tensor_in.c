@@ -15,104 +15,6 @@
 
 #include <string.h>
 
-// --- DLTensor -> pk_view
-
-static int dtype_from_dlpack(DLDataType type)
-{
-    if (type.lanes != 1) return -1;
-    switch (type.code << 8 | type.bits) {
-        case kDLFloat << 8 | 32:
-            return PK_F32;
-        case kDLFloat << 8 | 16:
-            return PK_F16;
-        case kDLBfloat << 8 | 16:
-            return PK_BF16;
-        case kDLFloat8_e4m3fn << 8 | 8:
-            return PK_F8E4M3;
-        case kDLUInt << 8 | 8:
-            return PK_U8;
-        case kDLInt << 8 | 32:
-            return PK_I32;
-        case kDLInt << 8 | 64:
-            return PK_I64;
-        default:
-            return -1;
-    }
-}
-
-static int unsupported_dtype(const char *name, DLDataType type)
-{
-    static const char *const words[] = {
-        [kDLInt] = "int",       [kDLUInt] = "uint",       [kDLFloat] = "float", [kDLOpaqueHandle] = "opaque",
-        [kDLBfloat] = "bfloat", [kDLComplex] = "complex", [kDLBool] = "bool"};
-    const char *word = type.code < sizeof words / sizeof *words ? words[type.code] : "float";
-    char lanes[16] = "";
-    if (type.lanes != 1) PyOS_snprintf(lanes, sizeof lanes, "x%d", (int)type.lanes);
-    PyErr_Format(
-        PyExc_TypeError,
-        "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
-        word, (int)type.bits, lanes);
-    return -1;
-}
-
-static int fill_view(const char *name, const DLTensor *tensor, bool is_readonly, pk_view *view)
-{
-    int dtype = dtype_from_dlpack(tensor->dtype);
-    if (dtype < 0) return unsupported_dtype(name, tensor->dtype);
-    if (tensor->ndim < 0 || tensor->ndim > PK_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions but at most %d are supported", name, (int)tensor->ndim,
-                     PK_MAX_DIMS);
-        return -1;
-    }
-    switch (tensor->device.device_type) {
-        case kDLCPU:
-        case kDLCUDAHost:
-            view->device = (pk_device){PK_CPU, 0};
-            break;
-        case kDLCUDA:
-        case kDLCUDAManaged:
-            view->device = (pk_device){PK_CUDA, tensor->device.device_id};
-            break;
-        default:
-            PyErr_Format(PyExc_BufferError, "%s: is on DLPack device type %d but must be on the cpu or cuda", name,
-                         (int)tensor->device.device_type);
-            return -1;
-    }
-    uintptr_t address = 0, low, high;
-    bool is_far = tensor->data && __builtin_add_overflow((uintptr_t)tensor->data, tensor->byte_offset, &address);
-    view->data = (void *)address;
-    view->dtype = (pk_dtype)dtype;
-    view->ndim = tensor->ndim;
-    view->is_readonly = is_readonly;
-    view->is_pinned = tensor->device.device_type == kDLCUDAHost;
-    int64_t dense = 1, numel_bytes;
-    bool is_empty = false, is_negative = false, is_too_large = false;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
-        view->shape[i] = tensor->shape[i];
-        view->stride[i] = tensor->strides ? tensor->strides[i] : dense;
-        is_negative |= tensor->shape[i] < 0;
-        is_empty |= tensor->shape[i] == 0;
-        is_too_large |= __builtin_mul_overflow(dense, tensor->shape[i] ? tensor->shape[i] : 1, &dense);
-    }
-    is_too_large |= __builtin_mul_overflow(dense, (int64_t)pk_dtype_bytes(view->dtype), &numel_bytes);
-    bool has_no_address = !is_empty && !tensor->data;
-    if (is_negative || is_too_large || is_far || has_no_address || !pk_view_extent(view, &low, &high)) {
-        PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name,
-                     is_negative      ? "a negative size"
-                     : is_too_large   ? "a shape of more than 2^63 bytes"
-                     : is_far         ? "an offset that reaches beyond the address space"
-                     : has_no_address ? "no address"
-                                      : "strides that reach beyond the address space");
-        return -1;
-    }
-    if (!is_empty && (uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
-        PyErr_Format(PyExc_BufferError, "%s: its address %p is not aligned to its dtype %s", name, view->data,
-                     pk_dtype_name(view->dtype));
-        return -1;
-    }
-    return 0;
-}
-
 // --- the readers
 
 /* Puts the argument's name before the first line of the message of an exception that a producer raised (PyTorch's go on
@@ -144,7 +46,8 @@ static int take_managed(const char *name, DLManagedTensorVersioned *managed, py_
     taken->hold.kind = PY_HOLD_VERSIONED;
     taken->hold.versioned = managed;
     if (managed->version.major == DLPACK_MAJOR_VERSION)
-        return fill_view(name, &managed->dl_tensor, managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY, &taken->view);
+        return py_view_of_dltensor(name, &managed->dl_tensor, managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY,
+                                   &taken->view);
     PyErr_Format(PyExc_BufferError, "%s: its producer speaks DLPack %u, pagedkv speaks %d", name,
                  managed->version.major, DLPACK_MAJOR_VERSION);
     return -1;
@@ -156,7 +59,7 @@ static int read_exchange(const char *name, PyObject *object, bool must_outlive_c
     if (!must_outlive_call && exchange->dltensor_from_py_object_no_sync) {
         DLTensor tensor;
         if (exchange->dltensor_from_py_object_no_sync(object, &tensor) < 0) return name_error(name);
-        return fill_view(name, &tensor, false, &taken->view);
+        return py_view_of_dltensor(name, &tensor, false, &taken->view);
     }
     DLManagedTensorVersioned *managed;
     if (exchange->managed_tensor_from_py_object_no_sync(object, &managed) < 0) return name_error(name);
@@ -205,7 +108,7 @@ static int read_buffer(const char *name, PyObject *object, py_tensor_in *taken)
         }
         tensor.strides = strides;
     }
-    return fill_view(name, &tensor, buffer->readonly, &taken->view);
+    return py_view_of_dltensor(name, &tensor, buffer->readonly, &taken->view);
 }
 
 /* object.__dlpack__(...), telling a CUDA producer the stream, with and then without max_version. */
@@ -257,7 +160,7 @@ static int read_dlpack(py_state *state, const char *name, PyObject *object, pk_s
         if (PyCapsule_SetName(capsule, "used_dltensor") == 0) {
             taken->hold.kind = PY_HOLD_LEGACY;
             taken->hold.legacy = managed;
-            result = fill_view(name, &managed->dl_tensor, false, &taken->view);
+            result = py_view_of_dltensor(name, &managed->dl_tensor, false, &taken->view);
         }
     } else {
         PyErr_Format(PyExc_BufferError, "%s: __dlpack__() returned no unused DLPack capsule", name);

@@ -1,0 +1,98 @@
+/* dltensor.c - a DLTensor, which some producer made, as a pk_view: nothing that it says is taken on trust. */
+#include "py/tensor.h"
+
+static int dtype_from_dlpack(DLDataType type)
+{
+    if (type.lanes != 1) return -1;
+    switch (type.code << 8 | type.bits) {
+        case kDLFloat << 8 | 32:
+            return PK_F32;
+        case kDLFloat << 8 | 16:
+            return PK_F16;
+        case kDLBfloat << 8 | 16:
+            return PK_BF16;
+        case kDLFloat8_e4m3fn << 8 | 8:
+            return PK_F8E4M3;
+        case kDLUInt << 8 | 8:
+            return PK_U8;
+        case kDLInt << 8 | 32:
+            return PK_I32;
+        case kDLInt << 8 | 64:
+            return PK_I64;
+        default:
+            return -1;
+    }
+}
+
+static int unsupported_dtype(const char *name, DLDataType type)
+{
+    static const char *const words[] = {
+        [kDLInt] = "int",       [kDLUInt] = "uint",       [kDLFloat] = "float", [kDLOpaqueHandle] = "opaque",
+        [kDLBfloat] = "bfloat", [kDLComplex] = "complex", [kDLBool] = "bool"};
+    const char *word = type.code < sizeof words / sizeof *words ? words[type.code] : "float";
+    char lanes[16] = "";
+    if (type.lanes != 1) PyOS_snprintf(lanes, sizeof lanes, "x%d", (int)type.lanes);
+    PyErr_Format(
+        PyExc_TypeError,
+        "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
+        word, (int)type.bits, lanes);
+    return -1;
+}
+
+int py_view_of_dltensor(const char *name, const DLTensor *tensor, bool is_readonly, pk_view *view)
+{
+    int dtype = dtype_from_dlpack(tensor->dtype);
+    if (dtype < 0) return unsupported_dtype(name, tensor->dtype);
+    if (tensor->ndim < 0 || tensor->ndim > PK_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions but at most %d are supported", name, (int)tensor->ndim,
+                     PK_MAX_DIMS);
+        return -1;
+    }
+    switch (tensor->device.device_type) {
+        case kDLCPU:
+        case kDLCUDAHost:
+            view->device = (pk_device){PK_CPU, 0};
+            break;
+        case kDLCUDA:
+        case kDLCUDAManaged:
+            view->device = (pk_device){PK_CUDA, tensor->device.device_id};
+            break;
+        default:
+            PyErr_Format(PyExc_BufferError, "%s: is on DLPack device type %d but must be on the cpu or cuda", name,
+                         (int)tensor->device.device_type);
+            return -1;
+    }
+    uintptr_t address = 0, low, high;
+    bool is_far = tensor->data && __builtin_add_overflow((uintptr_t)tensor->data, tensor->byte_offset, &address);
+    view->data = (void *)address;
+    view->dtype = (pk_dtype)dtype;
+    view->ndim = tensor->ndim;
+    view->is_readonly = is_readonly;
+    view->is_pinned = tensor->device.device_type == kDLCUDAHost;
+    int64_t dense = 1, numel_bytes;
+    bool is_empty = false, is_negative = false, is_too_large = false;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        view->shape[i] = tensor->shape[i];
+        view->stride[i] = tensor->strides ? tensor->strides[i] : dense;
+        is_negative |= tensor->shape[i] < 0;
+        is_empty |= tensor->shape[i] == 0;
+        is_too_large |= __builtin_mul_overflow(dense, tensor->shape[i] ? tensor->shape[i] : 1, &dense);
+    }
+    is_too_large |= __builtin_mul_overflow(dense, (int64_t)pk_dtype_bytes(view->dtype), &numel_bytes);
+    bool has_no_address = !is_empty && !tensor->data;
+    if (is_negative || is_too_large || is_far || has_no_address || !pk_view_extent(view, &low, &high)) {
+        PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name,
+                     is_negative      ? "a negative size"
+                     : is_too_large   ? "a shape of more than 2^63 bytes"
+                     : is_far         ? "an offset that reaches beyond the address space"
+                     : has_no_address ? "no address"
+                                      : "strides that reach beyond the address space");
+        return -1;
+    }
+    if (!is_empty && (uintptr_t)view->data % pk_dtype_bytes(view->dtype) != 0) {
+        PyErr_Format(PyExc_BufferError, "%s: its address %p is not aligned to its dtype %s", name, view->data,
+                     pk_dtype_name(view->dtype));
+        return -1;
+    }
+    return 0;
+}

@@ -123,27 +123,11 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
             for (int k = 0; k < STEP; k += LINE)
                 copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
         };
-        auto advance = [&](int &tile, int &step) {
-            if (++step == num_steps) step = 0, tile += tile_stride;
-        };
         if (lane == 0) {
             prefetch_tensor_map(&params.weight_map);
             prefetch_tensor_map(&params.x_map);
             const int num_early = args.weight_is_constant ? min(all_steps, num_stages) : 0;
-#pragma unroll 1
-            for (int i = 0, tile = first_tile, step = 0; i < num_early; i++, advance(tile, step))
-                copy_weight(tile, step, i);
-            pk_wait_for_previous_kernel();
-#pragma unroll 1
-            for (int i = 0, tile = first_tile, step = 0, stage = 0, parity = 1; i < all_steps; i++) {
-                if (i >= num_early) {
-                    barrier_wait(smem_address(&empty[stage]), parity);
-                    copy_weight(tile, step, stage);
-                }
-                copy_x(step, stage);
-                advance(tile, step);
-                if (++stage == num_stages) stage = 0, parity ^= 1;
-            }
+            fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
         }
         __syncwarp();
         if (num_splits > 1) cluster_sync();

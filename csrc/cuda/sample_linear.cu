@@ -89,22 +89,10 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
             copy_2d(ring + stage * stage_bytes<N> + x_bytes<N>, &params.weight_map, smem_address(&full[stage]),
                     step * STEP, tile * SL_TOKENS);
         };
-        auto advance = [&](int &tile, int &step) {
-            if (++step == num_steps) step = 0, tile += tile_stride;
-        };
-#pragma unroll 1
-        for (int i = 0, tile = first_tile, step = 0; i < num_early; i++, advance(tile, step))
-            copy_weight(tile, step, i);
-        pk_wait_for_previous_kernel();
-#pragma unroll 1
-        for (int i = 0, tile = first_tile, step = 0, stage = 0, parity = 1; i < all_steps; i++, advance(tile, step)) {
-            if (i >= num_early) {
-                barrier_wait(smem_address(&empty[stage]), parity);
-                copy_weight(tile, step, stage);
-            }
+        auto copy_x = [&](int step, int stage) {
             copy_2d(ring + stage * stage_bytes<N>, &params.x_map, smem_address(&full[stage]), step * STEP, 0);
-            if (++stage == num_stages) stage = 0, parity ^= 1;
-        }
+        };
+        fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
         return;
     }
 

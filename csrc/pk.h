@@ -57,9 +57,9 @@ pk_status pk_fail(pk_error *err, pk_status status, const char *format, ...)
 #endif
     ;
 
-/* A backend puts what may take more than a millisecond (a wait, an allocation, a library's first use) between these two.
- * A program whose other threads need a lock that its callers hold sets them, to let go of it: csrc/py does so with the
- * GIL. `begin` says whether there is anything to end. Never under a lock of the backend's that others wait for. */
+/* A backend puts what may take more than a millisecond (a wait, an allocation, a library's first use) between these
+ * two. A program whose other threads need a lock that its callers hold sets them, to let go of it: csrc/py does so with
+ * the GIL. `begin` says whether there is anything to end. Never under a lock of the backend's that others wait for. */
 typedef struct {
     bool (*begin)(void);
     void (*end)(void);

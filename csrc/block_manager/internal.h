@@ -32,8 +32,8 @@ typedef struct {
     int32_t twin_prev, twin_next;
     int32_t scratch; /* 0 between calls */
     uint8_t state;   /* pk_index_state */
-    /* Its content was found again: by a prompt, or it was evicted and computed once more. Never where the page before it
-     * was not. Which list of cached pages it is in. */
+    /* Its content was found again: by a prompt, or it was evicted and computed once more. Never where the page before
+     * it was not. Which list of cached pages it is in. */
     bool is_found_again;
     int64_t released; /* the number of its last release, among all that led to these lists */
 } pk_page;

@@ -1,12 +1,12 @@
 /* pool.c - pages and their references.
  *
- * A device page is in exactly one of three places: the free list (no reference, nothing to keep), a list of cached pages
- * (no reference, but its KV can be found through the index), or with one or more sequences. Whoever releases several
- * pages of one sequence releases the last one first, so that a chain loses its end before its start.
+ * A device page is in exactly one of three places: the free list (no reference, nothing to keep), a list of cached
+ * pages (no reference, but its KV can be found through the index), or with one or more sequences. Whoever releases
+ * several pages of one sequence releases the last one first, so that a chain loses its end before its start.
  *
  * There are two lists of cached pages, each in the order of release: those whose content was found again, and the
- * others. The least recently released page is evicted, where one that was found again counts as if BONUS_POOLS times all
- * pages had been released before it: it outlives pages that nobody asks for twice, and not for ever. */
+ * others. The least recently released page is evicted, where one that was found again counts as if BONUS_POOLS times
+ * all pages had been released before it: it outlives pages that nobody asks for twice, and not for ever. */
 #include "block_manager/internal.h"
 
 #include <stdlib.h>

@@ -1,9 +1,9 @@
 /* append.cu - append_kvcache and rope_append_kvcache: new keys and values to where the block tables say, and queries
  * beside them, both rotated.
  *
- * One CTA per token: of its threads, one row of `x` covers a head in pieces of 16 bytes, and the rows share the heads. So a
- * thread has the same dims of every head that it does, and loads its angles once. With cu_seqlens, each warp searches for
- * the sequence that owns the token, 32 sequences at a time.
+ * One CTA per token: of its threads, one row of `x` covers a head in pieces of 16 bytes, and the rows share the heads.
+ * So a thread has the same dims of every head that it does, and loads its angles once. With cu_seqlens, each warp
+ * searches for the sequence that owns the token, 32 sequences at a time.
  */
 #include "cuda/store.h"
 #include "ops/append.h"

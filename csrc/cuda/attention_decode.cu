@@ -14,8 +14,8 @@
  * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. What a warp
  * computes is attention_decode_warp.h; the warps' results meet in attention_merge.h.
  *
- * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA then
- * normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
+ * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA
+ * then normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
  * cache and, after what the cache held there before, into the ring. So nothing but the projection is waited for, and
  * all keys may be on their way before.
  */
@@ -317,8 +317,8 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     {
         bool starts_early = args.plan && args.past_is_constant;
         if (!starts_early) begin();
-        /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs. A
-         * large weight would only stand in the way of the few bytes that are waited for here. */
+        /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs.
+         * A large weight would only stand in the way of the few bytes that are waited for here. */
         bool is_small = args.num_q_heads * args.head_dim <= 2048;
         if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);

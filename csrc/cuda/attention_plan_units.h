@@ -1,12 +1,12 @@
-/* attention_plan_units.h - how sequences are cut into units (attention_plan.h). Two use it: the kernel that plans a step
- * for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each CTA of
- * the decode kernel itself, which saves the launch before it.
+/* attention_plan_units.h - how sequences are cut into units (attention_plan.h). Two use it: the kernel that plans a
+ * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
+ * CTA of the decode kernel itself, which saves the launch before it.
  *
  * Few sequences: the shortest part length with which all parts still fill the machine once. Many: a sequence is split
- * only when it exceeds 1.5 times a CTA's average share. When the last wave would be nearly empty we split finer, because
- * merging costs less than the idle SMs. The hardware hands out the CTAs, longest first, and those that still run at the
- * end draw the whole bandwidth. What a CTA has under way at once is never cut. With num_splits every sequence has up to that many
- * parts, whose number and borders depend on its own length alone.
+ * only when it exceeds 1.5 times a CTA's average share. When the last wave would be nearly empty we split finer,
+ * because merging costs less than the idle SMs. The hardware hands out the CTAs, longest first, and those that still
+ * run at the end draw the whole bandwidth. What a CTA has under way at once is never cut. With num_splits every
+ * sequence has up to that many parts, whose number and borders depend on its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H

@@ -141,7 +141,7 @@ __device__ static inline float pk_sum_over(int num_threads, int thread, float va
 
 /* The squares of rms.x's row, and what the rows beside it are multiplied by. A CTA's threads leave their sums in shared
  * memory, and all of them add those up after a barrier; in between there is time for other loads. The sum is
- * always formed in the order of 128 threads, whatever the CTA has: so a row's factor has the same bits in every kernel. */
+ * always formed in the order of 128 threads, whatever the CTA has, so a row's factor has the same bits everywhere. */
 enum { PK_SQUARE_WARPS = 4 };
 
 template <typename T, bool IS_ALIGNED>

@@ -290,8 +290,8 @@ __device__ static inline float pk_from_ordered(uint32_t key)
     return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
 }
 
-/* A kernel with up to a cluster of CTAs per row: few rows are spread over the card, and the next kernel's CTAs still fit
- * beside them. */
+/* A kernel with up to a cluster of CTAs per row: few rows are spread over the card, and the next kernel's CTAs still
+ * fit beside them. */
 template <typename... Params, typename... Args>
 static pk_status pk_cuda_launch_rows(const pk_cuda_call &call, const char *name, void (*kernel)(Params...),
                                      int64_t num_rows, size_t smem_bytes, uint64_t *is_smem_allowed, Args... args)

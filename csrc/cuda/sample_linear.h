@@ -2,9 +2,10 @@
  *
  * A warp's 16 rows of a product are a block of sampling.h, a patch is such a block by 8 rows of the batch. One word
  * bounds the 16 keys, so a product is nothing but compared: with the best key that any CTA has found for the row so
- * far, less the bound. Next to none reach it. The patches that do reach it go to where their logits would have been, and
- * are drawn from there while the next tile is multiplied. Everything in the first tile would reach it, because no key is
- * known yet; so before they look at that tile, the CTAs tell each other the greatest key that is sure without a draw.
+ * far, less the bound. Next to none reach it. The patches that do reach it go to where their logits would have been,
+ * and are drawn from there while the next tile is multiplied. Everything in the first tile would reach it, because no
+ * key is known yet; so before they look at that tile, the CTAs tell each other the greatest key that is sure without a
+ * draw.
  */
 #ifndef PK_CUDA_SAMPLE_LINEAR_H
 #define PK_CUDA_SAMPLE_LINEAR_H

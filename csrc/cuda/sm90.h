@@ -274,8 +274,9 @@ struct tile_walk {
     }
 };
 
-/* One thread fills a ring with the stages of all tiles of a CTA. The weights, which are constant, of the first num_early
- * stages are on their way before the previous kernel has ended: copy_weight(tile, step, stage), copy_x(step, stage). */
+/* One thread fills a ring with the stages of all tiles of a CTA. The weights, which are constant, of the first
+ * num_early stages are on their way before the previous kernel has ended: copy_weight(tile, step, stage), copy_x(step,
+ * stage). */
 template <typename CopyWeight, typename CopyX>
 __device__ __forceinline__ void fill_ring(int first_tile, int tile_stride, int num_steps, int all_steps, int num_early,
                                           uint64_t *empty, int num_stages, CopyWeight copy_weight, CopyX copy_x)

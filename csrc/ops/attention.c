@@ -36,8 +36,8 @@
  * or one whose keys nobody reads in this call: a backend may write and read in any order. past_is_constant means
  * positions, slot_mapping, cos_sin and the norms' weights too.
  *
- * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys and
- * records it in the device status word.
+ * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys
+ * and records it in the device status word.
  */
 #include "ops/shared.h"
 

@@ -15,9 +15,9 @@ typedef struct {
     size_t capacity, size, granularity; /* bytes; the first two are multiples of the third */
 } pk_range;
 
-/* Every operation. OP(name, args): Python's function `name`, which each backend implements in an entry of that name with
- * the arguments `args`; VIA(name): a function of Python that entries named above serve. From this list come the entries
- * and their declarations, the module's functions and their signatures. */
+/* Every operation. OP(name, args): Python's function `name`, which each backend implements in an entry of that name
+ * with the arguments `args`; VIA(name): a function of Python that entries named above serve. From this list come the
+ * entries and their declarations, the module's functions and their signatures. */
 // clang-format off
 #define PK_OPS(OP, VIA)                                                                \
     OP(store_kvcache, pk_store_args)                                                   \
@@ -49,8 +49,8 @@ typedef struct pk_copy_args pk_copy_args;
 typedef struct pk_linear_algorithm pk_linear_algorithm;
 typedef struct pk_linear_choices pk_linear_choices;
 
-/* The functions of a backend, for tensors that are on `device`. One that a backend lacks is NULL; the dispatcher says so
- * by name. */
+/* The functions of a backend, for tensors that are on `device`. One that a backend lacks is NULL; the dispatcher says
+ * so by name. */
 typedef struct pk_backend {
     const char *name; /* "cpu", "cuda" */
 #define PK_DECLARE_ENTRY(name, args) \
@@ -60,8 +60,8 @@ typedef struct pk_backend {
     /* The rows of a plan for such a call, by shapes alone. 0: there is nothing to prepare. */
     pk_status (*count_plan_rows)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err);
     bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
-    /* With `choices` alone: the algorithms for such a linear. With `algorithm` too: those that compute the same tiles in
-     * another order. With `algorithm` alone: later calls of this kind use it. */
+    /* With `choices` alone: the algorithms for such a linear. With `algorithm` too: those that compute the same tiles
+     * in another order. With `algorithm` alone: later calls of this kind use it. */
     pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
                                    const pk_linear_algorithm *algorithm, pk_error *err);
     /* An error says why there is none. The first call that needs a driver. */
@@ -109,10 +109,11 @@ typedef struct pk_backend {
     void (*adopt_num_threads)(void); /* in the calling thread, before its operations */
     /* What run-time dispatch chose: "avx512", "avx2" or "generic"; PAGEDKV_CPU_ISA caps it. */
     const char *(*instruction_set)(void);
-    /* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The text
-     * belongs to the thread and is good until the next call. */
+    /* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The
+     * text belongs to the thread and is good until the next call. */
     const char *(*blas_name)(void);
-    /* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then the caller brings one. */
+    /* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then the caller brings one.
+     * */
     bool (*lacks_blas)(int64_t num_rows, pk_dtype dtype);
 } pk_backend;
 

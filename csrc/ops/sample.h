@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* sample: one token per row. csrc/ops/sampling.h defines what is computed, to the bit. An optional array that is NULL is off
- * for every row. */
+/* sample: one token per row. csrc/ops/sampling.h defines what is computed, to the bit. An optional array that is NULL
+ * is off for every row. */
 typedef struct pk_sample_args {
     const void *logits;        /* [num_rows, vocab_size] float32, bfloat16 or float16 */
     const float *temperatures; /* [num_rows]; 0: greedy */

@@ -1,4 +1,5 @@
-/* attention.c - paged_attention_fwd and plan_attention, for Python: bind, make views, call. The rules about shapes are in csrc/ops/attention.c. */
+/* attention.c - paged_attention_fwd and plan_attention, for Python: bind, make views, call. The rules about shapes are
+ * in csrc/ops/attention.c. */
 #include "py/attention.h"
 #include "py/docs.h"
 

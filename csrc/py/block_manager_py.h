@@ -10,7 +10,8 @@
  * Arguments are converted first (that may run the caller's code), then one call of the core does everything under the
  * object's mutex, so that a call is atomic for other threads. A short call keeps the GIL. A long one, or one that must
  * wait for the mutex, lets go of it, and takes it back after the mutex is free again: nobody who has the mutex waits
- * for the GIL, nor the other way round. (A child made by fork must not use a manager that was in a long call just then.)
+ * for the GIL, nor the other way round. (A child made by fork must not use a manager that was in a long call just
+ * then.)
  */
 #ifndef PK_BLOCK_MANAGER_PY_H
 #define PK_BLOCK_MANAGER_PY_H

@@ -1,4 +1,5 @@
-/* blocks.c - copy_blocks and swap_blocks, for Python: bind, make views, call. The rules about shapes are in csrc/ops/blocks.c. */
+/* blocks.c - copy_blocks and swap_blocks, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/blocks.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/blocks.h"

@@ -39,8 +39,8 @@ int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken)
     return 0;
 }
 
-/* Looks for a CUDA tensor of PyTorch's in `object`, a tensor or a list of some, and for the stream that PyTorch works on
- * now on that GPU. 1: found, 0: `object` has no such tensor, -1: failed. */
+/* Looks for a CUDA tensor of PyTorch's in `object`, a tensor or a list of some, and for the stream that PyTorch works
+ * on now on that GPU. 1: found, 0: `object` has no such tensor, -1: failed. */
 static int torch_stream_of(const py_call *call, PyObject *object, pk_stream *stream)
 {
     bool is_tuple = PyTuple_Check(object), is_list = PyList_Check(object);

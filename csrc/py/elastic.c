@@ -1,8 +1,8 @@
 /* elastic.c - pagedkv.ops.ElasticBuffer: memory that grows and shrinks in place.
  *
- * Every Tensor of a buffer holds the buffer, and all of them have the buffer's counts of who wrote and read last, so that
- * work on two overlapping ones is ordered as on two views of one Tensor. `needed` is what the Tensors that count need;
- * it is forgotten when the last of them is gone, so that letting go of one takes no search.
+ * Every Tensor of a buffer holds the buffer, and all of them have the buffer's counts of who wrote and read last, so
+ * that work on two overlapping ones is ordered as on two views of one Tensor. `needed` is what the Tensors that count
+ * need; it is forgotten when the last of them is gone, so that letting go of one takes no search.
  */
 #include "py/stream.h"
 

@@ -1,4 +1,5 @@
-/* linear.c - linear and its algorithms, for Python: bind, make views, call. The rules about shapes are in csrc/ops/linear.c. */
+/* linear.c - linear and its algorithms, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/linear.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/linear.h"

@@ -29,8 +29,8 @@ static py_queue *find_lasting(pk_device device, pk_stream stream)
 }
 
 /* A handle is used again after its stream was destroyed, so that of a FOREIGN one says too little: the driver's number
- * tells. While a stream is captured there is no asking. A queue whose stream is gone, and its work done, serves the next
- * stream at that address. */
+ * tells. While a stream is captured there is no asking. A queue whose stream is gone, and its work done, serves the
+ * next stream at that address. */
 static pk_status find_foreign(pk_device device, const pk_backend *backend, pk_stream stream, uint64_t *id,
                               py_queue **found, pk_error *err)
 {

@@ -39,9 +39,9 @@
 
 /* ------------------------------------------------------------- signatures */
 
-/* What takes keywords beside the operations (PK_OPS), by the name it has here: a function of the module, or Type_method.
- * The signature itself is read at import from the first line of the docstring, which is also what inspect.signature
- * shows. */
+/* What takes keywords beside the operations (PK_OPS), by the name it has here: a function of the module, or
+ * Type_method. The signature itself is read at import from the first line of the docstring, which is also what
+ * inspect.signature shows. */
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                              \
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
@@ -199,8 +199,8 @@ typedef struct {
 /* Reading any tensor in place takes two steps, because some readers need to know a stream.
  * The first: what the type of `object` says. */
 int py_find_reader(py_state *state, const char *name, PyObject *object, py_tensor_in *taken);
-/* The second. `must_outlive_call`: the view stays valid until py_release (otherwise only as long as the caller keeps the
- * object alive). `stream` is what a CUDA producer that is read by PY_READ_DLPACK is told to be ready on. */
+/* The second. `must_outlive_call`: the view stays valid until py_release (otherwise only as long as the caller keeps
+ * the object alive). `stream` is what a CUDA producer that is read by PY_READ_DLPACK is told to be ready on. */
 int py_read_tensor(py_state *state, const char *name, bool must_outlive_call, pk_stream stream, py_tensor_in *taken);
 /* Both, of a tensor that the host reads, until py_release: what a GPU still writes there is waited for. One on a GPU is
  * refused by whoever looks at it. */

@@ -1,4 +1,5 @@
-/* qkv_attention.c - qkv_attention_fwd, for Python: bind, make views, call. The rules about shapes are in csrc/ops/qkv_attention.c. */
+/* qkv_attention.c - qkv_attention_fwd, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/qkv_attention.c. */
 #include "py/attention.h"
 #include "py/docs.h"
 #include "py/rope.h"

@@ -1,4 +1,5 @@
-/* sample_linear.c - sample_linear, for Python: bind, make views, call. The rules about shapes are in csrc/ops/sample_linear.c. */
+/* sample_linear.c - sample_linear, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/sample_linear.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/sample_linear.h"

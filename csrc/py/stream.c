@@ -1,8 +1,8 @@
 /* stream.c - pagedkv.Stream, and which stream a thread's work goes to.
  *
- * Which stream an operation uses is decided in call_order.c and described in Stream's docstring. The Streams that a thread
- * has entered are a list of its own, the newest first; leaving takes out the newest entry of that Stream, so that
- * `with` blocks of generators may end in any order.
+ * Which stream an operation uses is decided in call_order.c and described in Stream's docstring. The Streams that a
+ * thread has entered are a list of its own, the newest first; leaving takes out the newest entry of that Stream, so
+ * that `with` blocks of generators may end in any order.
  */
 #include "py/stream.h"
 

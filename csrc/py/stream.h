@@ -55,7 +55,8 @@ int py_leave_stream(PyObject *stream);
 
 /* Of the Graph that this thread is capturing; NULL: none. */
 py_queue *py_capturing_queue(void);
-/* What a captured call uses: the graph keeps the object alive, and orders its replays by the memory, where there is one. */
+/* What a captured call uses: the graph keeps the object alive, and orders its replays by the memory, where there is
+ * one. */
 int py_graph_use(PyObject *object, py_memory *memory, bool is_written);
 /* A framework whose tensors are among its arguments. */
 int py_graph_meet(const py_peer *peer);

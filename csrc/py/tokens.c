@@ -1,4 +1,5 @@
-/* tokens.c - take_sampled and count_tokens, for Python: bind, make views, call. The rules about shapes are in csrc/ops/tokens.c. */
+/* tokens.c - take_sampled and count_tokens, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/tokens.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/tokens.h"

@@ -112,8 +112,8 @@ typedef struct pk_backend {
     /* The BLAS that `linear` uses on this machine and from how many rows on, or "none (...)"; looks for it now. The
      * text belongs to the thread and is good until the next call. */
     const char *(*blas_name)(void);
-    /* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then the caller brings one.
-     * */
+    /* Whether `linear` would use a BLAS for so many rows, but this process has loaded none: then the caller brings
+     * one. */
     bool (*lacks_blas)(int64_t num_rows, pk_dtype dtype);
 } pk_backend;
 

@@ -9,8 +9,8 @@
 extern "C" {
 #endif
 
-/* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or by way of memory of the backend's own for q.
- * */
+/* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or by way of memory of the backend's own for
+ * q. */
 typedef struct pk_qkv_attention_args {
     pk_qk_norm_rope_store_args rope;
     pk_attention_args attention;

@@ -24,8 +24,8 @@ pk_status pk_expect_scale(pk_env *env, const char *name, pk_scale scale, pk_dtyp
  * bound T, H, D and the dtype. */
 pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_cache, const pk_view *slot_mapping,
                           pk_scale k_scale, pk_scale v_scale, pk_store_args *args);
-/* What is stored: "key" and "value" of "T H D", which bind the dtype, and where they lie, once pk_expect_store is done.
- * */
+/* What is stored: "key" and "value" of "T H D", which bind the dtype, and where they lie, once pk_expect_store is
+ * done. */
 pk_status pk_expect_rows(pk_env *env, const pk_view *key, const pk_view *value);
 void pk_set_rows(const pk_view *key, const pk_view *value, pk_store_args *args);
 

@@ -121,8 +121,8 @@ PyObject *py_call_end(py_call *call, PyObject *result);
 void py_call_foresee_stream(py_call *call);
 /* Notes where the framework of a tensor that was just read works. */
 int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken);
-/* Finds the stream (the one rule of pagedkv.Stream's docstring), and puts its work after that of others that it needs.
- * */
+/* Finds the stream (the one rule of pagedkv.Stream's docstring), and puts its work after that of others that it
+ * needs. */
 int py_call_order(py_call *call);
 /* The work was queued: says so to the memories that it writes, and to the frameworks that own others. */
 int py_call_note_writes(py_call *call);

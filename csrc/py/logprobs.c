@@ -1,5 +1,5 @@
-/* logprobs.c - token_logprobs, for Python: bind, make views, call. The rules about shapes are in csrc/ops/logprobs.c.
- * */
+/* logprobs.c - token_logprobs, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/logprobs.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/logprobs.h"

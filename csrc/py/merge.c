@@ -1,5 +1,5 @@
-/* merge.c - merge_attention_states, for Python: bind, make views, call. The rules about shapes are in csrc/ops/merge.c.
- * */
+/* merge.c - merge_attention_states, for Python: bind, make views, call. The rules about shapes are in
+ * csrc/ops/merge.c. */
 #include "py/call.h"
 #include "py/docs.h"
 #include "ops/merge.h"

@@ -121,7 +121,7 @@ def test_reset_forgets_everything_and_stale_sequences_are_never_cached():
     manager.check()
 
 
-# --- COMPAT.md defect 1: collisions. With hash_bits=0 every page has the same hash.
+# --- a prefix is not shared because another one has its hash. With hash_bits=0 every page has the same hash.
 
 
 @pytest.mark.parametrize("hash_bits", [64, 0, 1])
@@ -176,7 +176,7 @@ def test_salts_separate_tenants():
     manager.check()
 
 
-# --- COMPAT.md defect 6: equal prompts in one step
+# --- equal prompts in one step: the index must not lose the copy that still lives
 
 
 def test_of_two_equal_copies_the_living_one_is_still_found():
@@ -230,7 +230,7 @@ def test_a_pending_page_that_all_sharers_were_truncated_into_is_not_promised():
     manager.check()
 
 
-# --- COMPAT.md defect 11: costs
+# --- costs: taking a page is not linear in the pool, and a prompt that is refused is not hashed to its end
 
 
 def best(function, repeats=5):

@@ -79,7 +79,7 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path, place):
 
 
 def test_bad_requests_fail_alone(llm):
-    """COMPAT defects 3 and 7: each gets its own error, and the others their tokens."""
+    """An empty prompt, or one larger than the pool or the model, gets its own error; the others get their tokens."""
     expected = generate(llm, ["abc"], GREEDY)[0].token_ids
     huge = SamplingParams(max_tokens=2**31 - 1)
     prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 250, "abc", "abc"]
@@ -112,7 +112,7 @@ def test_a_request_larger_than_the_pool_fails_alone(folder, place):
 
 
 def test_a_prompt_to_the_very_end_of_the_model(llm):
-    """COMPAT defect 5: the rotary table has a row for every position that can be asked for."""
+    """The rotary table has a row for every position that can be asked for."""
     output = generate(llm, [[5] * 244], GREEDY)[0]
     assert output.error is None and len(output.token_ids) == 12
 
@@ -192,7 +192,7 @@ def test_ctrl_c(folder, device):
 
 
 def test_stops_at_every_eos_id(tmp_path, place):
-    """COMPAT defect 8: generation_config.json may hold several, config.json one more."""
+    """generation_config.json may hold several, config.json one more."""
     plain = write_model(tmp_path / "plain")
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     params = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
@@ -220,7 +220,7 @@ def test_stops_at_every_eos_id(tmp_path, place):
 
 
 def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):
-    """COMPAT defect 12: alone, in a batch, in chunks, from the cache, after preemption of both kinds."""
+    """Alone, in a batch, in chunks (which draw no random numbers), from the cache, after preemption of both kinds."""
     rng = np.random.default_rng(8)  # fixed: see test_qwen3
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 40, 90, 40)]
     params = [SamplingParams(temperature=1.0, max_tokens=30, seed=100 + i) for i in range(5)]
@@ -356,7 +356,7 @@ def test_two_engines_side_by_side(folder, tmp_path, device):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 24, 40])
 def test_any_batch_size(folder, place, max_num_seqs):
-    """COMPAT defect 4: nothing is special about a size between two powers of two."""
+    """Sizes between two captured graphs must not crash: nothing is special about one between two powers of two."""
     prompts = [[i % VOCAB_SIZE, 3] for i in range(50)]
     with engine(folder, place, max_num_seqs=max_num_seqs) as llm:
         tokens = [output.token_ids for output in generate(llm, prompts, GREEDY)]

@@ -67,7 +67,7 @@ def test_text_and_token_ids_are_the_same_prompt(llm):
 
 
 def test_a_string_is_one_prompt(llm):
-    """COMPAT defect 7: not one prompt a character."""
+    """Not one prompt per character."""
     outputs = generate(llm, "abc", GREEDY)
     assert len(outputs) == 1 and outputs[0].prompt == "abc"
 
@@ -83,7 +83,7 @@ def test_a_prompt_of_the_wrong_type(llm, prompt):
 
 
 def test_max_tokens_zero(llm):
-    """COMPAT defect 7: it ends at once and leaves the others alone."""
+    """It ends at once, where other engines go on for ever, and leaves the others alone."""
     nothing, one = generate(llm, ["abc", "abc"], [SamplingParams(max_tokens=0), SamplingParams(max_tokens=1)])
     assert (nothing.token_ids, nothing.text, nothing.finish_reason, nothing.error) == ([], "", "length", None)
     assert len(one.token_ids) == 1

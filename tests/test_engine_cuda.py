@@ -59,7 +59,7 @@ def test_a_thousand_sums(options):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 24, 40, 77, 100])
 def test_any_batch_size(folder, max_num_seqs):
-    """COMPAT defect 4: graphs of some sizes, and every number of sequences; requests that end at different times."""
+    """There are graphs of some sizes only; every number of sequences works. Requests end at different times."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(VOCAB_SIZE, size=1 + i % 9).tolist() for i in range(max_num_seqs + 30)]
     params = [SamplingParams(temperature=0, max_tokens=1 + i % 23, ignore_eos=True) for i in range(len(prompts))]

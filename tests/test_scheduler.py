@@ -246,7 +246,7 @@ def test_a_fully_cached_prompt_computes_its_last_token_only():
 
 
 def test_max_num_seqs_bounds_the_running_set():
-    """COMPAT defect 2: not only the sequences of one step. A long prompt in chunks occupies a seat as well."""
+    """Not only the sequences of one step, or the tail starves with its pages. A prompt in chunks has a seat, too."""
     engine = Engine(200, 4, num_seqs=2, budget=4)
     for i in range(6):
         engine.submit([100 * i + j for j in range(30)], 5)
@@ -270,7 +270,7 @@ def test_what_never_fits_is_refused():
 
 
 def test_equal_prompts_of_one_step_are_computed_once():
-    """COMPAT defect 6: the others wait for the first one and then hit."""
+    """The others wait for the first one and then hit; a prompt is not prefilled twice."""
     engine = Engine(200, 4, num_seqs=8, budget=16)
     sequences = [engine.submit(list(range(40)), 4) for _ in range(5)]
     engine.finish()
@@ -315,7 +315,7 @@ def test_a_pool_that_somebody_else_fills():
 
 
 def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
-    """COMPAT defect 11: neither while it waits for a prefix in many chunks nor while the pool is full."""
+    """Neither while it waits for a prefix in many chunks nor while the pool is full."""
     engine = Engine(64, 4, num_seqs=4, budget=4)
     attempts = {"match": 0, "allocate": 0}
 
@@ -342,7 +342,7 @@ def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_does_not_thrash(caching):
-    """COMPAT defect 11: in a pool for a third of the work, little is computed twice and the oldest always goes on."""
+    """In a pool for a third of the work, little is computed twice and the oldest always goes on."""
     engine = Engine(30, 4, caching=caching, num_seqs=16, budget=64)
     sequences = [engine.submit([100 * i + j for j in range(8)], 40) for i in range(12)]
     engine.finish()
@@ -356,7 +356,7 @@ def test_preemption_does_not_thrash(caching):
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_watermark_keeps_room_to_grow(caching):
-    """COMPAT defect 11: prompts that fill their pages wholly; without a watermark 15 of 60 are computed twice."""
+    """Prompts that fill their pages wholly: without a watermark 15 of 60 are computed twice."""
     engine = Engine(64, 4, caching=caching, num_seqs=16, budget=64)
     for i in range(60):
         engine.submit([100 * i + j for j in range(60)], 6)

@@ -113,7 +113,7 @@ def test_one_file_of_another_name(tmp_path):
 
 
 def test_a_folder_without_weights(tmp_path):
-    """COMPAT defect 7: no uninitialised weights without an error."""
+    """Other engines serve uninitialised weights without an error."""
     folder = write_model(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no model.safetensors: no weights to load"):
@@ -376,7 +376,7 @@ def test_spellings_of_transformers_4_and_5(tmp_path):
 
 
 def test_eos_ids_of_both_files(tmp_path):
-    """COMPAT defect 8."""
+    """Other engines know one end-of-sequence id. A model's two files may name several."""
     assert config_of(tmp_path).eos_token_ids == frozenset()
     assert config_of(tmp_path, eos_token_id=3).eos_token_ids == {3}
     assert config_of(tmp_path, eos_token_id=3, generation={"eos_token_id": [5, 6]}).eos_token_ids == {3, 5, 6}

@@ -1,11 +1,13 @@
 """Decode attention on CUDA against the floor of reading its keys and values once.
 
-`us` is as in a layer of the engine: with a plan that the step has made for its layers before (plan_attention), as the
-peers' rows are, and with past_is_constant, so that a launch may read keys while the one ahead comes to its end; `late_us`
-(16/8 heads, page 16) reads none before, and `unplanned_us` makes its plan, too. `of_peer` compares with the best of FlashAttention-3 and
-FlashInfer on an H200, `of_plain` compares more queries, fp8 and num_splits (what batch invariance costs) with the same
-row without them. Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms
-idle, one replay, median of 5. Sustained (page 16): 150 ms of the same load, then 100 ms. All of it takes a minute.
+Three calls of every row. `unplanned_us` is the plain call, which makes its plan. `late_us` has a plan that was made
+before (plan_attention), as the peers' rows have theirs. `us` is as in a layer of the engine: planned, and with
+past_is_constant, so that a launch may read keys while the one before it comes to its end. `of_peer`, `late_of_peer`
+and `unplanned_of_peer` are shares of the time of the better of FlashAttention-3 and FlashInfer on an H200
+(peers.json). `of_plain` compares more queries, fp8 and num_splits (what batch invariance costs) with the same row
+without them. Page order is random, inputs rotate over at least 600 MB, launches run as one CUDA graph. Burst: 50 ms
+idle, one replay, median of 5. Sustained (page 16): 150 ms of the same load, then 100 ms. All of it takes some
+minutes.
 
     python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record]
 """
@@ -16,6 +18,7 @@ import statistics
 import time
 
 import torch
+from peers import best_decode_us
 from record import add_record_option, record
 
 import pagedkv
@@ -26,27 +29,17 @@ ROWS = {
     "1x1024": (1, 1024), "1x8192": (1, 8192), "1x32768": (1, 32768), "8x8192": (8, 8192), "32x4096": (32, 4096),
     "64x1024": (64, 1024), "128x2048": (128, 2048), "256x1024": (256, 1024), "256xragged": (256, 0),
 }  # fmt: skip
-# query/KV heads, page: us of the best peer on these rows, one query a sequence
-PEERS = {
-    ((16, 8), 16): (8.5, 15.2, 40.9, 69.2, 128.8, 70.3, 247.4, 261.9, 281.6),
-    ((32, 8), 16): (8.6, 16.6, 42.0, 71.8, 129.1, 73.5, 255.0, 262.7, 283.9),
-    ((64, 8), 16): (8.6, 16.7, 42.3, 72.5, 129.2, 74.0, 256.3, 264.7, 287.4),
-    ((64, 4), 16): (11.6, 15.1, 28.3, 42.4, 74.0, 45.2, 146.2, 156.7, 170.6),
-    ((16, 8), 64): (8.1, 15.1, 39.7, 68.0, 125.8, 69.6, 244.3, 253.8, 278.4),
-    ((32, 8), 64): (8.1, 15.5, 39.8, 69.6, 126.5, 71.4, 252.8, 256.3, 281.2),
-    ((64, 8), 64): (8.1, 15.6, 40.0, 69.8, 126.7, 72.3, 253.7, 260.6, 284.7),
-    ((64, 4), 64): (),
-}
+HEADS = (16, 8), (32, 8), (64, 8), (64, 4)  # query, KV
 # rows, query/KV heads, head_dim, page, queries per sequence, cache dtype, num_splits
 CASES = [(row, heads, 128, page, 1, "bfloat16", 0)
-         for heads, page in PEERS for row in ROWS]
+         for page in (16, 64) for heads in HEADS for row in ROWS]
 CASES += [("32x4096", (32, 8), 128, 16, queries, "bfloat16", 0) for queries in (2, 4, 8, 16)]
 CASES += [("128x2048", (32, 8), 128, 16, 1, "float8_e4m3fn", 0), ("64x4096", (16, 8), 256, 16, 1, "bfloat16", 0),
           ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 1), ("128x2048", (16, 8), 128, 16, 1, "bfloat16", 4)]
 
 
 def make_graphs(row, heads, head_dim, page, queries, cache_dtype, num_splits):
-    """Captured graphs of many launches, as in the engine (and less and less so); how many; the bytes that one must read."""
+    """Captured graphs of many launches, overlapped, planned and neither; how many; the bytes that one must read."""
     batch, context = ROWS[row] if row in ROWS else map(int, row.split("x"))
     q_heads, kv_heads = heads
     lens = [context or random.Random(7 + i).randint(100, 2048) for i in range(batch)]
@@ -70,7 +63,7 @@ def make_graphs(row, heads, head_dim, page, queries, cache_dtype, num_splits):
     arguments = dict(num_splits=num_splits)
     plan = pagedkv.plan_attention(q, k_cache, v_cache, tables[0], context_lens, **arguments)
     graphs = []
-    for given in ((plan, True), (plan, False), (None, False))[: 3 if (heads, page, queries) == ((16, 8), 16, 1) else 1]:
+    for given in ((plan, True), (plan, False), (None, False)):
         arguments |= dict(zip(("plan", "past_is_constant"), given))
         pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables[0], context_lens, out=out, **arguments)
         graphs.append(torch.cuda.CUDAGraph())
@@ -100,7 +93,7 @@ def burst_us(graph: torch.cuda.CUDAGraph, launches: int) -> list[float]:
 
 def measure(case, medians: dict) -> dict:
     row, heads, head_dim, page, queries, cache_dtype, num_splits = case
-    (graph, *others), launches, nbytes = make_graphs(*case)
+    (graph, late, unplanned), launches, nbytes = make_graphs(*case)
     time_us(graph, launches, 2)
     burst = burst_us(graph, launches)
     median = statistics.median(burst)
@@ -111,15 +104,17 @@ def measure(case, medians: dict) -> dict:
         replays = max(1, int(0.1e6 / (median * launches)))
         time_us(graph, launches, replays * 3 // 2 + 1)
         result["sustained_us"] = round(time_us(graph, launches, replays), 2)
-    for name, other in zip(("late_us", "unplanned_us"), others):
-        result[name] = round(statistics.median(burst_us(other, launches)), 2)
+    times = {"": median, "late_": statistics.median(burst_us(late, launches)),
+             "unplanned_": statistics.median(burst_us(unplanned, launches))}
+    result |= {f"{name}us": round(us, 2) for name, us in times.items()}
     plain = (row, heads, head_dim, page, 1, "bfloat16", 0)
     if case != plain and plain in medians:
         result["of_plain"] = round(median / medians[plain], 3)
     medians[case] = median
-    peers = dict(zip(ROWS, PEERS[heads, page]))
-    if case == plain and head_dim == 128 and row in peers:
-        result |= dict(best_peer_us=peers[row], of_peer=round(median / peers[row], 3))
+    peer = best_decode_us(row, result["heads"], page, nbytes) if case == plain and head_dim == 128 else None
+    if peer:
+        result["best_peer_us"] = round(peer, 2)
+        result |= {f"{name}of_peer": round(us / peer, 3) for name, us in times.items()}
     return result
 
 

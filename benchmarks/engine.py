@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import nano_run
+from peers import figures
 from probe import Probe, print_table, probe
 from record import add_record_option, record
 
@@ -27,28 +28,8 @@ from pagedkv.cli import nano_bench
 
 BATCHES = (256, 630), (1, 128)  # sequences and tokens of each, as nano-bench has them and as one user has
 
-# The peer on one H200 (PEERS.md: nano-vllm bb823b3 with FlashAttention-3): tokens/s; a decode step in us (launches).
-PEER = {"0.6B": 18_897, "8B": 8_060}
-PEER_STEPS = {
-    "0.6B": {
-        "nano-vllm 256": Probe(
-            wall=9080,
-            host={"schedule": 220, "launch": 770 + 290 + 390, "commit": 0, "update": 220},
-            kernels={
-                "attention": (6166 + 206, 28), "linear": (902, 0), "norms": (226, 0), "rope + store": (180, 0),
-                "silu": (68, 0), "sampling": (362, 0),
-            },
-        ),
-        "nano-vllm 1": Probe(
-            wall=2225,
-            host={"schedule": 6, "launch": 180 + 380 + 320, "commit": 0, "update": 5},
-            kernels={
-                "attention": (239 + 141, 28), "linear": (882, 0), "norms": (149, 0), "rope + store": (99, 0),
-                "silu": (31, 0), "sampling": (111, 0),
-            },
-        ),
-    }
-}  # fmt: skip
+PEER = figures("nano-vllm")
+PEER_SPEED = PEER["nano_bench_tokens_per_second"]
 
 
 def measure_nano(llm: LLM, model: str, ceiling: nano_bench.Ceiling, num_runs: int) -> dict:
@@ -61,7 +42,7 @@ def measure_nano(llm: LLM, model: str, ceiling: nano_bench.Ceiling, num_runs: in
     print(
         f"nano-bench {model}: {' '.join(f'{run.seconds:.3f}' for run in runs)} s, median "
         f"{run.tokens_per_second:,.0f} tokens/s; floor {floor:.2f} s ({floor / median:.0%} of it reached); "
-        f"nano-vllm {PEER.get(model, 0):,}; prefill {run.prefill_seconds:.2f} s, decode {run.decode_seconds:.2f} s, "
+        f"nano-vllm {PEER_SPEED.get(model, 0):,}; prefill {run.prefill_seconds:.2f} s, decode {run.decode_seconds:.2f} s, "
         f"{run.num_steps} steps, host {run.host_seconds / run.num_steps * 1e6:.0f} us per step without launch, "
         f"{llm.counters.peak_used_blocks} pages used",
         flush=True,
@@ -74,7 +55,7 @@ def measure_nano(llm: LLM, model: str, ceiling: nano_bench.Ceiling, num_runs: in
         "prefill_seconds": run.prefill_seconds,
         "decode_seconds": run.decode_seconds,
         "num_steps": run.num_steps,
-        "peer_tokens_per_second": PEER.get(model),
+        "peer_tokens_per_second": PEER_SPEED.get(model),
     }
 
 
@@ -85,7 +66,8 @@ def measure_steps(llm: LLM, model: str, device: str) -> dict:
         prompts = [[rng.randint(0, 10000) for _ in range(context)] for _ in range(batch)]
         llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
         columns[f"batch {batch}"] = probe(llm, prompts, profile=device != "cpu")
-    print_table(columns | PEER_STEPS.get(model, {}))
+    theirs = PEER["steps"].get(model, {})
+    print_table(columns | {f"nano-vllm {batch}": Probe.of_row(row) for batch, row in theirs.items()})
     for name, column in columns.items():
         print(f"  the longest kernels, {name}:")
         for kernel, us in list(column.names.items())[:14]:

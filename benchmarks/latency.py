@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from engine import device_name
+from peers import figures
 from probe import print_table, probe
 from record import add_record_option, record
 
@@ -27,8 +28,7 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
 from pagedkv.engine import RequestOutputKind
 
-# PEERS.md: nano-vllm with FlashAttention-3 on one H200
-PEER = {"0.6B": {"one": 494, "first_ms": 29}, "8B": {"one": 180, "first_ms": 38}}
+PEER = figures("nano-vllm")
 REPEATS = 4  # the first of them warms up
 PARTS = ("one", "batch", "first", "prefix", "load")
 
@@ -90,15 +90,16 @@ def _params(max_tokens: int) -> SamplingParams:
 
 
 def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:
-    latency, peer, row = Latency(llm), PEER.get(model, {}), {"model": model}
+    latency, row = Latency(llm), {"model": model}
     if "one" in parts:
         runs = latency.one()
         row |= {"one_tokens_per_second": statistics.median(runs), "one_runs": runs}
-        one, theirs = row["one_tokens_per_second"], peer.get("one", "-")
+        one, theirs = row["one_tokens_per_second"], PEER["one_tokens_per_second"].get(model, "-")
         print(f"{model}: batch 1, 128 in, 512 out: {one:,.0f} tokens/s (nano-vllm {theirs})", flush=True)
     if "first" in parts:
         row["first_token_ms"] = latency.first()
-        print(f"{model}: first token of 128: {row['first_token_ms']:.2f} ms (nano-vllm {peer.get('first_ms', '-')})")
+        theirs = PEER["first_token_ms"].get(model, "-")
+        print(f"{model}: first token of 128: {row['first_token_ms']:.2f} ms (nano-vllm {theirs})")
     if "prefix" in parts:
         row["prefix_cold_ms"], row["prefix_warm_ms"] = cold, warm = latency.prefix()
         share = f"({warm / cold:.0%})"

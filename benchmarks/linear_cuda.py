@@ -4,18 +4,19 @@
 
 CUDA graphs over the weights of all layers (of 8B: of six, scaled to 36), measured as in dense_cuda.py. A step's products feed
 each other, with the gate, its division and the residual that they do on the way and without attention; the LM head writes float32.
-`floor` is the weights' bytes at 4,540 GB/s, what an H200 reads at best. Weights are promised to be constant, as the engine does.
+`floor` is the weights' bytes at what an H200 reads at best (peers.json). Weights are promised to be constant, as the engine does.
 """
 
 import argparse
 
 import torch
 from dense_cuda import ROTATE_BYTES, VOCAB, Call, measure, normal
+from peers import figures
 from record import add_record_option, record, version
 
 from pagedkv import ops
 
-READ_BYTES_PER_US = 4.54e6
+READ_BYTES_PER_US = figures("floor")["read_gb_per_s"] * 1e3
 SHAPES = {  # outputs, inputs
     "0.6B": {"qkv": (4096, 1024), "o": (1024, 2048), "gate-up": (6144, 1024), "down": (1024, 3072), "LM head": (VOCAB, 1024)},
     "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (24576, 4096), "down": (4096, 12288), "LM head": (VOCAB, 4096)},

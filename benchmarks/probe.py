@@ -49,6 +49,11 @@ class Probe:
         """The share of the time in which the device does nothing of a step's graph."""
         return None if self.graph is None else 1 - self.graph / self.wall
 
+    @classmethod
+    def of_row(cls, row: dict) -> Probe:
+        """What row() gave, without what is not in it."""
+        return cls(row["wall_us"], row.get("gap_us"), row.get("graph_us"), row["host_us"], row["kernels_us"])
+
     def row(self) -> dict:
         """What is recorded."""
         return {

@@ -49,6 +49,12 @@ bench: build ## every CPU benchmark; results go to benchmarks/results
 	for name in attention block_manager engine_step linear overhead replay_trace; do \
 	    PYTHONPATH=. $(PYTHON) benchmarks/$$name.py || exit 1; done
 
+report: ## the tables of README.md and docs/ from the recorded figures
+	$(PYTHON) benchmarks/report.py --write
+
+plots: ## docs/plots from the recorded figures; needs matplotlib (pip install '.[plots]')
+	$(PYTHON) benchmarks/plots.py
+
 format: ## C and CUDA sources by clang-format 14
 	$(CLANG_FORMAT) -i $(C_SOURCES)
 
@@ -85,4 +91,4 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 clean: ## what was built
 	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test build-asan asan fuzz-calls fuzz bench format lint sanitize-gpu clean
+.PHONY: help build test build-asan asan fuzz-calls fuzz bench report plots format lint sanitize-gpu clean

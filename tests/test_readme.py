@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/engine.md run as they stand, and its figures are the recorded ones."""
+"""The examples of the README and of docs/engine.md run as they stand, and figures in pages are the recorded ones."""
 
 import re
 import sys
@@ -32,6 +32,9 @@ def test_example(page, example, capsys):
             assert promised[1].strip() in printed, line
 
 
-def test_the_figures_are_the_recorded_ones():
-    """`python benchmarks/report.py --write` after a recording."""
-    assert f"{report.BEGIN}\n{report.table()}\n{report.END}" in README.read_text()
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_the_figures_are_the_recorded_ones(page):
+    """`make report` after a recording."""
+    text = page.read_text()
+    assert report.BLOCK.search(text), "no table"
+    assert text == report.with_tables(text)

@@ -1,0 +1,62 @@
+"""The pages in docs/ and the README name files, names and commands that exist; nothing names a file from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+KINDS = {".c", ".h", ".cu", ".cuh", ".inc", ".py", ".pyi", ".md", ".json", ".toml", ".sh", ".yml", ".ipynb"}
+BUILT = {"build", "dist", "__pycache__"}
+HIDDEN = {".ci", ".github"}  # of the hidden folders, those that belong to the repository
+# Notes that were never part of this repository, by their names and by the numbers in them.
+ELSEWHERE = re.compile(r"\b(PEERS|COMPAT|DESIGN|SWAP|DEFECTS|REVIEW|BATCH1|STYLE)(\.md\b|,? defects? \d)|\bshared" + r"/\w")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not a checkout")
+
+
+def our_files() -> list[Path]:
+    def is_ours(path: Path) -> bool:
+        folders = path.relative_to(ROOT).parts[:-1]
+        return all(folder not in BUILT and (folder in HIDDEN or folder[0] != ".") for folder in folders)
+
+    paths = [path for path in ROOT.rglob("*") if path.suffix in KINDS or path.name in ("Makefile", "run")]
+    return [path for path in paths if path.is_file() and is_ours(path)]
+
+
+def test_no_file_names_a_note_that_is_not_here():
+    files = our_files()
+    assert len(files) > 300
+    assert {str(path.relative_to(ROOT)) for path in files if ELSEWHERE.search(path.read_text())} == set()
+
+
+def test_such_a_name_would_be_found():
+    for text in ("see PEERS" + ".md", "COMPAT" + " defect 7", "../shared" + "/notes", "COMPAT" + " defects 3 and 7"):
+        assert ELSEWHERE.search(text), text
+    for text in ('#include "ops/shared.h"', "DESIGN", "a shared page", "__shared__"):
+        assert not ELSEWHERE.search(text), text
+
+
+def paths_in(text: str) -> set[str]:
+    """Links and pictures, and words in backquotes that look like a path of this repository."""
+    links = re.findall(r"\]\((?!http|#)([^)#]+)", text)
+    words = re.findall(r"`((?:csrc|pagedkv|tests|benchmarks|tools|examples|docs)/[\w./-]*)`", text)
+    return {*links, *words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_exists(page):
+    for path in paths_in(page.read_text()):
+        assert (page.parent / path).exists() or (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_map_names_every_folder_and_layer():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for folder in (ROOT / "csrc").iterdir():
+        if folder.is_dir():
+            assert f"csrc/{folder.name}/" in text, folder.name
+    for folder in ("engine", "models", "compat", "integrations"):
+        assert f"pagedkv/{folder}/" in text

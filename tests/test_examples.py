@@ -15,10 +15,20 @@ def run(name: str, *options: str) -> str:
     return result.stdout
 
 
+# --- PyTorch
+
+
 def test_a_loop_in_pytorch(seed, device):
     pytest.importorskip("torch", reason="the example is one of PyTorch")
     shown = run("pytorch_loop.py", "--device", device, "--seed", str(seed), "--num-prompts", "11")
     assert shown.count("as PyTorch") == 11
+
+
+def test_a_graph_of_pytorch(seed, device):
+    pytest.importorskip("torch", reason="the example is one of PyTorch")
+    first, *sequences = run("torch_cuda_graph.py", "--device", device, "--seed", str(seed)).splitlines()
+    assert first.startswith("no graph" if device == "cpu" else "one graph")
+    assert sum("of float32" in line for line in sequences) == len(sequences) == 4
 
 
 def test_a_hugging_face_model(seed, device):

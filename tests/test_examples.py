@@ -34,3 +34,35 @@ def test_a_graph_of_pytorch(seed, device):
 def test_a_hugging_face_model(seed, device):
     pytest.importorskip("transformers", reason="the example changes a model of theirs")
     assert run("hugging_face_attention.py", "--device", device, "--seed", str(seed)).count("as before") == 5
+
+
+# --- JAX and CuPy
+
+
+def test_arrays_of_jax(seed):
+    pytest.importorskip("jax", reason="the example is one of JAX")
+    assert run("jax_arrays.py", "--seed", str(seed)).count("of jax.numpy in float32") == 3
+
+
+@pytest.mark.gpu
+def test_arrays_of_cupy(seed, cuda):
+    pytest.importorskip("cupy", reason="the example is one of CuPy")
+    assert run("cupy_arrays.py", "--seed", str(seed)).count("of NumPy in float32") == 3
+
+
+@pytest.mark.parametrize("package", ["jax", "cupy"])
+def test_what_is_missing_is_said(package):
+    path = str(EXAMPLES / f"{package}_arrays.py")
+    without = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = [{path!r}]; runpy.run_path({path!r}, run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and f"import of {package} halted" in result.stderr
+
+
+def test_a_missing_gpu_is_said(tmp_path, monkeypatch):
+    (tmp_path / "cupy.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = subprocess.run([sys.executable, str(EXAMPLES / "cupy_arrays.py")], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and "needs CuPy and a GPU: cuda" in result.stderr

@@ -1,4 +1,4 @@
-"""The programs in examples/ run, and check themselves."""
+"""The programs and the notebook in examples/ run, and check themselves."""
 
 import subprocess
 import sys
@@ -6,13 +6,41 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(ROOT / "tools"))
 
 
 def run(name: str, *options: str) -> str:
     result = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+# --- the notebook
+
+
+def texts(notebook) -> list[list[str]]:
+    """What the outputs of each cell say, but for warnings: Matplotlib's first use on a machine may give one."""
+    outputs = [cell.get("outputs", []) for cell in notebook.cells]
+    kept = [[each for each in cell if each.get("name") != "stderr"] for cell in outputs]
+    return [[each["text"] if "text" in each else each["data"]["text/plain"] for each in cell] for cell in kept]
+
+
+def test_the_notebook_holds_what_it_does():
+    for name in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(name, reason=f"{name}, which is in the extra `test`, executes or draws the notebook")
+    import nbformat
+    from execute_notebook import execute
+
+    path = EXAMPLES / "block_manager.ipynb"
+    committed, executed = nbformat.read(path, as_version=4), execute(path)
+    assert texts(executed) == texts(committed), "python tools/execute_notebook.py examples/block_manager.ipynb"
+    for notebook in (executed, committed):
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not any("execution" in cell.metadata for cell in committed.cells), "times differ from run to run"
+    assert path.stat().st_size < 200_000
 
 
 # --- PyTorch

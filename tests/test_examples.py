@@ -17,6 +17,12 @@ def run(name: str, *options: str) -> str:
     return result.stdout
 
 
+def test_the_readme_lists_them():
+    listed = (EXAMPLES / "README.md").read_text()
+    names = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
+    assert len(names) >= 7 and [name for name in names if f"]({name})" not in listed] == []
+
+
 # --- the notebook
 
 

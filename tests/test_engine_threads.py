@@ -52,7 +52,7 @@ def is_empty(llm: Engine) -> bool:
     """No page and no request is left over."""
     llm.manager.check()
     return not (llm.manager.stats()["used"] or len(llm.manager) or llm.has_unfinished_requests() or llm.scheduler.has_work
-                or llm._arriving or llm._leaving or llm._actions or llm._num_followed)  # fmt: skip
+                or llm._is_unsettled() or llm._book._num_followed)  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "swap_space": 1 << 20}], ids=str)

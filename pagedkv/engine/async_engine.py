@@ -80,8 +80,10 @@ class AsyncEngine:
         """The outputs of a request, after every step that adds to it or at the end, as SamplingParams.output_kind says.
         The arguments are those of Engine.add_request()."""
         engine = self.engine
-        request = engine._make_request(prompt, params, self._mailbox, request_id=request_id)
-        stream = self._submit(request, priority, salt)
+        request = engine._maker.make(
+            prompt, params, self._mailbox, Call(), priority=priority, salt=salt, request_id=request_id
+        )
+        stream = self._submit(request)
         try:
             while True:
                 output = await stream.get()
@@ -101,7 +103,7 @@ class AsyncEngine:
         """Those of the engine."""
         return self.engine.stats()
 
-    def _submit(self, request: Request, priority: int, salt: bytes) -> _Stream:
+    def _submit(self, request: Request) -> _Stream:
         stream = _Stream()
         with self._lock:
             if self._is_closed:
@@ -110,7 +112,7 @@ class AsyncEngine:
                 raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
             self._streams[request.id] = stream
             try:
-                self.engine._submit([request], Call(), priority, salt)
+                self.engine._book.add([request])
             except BaseException:
                 del self._streams[request.id]
                 raise

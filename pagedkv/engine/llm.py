@@ -63,12 +63,13 @@ class LLM(Engine):
         if is_chat(prompt):
             text = self._render([prompt], {"template": chat_template, **(chat_template_kwargs or {})})[0]
         mailbox: Mailbox = SimpleQueue()
-        request = self._make_request(text, params, mailbox, output_kind=RequestOutputKind.DELTA)
-        return self._follow(request, mailbox, priority, salt)
+        kind = RequestOutputKind.DELTA
+        request = self._maker.make(text, params, mailbox, Call(), priority=priority, salt=salt, output_kind=kind)
+        return self._follow(request, mailbox)
 
-    def _follow(self, request: Request, mailbox: Mailbox, priority: int, salt: bytes) -> Iterator[RequestOutput]:
+    def _follow(self, request: Request, mailbox: Mailbox) -> Iterator[RequestOutput]:
         try:
-            self._submit([request], Call(), priority, salt)
+            self._book.add([request])
             while True:
                 output: RequestOutput = self._turns.receive(mailbox)
                 yield output
@@ -124,23 +125,21 @@ class LLM(Engine):
         prompts: list[Prompt],
         params: list[SamplingParams],
         *,
-        priority: int,
-        salt: bytes,
         use_tqdm: bool,
-        wants_embedding: bool = False,
+        **options: Any,
     ) -> list[Any]:
-        """Until all have ended."""
+        """Until all have ended. The options are those of RequestMaker.make()."""
         mailbox: Mailbox = SimpleQueue()
-        final = RequestOutputKind.FINAL_ONLY
+        call = Call()
         requests = [
-            self._make_request(
-                prompt, one, mailbox, output_kind=final, wants_embedding=wants_embedding, name=f"prompts[{i}]"
+            self._maker.make(
+                prompt, one, mailbox, call, **options, output_kind=RequestOutputKind.FINAL_ONLY, name=f"prompts[{i}]"
             )
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
         outputs: dict[str, RequestOutput | EmbeddingOutput] = {}
         try:
-            self._submit(requests, Call(), priority, salt)
+            self._book.add(requests)
             with _progress_bar(len(requests), use_tqdm) as bar:
                 for _ in requests:
                     output = self._turns.receive(mailbox)

@@ -86,7 +86,7 @@ class EngineParts:
     runner: ModelRunner
     manager: BlockManager
     scheduler: Scheduler
-    fingerprint: str  # of the weights
+    identity: dict[str, str]  # whose pages a saved cache holds
     memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by what it is for
 
 
@@ -103,17 +103,11 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     is_dummy = options.load_format == "dummy"
     checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
     runner = ModelRunner(
-        config,
-        Qwen3(config, checkpoint, max_model_len),
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        device=device,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        config, Qwen3(config, checkpoint, max_model_len), dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
+        block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens, max_model_len=max_model_len,
         enforce_eager=options.enforce_eager,
-    )
+    )  # fmt: skip
     checkpoint.finish()
     memory.count("weights and buffers")
     if device != "cpu":
@@ -140,10 +134,16 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    tokenizer, fingerprint = Tokenizer(folder), checkpoint.fingerprint()
+    identity = {
+        "model": checkpoint.fingerprint(),
+        "config": config.fingerprint(),
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "block_size": str(options.block_size),
+    }
     return EngineParts(
-        folder, device, config, dtype, kv_cache_dtype, max_model_len, tokenizer, runner, manager, scheduler,
-        fingerprint, memory.by_name,
+        folder, device, config, dtype, kv_cache_dtype, max_model_len, Tokenizer(folder), runner, manager, scheduler,
+        identity, memory.by_name,
     )  # fmt: skip
 
 

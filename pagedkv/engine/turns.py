@@ -8,10 +8,13 @@ outputs holds up nobody.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Mailbox = SimpleQueue[Any]  # where a caller gets its outputs
 WAKE = object()  # to the mailbox of a caller whose turn has come
 
@@ -95,3 +98,28 @@ class Turns:
                 self._owner = self._waiting.pop(0) if self._waiting else None
                 if self._owner is not None:
                     self._owner.put(WAKE)
+
+
+class Errands:
+    """What any thread asks to be done between two steps."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, action: Callable[[], T]) -> Future[T]:
+        """The future gets what the action returns or raises."""
+        future: Future[T] = Future()
+        self._waiting.append((action, future))
+        return future
+
+    def run(self) -> None:
+        """All that are there."""
+        while self._waiting:
+            action, future = self._waiting.popleft()
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)

@@ -1,0 +1,51 @@
+"""The pages of an engine as a whole: more of them, fewer of them, and what they hold in a file."""
+
+from __future__ import annotations
+
+import os
+
+from pagedkv import BlockManager
+
+from . import snapshot
+from .model_runner import ModelRunner
+from .pool_size import pages_of_memory
+from .sampling_params import check_int
+
+
+class Pool:
+    """The block manager's pages and the memory behind them. All but wanted_blocks() is for between two steps.
+
+    identity  whose pages they are: see snapshot.py
+    """
+
+    def __init__(self, manager: BlockManager, runner: ModelRunner, identity: dict[str, str]) -> None:
+        self._manager, self._runner, self._identity = manager, runner, identity
+
+    def wanted_blocks(self, num_blocks: int | None, kv_cache_memory: int | None) -> int:
+        """So many pages, or as many as these bytes hold."""
+        caches = self._runner.caches
+        if num_blocks is None and kv_cache_memory is not None:
+            num_blocks = pages_of_memory(kv_cache_memory, caches.page_bytes)
+        elif num_blocks is None or kv_cache_memory is not None:
+            raise ValueError("num_blocks or kv_cache_memory: give one of them")
+        wanted = check_int("num_blocks", num_blocks, 1)
+        if wanted > caches.max_blocks:
+            raise MemoryError(f"num_blocks is {wanted} but this machine has room for {caches.max_blocks} at most")
+        return wanted
+
+    def resize(self, num_blocks: int) -> None:
+        """There is memory behind all pages that the manager has, at any time."""
+        if num_blocks > self._manager.num_blocks:
+            self._runner.caches.resize(num_blocks)
+            self._manager.resize(num_blocks)
+        else:
+            self._manager.resize(num_blocks)
+            self._runner.caches.resize(num_blocks)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        with self._runner.stream:
+            return snapshot.save(path, self._identity, self._manager, self._runner.caches)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        with self._runner.stream:
+            return snapshot.load(path, self._identity, self._manager, self._runner.caches)

@@ -1,0 +1,185 @@
+"""The requests of an engine that are not finished: who arrives, who leaves, and who is told what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from pagedkv import OutOfBlocks
+
+from .arguments import check_vocabulary
+from .explain import explain
+from .outputs import EngineCounters, EngineStats, Latencies, percentiles
+from .request import Request
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .step import Step
+
+
+class RequestBook:
+    """add(), leave() and find() are for any thread; the rest is for the one whose turn it is, between two steps."""
+
+    def __init__(self, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
+        """owner: the name of the engine's class, for messages."""
+        self._scheduler, self._vocab_size, self._owner = scheduler, vocab_size, owner
+        self._lock = threading.Lock()  # of what follows
+        self._living: dict[str, Request] = {}
+        self._arriving: deque[Request] = deque()  # of them those that the scheduler does not know yet
+        self._leaving: deque[Request] = deque()  # those to be aborted
+        self._num_followed = 0
+        self._num_finished = 0
+        self._latencies = Latencies()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    @property
+    def is_unsettled(self) -> bool:
+        return bool(self._arriving or self._leaving)
+
+    # --- for any thread
+
+    def add(self, requests: list[Request]) -> None:
+        """Queues requests that were asked for together. Those that can never be served are told so."""
+        ended = []
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"this {self._owner} is closed")
+            for request in requests:
+                if request.id in self._living:
+                    raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
+            for request in requests:
+                if self._end_at_once(request):
+                    ended.append(request)
+                else:
+                    self._living[request.id] = request
+                    self._num_followed += request.is_followed
+                    self._arriving.append(request)
+        for request in ended:
+            self._tell(request, request.sequences)
+
+    def leave(self, requests: list[Request]) -> bool:
+        """They are to be aborted. Whether any of them had not ended yet."""
+        with self._lock:
+            living = [request for request in requests if self._living.get(request.id) is request]
+            self._leaving += living
+        return bool(living)
+
+    def find(self, request_id: str) -> Request | None:
+        with self._lock:
+            return self._living.get(request_id)
+
+    def _end_at_once(self, request: Request) -> bool:
+        """A request that wants no token, or that can never be served, ends here; then True."""
+        first, now = request.sequences[0], time.perf_counter()
+        error: Exception | None = first.error
+        try:
+            if error is None:
+                self._scheduler.check(first)
+                check_vocabulary(request.params, self._vocab_size)
+                request.prepare_text()
+        except (ValueError, OutOfBlocks) as problem:
+            error = problem
+        if error is None and request.params.max_tokens > 0:
+            return False
+        for seq in request.sequences:
+            seq.finish("error" if error else "length", now, error)
+        request.num_ended = len(request.sequences)
+        return True
+
+    # --- between two steps
+
+    def settle(self) -> None:
+        """What came since the last step. Nothing leaves a queue before it is done: an interrupt loses nothing."""
+        while self._arriving:
+            first, *others = self._arriving[0].sequences
+            first.siblings = others
+            self._scheduler.add(first)
+            self._arriving.popleft()
+        while self._leaving:
+            self._abort(self._leaving[0])
+            self._leaving.popleft()
+
+    def _abort(self, request: Request) -> None:
+        living = [seq for seq in request.sequences if seq.finish_reason is None]
+        unforked = {child for seq in living for child in seq.siblings}
+        now = time.perf_counter()
+        for seq in living:
+            seq.siblings = []
+            seq.finish("abort", now)
+        self._scheduler.forget([seq for seq in living if seq not in unforked])
+        if living:
+            request.num_ended += len(living)
+            self._tell(request, living)
+
+    def received(self, step: Step, finished: list[Sequence]) -> None:
+        """After every step: tells the callers what is new."""
+        news: dict[Request, list[Sequence]] = {}
+        for seq in finished:
+            seq.owner.num_ended += 1
+            news.setdefault(seq.owner, []).append(seq)
+            self._latencies.add(seq)
+        if self._num_followed:
+            for seq in step.receivers:
+                if seq.owner.is_followed and len(seq.new_tokens) > seq.num_shown and seq.finish_reason is None:
+                    news.setdefault(seq.owner, []).append(seq)
+        for request, sequences in news.items():
+            self._tell(request, sequences)
+
+    def _tell(self, request: Request, sequences: list[Sequence]) -> None:
+        """The caller, where it follows these sequences or all of the request's have ended."""
+        if request.is_followed:
+            request.receiver.put(request.new_output(sequences))
+        elif request.is_finished:
+            request.receiver.put(request.final_output())
+        if request.is_finished:
+            with self._lock:
+                if self._living.pop(request.id, None) is not None:
+                    self._num_followed -= request.is_followed
+                    self._num_finished += 1
+
+    def restart(self) -> None:
+        """After an error within a step: nothing that the host knows is lost. All that is not finished is computed again
+        from its tokens, and what had ended, but not been told, is told."""
+        arriving = set(self._arriving)
+        requests = [request for request in self._living.values() if request not in arriving]
+        self._scheduler.restart([seq for request in requests for seq in request.sequences])
+        for request in requests:
+            ended = [seq for seq in request.sequences if seq.finish_reason is not None]
+            request.num_ended = len(ended)
+            if ended:
+                self._tell(request, ended)
+
+    def close(self) -> None:
+        """Aborts all, and takes no more."""
+        with self._lock:
+            requests, self._is_closed = list(self._living.values()), True
+            self._arriving.clear()
+        for request in requests:
+            for seq in request.sequences:
+                if seq.finish_reason is None:
+                    seq.finish("abort", time.perf_counter())
+            request.num_ended = len(request.sequences)
+            self._tell(request, request.sequences)
+        self._scheduler.restart([seq for request in requests for seq in request.sequences])
+
+    # --- to look at
+
+    def explain(self, request: Request) -> str:
+        return explain(self._scheduler, request.sequences)
+
+    def stats(self, counters: EngineCounters) -> EngineStats:
+        scheduler, latencies = self._scheduler, self._latencies
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._arriving),
+            num_finished=self._num_finished,
+            num_preemptions=scheduler.num_preemptions,
+            counters=counters.copy(),
+            pool=scheduler.manager.stats(),
+            time_to_first_token=percentiles(latencies.ttft),
+            time_per_token=percentiles(latencies.tpot),
+            queue_time=percentiles(latencies.queue),
+        )

@@ -1,0 +1,85 @@
+"""From what a caller gives to a Request: checked, encoded, and with a sequence for each answer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+from pagedkv.models.config import Qwen3Config
+
+from .arguments import Prompt, encode
+from .calls import Call
+from .request import Receiver, Request
+from .sampling_params import RequestOutputKind, SamplingParams, check_int
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+
+
+class RequestMaker:
+    """Works on the caller's time: any thread may call it.
+
+    seed  of the seeds drawn for requests without one; None: from the operating system
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        self._random = random.Random(seed)
+        self._sequence_ids = itertools.count()
+        self._request_ids = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        receiver: Receiver,
+        call: Call,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        output_kind: RequestOutputKind | None = None,
+        request_id: str | None = None,
+        wants_embedding: bool = False,
+        name: str = "prompt",
+    ) -> Request:
+        """A request that is not queued yet.
+
+        receiver     gets its outputs
+        call         what was asked for together with it
+        output_kind  None: that of params
+        request_id   None: a number
+        name         of the prompt in messages
+
+        Raises for a wrong type or option. A prompt that cannot be encoded is the request's own error.
+        """
+        start_time = time.perf_counter()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params is {params!r} but must be SamplingParams")
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id is {request_id!r} but must be a string")
+        priority = check_int("priority", priority, -(2**31), 2**31 - 1)
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt is {salt!r} but must be bytes")
+        request_id = str(next(self._request_ids)) if request_id is None else request_id
+        token_ids, error = encode(name, prompt, self._tokenizer, self._config.vocab_size)
+        kind = params.output_kind if output_kind is None else output_kind
+        request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
+        ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
+        if params.prompt_logprobs is not None:  # all of the prompt is computed: it finds nothing
+            salt += b"prompt_logprobs %d" % ids[0]
+        for index, id in enumerate(ids):
+            seq = Sequence(
+                id, [] if error else token_ids, params, self._seed(params, index), self._config.eos_token_ids,
+                start_time, call=call, priority=priority, salt=salt,
+            )  # fmt: skip
+            seq.owner, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
+            if index > 0:
+                seq.prompt_logprobs = None  # the first one's are theirs
+            request.sequences.append(seq)
+        return request
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        """One for each answer: the i-th of a request with a seed has that seed + i."""
+        drawn = self._random.getrandbits(63) if params.seed is None else params.seed + index
+        return (drawn + 2**63) % 2**64 - 2**63

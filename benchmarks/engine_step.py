@@ -38,8 +38,8 @@ def measure(batch: int) -> dict[str, list[float]]:
     with LLM(DEMO_MODEL, block_size=16, max_num_seqs=batch) as llm:
         runner = llm._runner
         runner.num_behind = 1
-        runner._compute = runner._sample = lambda inputs: None
-        np.asarray(runner.sampled)[:] = 0  # every token
+        runner._compute = runner.sampler.sample = lambda inputs: None
+        np.asarray(runner.sampler.sampled)[:] = 0  # every token
         for part in PARTS:
             owner = runner if part == "launch" else llm.scheduler
             setattr(owner, part, timed(getattr(owner, part), times[part]))

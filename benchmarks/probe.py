@@ -109,14 +109,14 @@ class _Recorder:
                 self.times["schedule"].append((time.perf_counter() - start) * 1e6)
             return step
 
-        def timed_launch(step):
+        def timed_launch(step, learn):
             if stream is None or not is_decode:
-                return timed("launch", launch, step)
+                return timed("launch", launch, step, learn)
             if len(self.events) == WARM + STEPS // 2:
                 self._time_graph(runner)
             begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
             begin.record(stream)
-            launched = timed("launch", launch, step)
+            launched = timed("launch", launch, step, learn)
             end.record(stream)
             self.events.append((begin, end))
             return launched
@@ -135,7 +135,8 @@ class _Recorder:
 
     def _time_graph(self, runner, count: int = 8) -> None:
         """Of the step before. Its tokens are lost, and others come in their place."""
-        graph = runner._decodes[runner.batch_sizes[bisect_left(runner.batch_sizes, self.batch)]].graph
+        size = runner.batch_sizes[bisect_left(runner.batch_sizes, self.batch)]
+        graph = None if runner.graphs is None else runner.graphs.find(size, needs_logits=False)
         if graph is None:
             return
         begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
@@ -175,14 +176,14 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
     runner, launch = llm._runner, llm._runner.launch
     profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
-    def counted(step):
+    def counted(step, learn):
         nonlocal count
         if step.num_decodes == len(step.sequences) == len(prompts):
             count += 1
             if count in (WARM, WARM + PROFILED):
                 ops.synchronize(llm.device)
                 (profiler.start if count == WARM else profiler.stop)()
-        return launch(step)
+        return launch(step, learn)
 
     runner.launch = counted
     try:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from pagedkv import BlockManager
-from pagedkv.engine import kv_caches, model_runner, sampling_options, step_arrays
+from pagedkv.engine import decode_graphs, kv_caches, model_runner, sampler, sampling_options, step_arrays, step_memory
 from pagedkv.engine.kv_caches import KVCaches
 from pagedkv.engine.model_runner import ModelRunner
 from pagedkv.engine.scheduler import Scheduler
@@ -341,13 +341,13 @@ class LateRunner(ModelRunner):
         self.caches.move = self.move_pages
         self.warm_up()
         self.allocate(manager)
-        self.prepare_decodes()
+        self.capture_decodes()
 
     def move_pages(self, step: Step) -> None:
         KVCaches.move(self.caches, step)
 
     def fill(self, step: Step) -> StepInputs:
-        manager, size = self.manager, self.block_size
+        manager, size = self.manager, self.manager.block_size
         rows = [
             Row(id, self.stories[id], start, end)
             for id, start, end in zip(step.ids, step.starts, step.ends, strict=True)
@@ -379,17 +379,15 @@ class Hidden:
 def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from now on compute on the Device that they are given as `device`."""
     names = {
-        "ops": FakeOps,
-        "Tensor": FakeTensor,
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "Graph": FakeGraph,
         "Buffers": Hidden,
         "KVCaches": FakeCaches,
         "allocate_plans": lambda *args: {},
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    monkeypatch.setattr(kv_caches, "ops", FakeOps)
-    monkeypatch.setattr(sampling_options, "ops", FakeOps)
+    for module in (model_runner, kv_caches, sampler, sampling_options, step_memory):
+        monkeypatch.setattr(module, "ops", FakeOps)
+    monkeypatch.setattr(decode_graphs, "Graph", FakeGraph)
     monkeypatch.setattr(step_arrays, "Tensor", FakeTensor)

@@ -21,6 +21,7 @@ from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.launched import Launched
 from pagedkv.engine.outputs import EngineCounters
 from pagedkv.engine.pipeline import Pipeline
+from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.sequence import Sequence
 from pagedkv.engine.step import Step
@@ -330,7 +331,7 @@ class PromptsOvertake(LateRunner):
         device.capturing = None
         device.queue.extendleft(reversed(operations))
         device.num_calls += len(operations)
-        self.events[self._turn].record()
+        self._events[self._turn].record()
         return launched
 
 
@@ -348,15 +349,16 @@ class MovesOvertake(LateRunner):
 class MovesComeLate(LateRunner):
     """Pages are moved behind the step that reads them."""
 
-    def move_pages(self, step: Step) -> None: ...
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.sampler.send = self.move_and_send
 
-    def _find_best(self, num_rows: int, turn: int):
-        super().move_pages(self.step)
-        return super()._find_best(num_rows, turn)
-
-    def fill(self, step: Step):
+    def move_pages(self, step: Step) -> None:
         self.step = step
-        return super().fill(step)
+
+    def move_and_send(self, num_rows: int, turn: int):
+        super().move_pages(self.step)
+        return Sampler.send(self.sampler, num_rows, turn)
 
 
 class NoCopies(LateRunner):
@@ -366,30 +368,23 @@ class NoCopies(LateRunner):
 
 
 class OneSetOfArrays(LateRunner):
-    @property
-    def host(self):
-        return [self._host[0]] * 2
-
-    @host.setter
-    def host(self, sets) -> None:
-        self._host = sets
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.memory._host[1] = self.memory._host[0]
+        self.memory._decodes.clear()  # which point to both
 
 
 class OneTable(LateRunner):
-    @property
-    def host_tables(self):
-        return [self._host_tables[0]] * 2
-
-    @host_tables.setter
-    def host_tables(self, tables) -> None:
-        self._host_tables = tables
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.memory._host_tables[1] = self.memory._host_tables[0]
 
 
 class Impatient(LateRunner):
     """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
 
     def launch(self, step: Step, learn) -> Launched:
-        self.events[1 - self._turn] = FakeEvent(self.device)
+        self._events[1 - self._turn] = FakeEvent(self.device)
         return super().launch(step, learn)
 
 

@@ -276,10 +276,10 @@ def test_temperature_follows_the_distribution(cpu_llm):
     """The first token of many requests against softmax(logits / temperature)."""
     llm, recorded = cpu_llm, []
     runner = llm._runner
-    sample = runner._sample
-    runner._sample = lambda inputs: (sample(inputs), recorded.append(runner.logits.numpy()[0].copy()))
+    sample, logits = runner.sampler.sample, runner.sampler.logits
+    runner.sampler.sample = lambda inputs: (sample(inputs), recorded.append(logits.numpy()[0].copy()))
     generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
-    runner._sample = sample
+    runner.sampler.sample = sample
     count, temperature = 1500, 3.0
     outputs = generate(llm, [[1, 2, 3]] * count, SamplingParams(temperature=temperature, max_tokens=1))
     scaled = recorded[0].astype(np.float64) / temperature

@@ -15,7 +15,8 @@ from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.model_runner import batch_sizes
+from pagedkv.engine.decode_graphs import batch_sizes
+from pagedkv.engine.model_runner import ModelRunner
 from pagedkv.models.qwen3 import Qwen3
 
 pytestmark = [
@@ -106,6 +107,11 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
         assert alone == again == expected
 
 
+def logits_graphs(runner: ModelRunner) -> list[pagedkv.Graph | None]:
+    """Of each batch size."""
+    return [runner.graphs and runner.graphs.find(size, needs_logits=True) for size in runner.batch_sizes]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
     """Each kind has graphs of its own; a size's graph of logits is captured once, behind the first step that wants it.
@@ -128,13 +134,12 @@ def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
     for enforce_eager in (False, True):
         options = {"dtype": dtype, "max_num_seqs": 20, "enforce_eager": enforce_eager, "enable_prefix_caching": False}
         with LLM(folder, device="cuda", **POOL | options) as llm:
-            all_decodes = llm._runner._decodes.values()
             outputs = llm.generate(prompts, plain, use_tqdm=False)
-            assert all(decodes.logits_graph is None for decodes in all_decodes)
+            assert not any(logits_graphs(llm._runner))
             graphs = []
             for params in (mixed, plain, mixed):
                 outputs += llm.generate(prompts, params, use_tqdm=False)
-                graphs.append([decodes.logits_graph for decodes in all_decodes])
+                graphs.append(logits_graphs(llm._runner))
             ops.check_errors()
         assert graphs[0] == graphs[1] == graphs[2]
         assert any(graphs[0]) != enforce_eager and not all(graphs[0])

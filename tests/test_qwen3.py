@@ -46,7 +46,7 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         return fill(step)
 
     def recording_compute(inputs):
-        ops.take_sampled(inputs.batch.token_ids, runner.sampled)
+        ops.take_sampled(inputs.batch.token_ids, runner.sampler.sampled)
         hidden = runner.forward(inputs.batch)
         out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
         logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()

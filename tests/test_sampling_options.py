@@ -37,22 +37,22 @@ def engine(folder, device, *, behind=1, **options):
     with patch.object(Qwen3, "sample", sample_and_leave_logits), LLM(folder, device=device, **options) as llm:
         runner, llm.logits = llm._runner, {}
         runner.num_behind = behind
-        launch, edit, unedited = runner.launch, runner._edit, []
+        launch, edit, unedited = runner.launch, runner.sampler.edit, []
 
         def recorded_edit(learn):
-            unedited.append(host(runner.logits))
+            unedited.append(host(runner.sampler.logits))
             edit(learn)
 
         def recorded(step, learn):
             unedited.clear()
             launched = launch(step, learn)
             ops.synchronize(device)
-            rows = np.asarray(unedited[0] if unedited else host(runner.logits))
+            rows = np.asarray(unedited[0] if unedited else host(runner.sampler.logits))
             for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):
                 llm.logits[seq.id, step.starts[index] + step.lengths[index]] = rows[row].copy()
             return launched
 
-        runner.launch, runner._edit = recorded, recorded_edit
+        runner.launch, runner.sampler.edit = recorded, recorded_edit
         yield llm
 
 

@@ -126,7 +126,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     runner.allocate(manager)
     memory.count("pool")
     if device != "cpu":
-        runner.prepare_decodes()
+        runner.capture_decodes()
         memory.count("graphs")
     scheduler = Scheduler(
         manager,

@@ -1,0 +1,133 @@
+"""From hidden states to tokens: logits, what rows ask to be done to them, the sampling, and what is told of it.
+
+Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
+write logits. Otherwise they are written, and what the rows ask for follows (see SamplingOptions and LogitEdits). What
+masks are made of the host must know: learn() waits for the tokens of the step before, while the device computes this
+one's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pagedkv import Tensor, ops
+from pagedkv.models.qwen3 import Qwen3
+
+from .logit_edits import LogitEdits
+from .sampling_options import SamplingOptions
+from .sampling_params import MAX_LOGPROBS
+from .sequence import Sequence
+from .step_arrays import StepInputs
+
+Best = tuple[np.ndarray, np.ndarray]  # ids and log probabilities, [num_rows, 1 + n]
+
+
+class Sampler:
+    """Of the rows of one step at a time."""
+
+    def __init__(self, model: Qwen3, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._model, self._device, self._max_num_seqs = model, device, max_num_seqs
+        self.logits = ops.empty((max_num_seqs, vocab_size), "float32", device)
+        self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
+        # The same for the host, in turn. Its arrays are made before anything is written: numpy() would wait for that.
+        self._known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
+        self._known_arrays = [memory.numpy() for memory in self._known]
+        self._options = SamplingOptions(max_num_seqs, max_model_len, vocab_size, device)
+        self._edits = LogitEdits(max_num_seqs, vocab_size, device)
+        self._unedited: Tensor | None = None  # logits, where some are edited and their log probabilities asked for
+        self._logits_as_they_are = self.logits
+        self._best: list[list[Tensor]] = []  # ids and log probabilities, on the device and for the host, in turn
+        self._best_arrays: list[list[np.ndarray]] = []  # the latter two as arrays
+
+    def _host_memory(self, count: int, dtype: str) -> Tensor:
+        return ops.empty(count, dtype, pinned=self._device != "cpu")
+
+    def set_rows(self, sequences: list[Sequence]) -> None:
+        """The batch is another one: these sequences are sampled, in this order."""
+        self._options.set_rows(sequences)
+        self._edits.set_rows(sequences)
+
+    def forget(self) -> None:
+        """Steps on their way are lost: no sequence goes on where they left it."""
+        self._options.forget()
+
+    @property
+    def needs_logits(self) -> bool:
+        """In memory, before anything is sampled. On the CPU one row without a token must not end the others."""
+        return self._options.need_logits or self._edits.are_there or self._device == "cpu"
+
+    def compute(self, hidden: Tensor, inputs: StepInputs) -> None:
+        """The logits where the step needs them, otherwise its tokens."""
+        num_rows = len(inputs.temperatures)
+        if not num_rows:
+            return
+        logits = self.logits[:num_rows]
+        if inputs.needs_logits:
+            self._model.logits(hidden, out=logits)
+        else:
+            numbers = inputs.temperatures, inputs.seeds, inputs.positions
+            self._model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
+
+    def edit(self, learn: Callable[[], None]) -> None:
+        """What the rows ask to be done to their logits. Log probabilities are those of the logits before that."""
+        num_rows = self._options.num_rows
+        self._logits_as_they_are = self.logits
+        if not num_rows or not self._edits.are_there:
+            return
+        if self._edits.need_tokens:
+            learn()
+        if self._options.num_logprobs is not None:
+            if self._unedited is None:
+                self._unedited = ops.empty(self.logits.shape, "float32", self._device)
+            self._logits_as_they_are = self._unedited
+            self._unedited[:num_rows].copy_(self.logits[:num_rows])
+        self._edits.apply(self.logits[:num_rows])
+
+    def sample(self, inputs: StepInputs) -> None:
+        """From `logits` into `sampled`; -1 for a row without a token (NaN, or nothing finite), which ends no other."""
+
+        def sample(start: int, end: int) -> None:
+            given = self.logits, inputs.temperatures, inputs.seeds, inputs.positions
+            options = {
+                name: value if name == "counts" else value[start:end] for name, value in self._options.arguments.items()
+            }
+            ops.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
+
+        num_rows = len(inputs.temperatures) if self._options.num_rows is None else self._options.num_rows
+        try:
+            sample(0, num_rows)
+        except ValueError:  # only the CPU raises. It names the first such row; the others are there in the logits
+            for i in range(num_rows):
+                try:
+                    sample(i, i + 1)
+                except ValueError:
+                    self.sampled.numpy()[i] = -1
+
+    def send(self, num_rows: int, turn: int) -> tuple[np.ndarray, Best | None]:
+        """The tokens, and where rows ask for log probabilities these, on their way to the host."""
+        best = self._send_best(num_rows, turn)
+        if num_rows:
+            self._known[turn][:num_rows].copy_(self.sampled[:num_rows])
+        return self._known_arrays[turn][:num_rows], best
+
+    def _send_best(self, num_rows: int, turn: int) -> Best | None:
+        """Of the logits as they are; None where no row asks for it."""
+        if self._options.num_logprobs is None or not num_rows:
+            return None
+        if not self._best:
+            size = self._max_num_seqs * (1 + MAX_LOGPROBS)
+            self._best = [[ops.empty(size, dtype, self._device) for dtype in ("int32", "float32")]]
+            self._best += [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
+            self._best_arrays = [[memory.numpy() for memory in pair] for pair in self._best[1:]]
+        shape = num_rows, 1 + self._options.num_logprobs
+        there, here = (
+            [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
+        )
+        logits, sampled = self._logits_as_they_are[:num_rows], self.sampled[:num_rows]
+        ops.token_logprobs(logits, sampled, self._options.num_logprobs, out_ids=there[0], out=there[1])
+        for to, of in zip(here, there, strict=True):
+            to.copy_(of)
+        ids, logprobs = (array[: shape[0] * shape[1]].reshape(shape) for array in self._best_arrays[turn])
+        return ids, logprobs

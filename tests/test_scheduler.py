@@ -331,7 +331,8 @@ def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
         def __setattr__(self, name, value):
             setattr(self.manager, name, value)
 
-    engine.scheduler.manager = engine.scheduler.admission.manager = Counting(engine.manager)
+    scheduler = engine.scheduler
+    scheduler.manager = scheduler.admission.manager = scheduler._running.manager = Counting(engine.manager)
     engine.submit(list(range(120)), 40)
     engine.submit(list(range(120)), 40)  # waits for 30 chunks
     engine.submit([9] * 200, 3)  # does not fit until the others are gone

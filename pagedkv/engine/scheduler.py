@@ -31,7 +31,6 @@ Rules that keep it fair and alive:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -40,12 +39,15 @@ from pagedkv import BlockManager, OutOfBlocks
 
 from .admission import Admission
 from .calls import WaitingQueue
+from .running_set import RunningSet
 from .sequence import Sequence
 from .steady_batch import SteadyBatch
 from .step import Step
 
 
 class Scheduler:
+    """Who computes what in the next step, as the rules above say."""
+
     def __init__(
         self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
     ) -> None:
@@ -54,12 +56,24 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in the order of admission
         self.step_number = 0
-        self.num_preemptions = 0
-        self.num_swaps = 0  # preemptions that kept the KV in host pages
         self.admission = Admission(manager, max_num_batched_tokens)
+        self._running = RunningSet(manager, self.waiting)
         self._steady = SteadyBatch()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that hold pages, in the order of admission."""
+        return self._running.sequences
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._running.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """Preemptions that kept the KV in host pages."""
+        return self._running.num_swaps
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
@@ -140,36 +154,16 @@ class Scheduler:
         num_places = self.max_num_seqs - len(self.running)
         for child in siblings[:num_places]:
             step.fork(seq, child)
-            self._run(child)
+            self._running.add(child)
         for child in siblings[num_places:]:
             self.waiting.add(child)
-
-    def _run(self, seq: Sequence) -> None:
-        self.running.append(seq)
-        seq.call.num_running += 1
-        if seq.first_scheduled_time is None:
-            seq.first_scheduled_time = time.perf_counter()
-
-    def _retire(self) -> None:
-        """Sequences whose last token is sampled need no page any more."""
-        ended = [seq for seq in self.running if seq.num_tokens == seq.max_num_tokens]
-        if ended:
-            self._release(ended)
-
-    def _release(self, sequences: list[Sequence]) -> None:
-        """Takes sequences that run out of the running set, and gives their pages back."""
-        self.manager.free_batch([seq.id for seq in sequences])
-        for seq in sequences:
-            seq.num_in_pages = 0
-            seq.call.num_running -= 1
-        self.running = [seq for seq in self.running if seq.num_in_pages]
 
     def _grow(self, step: Step) -> bool:
         """Adds the sequences that decode, with room for their newest token, preempting where there is none.
 
         Returns whether all had room.
         """
-        self._retire()
+        self._running.retire()
         decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
         preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
@@ -180,11 +174,12 @@ class Scheduler:
                 break
             except OutOfBlocks:
                 has_room = False
-                last = max(range(len(self.running)), key=lambda i: (self.running[i].priority, i))
-                victim = self.running[last]
+                victim = self._running.first_to_lose()
                 if victim.num_in_pages < victim.num_tokens:
                     decodes.remove(victim)
-                pairs = self._preempt(last, "the pool had no page for the next token of a sequence that runs")
+                pairs = self._running.preempt(
+                    victim, "the pool had no page for the next token of a sequence that runs"
+                )
                 preempted += [] if pairs is None else [pairs]
         if preempted:
             step.swap_out = np.concatenate(preempted)
@@ -197,44 +192,21 @@ class Scheduler:
             known = [step.sequences[i] for i in step.known]
             self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
 
-    def _preempt(self, index: int, reason: str) -> np.ndarray | None:
-        """Takes the pages of running[index]; returns which of them are to be copied to host pages."""
-        seq, pairs = self.running.pop(index), None
-        seq.preempted_for = reason
-        try:
-            pairs = self.manager.swap_out(seq.id)
-            seq.is_swapped = True
-            self.num_swaps += 1
-        except OutOfBlocks:  # of host pages
-            self.manager.free(seq.id)
-            seq.num_computed = 0
-        seq.num_in_pages = 0
-        seq.num_preemptions += 1
-        seq.call.num_running -= 1
-        self.num_preemptions += 1
-        self.waiting.put_back(seq)
-        return pairs
-
     def _yield_place(self) -> np.ndarray | None:
         """Preempts a sequence for the next one that waits, where that one is to have its place. Returns which pages are
         to be copied to host pages."""
         head = self.waiting.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
-        self._retire()
+        self._running.retire()
         if not self._lacks_place(head):
             return None
 
-        def claim(seq: Sequence) -> tuple[int, int]:
-            """How much rather than others this one must yield; (0, 0): not at all."""
-            is_shared = seq.priority == head.priority and not head.call.num_running and seq.call.num_running > 1
-            return max(seq.priority - head.priority, 0), seq.call.num_running if is_shared else 0
-
-        last = max(range(len(self.running)), key=lambda i: (claim(self.running[i]), i), default=-1)
-        if last < 0 or claim(self.running[last]) == (0, 0) or self._waits_for_prefix(head):
+        last = self._running.who_yields_to(head)
+        if last is None or self._waits_for_prefix(head):
             return None
-        why = "a lower priority" if self.running[last].priority > head.priority else "a call that had nothing running"
-        return self._preempt(last, f"{why} needed its place")
+        why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
+        return self._running.preempt(last, f"{why} needed its place")
 
     def _admit(self, step: Step, budget: int) -> int:
         """Starts waiting sequences in their order, but passes over those that wait for a prefix. Returns what is left
@@ -250,7 +222,7 @@ class Scheduler:
             if not self.admission.find_pages(seq, step, len(self.running)):
                 break
             self.waiting.pop()
-            self._run(seq)
+            self._running.add(seq)
             length = min(seq.num_tokens - seq.num_computed, budget)
             self._add_chunk(step, seq, length)
             budget -= length
@@ -307,14 +279,12 @@ class Scheduler:
                 if seq.is_swapped:
                     self.manager.free(seq.id)
         if running:
-            self._release(running)
+            self._running.release(running)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """After an error anywhere. Of these sequences, which must be all, those that are not finished wait with the
         tokens that the host knows. Nobody holds a page."""
-        for seq in self.running:
-            seq.call.num_running = 0
-        self.running.clear()
+        self._running.clear()
         self.waiting.clear()
         self.admission.refused, self._steady = None, SteadyBatch()
         known = list(sequences)

@@ -163,6 +163,54 @@ def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
     assert sorted(waits)[4] <= alone + 4, (waits, alone)
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_reader_may_come_late(folder, place, kind):  # noqa: F811
+    """Outputs are made when they are read: of what there was after their step, and of nothing that came later."""
+    options = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 1, "output_kind": kind}
+    with engine(folder, place) as llm:
+        expected = generate(llm, [[3, 4, 5]], SamplingParams(**options | {"output_kind": FINAL}))[0]
+        llm.add_request([3, 4, 5], SamplingParams(**options))
+        while len(llm._book):
+            llm._turns.try_step()
+        outputs = llm.step()
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    assert outputs[-1].metrics.total_time >= outputs[0].metrics.total_time >= outputs[0].metrics.time_to_first_token
+    if kind is RequestOutputKind.DELTA:
+        assert [len(output.token_ids) for output in outputs] == [len(output.logprobs) for output in outputs] == [1] * 30
+        assert [token for output in outputs for token in output.token_ids] == expected.token_ids
+        assert "".join(output.text for output in outputs) == expected.text
+    else:
+        assert len(outputs) == (1 if kind is FINAL else 30)
+        for output in outputs:
+            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+            assert expected.text.startswith(output.text) and len(output.logprobs) == len(output.token_ids)
+        assert outputs[-1].text == expected.text and outputs[-1].token_ids == expected.token_ids
+    assert outputs[-1].outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+
+
+def test_a_step_makes_one_object_per_reader(folder):
+    """More of them are alive in the middle of a step, and the garbage collector takes them for old."""
+    num_readers, num_steps = 8, 20
+    with engine(folder, ("cpu", 1)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        for i in range(num_readers):
+            llm.add_request([i, 1, 2], params)
+        for _ in range(5):
+            llm._turns.try_step()
+        gc.collect()
+        gc.disable()
+        try:
+            before, num_items = len(gc.get_objects()), llm._outputs.qsize()
+            for _ in range(num_steps):
+                llm._turns.try_step()
+            grown = len(gc.get_objects()) - before
+        finally:
+            gc.enable()
+        assert llm._outputs.qsize() - num_items == num_steps * num_readers
+    assert num_steps * num_readers <= grown < 1.5 * num_steps * num_readers
+
+
 def test_an_error_in_a_step_is_one_callers(folder):
     """Who made the step gets it. Its requests end; the others go on from the tokens that they have."""
     with engine(folder, ("cpu", 1)) as llm:

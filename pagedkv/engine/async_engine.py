@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +14,7 @@ from typing import Any, Self
 from .arguments import Prompt
 from .calls import Call
 from .engine import Engine
+from .increment import Increment
 from .outputs import EngineStats, RequestOutput
 from .request import Request
 from .sampling_params import SamplingParams
@@ -21,28 +22,29 @@ from .turns import Mailbox
 
 
 class _Stream:
-    """Where one caller reads its outputs, in its event loop. (asyncio.Queue takes twice the time.)"""
+    """Where one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
 
-    __slots__ = ("loop", "_items", "_waiter")
+    __slots__ = ("items", "loop", "_waiter")
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._items: deque[RequestOutput | BaseException] = deque()
+        self.items: deque[Increment | BaseException] = deque()  # any thread adds to them, and has wake() called
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: RequestOutput | BaseException) -> None:
-        self._items.append(item)
+    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        while not self._items:
+        while not self.items:
             self._waiter = self.loop.create_future()
             await self._waiter
-        item = self._items.popleft()
+        item = self.items.popleft()
         if isinstance(item, BaseException):
             raise item
-        return item
+        output = item.output()
+        assert isinstance(output, RequestOutput)
+        return output
 
 
 class AsyncEngine:
@@ -132,30 +134,32 @@ class AsyncEngine:
             self._has_requests.clear()
             while self._streams:
                 try:
-                    outputs = self.engine._turns.receive_all(self._mailbox)
+                    news = self.engine._turns.receive_all(self._mailbox)
                 except BaseException as error:  # of a step: all that wait for it are told
                     self._fail(error)
                     break
-                self._pass_on(outputs)
+                self._pass_on(news)
 
-    def _pass_on(self, outputs: list[RequestOutput]) -> None:
+    def _pass_on(self, news: list[Increment]) -> None:
         """In one call of each event loop, however many outputs a step has."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
+        told: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        for item in news:
+            stream = self._streams.get(item.request.id)
             if stream is not None:
-                loops.setdefault(stream.loop, []).append((stream, output))
-                if output.finished:
-                    self._streams.pop(output.request_id, None)
-        for loop, news in loops.items():
-            _call(loop, news)
+                stream.items.append(item)
+                told.setdefault(stream.loop, []).append(stream)
+                if item.is_last:
+                    self._streams.pop(item.request.id, None)
+        for loop, streams in told.items():
+            _call(loop, streams)
 
     def _fail(self, error: BaseException) -> None:
         streams = dict(self._streams)
         for request_id, stream in streams.items():
             self._streams.pop(request_id, None)
             self.engine.abort(request_id)
-            _call(stream.loop, [(stream, error)])
+            stream.items.append(error)
+            _call(stream.loop, [stream])
 
     # --- the end
 
@@ -178,10 +182,12 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def _call(loop: asyncio.AbstractEventLoop, news: Iterable[tuple[_Stream, Any]]) -> None:
-    def put() -> None:
-        for stream, item in news:
-            stream.put(item)
-
+def _call(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+    """Wakes their readers."""
     if not loop.is_closed():  # its readers are gone with it
-        loop.call_soon_threadsafe(put)
+        loop.call_soon_threadsafe(_wake, loop, streams)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+    for stream in streams:
+        stream.wake()

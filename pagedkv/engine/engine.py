@@ -142,7 +142,7 @@ class Engine:
             self._turns.try_step()
         outputs = []
         while not self._outputs.empty():
-            outputs.append(self._outputs.get())
+            outputs.append(self._outputs.get().output())
         return outputs
 
     # --- a step, by the one caller whose turn it is

@@ -71,7 +71,7 @@ class LLM(Engine):
         try:
             self._book.add([request])
             while True:
-                output: RequestOutput = self._turns.receive(mailbox)
+                output: RequestOutput = self._turns.receive(mailbox).output()
                 yield output
                 if output.finished:
                     return
@@ -142,7 +142,7 @@ class LLM(Engine):
             self._book.add(requests)
             with _progress_bar(len(requests), use_tqdm) as bar:
                 for _ in requests:
-                    output = self._turns.receive(mailbox)
+                    output = self._turns.receive(mailbox).output()
                     outputs[output.request_id] = output
                     bar.update()
         finally:  # after an error or an interrupt nothing keeps pages

@@ -1,4 +1,4 @@
-"""A request, and what its caller is told of it."""
+"""A request, and what is new of it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from .arguments import Prompt
 from .bad_words import BadWords
 from .detokenizer import Detokenizer
-from .outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
+from .increment import Increment
 from .sampling_params import RequestOutputKind, SamplingParams
 from .sequence import Sequence
 from .tokenizer import Tokenizer
 
 
 class Receiver(Protocol):
-    """What takes the outputs of a request: a Mailbox, or what an event loop reads."""
+    """What takes the Increments of a request: a Mailbox."""
 
     def put(self, item: Any, /) -> None: ...
 
@@ -38,6 +36,13 @@ class Request:
     start_time: float
     sequences: list[Sequence] = field(default_factory=list)
     num_ended: int = 0
+    error: Exception | None = None  # why it failed, or one of its answers
+    is_followed: bool = field(init=False)  # whether there are outputs before the last one
+
+    def __post_init__(self) -> None:
+        # The best of several are known at the end only.
+        is_best_of = self.params.num_sequences > self.params.n
+        self.is_followed = self.output_kind is not RequestOutputKind.FINAL_ONLY and not is_best_of
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -47,9 +52,8 @@ class Request:
         return self.token_ids
 
     @property
-    def is_followed(self) -> bool:
-        """Whether there are outputs before the last one. The best of several are known at the end only."""
-        return self.output_kind is not RequestOutputKind.FINAL_ONLY and self.params.num_sequences == self.params.n
+    def prompt_text(self) -> str | None:
+        return self.prompt if isinstance(self.prompt, str) else None
 
     @property
     def is_finished(self) -> bool:
@@ -72,78 +76,47 @@ class Request:
                     include_stop_str_in_output=params.include_stop_str_in_output,
                 )
 
-    def final_output(self) -> RequestOutput | EmbeddingOutput:
-        """Of a request whose sequences have all ended."""
-        if self.sequences[0].wants_embedding:
-            return self._embedding_output()
-        best, params = self.sequences, self.params
-        if params.num_sequences > params.n:
-            best = sorted(best, key=lambda seq: -seq.cumulative_logprob)[: params.n]
-        outputs = [self._completion(seq, index, 0) for index, seq in enumerate(best)]
-        return self._output(outputs, is_finished=True)
+    def best_sequences(self) -> list[Sequence]:
+        """Those of a request that has ended, of which it shows n."""
+        if self.params.num_sequences == self.params.n:
+            return self.sequences
+        return sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)[: self.params.n]
 
-    def new_output(self, sequences: list[Sequence]) -> RequestOutput:
-        """What is new of these sequences, or all of them so far, as output_kind says."""
-        is_delta = self.output_kind is RequestOutputKind.DELTA
-        outputs = [self._completion(seq, seq.index, seq.num_shown if is_delta else 0) for seq in sequences]
+    def note(self, sequences: list[Sequence]) -> Increment:
+        """What is new of these sequences."""
         for seq in sequences:
-            seq.num_shown = len(seq.new_tokens)
-        return self._output(outputs, is_finished=self.is_finished)
+            self.error = self.error or seq.error
+        first = self._note(sequences[0])
+        if len(sequences) > 1:
+            first.others = tuple(map(self._note, sequences[1:]))
+        return first
 
-    def _completion(self, seq: Sequence, index: int, start: int) -> CompletionOutput:
-        """From the sequence's new token number `start` on."""
-        return CompletionOutput(
-            index=index,
-            text=self._text(seq),
-            token_ids=seq.new_tokens[start:],
-            cumulative_logprob=None if self.params.logprobs is None else seq.cumulative_logprob,
-            logprobs=None if self.params.logprobs is None else seq.logprobs[start:],
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
+    def _note(self, seq: Sequence) -> Increment:
+        start = seq.num_shown if self.output_kind is RequestOutputKind.DELTA else 0
+        seq.num_shown = len(seq.new_tokens)
+        text = self._text_to_show(seq) if self.is_followed else None
+        has_ended = seq.finish_reason is not None
+        return Increment(
+            self, seq, start, seq.num_shown, text, seq.cumulative_logprob, has_ended, self.is_finished, self.error,
+            time.perf_counter(),
+        )  # fmt: skip
 
-    def _text(self, seq: Sequence) -> str | None:
+    def _text_to_show(self, seq: Sequence) -> str | None:
+        """What is new of it, or all so far, as output_kind says."""
+        if seq.detokenizer is None or self.output_kind is not RequestOutputKind.DELTA:
+            return self.text_of(seq)
+        if seq.finish_reason is not None:
+            seq.detokenizer.finish()
+        return seq.detokenizer.new_text() if self.params.detokenize else None
+
+    def text_of(self, seq: Sequence) -> str | None:
+        """All of it so far."""
         if not self.params.detokenize or not self.tokenizer.exists:
             return None
-        if seq.detokenizer is None:  # nobody needed the text before the end
-            is_hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
-            token_ids = seq.new_tokens[:-1] if is_hidden else seq.new_tokens
-            return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)
-        if seq.finish_reason is not None and not isinstance(seq.stop_reason, str):
-            seq.detokenizer.finish()
-        return seq.detokenizer.new_text() if self.output_kind is RequestOutputKind.DELTA else seq.detokenizer.text
-
-    def _output(self, outputs: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
-        first = self.sequences[0]
-        return RequestOutput(
-            request_id=self.id,
-            prompt=self.prompt if isinstance(self.prompt, str) else None,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=first.prompt_logprobs,
-            outputs=outputs,
-            finished=is_finished,
-            error=next((seq.error for seq in self.sequences if seq.error is not None), None),
-            num_cached_tokens=max(first.num_cached, 0),
-            metrics=self._metrics(),
-        )
-
-    def _embedding_output(self) -> EmbeddingOutput:
-        seq = self.sequences[0]
-        vector = np.empty(0, np.float32) if seq.embedding is None else seq.embedding
-        prompt = self.prompt if isinstance(self.prompt, str) else None
-        return EmbeddingOutput(self.id, prompt, self.prompt_token_ids, vector, seq.error, max(seq.num_cached, 0))
-
-    def _metrics(self) -> RequestMetrics:
-        start, first, num_preemptions, end = self.start_time, None, 0, 0.0
-        for seq in self.sequences:
-            if seq.first_token_time is not None and (first is None or seq.first_token_time < first):
-                first = seq.first_token_time
-            num_preemptions += seq.num_preemptions
-            end = max(end, seq.finish_time or time.perf_counter())
-        scheduled = self.sequences[0].first_scheduled_time
-        return RequestMetrics(
-            time_to_first_token=None if first is None else first - start,
-            total_time=end - start,
-            queue_time=None if scheduled is None else scheduled - start,
-            num_preemptions=num_preemptions,
-        )
+        if seq.detokenizer is not None:
+            if seq.finish_reason is not None:
+                seq.detokenizer.finish()
+            return seq.detokenizer.text
+        is_hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        token_ids = seq.new_tokens[:-1] if is_hidden else seq.new_tokens
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)

@@ -116,24 +116,28 @@ class RequestBook:
 
     def received(self, step: Step, finished: list[Sequence]) -> None:
         """After every step: tells the callers what is new."""
-        news: dict[Request, list[Sequence]] = {}
+        news = list(finished)
         for seq in finished:
             seq.owner.num_ended += 1
-            news.setdefault(seq.owner, []).append(seq)
             self._latencies.add(seq)
         if self._num_followed:
-            for seq in step.receivers:
-                if seq.owner.is_followed and len(seq.new_tokens) > seq.num_shown and seq.finish_reason is None:
-                    news.setdefault(seq.owner, []).append(seq)
-        for request, sequences in news.items():
+            news += [
+                seq for seq in step.receivers
+                if seq.owner.is_followed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_shown
+            ]  # fmt: skip
+        together: dict[Request, list[Sequence]] = {}  # answers of one request
+        for seq in news:
+            if len(seq.owner.sequences) == 1:
+                self._tell(seq.owner, [seq])
+            else:
+                together.setdefault(seq.owner, []).append(seq)
+        for request, sequences in together.items():
             self._tell(request, sequences)
 
     def _tell(self, request: Request, sequences: list[Sequence]) -> None:
         """The caller, where it follows these sequences or all of the request's have ended."""
-        if request.is_followed:
-            request.receiver.put(request.new_output(sequences))
-        elif request.is_finished:
-            request.receiver.put(request.final_output())
+        if request.is_followed or request.is_finished:
+            request.receiver.put(request.note(sequences))
         if request.is_finished:
             with self._lock:
                 if self._living.pop(request.id, None) is not None:

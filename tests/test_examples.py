@@ -99,4 +99,5 @@ def test_a_missing_gpu_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = subprocess.run([sys.executable, str(EXAMPLES / "cupy_arrays.py")], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1 and "needs CuPy and a GPU: cuda" in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "needs CuPy and a GPU: " in line and "cuda" in line.lower()  # no driver, or built for the CPU only

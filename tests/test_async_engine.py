@@ -12,6 +12,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
+from pagedkv.engine.launched import Launched
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -131,6 +132,43 @@ def test_errors_are_those_of_their_request(llm):
         assert len([output async for output in engine.generate("abc", LONG)]) > 50 and await settled(engine)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behind):
+    """After the launch of the next step and before the wait for it. On the CPU, where a launch computes, before it."""
+    order = []
+    llm._runner.num_behind = num_behind
+    launch, tokens = llm._runner.launch, Launched.tokens
+
+    def logged_launch(step, learn):
+        order.append("launch")
+        return launch(step, learn)
+
+    def logged_tokens(launched):
+        order.append("tokens")
+        return tokens(launched)
+
+    async def main():
+        engine = AsyncEngine(llm)
+        wake = engine._wake
+
+        def logged_wake():
+            if engine._told:
+                order.append("wake")
+            wake()
+
+        monkeypatch.setattr(engine, "_wake", logged_wake)
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        assert len([output async for output in engine.generate("abc", params)]) == 20 and await settled(engine)
+
+    monkeypatch.setattr(llm._runner, "launch", logged_launch)
+    monkeypatch.setattr(Launched, "tokens", logged_tokens)
+    asyncio.run(main())
+    if num_behind:
+        assert order == ["launch"] + ["launch", "tokens"] + ["launch", "wake", "tokens"] * 18 + ["wake", "tokens", "wake"]
+    else:
+        assert order == ["launch", "tokens", "wake"] * 20
 
 
 def test_several_event_loops(llm, seed):

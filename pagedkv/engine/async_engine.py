@@ -65,6 +65,7 @@ class AsyncEngine:
         self.engine = model if isinstance(model, Engine) else Engine(model, **options)
         self._streams: dict[str, _Stream] = {}  # by request id
         self._mailbox: Mailbox = SimpleQueue()
+        self._told: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}  # whose readers are to be woken
         self._has_requests = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -134,32 +135,39 @@ class AsyncEngine:
             self._has_requests.clear()
             while self._streams:
                 try:
-                    news = self.engine._turns.receive_all(self._mailbox)
+                    # The readers of a step are woken when the next one is launched: their loop takes Python's lock for
+                    # milliseconds, for which the device must not wait.
+                    news = self.engine._turns.receive_all(self._mailbox, self._wake)
                 except BaseException as error:  # of a step: all that wait for it are told
                     self._fail(error)
-                    break
-                self._pass_on(news)
+                else:
+                    self._wake()  # where there was no step to wait for
+                    self._pass_on(news)
+            self._wake()
 
     def _pass_on(self, news: list[Increment]) -> None:
-        """In one call of each event loop, however many outputs a step has."""
-        told: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        """To the streams, whose readers sleep."""
         for item in news:
             stream = self._streams.get(item.request.id)
             if stream is not None:
                 stream.items.append(item)
-                told.setdefault(stream.loop, []).append(stream)
+                self._told.setdefault(stream.loop, []).append(stream)
                 if item.is_last:
                     self._streams.pop(item.request.id, None)
-        for loop, streams in told.items():
-            _call(loop, streams)
 
     def _fail(self, error: BaseException) -> None:
-        streams = dict(self._streams)
-        for request_id, stream in streams.items():
+        for request_id, stream in dict(self._streams).items():
             self._streams.pop(request_id, None)
             self.engine.abort(request_id)
             stream.items.append(error)
-            _call(stream.loop, [stream])
+            self._told.setdefault(stream.loop, []).append(stream)
+
+    def _wake(self) -> None:
+        """The readers of what was passed on, in one call of each event loop."""
+        while self._told:
+            loop, streams = self._told.popitem()
+            if not loop.is_closed():  # its readers are gone with it
+                loop.call_soon_threadsafe(_wake_all, streams)
 
     # --- the end
 
@@ -182,12 +190,6 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def _call(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
-    """Wakes their readers."""
-    if not loop.is_closed():  # its readers are gone with it
-        loop.call_soon_threadsafe(_wake, loop, streams)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+def _wake_all(streams: list[_Stream]) -> None:
     for stream in streams:
         stream.wake()

@@ -22,7 +22,7 @@ from .request import Request
 from .request_book import RequestBook
 from .request_maker import RequestMaker
 from .sampling_params import SamplingParams, check_names
-from .turns import Errands, Mailbox, Turns
+from .turns import Action, Errands, Mailbox, Turns
 
 T = TypeVar("T")
 
@@ -147,11 +147,15 @@ class Engine:
 
     # --- a step, by the one caller whose turn it is
 
-    def _step(self) -> None:
+    def _step(self, meanwhile: Action) -> None:
+        """`meanwhile` is called while a device computes; before the launch, where that is what computes."""
         try:
             self._settle()
             if self._runner is not None and self._pipeline.has_work:  # it may have been closed just now
+                if not self._runner.num_behind:
+                    meanwhile()
                 self._pipeline.launch()
+                meanwhile()
                 self._pipeline.take()
         except BaseException:
             self._restart()

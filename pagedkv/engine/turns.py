@@ -17,38 +17,45 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Mailbox = SimpleQueue[Any]  # where a caller gets its outputs
 WAKE = object()  # to the mailbox of a caller whose turn has come
+Action = Callable[[], None]
+
+
+def nothing() -> None: ...
 
 
 class Turns:
     """Whose turn it is to step the engine.
 
-    step          what the one whose turn it is does, until it has an output
+    step          what the one whose turn it is does, until it has an output; it calls what it is given while a device
+                  computes
     settle        what is to be done between two steps; is_unsettled() says whether there is any of it
     """
 
-    def __init__(self, step: Callable[[], None], settle: Callable[[], None], is_unsettled: Callable[[], bool]) -> None:
+    def __init__(self, step: Callable[[Action], None], settle: Action, is_unsettled: Callable[[], bool]) -> None:
         self._step, self._settle, self._is_unsettled = step, settle, is_unsettled
         self._lock = threading.Lock()
         self._owner: Mailbox | None = None  # whose turn it is
         self._waiting: list[Mailbox] = []
 
-    def receive(self, mailbox: Mailbox) -> Any:
-        """What comes next for this mailbox. Waits for it, and steps the engine meanwhile, unless another caller does.
+    def receive(self, mailbox: Mailbox, meanwhile: Action = nothing) -> Any:
+        """What comes next for this mailbox. Waits for it, and steps the engine, unless another caller does.
+
+        `meanwhile` is called before any waiting: for a step that is on its way, or for another caller's.
 
         An error in a step is raised by the caller that made the step; the next one goes on after it.
         """
         try:
             while True:
-                item = self._next(mailbox)
+                item = self._next(mailbox, meanwhile)
                 if item is not WAKE:
                     return item
         finally:  # an error or an interrupt, too
             self._leave(mailbox)
             self.settle()  # what came after the last step, while it was still this one's turn
 
-    def receive_all(self, mailbox: Mailbox) -> list[Any]:
+    def receive_all(self, mailbox: Mailbox, meanwhile: Action = nothing) -> list[Any]:
         """The same, and what else is there by then."""
-        items = [self.receive(mailbox)]
+        items = [self.receive(mailbox, meanwhile)]
         while not mailbox.empty():
             item = mailbox.get()
             if item is not WAKE:
@@ -57,7 +64,7 @@ class Turns:
 
     def try_step(self) -> None:
         """One step, unless another caller makes one."""
-        self._run_alone(self._step)
+        self._run_alone(lambda: self._step(nothing))
         self.settle()
 
     def settle(self) -> None:
@@ -65,7 +72,7 @@ class Turns:
         while self._is_unsettled() and self._run_alone(self._settle):
             pass
 
-    def _run_alone(self, action: Callable[[], None]) -> bool:
+    def _run_alone(self, action: Action) -> bool:
         """Whether it could be done, because it is nobody else's turn."""
         nobody: Mailbox = SimpleQueue()
         with self._lock:
@@ -78,7 +85,7 @@ class Turns:
             self._leave(nobody)
         return True
 
-    def _next(self, mailbox: Mailbox) -> Any:
+    def _next(self, mailbox: Mailbox, meanwhile: Action) -> Any:
         with self._lock:
             if self._owner is None:
                 self._owner = mailbox
@@ -87,7 +94,9 @@ class Turns:
             is_mine = self._owner is mailbox
         if is_mine:
             while mailbox.empty():
-                self._step()
+                self._step(meanwhile)
+        else:
+            meanwhile()
         return mailbox.get()
 
     def _leave(self, mailbox: Mailbox) -> None:

@@ -1,11 +1,13 @@
 """The ways into an engine, beside LLM.generate: nano-bench's 256 requests, and a first token among 256 that run.
 
-    python benchmarks/ways_in.py [--model 0.6B] [--device cuda] [--runs 3] [--parts nano first]
+    python benchmarks/ways_in.py [--model 0.6B] [--device cuda] [--runs 3] [--parts nano first host]
 
 nano    output tokens/s of the same requests by LLM.generate, by Engine.add_request and step (one output at the end, and
         what is new after each step), by AsyncEngine (256 coroutines, the same two); in turn, medians
 first   ms from LLM.stream's call to its first token while 256 sequences decode: with a place for it, and without one
         (a sequence of the batch is preempted); prompts of 128 tokens
+host    what the host does, for want of a GPU: microseconds of all threads per step in the same ways, 256 sequences of
+        100 tokens, on the demo model, which computes nothing here; without texts
 
 Random weights. Writes results/ways-in-<device>-<model>.json.
 """
@@ -22,11 +24,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from engine import device_name
 from record import add_record_option, record
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
+from pagedkv.cli.demo import DEMO_MODEL
 from pagedkv.engine import RequestOutputKind
 
 NUM_SEQS = 256
@@ -119,12 +123,32 @@ def measure_first(folder: Path, device: str, num_runs: int) -> list[dict]:
     return rows
 
 
+def measure_host(num_runs: int) -> list[dict]:
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=100, detokenize=False)
+    workload = nano_bench.Workload([[i % 10, i // 10 % 10, i // 100] for i in range(NUM_SEQS)], [params] * NUM_SEQS)
+    times: dict[str, list[float]] = {name: [] for name in ways(workload)}
+    with LLM(DEMO_MODEL, device="cpu", max_num_seqs=NUM_SEQS) as llm:
+        runner = llm._runner
+        runner.num_behind = 1
+        runner._compute = runner.sampler.sample = lambda inputs: None
+        np.asarray(runner.sampler.sampled)[:] = 0  # every token
+        for i in range(num_runs + 1):
+            for name, way in ways(workload).items():
+                num_steps, start = llm.counters.num_steps, time.process_time()
+                assert way(llm) == workload.num_new_tokens
+                if i:  # the first warms up
+                    times[name].append((time.process_time() - start) * 1e6 / (llm.counters.num_steps - num_steps))
+    for name, us in times.items():
+        print(f"{name:<26}{statistics.median(us):>8,.0f} us per step", flush=True)
+    return [{"part": "host", "way": name, "us_per_step": statistics.median(us), "all_us": us} for name, us in times.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", choices=("nano", "first"), default=["nano", "first"])
+    parser.add_argument("--parts", nargs="+", choices=("nano", "first", "host"), default=["nano", "first"])
     add_record_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,6 +157,8 @@ def main() -> None:
             rows += measure_ways(folder, args.device, args.runs)
         if "first" in args.parts:
             rows += measure_first(folder, args.device, 4 * args.runs)
+        if "host" in args.parts:
+            rows += measure_host(args.runs)
     if not args.no_record:
         record(f"ways-in-{args.device}-{args.model}", rows, machine={"device": device_name(args.device)})
 

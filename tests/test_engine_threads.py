@@ -138,29 +138,36 @@ def test_threads_share_the_engine(folder, place, seed):  # noqa: F811
 
 @pytest.mark.parametrize("max_num_seqs", [8, 64])
 def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):  # noqa: F811
-    """Counted in steps, not in time: it is answered a step after it could have been on an idle engine, whether there is
-    a place for it or not."""
+    """One that arrives while a step is launched is in the next step and in each one after it until it is answered, and
+    its caller is told as early as on an idle engine: whether there is a place for it or one of the batch must yield."""
+    num_new = 4
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    short = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, output_kind=FINAL)
+    arrivals = range(40, 140, 12)  # launches
+    launched, told, short_ids = [], [], []  # per launch: who is in it; how many short ones have been answered
     with engine(folder, place, max_num_seqs=max_num_seqs, num_blocks=3000, max_num_batched_tokens=64) as llm:
-        start = llm.counters.num_steps
         expected = generate(llm, [[5]], short)[0].token_ids
-        alone = llm.counters.num_steps - start
-        batch = threading.Thread(target=generate, args=(llm, [[i, i] for i in range(20)], long))
-        batch.start()
-        while llm.counters.num_steps < start + alone + 40:
-            time.sleep(0.001)
-        waits = []
-        for _ in range(9):
-            before = llm.counters.num_steps
-            output = generate(llm, [[5]], short)[0]
-            waits.append(llm.counters.num_steps - before)
-            assert output.token_ids == expected
-        is_running = batch.is_alive()
-        batch.join()
-    assert is_running, "the batch was over too soon to tell"
-    # Steps between the count and the call are this thread's wait for Python's lock, not the request's for a place.
-    assert sorted(waits)[4] <= alone + 4, (waits, alone)
+        launch = llm._runner.launch
+
+        def counted(step, learn):
+            launched.append({seq.owner.id for seq in step.sequences})
+            told.append(llm._outputs.qsize())
+            if len(launched) - 1 in arrivals:
+                thread = threading.Thread(target=lambda: short_ids.append(llm.add_request([5], short)))
+                thread.start()
+                thread.join()
+            return launch(step, learn)
+
+        llm._runner.launch = counted
+        generate(llm, [[i, i] for i in range(20)], long)
+        outputs = {output.request_id: output.token_ids for output in llm.step()}
+        num_preemptions, behind = llm.scheduler.num_preemptions, llm._runner.num_behind
+    assert outputs == dict.fromkeys(short_ids, expected) and len(outputs) == len(arrivals)
+    assert (num_preemptions > 0) == (max_num_seqs == 8), "a place was free, or none"
+    for i, (arrival, short_id) in enumerate(zip(arrivals, short_ids, strict=True)):
+        last = arrival + num_new
+        assert [n for n, ids in enumerate(launched) if short_id in ids] == list(range(arrival + 1, last + 1))
+        assert told[last + behind : last + behind + 2] == [i, i + 1], "told when the step's tokens are there"
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)

@@ -73,6 +73,24 @@ def test_import_time():
     assert min(times) < 0.010
 
 
+@pytest.mark.parametrize("args", [["info"], ["--help"], ["generate", "--help"]], ids=" ".join)
+def test_the_command_line_imports_what_a_command_needs(args):
+    """These say what is there, and need none of it."""
+    code = f"""
+import sys
+from pagedkv.cli import main
+try:
+    main({args})
+except SystemExit:
+    pass
+print(*sorted({{name.partition('.')[0] for name in sys.modules}}))
+"""
+    *said, last = run(code).splitlines()
+    heavy = {"huggingface_hub", "jinja2", "numpy", "tokenizers", "torch", "tqdm", "transformers", "xgrammar"}
+    assert "pagedkv" in last.split() and not heavy & set(last.split())
+    assert any("pagedkv" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from test_engine import engine, generate
 
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
+from pagedkv.engine import snapshot
 from pagedkv.models.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -301,3 +303,41 @@ def test_a_kill_while_saving_leaves_a_whole_file(folder, tmp_path, seed):
         process.wait()
         with engine(folder, CPU, num_blocks=400) as llm:
             assert llm.load_cache(path) > 100
+    saved(folder, path, [[1] * 40])
+    assert os.listdir(tmp_path) == ["cache"], "what the killed processes left is gone"
+
+
+def test_what_a_killed_process_leaves_is_removed(folder, tmp_path):
+    """By the next save to the same path; what another process still writes, and other files, stay."""
+    path, stale, living = tmp_path / "cache[1]", ".cache[1].123", ".cache[1].456"
+    others = [".cache[1].old", ".cache1.17", "cache[1].17", ".cache[1]x.17", ".cache[1]."]
+    for name in [stale, living, *others]:
+        (tmp_path / name).write_bytes(b"half of a cache")
+    lock = os.open(tmp_path / living, os.O_WRONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    saved(folder, path, draw_prompts(3, 5))
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, living, *others])
+    os.close(lock)
+    saved(folder, path, draw_prompts(4, 5))
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, *others])
+
+
+def test_two_saves_at_once(folder, tmp_path, monkeypatch):
+    """Of two engines of one process, to the same path: the first goes on, the second says why it does not."""
+    path, second = tmp_path / "cache", []
+    with engine(folder, CPU) as llm, engine(folder, CPU) as other:
+        for each in (llm, other):
+            generate(each, draw_prompts(5, 5), GREEDY)
+        write = snapshot._write
+
+        def beside(*args):
+            if not second:
+                second.append(None)
+                with pytest.raises(BlockingIOError, match="another thread saves a cache there now"):
+                    other.save_cache(path)
+            return write(*args)
+
+        monkeypatch.setattr(snapshot, "_write", beside)
+        num_pages = llm.save_cache(path)
+        assert second and os.listdir(tmp_path) == ["cache"]
+        assert other.load_cache(path) == 0 < num_pages, "it has them all"

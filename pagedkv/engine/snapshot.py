@@ -15,6 +15,8 @@ not fit, or is damaged anywhere, is refused as a whole.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -88,25 +90,55 @@ def _digest_of_header(metadata: dict[str, str], shapes: dict[str, tuple[str, lis
 
 
 def _write_whole(path: Path, write: Callable[[int], None]) -> None:
-    """Under another name first; that one is taken away where anything fails."""
+    """Under another name first, which is locked for as long as it is there; where anything fails, it is taken away."""
+    _remove_leftovers(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT, 0o600)  # prompts are in it
     try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # prompts are in it
+        if _lock(descriptor) is False:
+            raise BlockingIOError(f"{path}: another thread saves a cache there now")
         try:
+            os.ftruncate(descriptor, 0)
             write(descriptor)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(scratch, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(scratch)
-        raise
+            os.replace(scratch, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(scratch)
+            raise
+    finally:
+        os.close(descriptor)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the name, too
     finally:
         os.close(folder)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """What processes that were killed have written for this path: nobody has it locked."""
+    for each in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if not each.name.removeprefix(f".{path.name}.").isdecimal():
+            continue
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or somebody else's
+            descriptor = os.open(each, os.O_WRONLY)
+            try:
+                if _lock(descriptor):
+                    os.unlink(each)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """False: somebody else has the lock, which ends with the descriptor, and so with the process. None: this file
+    system has no locks; what is left over stays."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _write(

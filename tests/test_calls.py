@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
@@ -132,10 +133,11 @@ class Counter:
         self.inside, self.num_steps, self.unsettled = 0, 0, 0
         self.turns = Turns(self.step, self.settle, lambda: self.unsettled > 0)
 
-    def step(self) -> None:
+    def step(self, meanwhile: Callable[[], None]) -> None:
         self.inside += 1
         assert self.inside == 1, "two steps at a time"
         self.settle_now()
+        meanwhile()
         time.sleep(0.0002)
         self.num_steps += 1
         if self.served:
@@ -175,16 +177,39 @@ def test_one_steps_for_all():
     assert engine.turns._owner is None and not engine.turns._waiting
 
 
+def test_whoever_waits_has_time_for_something_else():
+    """The one that steps: in each step, while a device computes. The others: once, before they wait."""
+    engine, calls = Counter(), []
+    boxes = [SimpleQueue() for _ in range(3)]
+    engine.served = [SimpleQueue(), SimpleQueue(), *boxes]
+    threads = [
+        threading.Thread(target=engine.turns.receive, args=(box, lambda number=number: calls.append(number)))
+        for number, box in enumerate(boxes)
+    ]
+    engine.turns._owner = stranger = SimpleQueue()  # so that all three wait, in this order
+    for number, thread in enumerate(threads):
+        thread.start()
+        while len(engine.turns._waiting) <= number or len(calls) <= number:
+            time.sleep(0.001)
+    assert calls == [0, 1, 2]
+    engine.turns._leave(stranger)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert engine.num_steps == 5 and engine.turns._owner is None
+    assert calls[3:] == [0] * 3 + [1, 2], "each step is made by whoever has waited longest"
+
+
 def test_an_error_leaves_the_turn_to_the_next():
     engine, results = Counter(), []
     step, fails = engine.step, threading.Event()
 
-    def failing() -> None:
+    def failing(meanwhile: Callable[[], None]) -> None:
         if fails.is_set():
             fails.clear()
             time.sleep(0.01)  # the others wait by then
             raise RuntimeError("broken")
-        step()
+        step(meanwhile)
 
     engine.turns._step = failing
     fails.set()
@@ -211,8 +236,8 @@ def test_what_comes_late_in_a_step_is_settled_after_it():
     engine.served = [box]
     step = engine.step
 
-    def step_and_more() -> None:
-        step()
+    def step_and_more(meanwhile: Callable[[], None]) -> None:
+        step(meanwhile)
         engine.unsettled = 1
         engine.turns.settle()  # somebody else's call, which finds the turn taken
         assert engine.unsettled == 1

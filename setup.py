@@ -2,7 +2,8 @@
 
 Environment:
   PAGEDKV_CUDA        auto (default: CUDA where nvcc is found), 0 (never), 1 (fail without nvcc)
-  PAGEDKV_CUDA_ARCHS  default "8.0;9.0a+PTX"; "+PTX" adds portable PTX of the lowest architecture named
+  PAGEDKV_CUDA_ARCHS  such as "8.0;9.0a+PTX", where "+PTX" adds portable PTX of the lowest architecture named. Default:
+                      that of the GPUs of this machine; where there is none, RELEASE_ARCHS.
   CUDA_HOME           where to look for nvcc first (then CUDA_PATH, PATH, /usr/local/cuda)
   CFLAGS, LDFLAGS     added to the C compiler's and the linker's flags
   NVCC_FLAGS          added to nvcc's flags
@@ -10,6 +11,7 @@ Environment:
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +34,7 @@ ISA_FLAGS = {
     "_avx512": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
     "_avx512bf16": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
 }
+RELEASE_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math -fopenmp"
 C_WARNINGS = "-Wall -Wextra -Werror=implicit -Werror=vla"
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall"
@@ -59,9 +62,33 @@ def find_cuda() -> Path | None:
     return None
 
 
-def cuda_arch_flags() -> list[str]:
-    """nvcc's -gencode flags for PAGEDKV_CUDA_ARCHS ("8.0;9.0a+PTX")."""
-    text = os.environ.get("PAGEDKV_CUDA_ARCHS", "8.0;9.0a+PTX")
+def check_release(cuda: Path) -> None:
+    """12.8 is the first toolkit that knows compute capabilities 10.0 and 12.0, and compresses kernels for size."""
+    said = subprocess.run([cuda / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    major, minor = map(int, re.search(r"release (\d+)\.(\d+)", said).groups())
+    if (major, minor) < (12, 8):
+        needed = "pagedkv needs 12.8 or newer; PAGEDKV_CUDA=0 builds for the CPU alone"
+        sys.exit(f"{cuda} is CUDA {major}.{minor} but {needed}")
+
+
+def visible_archs() -> str | None:
+    """The architectures of this machine's GPUs, or None: no driver, or no GPU that pagedkv runs on."""
+    smi = shutil.which("nvidia-smi")
+    if not smi:
+        return None
+    query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False)
+    capabilities = sorted(map(float, set(said.stdout.split()))) if said.returncode == 0 else []
+    archs = [str(number) for number in capabilities if number >= 8]
+    return ";".join(archs).replace("9.0", "9.0a") or None  # Hopper's own instructions need its `a` target
+
+
+def cuda_archs() -> str:
+    return os.environ.get("PAGEDKV_CUDA_ARCHS") or visible_archs() or RELEASE_ARCHS
+
+
+def cuda_arch_flags(text: str) -> list[str]:
+    """nvcc's -gencode flags for architectures such as "8.0;9.0a+PTX"."""
     archs = [a.removesuffix("+PTX").replace(".", "") for a in text.replace(" ", ";").split(";") if a]
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     if "+PTX" in text:  # the PTX of an `a` target runs nowhere else
@@ -76,6 +103,9 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         self.cuda = find_cuda()
+        if self.cuda:
+            check_release(self.cuda)
+        self.archs = cuda_archs()
         folder = Path(self.build_temp)
         headers = [h.stat().st_mtime for h in (ROOT / "csrc").rglob("*.[hi]*")] + [Path(__file__).stat().st_mtime]
         newest_header = max(headers)
@@ -108,7 +138,7 @@ class BuildExt(build_ext):
         exports.write_text("{ global: PyInit__C; local: *; };\n")
         link.append(f"-Wl,--version-script={exports}")
         self.run_one([*link, *objects, *libraries, "-o", str(output)])
-        built_for = f"the CPU and CUDA {cuda_arch_flags()}" if self.cuda else "the CPU only"
+        built_for = f"the CPU and CUDA {self.archs}" if self.cuda else "the CPU only"
         print(f"pagedkv: built for {built_for}")
 
     def c_command(self, stem):
@@ -122,9 +152,9 @@ class BuildExt(build_ext):
         return [self.compiler.compiler_so[0], "-fPIC", *flags, *includes, *defines]
 
     def nvcc_command(self):
-        return [str(self.cuda / "bin" / "nvcc"), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo",
-                *cuda_arch_flags(), "-Xcompiler", CUDA_HOST_FLAGS, f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA",
-                *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+        return [str(self.cuda / "bin" / "nvcc"), "-std=c++17", "-O3", "--expt-relaxed-constexpr",
+                "--compress-mode=size", *cuda_arch_flags(self.archs), "-Xcompiler", CUDA_HOST_FLAGS,
+                f"-I{ROOT / 'csrc'}", "-DPAGEDKV_WITH_CUDA", *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
 
     def compile_one(self, job):
         command, made_by = job

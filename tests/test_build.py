@@ -51,15 +51,42 @@ def test_with_nvcc(build, monkeypatch, tmp_path):
     assert build.find_cuda() is None
 
 
-def test_architectures(build, monkeypatch):
-    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "8.0;9.0a+PTX")
-    assert build.cuda_arch_flags() == [
+def test_old_toolkit(build, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    for release, is_enough in [("11.8", False), ("12.6", False), ("12.8", True), ("13.0", True)]:
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+        nvcc.chmod(0o755)
+        if is_enough:
+            build.check_release(tmp_path)
+        else:
+            with pytest.raises(SystemExit, match=f"is CUDA {release} but pagedkv needs 12.8 or newer; PAGEDKV_CUDA=0 "):
+                build.check_release(tmp_path)
+
+
+def test_architectures(build):
+    assert build.cuda_arch_flags("8.0;9.0a+PTX") == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_80,code=compute_80",
     ]
-    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "9.0a")
-    assert build.cuda_arch_flags() == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.cuda_arch_flags("9.0a") == ["-gencode=arch=compute_90a,code=sm_90a"]
+
+
+@pytest.mark.parametrize("said, archs", [
+    ("9.0", "9.0a"), ("8.9\n9.0\n8.9", "8.9;9.0a"), ("12.0\n8.6", "8.6;12.0"), ("10.0", "10.0"),
+    ("7.5", None), ("7.5\n9.0", "9.0a"), ("", None), ("No devices were found; exit 6", None),
+])  # fmt: skip
+def test_default_architectures_are_those_of_the_visible_gpus(build, monkeypatch, tmp_path, said, archs):
+    assert build.cuda_archs() == build.RELEASE_ARCHS  # no driver
+    smi = tmp_path / "nvidia-smi"
+    text, _, code = said.partition("; ")
+    smi.write_text(f"#!/bin/sh\nprintf '{text}\\n'\n{code}\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(build.shutil, "which", {"nvidia-smi": str(smi)}.get)
+    assert build.visible_archs() == archs and build.cuda_archs() == (archs or build.RELEASE_ARCHS)
+    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "8.0")
+    assert build.cuda_archs() == "8.0"
 
 
 # --- local memory: of a build with NVCC_FLAGS=--resource-usage, whose log lies beside each object

@@ -49,6 +49,9 @@ bench: build ## every CPU benchmark; results go to benchmarks/results
 	for name in attention block_manager engine_step linear overhead replay_trace; do \
 	    PYTHONPATH=. $(PYTHON) benchmarks/$$name.py || exit 1; done
 
+docs: ## the API reference, from the docstrings, in build/docs; needs pdoc (pip install '.[docs]')
+	$(PYTHON) tools/api_docs.py build/docs
+
 report: ## the tables of README.md and docs/ from the recorded figures
 	$(PYTHON) benchmarks/report.py --write
 
@@ -91,4 +94,4 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 clean: ## what was built
 	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test build-asan asan fuzz-calls fuzz bench report plots format lint sanitize-gpu clean
+.PHONY: help build test build-asan asan fuzz-calls fuzz bench docs report plots format lint sanitize-gpu clean

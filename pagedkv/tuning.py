@@ -37,13 +37,19 @@ def tune_linear(
 ) -> int:
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
-    weights: [out_features, in_features] each, on one GPU, unchanged; those alike in shape and strides are timed in
-    turn, so give all layers. out_dtype: "float32", or None for that of the weights. add_to_out: what most calls will
-    say; the choice holds for both. It holds for this process and for x and out that are contiguous and aligned to 256
-    bytes. Products that own kernels compute have no choice, nor has the CPU. What the file does not know takes some 40
-    to 100 ms each, with many rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
+    The choice holds for this process and for x and out that are contiguous and aligned to 256 bytes. Products that own
+    kernels compute have no choice, nor has the CPU. What the file does not know takes some 40 to 100 ms each, with many
+    rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
 
-    Returns how many products were measured. Where the folder cannot be written, this process alone knows them.
+    Args:
+        weights: [out_features, in_features] each, on one GPU, unchanged. Those alike in shape and strides are timed in
+            turn, so give all layers.
+        num_rows: the numbers of rows of x.
+        out_dtype: "float32", or None for that of the weights.
+        add_to_out: what most calls will say; the choice holds for both.
+
+    Returns:
+        How many products were measured. Where the folder cannot be written, this process alone knows them.
     """
     alike = defaultdict(list)
     for weight in map(ops.from_dlpack, weights):

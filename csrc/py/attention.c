@@ -58,32 +58,42 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "max_seqlen_q=None, key_starts=None, table_starts=None, softmax_scale=None, causal=True, window_size=(-1, -1), "
     "softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, "
     "past_is_constant=False, out=None, return_lse=False, stream=None)\n--\n\n"
-    "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n\n"
-    "q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads a multiple of\n" PY_DOC_CACHES
-    "num_kv_heads. block_tables: [num_seqs, max_blocks] int32, page of every block_size keys; a negative entry is\n"
-    "padding. context_lens: [num_seqs] int32, every key that a sequence may see, its new tokens included.\n"
-    "cu_seqlens_q: [num_seqs + 1] int32, the sequences' queries; None: num_tokens / num_seqs each. Rows of out before the\n"
-    "first and after the last are not written (padding).\n"
-    "max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
-    "key_starts: [num_seqs] int32, slots of a sequence's pages in front of its first key; None: 0. So dense keys and\n"
-    "values of ragged sequences, [num_keys, num_kv_heads, head_dim], are one page: k[None], with block_tables zeros.\n"
-    "table_starts: [num_seqs] int32, entries of a sequence's row of block_tables in front of its pages; None: 0. So a\n"
-    "list of the pages of all sequences, one after the other, is every sequence's row: pages.expand(num_seqs, -1).\n"
-    "softmax_scale: None is 1 / sqrt(head_dim). causal: query i of n sees key j iff j <= i + context_len - n.\n"
-    "window_size: (left, right) keys seen beside a query's own position, -1 is unbounded.\n"
-    "softcap: c > 0 makes every logit c * tanh(logit / c).\n"
-    "alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
-    "sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n" PY_DOC_SCALES
-    "of shape [1], [num_kv_heads] or\n[num_seqs, num_kv_heads].\n"
-    "num_splits: parts in which the keys of a sequence are done in parallel; 0 chooses, a number (the most parts) fixes\n"
-    "the order of additions whatever the batch.\n"
-    "plan: what plan_attention returned for the same shapes and lengths, or None: this call makes its own.\n"
-    "past_is_constant=True promises that since the last copy or graph launch on the stream nothing has written\n"
-    "block_tables, or keys and values in front of the queries' own: with a plan, CUDA reads them while the operations\n"
-    "ahead still run.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "A page out of range: the CPU raises ValueError; CUDA masks its keys and records it for check_errors().\n\n"
-    "Returns out, or (out, lse) with lse [num_q_heads, num_tokens] float32, the natural log of the sum of the\n"
-    "exponentials of the logits. A row that sees no key gives 0 and -inf.");
+    "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n"
+    "\n"
+    "Args:\n"
+    "    q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads is a multiple of\n"
+    "        num_kv_heads.\n" PY_DOC_CACHES
+    "    block_tables: [num_seqs, max_blocks] int32, the page of every block_size keys; a negative entry is padding.\n"
+    "    context_lens: [num_seqs] int32, all keys that a sequence has, its new tokens included.\n"
+    "    cu_seqlens_q: [num_seqs + 1] int32, where each sequence's queries begin and end; None: num_tokens / num_seqs\n"
+    "        each. Rows of out before the first and after the last are not written (padding).\n"
+    "    max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"
+    "    key_starts: [num_seqs] int32, slots of a sequence's pages in front of its first key; None: 0. So dense keys\n"
+    "        and values of ragged sequences, [num_keys, num_kv_heads, head_dim], are one page: k[None], with\n"
+    "        block_tables zeros.\n"
+    "    table_starts: [num_seqs] int32, entries of a sequence's row of block_tables in front of its pages; None: 0.\n"
+    "        So a list of the pages of all sequences, one after the other, is every sequence's row:\n"
+    "        pages.expand(num_seqs, -1).\n"
+    "    softmax_scale: what the dot products are multiplied by; None: 1 / sqrt(head_dim).\n"
+    "    causal: query i of n sees key j where j <= i + context_len - n.\n"
+    "    window_size: (left, right), keys seen on either side of a query's own position; -1 is unbounded.\n"
+    "    softcap: c > 0 makes every logit c * tanh(logit / c).\n"
+    "    alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
+    "    sinks: [num_q_heads] float32, a logit that joins the softmax and has no value.\n"
+    "    k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 of shape\n"
+    "        [1], [num_kv_heads] or [num_seqs, num_kv_heads].\n"
+    "    num_splits: parts in which the keys of a sequence are done in parallel. 0 chooses; a number (the most parts)\n"
+    "        fixes the order of additions whatever the batch.\n"
+    "    plan: what plan_attention returned for the same shapes and lengths; None: this call makes its own.\n"
+    "    past_is_constant: True promises that since the last copy or graph launch on the stream nothing has written\n"
+    "        block_tables, or keys and values in front of the queries' own. With a plan, CUDA then reads them while\n"
+    "        the operations before this one still run.\n" PY_DOC_OUT
+    "    return_lse: True returns lse, too.\n" PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, or (out, lse). lse is [num_q_heads, num_tokens] float32: the natural log of the sum of the exponentials\n"
+    "        of the logits. A row that sees no key gives 0 and -inf.\n" PY_DOC_RAISES
+    "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     /* clang-format off */
@@ -119,15 +129,20 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "max_seqlen_q=None, key_starts=None, table_starts=None, causal=True, window_size=(-1, -1), num_splits=0, out=None, "
     "stream=None)\n--\n\n"
     "Divides a batch among the processors of a GPU, once for all layers of a step: with plan=plan, no call of\n"
-    "paged_attention_fwd has to do it for itself.\n\n"
+    "paged_attention_fwd has to do it for itself.\n"
+    "\n"
     "The arguments are those of paged_attention_fwd. Of q, the caches and the tables only shapes, strides and dtypes\n"
-    "count, of context_lens, cu_seqlens_q, key_starts and table_starts the numbers: where those change, the plan must be\n"
-    "made again (out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n" PY_DOC_OUT
-        PY_DOC_STREAM PY_DOC_ERRORS
-    "A plan for other shapes is refused, or masked and recorded for check_errors(), as is one for other lengths.\n\n"
-    "Returns an int32 tensor [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on\n"
-    "the CPU. out may have more rows, which are left as they are. With num_splits=0 n is at most num_seqs +\n"
-    "num_tokens * num_q_heads / num_kv_heads / 8 + 4096.");
+    "count; of context_lens, cu_seqlens_q, key_starts and table_starts the numbers. Where those change, the plan must\n"
+    "be made again (out=plan), inside a CUDA graph too, where every replay plans for the lengths that it finds.\n"
+    "\n"
+    "Args:\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    int32 [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on the CPU. out\n"
+    "        may have more rows, which are left as they are. With num_splits=0, n is at most num_seqs + num_tokens *\n"
+    "        num_q_heads / num_kv_heads / 8 + 4096.\n" PY_DOC_RAISES
+    "        paged_attention_fwd refuses a plan for other shapes or lengths, or masks and records it for\n"
+    "        check_errors().\n");
 PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { CAUSAL = NUM_BATCH, WINDOW_SIZE, NUM_SPLITS, OUT, STREAM };

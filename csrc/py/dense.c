@@ -5,11 +5,16 @@
 
 const char py_embedding_doc[] = PyDoc_STR(
     "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
-    "out[t] = weight[token_ids[t]].\n\n"
-    "token_ids: [num_tokens] int32 or int64. weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n"
-    "Returns out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "An id outside of the table raises ValueError on the CPU before anything is written; CUDA writes zeros and\n"
-    "records it for check_errors().");
+    "out[t] = weight[token_ids[t]].\n"
+    "\n"
+    "Args:\n"
+    "    token_ids: [num_tokens] int32 or int64.\n"
+    "    weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_RAISES
+    "        An id outside of the table is a ValueError on the CPU; CUDA writes zeros and records it for\n"
+    "        check_errors().\n");
 PyObject *py_embedding(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { TOKEN_IDS, WEIGHT, OUT, STREAM };
@@ -24,11 +29,15 @@ PyObject *py_embedding(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 
 const char py_gather_rows_doc[] = PyDoc_STR(
     "gather_rows($module, x, indices, *, out=None, stream=None)\n--\n\n"
-    "out[i] = x[indices[i]]: for example the last token of every sequence before the LM head.\n\n"
-    "x: [num_rows, row_size] float32, float16 or bfloat16. indices: [num_indices] int32 or int64.\n"
-    "Returns out, [num_indices, row_size] of x's dtype.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "An index out of range raises ValueError on the CPU before anything is written; CUDA writes zeros and records it\n"
-    "for check_errors().");
+    "out[i] = x[indices[i]]: for example the last token of every sequence before the LM head.\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, row_size] float32, float16 or bfloat16.\n"
+    "    indices: [num_indices] int32 or int64.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_indices, row_size] of x's dtype.\n" PY_DOC_RAISES
+    "        An index out of range is a ValueError on the CPU; CUDA writes zeros and records it for check_errors().\n");
 PyObject *py_gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, INDICES, OUT, STREAM };
@@ -44,11 +53,17 @@ PyObject *py_gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 const char py_rms_norm_doc[] = PyDoc_STR(
     "rms_norm($module, x, weight, eps=1e-06, *, residual=None, out=None, stream=None)\n--\n\n"
-    "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n\n"
-    "x: [num_rows, row_size] float32, float16 or bfloat16. weight: [row_size] of the same dtype.\n"
-    "residual: like x, updated in place: residual += x first, rounded to its dtype, and the sum is what is\n"
-    "normalised. x itself is never changed, unless it is given as out: out may be x.\n" PY_DOC_OUT PY_DOC_STREAM
-        PY_DOC_ERRORS);
+    "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, row_size] float32, float16 or bfloat16. It is never changed, unless it is given as out.\n"
+    "    weight: [row_size] of the same dtype.\n"
+    "    eps: what keeps a row of zeros from a division by zero.\n"
+    "    residual: like x, updated in place: residual += x first, rounded to its dtype, and the sum is what is\n"
+    "        normalised.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows, row_size] of x's dtype.\n" PY_DOC_RAISES);
 PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, EPS, RESIDUAL, OUT, STREAM };
@@ -65,10 +80,17 @@ PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 
 const char py_scale_columns_doc[] = PyDoc_STR(
     "scale_columns($module, x, factors, *, out=None, stream=None)\n--\n\n"
-    "out = x * factors: every column by its factor, rounded once. It folds the weight of a norm into that of the\n"
-    "product after it, because linear(x * factors, weight) is linear(x, scale_columns(weight, factors)).\n\n"
-    "x: [num_rows, row_size] float32, float16 or bfloat16. factors: [row_size] of the same dtype. out may be x.\n" PY_DOC_OUT
-        PY_DOC_STREAM PY_DOC_ERRORS);
+    "out = x * factors: every column by its factor, rounded once.\n"
+    "\n"
+    "It folds the weight of a norm into that of the product after it, because linear(x * factors, weight) is\n"
+    "linear(x, scale_columns(weight, factors)).\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, row_size] float32, float16 or bfloat16. It may be out.\n"
+    "    factors: [row_size] of the same dtype.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows, row_size] of x's dtype.\n" PY_DOC_RAISES);
 PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, FACTORS, OUT, STREAM };
@@ -85,9 +107,13 @@ PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t n
 const char py_silu_and_mul_doc[] = PyDoc_STR(
     "silu_and_mul($module, x, *, out=None, stream=None)\n--\n\n"
     "out = silu(x[:, :n]) * x[:, n:] with silu(a) = a / (1 + exp(-a)): gate and up projection side by side (SwiGLU,\n"
-    "Shazeer 2020).\n\n"
-    "x: [num_rows, 2 * n] float32, float16 or bfloat16. Returns out, [num_rows, n] of x's dtype.\n" PY_DOC_OUT
-        PY_DOC_STREAM PY_DOC_ERRORS);
+    "Shazeer 2020).\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, 2 * n] float32, float16 or bfloat16.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows, n] of x's dtype.\n" PY_DOC_RAISES);
 PyObject *py_silu_and_mul(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, OUT, STREAM };

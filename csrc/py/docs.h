@@ -4,20 +4,25 @@
 
 /* clang-format off */
 #define PY_DOC_OUT \
-    "out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out,\n" \
-    "NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
+    "    out: where to write; left out, a new tensor in the framework of the first tensor argument: torch in, torch out,\n" \
+    "        NumPy in, NumPy out where NumPy has the dtype, otherwise pagedkv.Tensor.\n"
 #define PY_DOC_STREAM \
-    "stream: a cudaStream_t as int, or an object with `cuda_stream`; default: see pagedkv.Stream. Ignored on the CPU.\n" \
-    "Nothing is waited for.\n"
-#define PY_DOC_ERRORS \
-    "Shapes and values raise ValueError, dtypes TypeError, strides, read-only memory and devices BufferError; after an\n" \
-    "error nothing was written. BufferError, too, where what is written shares memory with another argument and nothing\n" \
-    "here allows it; tensors that interleave in one buffer share none.\n"
+    "    stream: a cudaStream_t as int, or an object with `cuda_stream`; default: see pagedkv.Stream. Nothing is waited\n" \
+    "        for. Ignored on the CPU.\n"
+/* Sentences about one operation's own ValueErrors may follow, as more lines of the last entry. */
+#define PY_DOC_RAISES \
+    "\nRaises:\n" \
+    "    TypeError: a dtype.\n" \
+    "    BufferError: strides, read-only memory, devices; and memory that is written, and that another argument shares\n" \
+    "        where nothing here allows it. Tensors that interleave in one buffer share none.\n" \
+    "    ValueError: a shape or a number. After any error nothing was written.\n"
 #define PY_DOC_CACHES \
-    "k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same float dtype, or float8_e4m3fn.\n"
+    "    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same dtype, or float8_e4m3fn.\n"
 #define PY_DOC_SLOTS \
-    "slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one stores nothing.\n"
-#define PY_DOC_SCALES "k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 "
+    "    slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one stores nothing.\n"
+#define PY_DOC_SCALES \
+    "    k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 of shape [1] or\n" \
+    "        [num_kv_heads].\n"
 /* clang-format on */
 
 #endif

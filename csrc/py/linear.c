@@ -9,18 +9,26 @@
 const char py_linear_doc[] = PyDoc_STR(
     "linear($module, x, weight, bias=None, *, gate_up=None, rms_eps=None, add_to_out=False, weight_is_constant=False, "
     "out=None, stream=None)\n--\n\n"
-    "out = x @ weight.T + bias, accumulated in float32.\n\n"
-    "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [out_features, in_features], bias:\n"
-    "[out_features], of x's dtype. Returns out, [num_rows, out_features] of x's dtype (a given one: or float32).\n"
-    "With gate_up, [num_rows, out_features] of x's dtype, which is memory for the product, the result is\n"
-    "silu_and_mul(product), [num_rows, out_features / 2]. What gate_up holds afterwards is undefined: few rows on a GPU\n"
-    "do not need it, because one kernel does all of it. With rms_eps too, the rows of the product are divided by\n"
-    "sqrt(mean(x^2) + rms_eps) of their row of x first: the norm of a model whose weight is part of this one (see\n"
-    "scale_columns). The product itself must fit x's dtype; without a bias.\n"
-    "add_to_out=True adds to a given out, before it is rounded.\n"
-    "weight_is_constant=True promises that nothing which is queued on the stream and not done yet writes the weights.\n"
-    "Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the same; a broken\n"
-    "promise may read old weights.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS);
+    "out = x @ weight.T + bias, accumulated in float32.\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, in_features] float32, float16 or bfloat16.\n"
+    "    weight: [out_features, in_features] of x's dtype.\n"
+    "    bias: [out_features] of x's dtype.\n"
+    "    gate_up: [num_rows, out_features] of x's dtype, memory for the product, without a bias: the result is then\n"
+    "        silu_and_mul(product). What gate_up holds afterwards is undefined: few rows on a GPU do not need it,\n"
+    "        because one kernel does all of it.\n"
+    "    rms_eps: with gate_up, the rows of the product are divided by sqrt(mean(x^2) + rms_eps) of their row of x\n"
+    "        first: the norm of a model whose weight is part of this one (see scale_columns). The product itself must\n"
+    "        fit x's dtype.\n"
+    "    add_to_out: True adds to a given out, before it is rounded.\n"
+    "    weight_is_constant: True promises that nothing which is queued on the stream and not done yet writes the\n"
+    "        weights. Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the\n"
+    "        same; a broken promise may read old weights.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows, out_features] of x's dtype (a given one may be float32); with gate_up [num_rows,\n"
+    "        out_features / 2].\n" PY_DOC_RAISES);
 PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, BIAS, GATE_UP, RMS_EPS, ADD_TO_OUT, WEIGHT_IS_CONSTANT, OUT, STREAM };
@@ -60,10 +68,16 @@ static bool read_algorithm(py_call *call, int index, pk_linear_algorithm *algori
 
 const char py_linear_algorithms_doc[] = PyDoc_STR(
     "linear_algorithms($module, x, weight, *, near=None, out)\n--\n\n"
-    "(library, algorithms): what could compute linear(x, weight, out=out) on a GPU. `library` names the GPU and the\n"
-    "version of cuBLASLt, and the algorithms, bytes for use_linear_algorithm, are good for these alone; its own\n"
-    "favourite comes first. With `near`, one of them, those that compute the same tiles in another order or other\n"
-    "clusters. No algorithms where own kernels answer. Nothing is computed. See tune_linear." PY_DOC_ERRORS);
+    "What could compute linear(x, weight, out=out) on a GPU. Nothing is computed. See tune_linear.\n"
+    "\n"
+    "Args:\n"
+    "    x, weight, out: those of linear.\n"
+    "    near: one of the algorithms: only those that compute the same tiles in another order or other clusters.\n"
+    "\n"
+    "Returns:\n"
+    "    (library, algorithms). `library` names the GPU and the version of cuBLASLt, for which alone the algorithms\n"
+    "        are good: bytes for use_linear_algorithm, the library's own favourite first. None where own kernels\n"
+    "        answer.\n" PY_DOC_RAISES);
 PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, NEAR, OUT };
@@ -88,9 +102,15 @@ PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize
 
 const char py_use_linear_algorithm_doc[] = PyDoc_STR(
     "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
-    "Lets later calls like linear(x, weight, out=out) (same shapes, strides, dtypes and alignment; any bias) use one of\n"
-    "linear_algorithms(x, weight, out=out); and those of fewer rows, but more than half as many, that have none of their\n"
-    "own and come later for the first time. ValueError if cuBLASLt does not accept it for them." PY_DOC_ERRORS);
+    "Lets later calls like linear(x, weight, out=out) use one algorithm of linear_algorithms(x, weight, out=out).\n"
+    "\n"
+    "Alike are calls of the same shapes, strides, dtypes and alignment, with any bias; and calls of fewer rows, but\n"
+    "more than half as many, that have no algorithm of their own and come later for the first time.\n"
+    "\n"
+    "Args:\n"
+    "    x, weight, out: those of linear.\n"
+    "    algorithm: bytes, from linear_algorithms.\n" PY_DOC_RAISES
+    "        An algorithm that cuBLASLt does not accept for these arguments is a ValueError.\n");
 PyObject *py_use_linear_algorithm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, ALGORITHM, OUT };

@@ -5,11 +5,14 @@
 
 const char py_bias_logits_doc[] = PyDoc_STR(
     "bias_logits($module, logits, rows, token_ids, values, *, stream=None)\n--\n\n"
-    "logits[rows[i], token_ids[i]] += values[i], in place. -inf forbids a token.\n\n"
-    "logits: [num_rows, vocab_size] float32. rows, token_ids: [n] int32. values: [n] float32. A pair of row and token\n"
-    "that is there twice gets both values; on CUDA their order is not fixed.\n" PY_DOC_STREAM PY_DOC_ERRORS
-    "A row or a token outside of logits raises ValueError on the CPU, and nothing is changed; CUDA leaves it out and\n"
-    "records it for check_errors().");
+    "logits[rows[i], token_ids[i]] += values[i], in place. -inf forbids a token.\n"
+    "\n"
+    "Args:\n"
+    "    logits: [num_rows, vocab_size] float32.\n"
+    "    rows, token_ids: [n] int32. A pair that is there twice gets both values; on CUDA their order is not fixed.\n"
+    "    values: [n] float32.\n" PY_DOC_STREAM PY_DOC_RAISES
+    "        A row or a token outside of logits is a ValueError on the CPU; CUDA leaves it out and records it for\n"
+    "        check_errors().\n");
 PyObject *py_bias_logits(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { LOGITS, ROWS, TOKEN_IDS, VALUES, STREAM };
@@ -24,14 +27,16 @@ PyObject *py_bias_logits(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 const char py_mask_logits_doc[] = PyDoc_STR(
     "mask_logits($module, logits, bitmask, rows=None, *, stream=None)\n--\n\n"
-    "Makes the logits of forbidden tokens -inf, in place.\n\n"
-    "logits: [num_rows, vocab_size] float32.\n"
-    "bitmask: [n, ceil(vocab_size / 32)] int32, a mask for a row each: token t may be sampled where bit t % 32 of word\n"
-    "t // 32 is 1 (the format of xgrammar's masks). Bits beyond the vocabulary say nothing.\n"
-    "rows: [n] int32, the row of logits that each mask is for; a row may have several masks. None: mask i is for row\n"
-    "i, and n is num_rows.\n" PY_DOC_STREAM PY_DOC_ERRORS
-    "A row outside of logits raises ValueError on the CPU, and nothing is changed; CUDA leaves it out and records it\n"
-    "for check_errors().");
+    "Makes the logits of forbidden tokens -inf, in place.\n"
+    "\n"
+    "Args:\n"
+    "    logits: [num_rows, vocab_size] float32.\n"
+    "    bitmask: [n, ceil(vocab_size / 32)] int32, a mask for a row each: token t may be sampled where bit t % 32 of\n"
+    "        word t // 32 is 1 (the format of xgrammar's masks). Bits beyond the vocabulary say nothing.\n"
+    "    rows: [n] int32, the row of logits that each mask is for; a row may have several masks. None: mask i is for\n"
+    "        row i, and n is num_rows.\n" PY_DOC_STREAM PY_DOC_RAISES
+    "        A row outside of logits is a ValueError on the CPU; CUDA leaves it out and records it for\n"
+    "        check_errors().\n");
 PyObject *py_mask_logits(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { LOGITS, BITMASK, ROWS, STREAM };

@@ -6,11 +6,16 @@
 
 const char py_merge_attention_states_doc[] = PyDoc_STR(
     "merge_attention_states($module, o, lse, *, out=None, return_lse=False, stream=None)\n--\n\n"
-    "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n\n"
-    "o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. lse: [num_parts, num_heads,\n"
-    "num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts nothing. Where there is one part, out\n"
-    "may be that part.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "\nReturns out [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens].");
+    "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n"
+    "\n"
+    "Args:\n"
+    "    o: [num_parts, num_tokens, num_heads, head_dim] float32, float16 or bfloat16. Where there is one part, out\n"
+    "        may be that part.\n"
+    "    lse: [num_parts, num_heads, num_tokens] float32, as paged_attention_fwd gives it; a part with -inf counts\n"
+    "        nothing.\n" PY_DOC_OUT "    return_lse: True returns L, too.\n" PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens] float32.\n" PY_DOC_RAISES);
 PyObject *py_merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { O, LSE, OUT, RETURN_LSE, STREAM };

@@ -10,16 +10,23 @@ const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
     "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
     "stream=None)\n--\n\n"
-    "All that attention does after a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys and\n"
-    "values, then causal paged_attention_fwd(q, ...). For up to 64 sequences with one token each, a GPU does both in one\n"
-    "kernel, which can start while the projection still runs.\n\n"
-    "The arguments are those of the two; plan is what plan_attention returned for q. Where a token's slot is not\n"
-    "negative, it must be its own in block_tables, or one that is not read here. A scale has one number, or one a KV\n"
-    "head.\n"
-    "past_is_constant=True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
-    "block_tables.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "An id out of range is treated as by the two operations.\n\n"
-    "Returns out, [num_tokens, num_q_heads, head_dim].");
+    "All that attention does after a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys\n"
+    "and values, then causal paged_attention_fwd(q, ...). For up to 64 sequences with one token each, a GPU does both\n"
+    "in one kernel, which can start while the projection still runs.\n"
+    "\n"
+    "The arguments are those of the two operations, but for these.\n"
+    "\n"
+    "Args:\n"
+    "    slot_mapping: where a token's slot is not negative, it must be its own in block_tables, or one that is not\n"
+    "        read here.\n"
+    "    k_scale, v_scale: one number, or one per KV head.\n"
+    "    plan: what plan_attention returned for q.\n"
+    "    past_is_constant: True promises the same of positions, slot_mapping, cos_sin, q_weight and k_weight as of\n"
+    "        block_tables.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_tokens, num_q_heads, head_dim].\n" PY_DOC_RAISES
+    "        An id out of range is treated as by the two operations.\n");
 PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     /* clang-format off */

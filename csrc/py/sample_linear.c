@@ -7,14 +7,22 @@
 const char py_sample_linear_doc[] = PyDoc_STR(
     "sample_linear($module, x, weight, temperatures, seeds, positions, *, logits, weight_is_constant=False, out=None, "
     "stream=None)\n--\n\n"
-    "The tokens that sample takes of the logits x @ weight.T, accumulated in float32: the head of a model and the draw.\n\n"
-    "x: [num_rows, in_features] float32, float16 or bfloat16. weight: [vocab_size, in_features] of x's dtype.\n"
-    "temperatures, seeds, positions: one number per row, see sample. Returns out, [num_rows] int32.\n"
-    "logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where a\n"
-    "kernel of a GPU does all of it, no logits are ever in memory. It adds in an order of its own, so a near tie may\n"
-    "fall the other way than with linear and sample.\n"
-    "weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM PY_DOC_ERRORS
-    "What sample refuses is refused as there: by name on the CPU, with -1 and check_errors() on CUDA.");
+    "The tokens that sample takes of the logits x @ weight.T, accumulated in float32: the head of a model and the\n"
+    "draw.\n"
+    "\n"
+    "It adds in an order of its own, so a near tie may fall the other way than with linear and sample.\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_rows, in_features] float32, float16 or bfloat16.\n"
+    "    weight: [vocab_size, in_features] of x's dtype.\n"
+    "    temperatures, seeds, positions: one number per row, see sample.\n"
+    "    logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where\n"
+    "        one kernel of a GPU does all of it, no logits are ever in memory.\n"
+    "    weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows] int32.\n" PY_DOC_RAISES
+    "        What sample refuses is refused as there: by name on the CPU, with -1 and check_errors() on CUDA.\n");
 PyObject *py_sample_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, TEMPERATURES, SEEDS, POSITIONS, LOGITS, WEIGHT_IS_CONSTANT, OUT, STREAM };

@@ -6,12 +6,13 @@
 const char py_store_kvcache_doc[] = PyDoc_STR(
     "store_kvcache($module, key, value, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None, stream=None)\n"
     "--\n\n"
-    "Writes new keys and values into their pages, in place.\n\n"
-    "key, value: [num_tokens, num_kv_heads, head_dim] float32, float16 or bfloat16; the last dimension dense, so\n"
-    "slices of a fused qkv projection are taken as they are.\n" PY_DOC_CACHES PY_DOC_SLOTS PY_DOC_SCALES
-    "of shape [1] or [num_kv_heads].\n" PY_DOC_STREAM PY_DOC_ERRORS
-    "A slot outside of the pool: the CPU raises ValueError before anything is written; CUDA skips it and records it\n"
-    "for check_errors().");
+    "Writes new keys and values into their pages, in place.\n"
+    "\n"
+    "Args:\n"
+    "    key, value: [num_tokens, num_kv_heads, head_dim] float32, float16 or bfloat16; the last dimension dense, so\n"
+    "        slices of a fused qkv projection are taken as they are.\n" PY_DOC_CACHES PY_DOC_SLOTS PY_DOC_SCALES
+        PY_DOC_STREAM PY_DOC_RAISES
+    "        A slot outside of the pool is a ValueError on the CPU; CUDA skips it and records it for check_errors().\n");
 PyObject *py_store_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { KEY, VALUE, K_CACHE, V_CACHE, SLOT_MAPPING, K_SCALE, V_SCALE, STREAM };

@@ -12,10 +12,13 @@ PyDoc_STRVAR(
     empty_doc,
     "empty($module, shape, dtype=\"float32\", device=\"cpu\", *, pinned=False)\n--\n\n"
     "A new Tensor, contiguous, whose elements are not initialised.\n\n"
-    "shape: an int or a sequence of at most 8. dtype: a name (\"bfloat16\") or a torch or NumPy dtype. device:\n"
-    "\"cpu\", \"cuda\", \"cuda:1\". The memory is aligned to 64 bytes or better. MemoryError: not enough.\n"
-    "pinned: on the CPU, memory that GPUs copy by themselves while the host goes on (see copy_). It cannot be swapped\n"
-    "out and is slow to make: for buffers that live long. Needs CUDA.");
+    "Args:\n"
+    "    shape: an int or a sequence of at most 8.\n"
+    "    dtype: a name (\"bfloat16\") or a torch or NumPy dtype.\n"
+    "    device: \"cpu\", \"cuda\", \"cuda:1\".\n"
+    "    pinned: on the CPU, memory that GPUs copy by themselves while the host goes on (see copy_). It cannot be\n"
+    "        swapped out and is slow to make: for buffers that live long. Needs CUDA.\n\n"
+    "The memory is aligned to 64 bytes or better. MemoryError: there is not enough.");
 static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { SHAPE, DTYPE, DEVICE, PINNED, COUNT };
@@ -184,10 +187,13 @@ PyDoc_STRVAR(
     asarray_doc,
     "asarray($module, obj, dtype=None, device=None)\n--\n\n"
     "A Tensor of `obj`: the same memory where dtype and device are right already, otherwise a contiguous copy.\n\n"
-    "obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is given.\n"
-    "dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates at\n"
-    "448); integers that do not fit raise ValueError. device: \"cpu\", \"cuda\", \"cuda:1\"; a copy comes after what\n"
-    "the object's framework has queued so far, and only a copy to the CPU is waited for.");
+    "Args:\n"
+    "    obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is\n"
+    "        given.\n"
+    "    dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates\n"
+    "        at 448); integers that do not fit raise ValueError.\n"
+    "    device: \"cpu\", \"cuda\", \"cuda:1\". A copy comes after what the object's framework has queued so far, and\n"
+    "        only a copy to the CPU is waited for.");
 static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { OBJ, DTYPE, DEVICE, COUNT };

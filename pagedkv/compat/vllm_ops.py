@@ -18,6 +18,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pagedkv.compat.vllm_ops needs PyTorch (package torch), which is not installed") from error
 
+__all__ = ["flash_attn_varlen_func", "reshape_and_cache_flash"]
+
 UNSCALED = ("auto", "float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")
 
@@ -34,14 +36,14 @@ def reshape_and_cache_flash(
 ) -> None:
     """Stores new keys and values in their pages, in place.
 
-    key, value: [num_tokens or more, num_heads, head_size]: slot_mapping says how many rows count.
-    key_cache, value_cache: [num_blocks, block_size, num_heads, head_size] with any strides, the last one 1.
-    slot_mapping: [num_tokens] int64 or int32, page * block_size + offset; a negative one stores nothing.
-    kv_cache_dtype: "auto", "float16" or "bfloat16" for caches of key's dtype; "fp8" or "fp8_e4m3" for float8_e4m3fn or
-    its bytes (uint8), which then hold key / k_scale and value / v_scale.
-    k_scale, v_scale: float32 of one element or of [num_heads]; not looked at where the caches are not fp8.
-
-    "fp8_e5m2" raises NotImplementedError, other words RuntimeError.
+    Args:
+        key, value: [num_tokens or more, num_heads, head_size]: slot_mapping says how many rows count.
+        key_cache, value_cache: [num_blocks, block_size, num_heads, head_size] with any strides, the last one 1.
+        slot_mapping: [num_tokens] int64 or int32, page * block_size + offset; a negative one stores nothing.
+        kv_cache_dtype: "auto", "float16" or "bfloat16" for caches of key's dtype; "fp8" or "fp8_e4m3" for
+            float8_e4m3fn or its bytes (uint8), which then hold key / k_scale and value / v_scale. "fp8_e5m2" raises
+            NotImplementedError, other words RuntimeError.
+        k_scale, v_scale: float32 of one element or of [num_heads]; not looked at where the caches are not fp8.
     """
     num_tokens = slot_mapping.shape[0]
     scales = {}
@@ -97,25 +99,35 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of ragged queries over pages, or over ragged keys and values.
 
-    q: [total_q, num_heads, head_dim] float32, float16 or bfloat16. cu_seqlens_q: int32 [batch + 1].
-    With block_table (int32 [batch, max_blocks]): k, v [num_blocks, block_size, num_kv_heads, head_dim] and
-    seqused_k (int32 [batch]), the keys of each sequence. Without: k, v [total_k, num_kv_heads, head_dim] and
-    cu_seqlens_k (int32 [batch + 1]), where the keys of each sequence begin and end; seqused_k may cut them where
-    fa_version is 4. max_seqlen_q must be an upper bound; max_seqlen_k is not looked at.
-    causal and window_size (left, right) align the last query with the last key; -1 is no bound.
-    alibi_slopes: float32 [num_heads] or [batch, num_heads]. s_aux: [num_heads], a logit that joins each softmax.
-    k_descale, v_descale: float32 [batch, num_kv_heads] (or [1], [num_kv_heads]) of float8_e4m3fn keys and values.
-    num_splits: 0 chooses; any other number fixes the order of additions whatever the batch.
+    Args:
+        q: [total_q, num_heads, head_dim] float32, float16 or bfloat16.
+        k, v: with block_table, pages [num_blocks, block_size, num_kv_heads, head_dim]; without, [total_k, num_kv_heads,
+            head_dim].
+        max_seqlen_q: an upper bound. max_seqlen_k is not looked at.
+        cu_seqlens_q: int32 [batch + 1], where the queries of each sequence begin and end.
+        cu_seqlens_k: int32 [batch + 1], without block_table: the same of its keys.
+        seqused_k: int32 [batch], with block_table: the keys of each sequence. Without, they may cut the keys where
+            fa_version is 4.
+        block_table: int32 [batch, max_blocks].
+        causal, window_size: the last query is aligned with the last key. (left, right) keys are seen beside a query's
+            own; -1 is no bound.
+        alibi_slopes: float32 [num_heads] or [batch, num_heads].
+        s_aux: [num_heads], a logit that joins each softmax.
+        k_descale, v_descale: float32 [batch, num_kv_heads] (or [1], [num_kv_heads]) of float8_e4m3fn keys and values.
+        num_splits: 0 chooses; any other number fixes the order of additions whatever the batch.
+        fa_version: 2, 3 and 4 compute the same, with all options; but the log-sum-exp of a query that sees no key is
+            inf for 2 and -inf for the others.
 
-    fa_version 2, 3 and 4 compute the same, with all options; but the log-sum-exp of a query that sees no key is inf for
-    2 and -inf for the others. deterministic, return_attn_probs, scheduler_metadata, cp_rank, cp_tot_seqused_k and
-    aux_tensor_leading_dims change nothing.
+    deterministic, return_attn_probs, scheduler_metadata, cp_rank, cp_tot_seqused_k and aux_tensor_leading_dims change
+    nothing.
 
-    Raises NotImplementedError for dropout_p, q_v, output_scale, cp_world_size, mask_mod, block_sparse_tensors,
-    aux_tensors, dynamic_causal, gather_kv_indices and gather_kv_valid_length, and for q in fp8; AssertionError where
-    lengths are missing or given twice.
+    Returns:
+        out [total_q, num_heads, head_dim], or (out, lse) with lse float32 [num_heads, total_q].
 
-    Returns out [total_q, num_heads, head_dim], or (out, lse) with lse float32 [num_heads, total_q].
+    Raises:
+        NotImplementedError: dropout_p, q_v, output_scale, cp_world_size, mask_mod, block_sparse_tensors, aux_tensors,
+            dynamic_causal, gather_kv_indices and gather_kv_valid_length, and q in fp8.
+        AssertionError: lengths are missing or given twice.
     """
     refuse(
         dropout_p=dropout_p, q_v=q_v, output_scale=output_scale, cp_world_size=cp_world_size - 1, mask_mod=mask_mod,

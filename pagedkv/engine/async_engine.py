@@ -54,7 +54,8 @@ class AsyncEngine:
             async for output in engine.generate("Hello", SamplingParams(max_tokens=100), "request-1"):
                 print(output.outputs[0].text)
 
-    model    a folder, with the options of Engine; or an Engine, which other threads may use at the same time
+    Args:
+        model: a folder, with the options of Engine; or an Engine, which other threads may use at the same time
 
     A thread steps the engine while there are requests. Cancelling the task that reads the outputs aborts its request.
     """

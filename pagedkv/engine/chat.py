@@ -56,13 +56,14 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat.
 
-        messages  dicts with a "role", and mostly "content"
-        tools     JSON schemas of functions that the model may call
-        template  the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given and
-                  there is one, else "default"
-        add_generation_prompt   ends with what begins an answer
-        continue_final_message  ends within the last message, which the model goes on with
-        options   variables of the template
+        Args:
+            messages: dicts with a "role", and mostly "content"
+            tools: JSON schemas of functions that the model may call
+            template: the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given
+                and there is one, else "default"
+            add_generation_prompt: ends with what begins an answer
+            continue_final_message: ends within the last message, which the model goes on with
+            options: variables of the template
         """
         check_messages(messages)
         if continue_final_message and add_generation_prompt:

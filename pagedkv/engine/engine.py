@@ -30,31 +30,31 @@ T = TypeVar("T")
 class Engine:
     """Continuous batching for a Qwen3 folder in the Hugging Face layout.
 
-    model                   folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging
-                            Face hub, such as "Qwen/Qwen3-0.6B" (see model_folder)
-    revision                of a name on the hub: a branch, a tag or a commit
-    device                  "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
-    load_format             "auto": the safetensors of the folder; "dummy": random weights, to measure speed
-    dtype                   "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
-    kv_cache_dtype          "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time
-                            that a GPU's decode spends reading it
-    block_size              tokens in a page, and the least that prompts share of their cache; a GPU reads pages of 256
-                            0.5 to 1 % faster
-    num_blocks              pages in the pool; None: as many as kv_cache_memory holds
-    kv_cache_memory         bytes; None: on a GPU what gpu_memory_utilization leaves; on the CPU what max_num_seqs
-                            sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, at
-                            least one sequence
-    gpu_memory_utilization  share of a GPU's memory that is in use at the end, by the weights, the scratch memory of
-                            operations, graphs, and the pool; what others use of it counts, too
-    enforce_eager           no CUDA graphs: the same tokens, slower, with less to do at the start
-    swap_space              bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
-                            computed again later. 0: all of it
-    max_num_seqs            sequences that run (hold pages) at a time
-    max_num_batched_tokens  tokens computed in a step: prompts are cut into chunks to fit
-    max_model_len           prompt and new tokens of a request at most; None: the model's own limit
-    enable_prefix_caching   compute a common beginning of prompts once
-    eviction                "reuse" keeps cached pages longer that were found again; "lru": see BlockManager
-    seed                    of the seeds drawn for requests without one; None: from the operating system
+    Args:
+        model: folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging Face hub,
+            such as "Qwen/Qwen3-0.6B" (see model_folder)
+        revision: of a name on the hub: a branch, a tag or a commit
+        device: "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
+        load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
+        dtype: "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
+        kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
+            a GPU's decode spends reading it
+        block_size: tokens in a page, and the least that prompts share of their cache; with pages of 256 a GPU is
+            0.5 to 1 % faster
+        num_blocks: pages in the pool; None: as many as kv_cache_memory holds
+        kv_cache_memory: bytes; None: on a GPU what gpu_memory_utilization leaves; on the CPU what max_num_seqs
+            sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, at least one sequence
+        gpu_memory_utilization: share of a GPU's memory that is in use at the end, by the weights, the scratch memory of
+            operations, graphs, and the pool; what others use of it counts, too
+        enforce_eager: no CUDA graphs: the same tokens, slower, with less to do at the start
+        swap_space: bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
+            computed again later. 0: all of it
+        max_num_seqs: sequences that run (hold pages) at a time
+        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit
+        max_model_len: prompt and new tokens of a request at most; None: the model's own limit
+        enable_prefix_caching: compute a common beginning of prompts once
+        eviction: "reuse" keeps cached pages longer that were found again; "lru": see BlockManager
+        seed: of the seeds drawn for requests without one; None: from the operating system
 
     To look at: `config`, `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`, `memory`
     (on a GPU, bytes by what they are for, as the driver counts them at the start; graphs of steps that filter, penalise
@@ -105,10 +105,11 @@ class Engine:
     ) -> str:
         """Queues a request, whose outputs step() returns, and returns its id.
 
-        prompt      a text, or token ids
-        request_id  a string that no other request has now; None: a number
-        priority    lower ones are served first, and take the places of higher ones
-        salt        requests share cached pages with those of the same salt only
+        Args:
+            prompt: a text, or token ids
+            request_id: a string that no other request has now; None: a number
+            priority: lower ones are served first, and take the places of higher ones
+            salt: requests share cached pages with those of the same salt only
 
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.

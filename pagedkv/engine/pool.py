@@ -15,7 +15,8 @@ from .sampling_params import check_int
 class Pool:
     """The block manager's pages and the memory behind them. All but wanted_blocks() is for between two steps.
 
-    identity  whose pages they are: see snapshot.py
+    Args:
+        identity: whose pages they are: see snapshot.py
     """
 
     def __init__(self, manager: BlockManager, runner: ModelRunner, identity: dict[str, str]) -> None:

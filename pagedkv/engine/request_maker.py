@@ -19,7 +19,8 @@ from .tokenizer import Tokenizer
 class RequestMaker:
     """Works on the caller's time: any thread may call it.
 
-    seed  of the seeds drawn for requests without one; None: from the operating system
+    Args:
+        seed: of the seeds drawn for requests without one; None: from the operating system
     """
 
     def __init__(self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None) -> None:
@@ -44,11 +45,12 @@ class RequestMaker:
     ) -> Request:
         """A request that is not queued yet.
 
-        receiver     gets its outputs
-        call         what was asked for together with it
-        output_kind  None: that of params
-        request_id   None: a number
-        name         of the prompt in messages
+        Args:
+            receiver: gets its outputs
+            call: what was asked for together with it
+            output_kind: None: that of params
+            request_id: None: a number
+            name: of the prompt in messages
 
         Raises for a wrong type or option. A prompt that cannot be encoded is the request's own error.
         """

@@ -31,36 +31,37 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.ops.sample's.
 
-    n                   how many answers; they share the prompt's computation and its pages
-    best_of             so many are sampled, and the n with the highest cumulative log probability are returned; None: n
-    temperature         0 is greedy: the most likely token, the lowest id of equals
-    top_k               only the so many most likely tokens; 0 or -1: all
-    top_p               only the most likely tokens that have this much of the probability together; 1: all
-    min_p               only tokens at least so likely, times the most likely one; 0: all
-    repetition_penalty  above 1 makes tokens of the prompt and of the output less likely, below 1 more
-    presence_penalty    is taken from the logits of tokens in the output, once
-    frequency_penalty   the same, once for every time that the token is there
-    logit_bias          {token id: what is added to its logit}
-    allowed_token_ids   only these tokens; None: all
-    bad_words           texts that are not written, with or without a space before them
-    mask                mask(request, tokens) -> which tokens may come next: int32 [ceil(vocab_size / 32)], where bit
-                        t % 32 of word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are
-                        those sampled so far; `request` has id, index (which of n) and prompt_token_ids, and lives
-                        as long as the answer. It is called on the host while the device works
-    max_tokens          how many tokens at most; 0 returns at once
-    min_tokens          before so many tokens nothing but max_tokens ends the answer
-    stop                texts (or one) that end the answer where they appear. They are not shown
-    include_stop_str_in_output  shows them
-    stop_token_ids      tokens that end the answer, beside the model's own
-    ignore_eos          go on after an end-of-sequence token, until max_tokens
-    seed                int64. Given: the same random numbers again, whatever else is in the batch and however the
-                        prompt is chunked, and so the same tokens but for the rounding of the logits. Of n answers the
-                        i-th has the seed + i. None: the engine draws one for every answer
-    logprobs            0 to 20: CompletionOutput.logprobs holds each new token and the so many most likely ones
-    prompt_logprobs     0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens
-    skip_special_tokens  leaves them out of the text
-    detokenize          makes text of the tokens; without it a request has none, and no stop
-    output_kind         of the outputs before the last one, where a request is followed (see RequestOutputKind)
+    Args:
+        n: how many answers; they share the prompt's computation and its pages
+        best_of: so many are sampled, and the n with the highest cumulative log probability are returned; None: n
+        temperature: 0 is greedy: the most likely token, the lowest id of equals
+        top_k: only the so many most likely tokens; 0 or -1: all
+        top_p: only the most likely tokens that have this much of the probability together; 1: all
+        min_p: only tokens at least so likely, times the most likely one; 0: all
+        repetition_penalty: above 1 makes tokens of the prompt and of the output less likely, below 1 more
+        presence_penalty: is taken from the logits of tokens in the output, once
+        frequency_penalty: the same, once for every time that the token is there
+        logit_bias: {token id: what is added to its logit}
+        allowed_token_ids: only these tokens; None: all
+        bad_words: texts that are not written, with or without a space before them
+        mask: mask(request, tokens) -> which tokens may come next: int32 [ceil(vocab_size / 32)], where bit t % 32 of
+            word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are those sampled so far;
+            `request` has id, index (which of n) and prompt_token_ids, and lives as long as the answer. It is called on
+            the host while the device works
+        max_tokens: how many tokens at most; 0 returns at once
+        min_tokens: before so many tokens nothing but max_tokens ends the answer
+        stop: texts (or one) that end the answer where they appear. They are not shown
+        include_stop_str_in_output: shows them
+        stop_token_ids: tokens that end the answer, beside the model's own
+        ignore_eos: go on after an end-of-sequence token, until max_tokens
+        seed: int64. Given: the same random numbers again, whatever else is in the batch and however the prompt is
+            chunked, and so the same tokens but for the rounding of the logits. Of n answers the i-th has the seed + i.
+            None: the engine draws one for every answer
+        logprobs: 0 to 20: CompletionOutput.logprobs holds each new token and the so many most likely ones
+        prompt_logprobs: 0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens
+        skip_special_tokens: leaves them out of the text
+        detokenize: makes text of the tokens; without it a request has none, and no stop
+        output_kind: of the outputs before the last one, where a request is followed (see RequestOutputKind)
     """
 
     n: int = 1

@@ -22,8 +22,9 @@ NO_TABLE = np.empty((0, 0), np.int32)
 class StepMemory:
     """All that steps up to these sizes need.
 
-    batch_sizes  of steps that only decode, in order: they are padded to the next one
-    plans        see allocate_plans
+    Args:
+        batch_sizes: of steps that only decode, in order: they are padded to the next one
+        plans: see allocate_plans
     """
 
     def __init__(

@@ -26,9 +26,10 @@ def nothing() -> None: ...
 class Turns:
     """Whose turn it is to step the engine.
 
-    step          what the one whose turn it is does, until it has an output; it calls what it is given while a device
-                  computes
-    settle        what is to be done between two steps; is_unsettled() says whether there is any of it
+    Args:
+        step: what the one whose turn it is does, until it has an output; it calls what it is given while a device
+            computes
+        settle: what is to be done between two steps; is_unsettled() says whether there is any of it
     """
 
     def __init__(self, step: Callable[[Action], None], settle: Action, is_unsettled: Callable[[], bool]) -> None:

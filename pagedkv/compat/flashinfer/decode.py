@@ -139,6 +139,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+    """run with return_lse=True."""
 
     def forward(
         self,
@@ -161,6 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=_return_lse)
 
     forward_return_lse = functools.partialmethod(forward, _return_lse=True)
+    """forward, with lse."""
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

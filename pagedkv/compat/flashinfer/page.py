@@ -23,9 +23,13 @@ def get_batch_indices_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequence of each of nnz new tokens, and its place there, both int32 [nnz].
 
-    append_indptr: [batch_size + 1], the sequences' new tokens; they are the last of seq_lens [batch_size] tokens.
-    batch_indices, positions: memory for the results. A token after append_indptr[-1] is padding: its sequence is -1,
-    and positions keeps what it held (0 in new memory)."""
+    Args:
+        append_indptr: [batch_size + 1], where each sequence's new tokens begin and end.
+        seq_lens: [batch_size], all tokens of each sequence; the new ones are the last of them.
+        nnz: how many tokens are new.
+        batch_indices, positions: memory for the results. A token after append_indptr[-1] is padding: its sequence is
+            -1, and positions keeps what it held (0 in new memory).
+    """
     device, shape = append_indptr.device, (nnz,)
     if batch_indices is None:
         batch_indices = torch.empty(shape, dtype=torch.int32, device=device)
@@ -54,12 +58,19 @@ def append_paged_kv_cache(
 ) -> None:
     """Writes new keys and values into their pages, in place, with no wait for the device.
 
-    append_key, append_value: [nnz, num_kv_heads, head_dim] of the caches' dtype; those of 16 bits go into a
-    float8_e4m3fn cache, too, rounded. batch_indices, positions: [nnz], as get_batch_indices_positions gives them; a
-    negative sequence stores nothing. paged_kv_cache: a tuple of K and V, [num_pages, page_size, num_kv_heads, head_dim]
-    or with page_size and num_kv_heads exchanged ("HND"), or one tensor [num_pages, 2, ...]. kv_indices, kv_indptr: the
-    pages of sequence i are kv_indices[kv_indptr[i]:kv_indptr[i + 1]], those of the new tokens included.
-    kv_last_page_len is not read. Errors are store_kvcache's."""
+    Args:
+        append_key, append_value: [nnz, num_kv_heads, head_dim] of the caches' dtype; those of 16 bits go into a
+            float8_e4m3fn cache, too, rounded.
+        batch_indices, positions: [nnz], as get_batch_indices_positions gives them; a negative sequence stores nothing.
+        paged_kv_cache: a tuple of K and V, [num_pages, page_size, num_kv_heads, head_dim] or with page_size and
+            num_kv_heads exchanged ("HND"), or one tensor [num_pages, 2, ...].
+        kv_indices, kv_indptr: the pages of sequence i are kv_indices[kv_indptr[i]:kv_indptr[i + 1]], those of the new
+            tokens included.
+        kv_last_page_len: not read.
+        kv_layout: "NHD" or "HND".
+
+    Errors are store_kvcache's.
+    """
     k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1]
     if len(kv_indices) == 0:  # no page: every token is padding

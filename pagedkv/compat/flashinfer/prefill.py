@@ -158,6 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )  # fmt: skip
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+    """run with return_lse=True."""
 
     def forward(
         self,
@@ -182,3 +183,4 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=_return_lse)
 
     forward_return_lse = functools.partialmethod(forward, _return_lse=True)
+    """forward, with lse."""

@@ -31,6 +31,7 @@ from pagedkv.integrations.transformers import attention, batching, masks
 __all__ = ["NAME", "register"]
 
 NAME = "pagedkv"
+"""The attn_implementation."""
 
 
 def register() -> None:

@@ -1,0 +1,40 @@
+"""What a release is made of: the sdist has what the repository has, and cibuildwheel builds one wheel."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT = (".ci/", ".github/", ".gitignore")  # what a checkout needs, and nobody who builds from an sdist
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+
+
+def test_the_sdist_has_what_the_repository_has(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    files = {name for name in listed if name and (ROOT / name).exists()}
+    copy = tmp_path / "copy"
+    for name in files:  # setuptools writes beside the sources
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=copy, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("pagedkv-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {member.name.partition("/")[2] for member in tar if member.isfile()}
+    made = {name for name in packed if name.startswith("pagedkv.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert packed - made == {name for name in files if not name.startswith(LEFT_OUT)}
+
+
+def test_cibuildwheel_builds_one_wheel():
+    pytest.importorskip("cibuildwheel")
+    command = [sys.executable, "-m", "cibuildwheel", "--print-build-identifiers", "--platform", "linux", ROOT]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["cp311-manylinux_x86_64"]

@@ -14,6 +14,7 @@
 #ifndef PK_CUDA_ATTENTION_H
 #define PK_CUDA_ATTENTION_H
 
+#include "cuda/kernels.h"
 #include "cuda/mma.h"
 #include "cuda/pack.h"
 #include "ops/attention.h"
@@ -176,6 +177,7 @@ struct attention_kind {
     using Element = Element_;
     static constexpr bool IS_FP8 = IS_FP8_;
     static constexpr int CACHE_BYTES = IS_FP8_ ? 1 : 2;
+    static constexpr pk_dtype MULTIPLIES = pk_cuda_dtype_of<Element_>, READS = IS_FP8_ ? PK_F8E4M3 : MULTIPLIES;
 
     __device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b) { mma_16816<Element>(c, a, b); }
 
@@ -185,15 +187,6 @@ using kind_bf16 = attention_kind<__nv_bfloat16, false>;
 using kind_f16 = attention_kind<__half, false>;
 using kind_fp8 = attention_kind<__half, true>;
 using kind_fp8_in_bf16 = attention_kind<__nv_bfloat16, true>;
-
-/* Calls body with the smallest head dim of a kernel (given in rising order) that holds the arguments'. */
-template <int D, int... LARGER, typename Body>
-static inline pk_status for_head_dim(int64_t head_dim, Body body)
-{
-    if constexpr (sizeof...(LARGER) > 0)
-        if (head_dim > D) return for_head_dim<LARGER...>(head_dim, body);
-    return body(std::integral_constant<int, D>());
-}
 
 /* Four e4m3 as four fp16: the lower two in x, the upper two in y. */
 __device__ static inline uint2 fp8_to_f16(uint32_t four)

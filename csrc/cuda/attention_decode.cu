@@ -388,35 +388,44 @@ __global__ void __launch_bounds__(decode_warps_per_sm(D, Kind::CACHE_BYTES) * 32
 
 // --- launchers
 
-template <typename Kind>
+template <typename Kind, int D, int NT, bool TAKES_HEADS>
 static pk_status launch_decode(const pk_attention_args *args, const decode_params &params, const pk_cuda_call &call)
 {
+    using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
     const decode_shape &shape = params.shape;
-    auto launch_kernel = [&](auto d, auto nt, auto takes_heads) {
-        constexpr int D = decltype(d)::value, NT = decltype(nt)::value;
-        constexpr bool TAKES_HEADS = decltype(takes_heads)::value;
-        using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
-        auto kernel = attention_decode_kernel<Kind, D, NT, TAKES_HEADS>;
-        static uint64_t done;
-        PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
-        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
-        int smem_bytes = warps * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
-        dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
-        return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), (size_t)smem_bytes,
-                                    *args, params);
-    };
-    auto launch = [&](auto d, auto nt) {
-        if constexpr (makes_heads(decltype(d)::value, 8 * decltype(nt)::value))
-            if (params.rope.qkv) return launch_kernel(d, nt, std::true_type());
-        return launch_kernel(d, nt, std::false_type());
-    };
-    std::integral_constant<int, 1> one;
-    std::integral_constant<int, 2> two;
-    auto launch_dim = [&](auto d) { return shape.rows == 8 ? launch(d, one) : launch(d, two); };
-    if (shape.head_dim == 64) return launch_dim(std::integral_constant<int, 64>());
-    if (shape.head_dim == 128) return launch_dim(std::integral_constant<int, 128>());
-    return launch_dim(std::integral_constant<int, 256>());
+    auto kernel = attention_decode_kernel<Kind, D, NT, TAKES_HEADS>;
+    static uint64_t done;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
+    int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
+    int smem_bytes = warps * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
+    dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
+    return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), (size_t)smem_bytes,
+                                *args, params);
 }
+
+using decode_instance =
+    pk_cuda_instance<pk_status(const pk_attention_args *, const decode_params &, const pk_cuda_call &)>;
+static constexpr char HEADS[] = "takes heads";
+template <typename Kind, int D, int NT, bool TAKES_HEADS>
+static constexpr decode_instance instance_of()
+{
+    using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
+    static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
+    constexpr int smem_bytes = cta::WARPS_PER_SM * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
+    return {{"attention_decode_kernel", TAKES_HEADS ? HEADS : "", Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
+             cta::WARPS_PER_SM * 32, smem_bytes},
+            launch_decode<Kind, D, NT, TAKES_HEADS>};
+}
+/* clang-format off */
+#define INSTANCES_OF(Kind)                                                                             \
+    instance_of<Kind, 64, 1, true>(), instance_of<Kind, 64, 2, true>(), instance_of<Kind, 128, 1, true>(), \
+    instance_of<Kind, 128, 2, true>(), instance_of<Kind, 256, 1, true>(),                              \
+    instance_of<Kind, 64, 1, false>(), instance_of<Kind, 64, 2, false>(), instance_of<Kind, 128, 1, false>(), \
+    instance_of<Kind, 128, 2, false>(), instance_of<Kind, 256, 1, false>(), instance_of<Kind, 256, 2, false>()
+/* clang-format on */
+static constexpr decode_instance INSTANCES[] = {INSTANCES_OF(kind_bf16), INSTANCES_OF(kind_f16),
+                                                INSTANCES_OF(kind_fp8)};
+const pk_cuda_kernel_table pk_cuda_attention_decode_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                    const pk_qk_norm_rope_store_args *rope)
@@ -429,8 +438,9 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     params.num_heads = make_divider(args->num_kv_heads);
     params.block_size = make_divider(args->block_size);
     params.are_16_in_a_page = args->max_blocks_per_seq == 1 || (args->block_size % 16 == 0 && !args->key_starts);
-    auto launch = args->cache_dtype == PK_F8E4M3 ? launch_decode<kind_fp8>
-                  : args->cache_dtype == PK_F16  ? launch_decode<kind_f16>
-                                                 : launch_decode<kind_bf16>;
-    return launch(args, params, call);
+    for (const decode_instance &each : INSTANCES)
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == params.shape.head_dim &&
+            each.shown.rows == params.shape.rows && (each.shown.variant == HEADS) == (rope != nullptr))
+            return each.launch(args, params, call);
+    return pk_cuda_no_instance(call, "attention_decode_kernel");
 }

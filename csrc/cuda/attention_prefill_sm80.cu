@@ -372,12 +372,25 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                           smem_bytes, batch);
 }
 
+using prefill_instance = pk_cuda_instance<pk_status(const pk_attention_args *, row_filter, const pk_cuda_call &)>;
+template <typename Kind, int D>
+static constexpr prefill_instance instance = {
+    {"attention_prefill_sm80_kernel", "", Kind::MULTIPLIES, Kind::READS, D, prefill_sm80_cta<Kind, D>::ROWS,
+     prefill_sm80_cta<Kind, D>::THREADS, (int)sizeof(typename prefill_sm80_cta<Kind, D>::shared_memory)},
+    launch_prefill<Kind, D>};
+
+/* The first whose head_dim is large enough is taken. */
+static constexpr prefill_instance INSTANCES[] = {
+    instance<kind_bf16, 64>, instance<kind_bf16, 96>, instance<kind_bf16, 128>, instance<kind_bf16, 256>,
+    instance<kind_f16, 64>,  instance<kind_f16, 96>,  instance<kind_f16, 128>,  instance<kind_f16, 256>,
+    instance<kind_fp8, 64>,  instance<kind_fp8, 96>,  instance<kind_fp8, 128>,  instance<kind_fp8, 256>,
+};
+const pk_cuda_kernel_table pk_cuda_attention_prefill_sm80_kernels = pk_cuda_table(INSTANCES);
+
 pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    auto launch = [&](auto kind) {
-        return for_head_dim<64, 96, 128, 256>(
-            args->head_dim, [&](auto dim) { return launch_prefill<decltype(kind), dim()>(args, filter, call); });
-    };
-    if (args->cache_dtype == PK_F8E4M3) return launch(kind_fp8());
-    return args->cache_dtype == PK_F16 ? launch(kind_f16()) : launch(kind_bf16());
+    for (const prefill_instance &each : INSTANCES)
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim >= args->head_dim)
+            return each.launch(args, filter, call);
+    return pk_cuda_no_instance(call, "attention_prefill_sm80_kernel");
 }

@@ -141,6 +141,23 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                                 dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
 }
 
+using prefill_instance = pk_cuda_instance<pk_status(const pk_attention_args *, row_filter, const pk_cuda_call &)>;
+template <int head_dim, typename Kind>
+static constexpr prefill_instance instance = {
+    {"attention_prefill_kernel", "", Kind::MULTIPLIES, Kind::READS, head_dim, ROWS, cta_shape<Kind::IS_FP8>::threads,
+     (int)tiling<head_dim>::smem_bytes},
+    launch_prefill<head_dim, Kind>};
+
+/* The first whose head_dim is large enough is taken. */
+static constexpr prefill_instance INSTANCES[] = {
+    instance<64, kind_bf16>,        instance<96, kind_bf16>,         instance<128, kind_bf16>,
+    instance<256, kind_bf16>,       instance<64, kind_f16>,          instance<96, kind_f16>,
+    instance<128, kind_f16>,        instance<256, kind_f16>,         instance<64, kind_fp8>,
+    instance<96, kind_fp8>,         instance<128, kind_fp8>,         instance<64, kind_fp8_in_bf16>,
+    instance<96, kind_fp8_in_bf16>, instance<128, kind_fp8_in_bf16>,
+};
+const pk_cuda_kernel_table pk_cuda_attention_prefill_sm90_kernels = pk_cuda_table(INSTANCES);
+
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device)
 {
     int64_t dim = args->head_dim;
@@ -159,12 +176,9 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    auto launch = [&](auto kind) {
-        constexpr int largest = decltype(kind)::IS_FP8 ? 128 : 256;
-        return for_head_dim<64, 96, 128, largest>(
-            args->head_dim, [&](auto dim) { return launch_prefill<dim(), decltype(kind)>(args, filter, call); });
-    };
-    bool is_f16 = args->dtype == PK_F16;
-    if (args->cache_dtype == PK_F8E4M3) return is_f16 ? launch(kind_fp8()) : launch(kind_fp8_in_bf16());
-    return is_f16 ? launch(kind_f16()) : launch(kind_bf16());
+    for (const prefill_instance &each : INSTANCES)
+        if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
+            each.shown.head_dim >= args->head_dim)
+            return each.launch(args, filter, call);
+    return pk_cuda_no_instance(call, "attention_prefill_kernel");
 }

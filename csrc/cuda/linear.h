@@ -2,6 +2,7 @@
 #ifndef PK_CUDA_LINEAR_H
 #define PK_CUDA_LINEAR_H
 
+#include "cuda/kernels.h"
 #include "cuda/sm90.h"
 #include "ops/linear.h"
 

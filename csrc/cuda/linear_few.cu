@@ -245,16 +245,26 @@ static pk_status launch(const linear_few_params &params, const pk_cuda_call &cal
                                 params.smem_bytes, params);
 }
 
-template <typename T>
-static pk_status choose(const pk_linear_args *args, const pk_cuda_call &call)
-{
-    linear_few_params params = plan(args, call.device);
-    return params.num_warps == MANY_WARPS ? launch<T, 1, MANY_WARPS>(params, call)
-           : args->num_rows <= 8          ? launch<T, 1, FEW_WARPS>(params, call)
-                                          : launch<T, 2, FEW_WARPS>(params, call);
-}
+using few_instance = pk_cuda_instance<pk_status(const linear_few_params &, const pk_cuda_call &)>;
+template <typename T, int EIGHTS, int WARPS>
+static constexpr few_instance instance = {
+    {"linear_few_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, EIGHTS * 8, WARPS * 32, 0},
+    launch<T, EIGHTS, WARPS>};
+
+/* The first with as many warps as were planned and enough rows is taken. */
+static constexpr few_instance INSTANCES[] = {
+    instance<__nv_bfloat16, 1, MANY_WARPS>, instance<__nv_bfloat16, 1, FEW_WARPS>,
+    instance<__nv_bfloat16, 2, FEW_WARPS>,  instance<__half, 1, MANY_WARPS>,
+    instance<__half, 1, FEW_WARPS>,         instance<__half, 2, FEW_WARPS>,
+};
+const pk_cuda_kernel_table pk_cuda_linear_few_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
+    linear_few_params params = plan(args, call.device);
+    for (const few_instance &each : INSTANCES)
+        if (each.shown.reads == args->dtype && each.shown.threads == params.num_warps * 32 &&
+            each.shown.rows >= args->num_rows)
+            return each.launch(params, call);
+    return pk_cuda_no_instance(call, "linear_few_kernel");
 }

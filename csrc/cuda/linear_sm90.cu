@@ -313,15 +313,20 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
                                    (size_t)(1024 + ring_bytes + sums_bytes), params);
 }
 
-template <typename T>
-static pk_status choose(const pk_linear_args *args, const pk_cuda_call &call)
-{
-    return args->num_rows <= 16   ? launch<T, 16>(args, call)
-           : args->num_rows <= 32 ? launch<T, 32>(args, call)
-                                  : launch<T, 64>(args, call);
-}
+template <typename T, int N>
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
+    {"linear_sm90_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, THREADS, 0}, launch<T, N>};
+
+/* The first with enough rows is taken. */
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
+    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 64>,
+    instance<__half, 16>,        instance<__half, 32>,        instance<__half, 64>,
+};
+const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return args->dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
+    for (const auto &each : INSTANCES)
+        if (each.shown.reads == args->dtype && each.shown.rows >= args->num_rows) return each.launch(args, call);
+    return pk_cuda_no_instance(call, "linear_sm90_kernel");
 }

@@ -178,17 +178,18 @@ static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &c
                                 smem_bytes, params);
 }
 
-template <typename T>
-static pk_status choose(const pk_sample_linear_args *args, const pk_cuda_call &call)
-{
-    const int64_t num_rows = args->linear.num_rows;
-    return num_rows <= 16    ? launch<T, 16>(args, call)
-           : num_rows <= 32  ? launch<T, 32>(args, call)
-           : num_rows <= 64  ? launch<T, 64>(args, call)
-           : num_rows <= 128 ? launch<T, 128>(args, call)
-           : num_rows <= 192 ? launch<T, 192>(args, call)
-                             : launch<T, 256>(args, call);
-}
+template <typename T, int N>
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_linear_args>> instance = {
+    {"sample_linear_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, num_threads<N>, 0}, launch<T, N>};
+
+/* The first with enough rows is taken. */
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_linear_args>> INSTANCES[] = {
+    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>,  instance<__nv_bfloat16, 64>,
+    instance<__nv_bfloat16, 128>, instance<__nv_bfloat16, 192>, instance<__nv_bfloat16, 256>,
+    instance<__half, 16>,         instance<__half, 32>,         instance<__half, 64>,
+    instance<__half, 128>,        instance<__half, 192>,        instance<__half, 256>,
+};
+const pk_cuda_kernel_table pk_cuda_sample_linear_kernels = pk_cuda_table(INSTANCES);
 
 static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 {
@@ -199,8 +200,12 @@ static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 pk_status pk_cuda_sample_linear(const pk_sample_linear_args *args, const pk_cuda_call &call)
 {
     if (args->linear.num_rows == 0) return PK_OK;
-    if (is_fused(args->linear, call.device))
-        return args->linear.dtype == PK_BF16 ? choose<__nv_bfloat16>(args, call) : choose<__half>(args, call);
+    if (is_fused(args->linear, call.device)) {
+        for (const auto &each : INSTANCES)
+            if (each.shown.reads == args->linear.dtype && each.shown.rows >= args->linear.num_rows)
+                return each.launch(args, call);
+        return pk_cuda_no_instance(call, "sample_linear_kernel");
+    }
     PK_TRY(pk_cuda_linear(&args->linear, call));
     return pk_cuda_sample(&args->sample, call);
 }

@@ -15,6 +15,15 @@ typedef struct {
     size_t capacity, size, granularity; /* bytes; the first two are multiples of the third */
 } pk_range;
 
+/* One of the forms that a kernel is compiled in, among which its launcher chooses. */
+typedef struct {
+    const char *kernel, *variant;
+    pk_dtype multiplies, reads; /* what the tensor cores multiply; the cache, or x and the weight */
+    int head_dim;               /* the largest that it takes; 0: it knows no heads */
+    int rows;                   /* of queries, or of x: the most that a CTA works on at once */
+    int threads, smem_bytes;    /* of a CTA, the most; smem_bytes is what is asked for at the launch, 0: by the call */
+} pk_kernel_instance;
+
 /* Every operation. OP(name, args): Python's function `name`, which each backend implements in an entry of that name
  * with the arguments `args`; VIA(name): a function of Python that entries named above serve. From this list come the
  * entries and their declarations, the module's functions and their signatures. */
@@ -60,6 +69,8 @@ typedef struct pk_backend {
     /* The rows of a plan for such a call, by shapes alone. 0: there is nothing to prepare. */
     pk_status (*count_plan_rows)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err);
     bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
+    /* The index-th instance of all kernels that have a table of them; false after the last one. Needs no device. */
+    bool (*kernel_instance)(int index, pk_kernel_instance *instance);
     /* With `choices` alone: the algorithms for such a linear. With `algorithm` too: those that compute the same tiles
      * in another order. With `algorithm` alone: later calls of this kind use it. */
     pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
@@ -127,7 +138,8 @@ pk_status pk_backend_with(pk_device device, size_t entry_offset, const char *op,
 
 const pk_backend *pk_host_backend(void); /* the CPU's, which is always there */
 
-bool pk_is_built(pk_device_type type);    /* whether this binary has a backend for such devices */
+bool pk_is_built(pk_device_type type); /* whether this binary has a backend for such devices */
+bool pk_kernel_instance_at(int index, pk_kernel_instance *instance); /* see kernel_instance; of CUDA, if built */
 int pk_device_count(pk_device_type type); /* 0 where there is no backend, no driver or no device */
 
 #ifdef __cplusplus

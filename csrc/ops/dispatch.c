@@ -16,6 +16,11 @@ static const pk_backend *const built[] = {
 
 bool pk_is_built(pk_device_type type) { return built[type] != NULL; }
 
+bool pk_kernel_instance_at(int index, pk_kernel_instance *instance)
+{
+    return built[PK_CUDA] && built[PK_CUDA]->kernel_instance(index, instance);
+}
+
 int pk_device_count(pk_device_type type)
 {
     int count;

@@ -165,6 +165,32 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
                          COMPILER, "free_threaded", free_threaded);
 }
 
+PyDoc_STRVAR(
+    kernel_instances_doc,
+    "kernel_instances($module, /)\n--\n\n"
+    "The forms in which the GPU's attention and matrix kernels are compiled, a list of dicts: kernel, variant (what it\n"
+    "does beside), multiplies (the dtype of the tensor cores' operands), reads (the dtype of the cache, or of x and the\n"
+    "weight), head_dim (the largest that it takes; None: it knows no heads), rows (of queries or of x: the most that a\n"
+    "CTA works on at once), threads (of a CTA, the most), smem_bytes (of a CTA, the most that is asked for at the\n"
+    "launch; None: as many as the call needs). Empty without CUDA in this build. Needs no GPU.");
+static PyObject *py_kernel_instances(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    pk_kernel_instance each;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && pk_kernel_instance_at(i, &each); i++) {
+        PyObject *head_dim = each.head_dim ? PyLong_FromLong(each.head_dim) : Py_NewRef(Py_None);
+        PyObject *smem_bytes = each.smem_bytes ? PyLong_FromLong(each.smem_bytes) : Py_NewRef(Py_None);
+        PyObject *row =
+            Py_BuildValue("{s:s, s:s, s:s, s:s, s:N, s:i, s:i, s:N}", "kernel", each.kernel, "variant", each.variant,
+                          "multiplies", pk_dtype_name(each.multiplies), "reads", pk_dtype_name(each.reads), "head_dim",
+                          head_dim, "rows", each.rows, "threads", each.threads, "smem_bytes", smem_bytes);
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
 PyMethodDef py_runtime_functions[] = {
     PY_METHOD("synchronize", py_synchronize, synchronize_doc),
     PY_METHOD("check_errors", py_check_errors, check_errors_doc),
@@ -172,6 +198,7 @@ PyMethodDef py_runtime_functions[] = {
     PY_METHOD("memory_info", py_memory_info, memory_info_doc),
     PY_METHOD("set_num_threads", py_set_num_threads, set_num_threads_doc),
     {"build_info", py_build_info, METH_NOARGS, build_info_doc},
+    {"kernel_instances", py_kernel_instances, METH_NOARGS, kernel_instances_doc},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, get_num_threads_doc},
     {NULL, NULL, 0, NULL},
 };

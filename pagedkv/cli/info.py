@@ -15,10 +15,31 @@ from .options import Commands
 
 def add(commands: Commands) -> None:
     info = commands.add_parser("info", help="versions, backends found and why not, threads, BLAS")
+    info.add_argument("--kernels", action="store_true", help="the instances of the GPU's attention and matrix kernels")
     info.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    return _show_kernels() if args.kernels else _show_build()
+
+
+def _show_kernels() -> int:
+    kernels = ops.kernel_instances()
+    if not kernels:
+        print("This pagedkv was built for the CPU only: it has no kernels of a GPU.")
+        return 0
+    table = [["kernel", "variant", "reads", "multiplies", "head_dim", "rows", "threads", "shared memory"]]
+    for each in kernels:
+        names = [each["kernel"], each["variant"] or "-", each["reads"], each["multiplies"]]
+        sizes = [each["head_dim"] or "-", each["rows"], each["threads"], each["smem_bytes"] or "by the call"]
+        table.append([str(cell) for cell in names + sizes])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _show_build() -> int:
     build = ops.build_info()
     devices = build["cuda_devices"]
     rows = {

@@ -21,6 +21,7 @@ WITHOUT = {
     "get_num_threads",
     "set_num_threads",
     "build_info",
+    "kernel_instances",
     "_pack_ids",
 }
 GIVEN_NOWHERE_ELSE = {"linear_algorithms": {"near"}}  # what only a GPU has

@@ -54,6 +54,7 @@ struct decode_cta : decode_warp<Kind, D, NT> {
     static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
     static constexpr int HEAD_BYTES = QUERY_BYTES + ROW_BYTES + PK_SQUARE_WARPS * (int)sizeof(float);
     static constexpr int MOST_HEAD_BYTES = makes_heads(D, ROWS) ? HEAD_BYTES : 0;
+    static constexpr int smem_bytes(int warps) { return warps * RING_BYTES + (TAKES_HEADS ? HEAD_BYTES : 0); }
     static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + MOST_HEAD_BYTES) <=
                       228 * 1024,
                   "fewer CTAs than the plan counts on");
@@ -397,10 +398,9 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
     static uint64_t done;
     PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
     int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
-    int smem_bytes = warps * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
-    return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), (size_t)smem_bytes,
-                                *args, params);
+    return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32),
+                                (size_t)cta::smem_bytes(warps), *args, params);
 }
 
 using decode_instance =
@@ -411,9 +411,8 @@ static constexpr decode_instance instance_of()
 {
     using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
     static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
-    constexpr int smem_bytes = cta::WARPS_PER_SM * cta::RING_BYTES + (TAKES_HEADS ? cta::HEAD_BYTES : 0);
     return {{"attention_decode_kernel", TAKES_HEADS ? HEADS : "", Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
-             cta::WARPS_PER_SM * 32, smem_bytes},
+             cta::WARPS_PER_SM * 32, cta::smem_bytes(cta::WARPS_PER_SM)},
             launch_decode<Kind, D, NT, TAKES_HEADS>};
 }
 /* clang-format off */

@@ -308,4 +308,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     return PK_OK;
 }
 
+/* A row of the table of either kernel. */
+using prefill_instance = pk_cuda_instance<pk_status(const pk_attention_args *, row_filter, const pk_cuda_call &)>;
+
 #endif

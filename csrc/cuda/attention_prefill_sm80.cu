@@ -372,7 +372,6 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                           smem_bytes, batch);
 }
 
-using prefill_instance = pk_cuda_instance<pk_status(const pk_attention_args *, row_filter, const pk_cuda_call &)>;
 template <typename Kind, int D>
 static constexpr prefill_instance instance = {
     {"attention_prefill_sm80_kernel", "", Kind::MULTIPLIES, Kind::READS, D, prefill_sm80_cta<Kind, D>::ROWS,

@@ -141,7 +141,6 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                                 dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
 }
 
-using prefill_instance = pk_cuda_instance<pk_status(const pk_attention_args *, row_filter, const pk_cuda_call &)>;
 template <int head_dim, typename Kind>
 static constexpr prefill_instance instance = {
     {"attention_prefill_kernel", "", Kind::MULTIPLIES, Kind::READS, head_dim, ROWS, cta_shape<Kind::IS_FP8>::threads,

@@ -78,7 +78,8 @@ def visible_archs() -> str | None:
         return None
     query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
     said = subprocess.run(query, capture_output=True, text=True, check=False)
-    capabilities = sorted(map(float, set(said.stdout.split()))) if said.returncode == 0 else []
+    lines = re.findall(r"^\d+\.\d+$", said.stdout, re.M) if said.returncode == 0 else []  # "[N/A]" is not one
+    capabilities = sorted(map(float, set(lines)))
     archs = [str(number) for number in capabilities if number >= 8]
     return ";".join(archs).replace("9.0", "9.0a") or None  # Hopper's own instructions need its `a` target
 
@@ -105,7 +106,7 @@ class BuildExt(build_ext):
         self.cuda = find_cuda()
         if self.cuda:
             check_release(self.cuda)
-        self.archs = cuda_archs()
+            self.archs = cuda_archs()
         folder = Path(self.build_temp)
         headers = [h.stat().st_mtime for h in (ROOT / "csrc").rglob("*.[hi]*")] + [Path(__file__).stat().st_mtime]
         newest_header = max(headers)

@@ -139,7 +139,8 @@ pk_status pk_backend_with(pk_device device, size_t entry_offset, const char *op,
 const pk_backend *pk_host_backend(void); /* the CPU's, which is always there */
 
 bool pk_is_built(pk_device_type type); /* whether this binary has a backend for such devices */
-bool pk_kernel_instance_at(int index, pk_kernel_instance *instance); /* see kernel_instance; of CUDA, if built */
+/* kernel_instance of the CUDA backend; false for every index where that was not built. */
+bool pk_kernel_instance_at(int index, pk_kernel_instance *instance);
 int pk_device_count(pk_device_type type); /* 0 where there is no backend, no driver or no device */
 
 #ifdef __cplusplus

@@ -72,12 +72,13 @@ const char py_linear_algorithms_doc[] = PyDoc_STR(
     "\n"
     "Args:\n"
     "    x, weight, out: those of linear.\n"
-    "    near: one of the algorithms: only those that compute the same tiles in another order or other clusters.\n"
+    "    near: one of the algorithms. Only those are returned then that compute the same tiles in another order, or\n"
+    "        in other clusters.\n"
     "\n"
     "Returns:\n"
-    "    (library, algorithms). `library` names the GPU and the version of cuBLASLt, for which alone the algorithms\n"
-    "        are good: bytes for use_linear_algorithm, the library's own favourite first. None where own kernels\n"
-    "        answer.\n" PY_DOC_RAISES);
+    "    (library, algorithms). `library` names the GPU and the version of cuBLASLt; the algorithms are good for\n"
+    "        these alone. Each is bytes for use_linear_algorithm, and the library's own favourite comes first. There\n"
+    "        are no algorithms where a kernel of pagedkv computes the product.\n" PY_DOC_RAISES);
 PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, NEAR, OUT };
@@ -104,8 +105,8 @@ const char py_use_linear_algorithm_doc[] = PyDoc_STR(
     "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
     "Lets later calls like linear(x, weight, out=out) use one algorithm of linear_algorithms(x, weight, out=out).\n"
     "\n"
-    "Alike are calls of the same shapes, strides, dtypes and alignment, with any bias; and calls of fewer rows, but\n"
-    "more than half as many, that have no algorithm of their own and come later for the first time.\n"
+    "Like it are calls of the same shapes, strides, dtypes and alignment, with any bias. So are calls of fewer rows,\n"
+    "but more than half as many, that have no algorithm of their own and come later for the first time.\n"
     "\n"
     "Args:\n"
     "    x, weight, out: those of linear.\n"

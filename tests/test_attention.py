@@ -224,6 +224,15 @@ def test_pages_that_lie_backwards(lengths, rng):
     np.testing.assert_allclose(out, batch.expected()[0], atol=oracle.tolerance("float32"))
 
 
+@pytest.mark.parametrize("softcap", [5e-324, 1e-300, 1e-45, 1e-40, 1e-20])
+def test_a_tiny_softcap_makes_all_logits_zero(softcap, device, rng):
+    """Not one that is 0, or whose inverse is infinite, in float32: the first of them changed nothing."""
+    case = replace(next(case for case in ATTENTION_CASES if case.name == "softcap"), softcap=softcap)
+    batch = make_batch(case, rng)
+    with np.errstate(over="ignore"):  # the oracle's logits over the cap
+        check(batch, run(batch, device))
+
+
 @pytest.mark.parametrize("softcap", [1e3, 1e6, 1e12])
 def test_a_large_softcap_changes_nothing(softcap, rng):
     """What tanh is wrong by near 0 is multiplied by the cap."""

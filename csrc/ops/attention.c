@@ -44,6 +44,8 @@
 #include <math.h>
 
 enum { MAX_HEAD_DIM = 256, HEAD_DIM_STEP = 8, MAX_SPLITS = 256 };
+/* To the softmax logits that are smaller are all 0. Backends divide by the cap in float32, and take 0 for none. */
+#define LEAST_SOFTCAP 1e-30f
 
 static pk_status check_numbers(const pk_attention_call *call, pk_error *err)
 {
@@ -139,7 +141,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .window_left = window_side(call->window_left),
         .window_right = call->is_causal ? 0 : window_side(call->window_right),
         .softmax_scale = call->softmax_scale ? (float)*call->softmax_scale : 1.0f / sqrtf((float)q->shape[2]),
-        .softcap = (float)call->softcap,
+        .softcap = call->softcap > 0 ? fmaxf((float)call->softcap, LEAST_SOFTCAP) : 0,
         .num_splits = (int)call->num_splits,
         .is_causal = call->is_causal,
         .past_is_constant = call->past_is_constant,

@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     if (shape.is_one_wave) { /* each warp tries a length; the last of them surely fits */
-        int mine = length_to_try(shape, total, warp), taken = 0;
+        int mine = length_to_try(shape, total, warp), parts = 0;
         for (int seq = lane; seq < args.num_seqs; seq += 32) {
             planned_sequence it = sequence(seq);
-            taken += slots_taken(shape, it, mine);
+            parts += it.num_tiles * count_parts(shape, it.num_steps, mine);
         }
-        if ((int)__reduce_add_sync(~0u, taken) <= shape.slots && lane == 0) atomicMin(&length, mine);
+        if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
     } else if (threadIdx.x == 0) {
         length = length_of_share(shape, total);
     }
@@ -136,7 +136,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = 2;
     int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    if (shape->is_one_wave) units = slots + segments; /* those cut fit into the slots: see slots_taken() */
+    if (shape->is_one_wave) units = slots;
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",

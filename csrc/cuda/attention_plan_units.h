@@ -43,13 +43,6 @@ __device__ static inline int count_parts(const decode_shape &shape, int num_step
     return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
 }
 
-/* Of the machine's slots. A sequence that is short beside the parts of others has none of its own: it takes its turn
- * where another has ended. */
-__device__ static inline int slots_taken(const decode_shape &shape, const planned_sequence &it, int length)
-{
-    return it.num_steps * 8 <= length ? 0 : it.num_tiles * count_parts(shape, it.num_steps, length);
-}
-
 /* The i-th length to try where parts are to fill the machine once; `total`: steps of all sequences. */
 __device__ static inline int length_to_try(const decode_shape &shape, int total, int i)
 {
@@ -100,8 +93,9 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     if (shape.is_one_wave) { /* the longer the parts, the fewer there are */
         int least = 0, most = LENGTHS_TRIED - 1;
         while (least < most) {
-            int middle = (least + most) / 2, taken = slots_taken(shape, it, length_to_try(shape, total, middle));
-            bool fits = (int)__reduce_add_sync(~0u, taken) <= shape.slots;
+            int middle = (least + most) / 2;
+            int parts = it.num_tiles * count_parts(shape, it.num_steps, length_to_try(shape, total, middle));
+            bool fits = (int)__reduce_add_sync(~0u, parts) <= shape.slots;
             (fits ? most : least) = fits ? middle : middle + 1;
         }
         length = length_to_try(shape, total, least);

@@ -19,10 +19,10 @@ struct prefill_batch {
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
     float *partials;               /* room for what parts leave */
-    int most_parts;                /* that there is room for; 0: items stay whole */
+    int most_parts;                /* that there is room for */
 
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
-    __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
+    __host__ __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
     /* Every sequence is one item of a KV head: its keys are read once. */
     __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
@@ -52,7 +52,7 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
  *
  * Time is counted in keys that a CTA goes through (128 of them take 1.5 us with 128 rows of 128 dims). The lengths are
  * known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length of them, and
- * up to one more per item, the more the lengths differ. They run in waves of one per CTA. */
+ * half a part more per item where lengths differ. They run in waves of one per CTA. */
 struct prefill_parts {
     enum { START = 160, LEAVE = 128, MERGE = 64 }; /* keys' time: of an item, of partial results, of a part of them */
     enum { FEWEST_KEYS = 512, ALIGNMENT = 128 };   /* of an item that is cut; what borders are multiples of */
@@ -61,11 +61,11 @@ struct prefill_parts {
 
     /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of
      * their own sequence's queries, at least. */
-    static bool may_pay(const pk_attention_args *args, double items)
+    static bool may_pay(const pk_attention_args &args, double items)
     {
-        int64_t longest = args->max_blocks_per_seq * args->block_size;
-        if (args->window_left >= 0 && args->window_left < longest) longest = args->window_left;
-        double own_keys = 0.5 * (double)args->num_tokens / (double)args->num_seqs;
+        int64_t longest = args.max_blocks_per_seq * args.block_size;
+        if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
+        double own_keys = 0.5 * (double)args.num_tokens / (double)args.num_seqs;
         return longest >= FEWEST_KEYS && (double)longest > items * (own_keys + START);
     }
 
@@ -94,7 +94,8 @@ struct prefill_parts {
         if (items == 0 || items > MOST_WAVES * gridDim.x || longest < FEWEST_KEYS) return;
         int parts = (threadIdx.x & 31) + 1; /* of the longest */
         int mine = ((longest + parts - 1) / parts + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        float units = parts == 1 ? items : keys / mine + items * (1 - keys / (items * longest));
+        float unevenness = 1 - keys / (items * longest);
+        float units = parts == 1 ? items : keys / mine + items * fminf(4 * unevenness, 0.5f);
         float time = fmaxf(mine, ceilf(units / gridDim.x) * (keys / units + START));
         if (parts > 1) time += LEAVE + MERGE * parts;
         /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
@@ -110,9 +111,10 @@ struct prefill_parts {
  * takes which item is decided by a counter. The order: chunks of neighbouring sequences (so that the keys in use stay
  * in the L2 cache), in a chunk falling levels, on a level sequence by sequence, all KV heads. An item's level is the
  * number of its keys in units of `positions`; a sequence has at most one item of a level. */
+template <bool CUTS>
 struct prefill_schedule {
-    prefill_parts parts;
-    sequence_view mine; /* lane's sequence of the chunk */
+    prefill_parts parts; /* of CUTS */
+    sequence_view mine;  /* lane's sequence of the chunk */
     int num_items, first_level;
     int next_seq, first_seq, seqs_per_chunk;
     int chunk_begin, entries;    /* of the list: those before the chunk; those of the chunk, of a KV head */
@@ -124,20 +126,8 @@ struct prefill_schedule {
     /* About as many sequences as fit in the cache together, at most one per lane. */
     __device__ void start(const prefill_batch &batch)
     {
-        float keys = 0, items = 0, keys_of_items = 0;
-        int longest = 0;
-        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) {
-            keys += batch.args.context_lens[seq];
-            if (!batch.most_parts) continue;
-            measure(batch, seq);
-            if (num_items == 0) continue;
-            float levels = num_items * (first_level + 1.0f) + 0.5f * num_items * (num_items - 1.0f);
-            int most = prefill_parts::keys_of(batch, first_level + num_items - 1);
-            items += num_items;
-            keys_of_items += fminf(levels * batch.positions, (float)num_items * most);
-            longest = max(longest, most);
-        }
-        parts.choose(batch, items, keys_of_items, longest);
+        float keys = 0;
+        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) keys += batch.args.context_lens[seq];
         for (int i = 16; i; i /= 2) keys += __shfl_xor_sync(~0u, keys, i);
         float seqs = batch.chunk_keys * batch.args.num_seqs / fmaxf(keys, 1.0f);
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
@@ -146,6 +136,23 @@ struct prefill_schedule {
         entries = 0;
         first_slot = chunk_slots = 0;
         index = -1;
+        if constexpr (CUTS) choose_parts(batch);
+    }
+
+    __device__ void choose_parts(const prefill_batch &batch)
+    {
+        float items = 0, keys = 0;
+        int longest = 0;
+        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) {
+            measure(batch, seq);
+            if (num_items == 0) continue;
+            float levels = num_items * (first_level + 1.0f) + 0.5f * num_items * (num_items - 1.0f);
+            int most = prefill_parts::keys_of(batch, first_level + num_items - 1);
+            items += num_items;
+            keys += fminf(levels * batch.positions, (float)num_items * most);
+            longest = max(longest, most);
+        }
+        parts.choose(batch, items, keys, longest);
     }
 
     /* The lane's sequence, and its items. */
@@ -188,17 +195,24 @@ struct prefill_schedule {
         next_seq += seqs_per_chunk;
         int seq = first_seq + (threadIdx.x & 31);
         measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
-        int more = 0, in_parts = 0; /* entries than items; entries that are parts: those of the highest levels */
-        for (int i = num_items - 1, count; i >= 0 && (count = parts.count(batch, first_level + i)) > 1; i--) {
-            more += count - 1;
-            in_parts += count;
-        }
-        entries = __reduce_add_sync(~0u, num_items + more);
-        chunk_slots = __reduce_add_sync(~0u, in_parts) * (int)batch.args.num_kv_heads;
+        entries = __reduce_add_sync(~0u, num_items);
+        if constexpr (CUTS) count_parts(batch);
         level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
         before = 0;
         scan_level();
         return true;
+    }
+    /* Of the chunk: its entries, and which of them are parts: those of the highest levels. */
+    __device__ void count_parts(const prefill_batch &batch)
+    {
+        int more = 0, in_parts = 0;
+        for (int i = num_items - 1, num_parts; i >= 0; i--) {
+            if ((num_parts = parts.count(batch, first_level + i)) == 1) break;
+            more += num_parts - 1;
+            in_parts += num_parts;
+        }
+        entries += __reduce_add_sync(~0u, more);
+        chunk_slots = __reduce_add_sync(~0u, in_parts) * (int)batch.args.num_kv_heads;
     }
     __device__ void scan_level()
     {
@@ -221,7 +235,7 @@ struct prefill_schedule {
             if (!next_chunk(batch)) return end_of_list();
         int at = index - chunk_begin, pair = at / num_heads;
         while (true) {
-            if (parts.length) num_parts = parts.count(batch, level);
+            if constexpr (CUTS) num_parts = parts.count(batch, level);
             if (pair < before + count * num_parts) break;
             before += count * num_parts;
             level = next_level;
@@ -274,16 +288,16 @@ struct prefill_schedule {
 
 static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
 
-/* `rows`: of an item, at least the heads of a group; part_bytes: what a part leaves, or 0, and items stay whole.
- * num_ctas: at most that many, or as many as there can be entries of the list. */
+/* `rows`: of an item, at least the heads of a group. */
 static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                                           int rows, size_t part_bytes, prefill_batch *batch, int64_t *num_ctas)
+                                           int rows, prefill_batch *batch)
 {
     pk_cuda_scratch scratch;
     PK_TRY(pk_cuda_scratch_of(call, &scratch, PK_SCRATCH_BYTES, PK_SCRATCH_PREFILL));
     batch->args = *args;
     batch->filter = filter;
     batch->counters = scratch.counters;
+    batch->partials = (float *)scratch.data;
     batch->bad_id = call.device->bad_id;
     batch->group = (int)(args->num_q_heads / args->num_kv_heads);
     batch->positions = rows / batch->group;
@@ -296,16 +310,23 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
     /* No chunks, which a CTA walks through one after the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
-    int64_t heads = args->num_kv_heads, fewest_tokens = args->num_tokens;
-    if (filter.min_rows > 0) fewest_tokens -= args->num_seqs * (filter.min_rows / batch->group); /* those of decodes */
-    double items = (double)(fewest_tokens / batch->positions * heads) / (double)*num_ctas;
-    /* With num_splits a row's arithmetic may not depend on the batch. */
-    bool may_cut = part_bytes && !args->num_splits && prefill_parts::may_pay(args, items);
-    batch->partials = (float *)scratch.data;
-    batch->most_parts = may_cut ? (int)(PK_SCRATCH_BYTES / part_bytes) : 0;
-    int64_t most_items = (args->num_tokens / batch->positions + args->num_seqs) * heads;
-    if (!may_cut && most_items < *num_ctas) *num_ctas = most_items;
     return PK_OK;
+}
+
+/* There are no more items than that. */
+static inline int64_t most_items(const prefill_batch &batch)
+{
+    return (batch.args.num_tokens / batch.positions + batch.args.num_seqs) * batch.args.num_kv_heads;
+}
+
+/* Whether items are to be cut where that pays. With num_splits a row's arithmetic may not depend on the batch. */
+static inline bool may_cut(const prefill_batch &batch, int64_t num_ctas)
+{
+    const pk_attention_args &args = batch.args;
+    int64_t fewest_tokens = args.num_tokens; /* beside those of decodes */
+    if (batch.is_beside_decode()) fewest_tokens -= args.num_seqs * (batch.filter.min_rows / batch.group);
+    double items = (double)(fewest_tokens / batch.positions * args.num_kv_heads);
+    return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas);
 }
 
 /* A row of the table of either kernel. */

@@ -38,10 +38,10 @@ struct prefill_sm80_cta {
         char slots[SLOTS][SLOT_BYTES];
         uint4 queries[WARPS][M_TILES][D / 16][32];
         uint4 rows[WARPS][32]; /* of the tile to load, a warp's share, keys and from 16 on values: address, bytes */
-        unsigned int key_masks[SLOTS][WARPS]; /* which keys of a K tile are there; a warp loads WARP_KEYS of them */
-        prefill_schedule schedules[32];       /* of warp 0 */
-        prefill_item item;                    /* not in registers, which O and S fill */
-        int2 wholly_seen[WARPS];              /* the keys that all rows of a warp see: [x, y) */
+        unsigned int key_masks[SLOTS][WARPS];  /* which keys of a K tile are there; a warp loads WARP_KEYS of them */
+        prefill_schedule<false> schedules[32]; /* of warp 0 */
+        prefill_item item;                     /* not in registers, which O and S fill */
+        int2 wholly_seen[WARPS];               /* the keys that all rows of a warp see: [x, y) */
     };
 
     const prefill_batch &batch;
@@ -65,7 +65,7 @@ struct prefill_sm80_cta {
     {
         __syncthreads(); /* the item before is done */
         if (warp == 0) {
-            prefill_schedule schedule = shared.schedules[lane];
+            prefill_schedule<false> schedule = shared.schedules[lane];
             prefill_item next = schedule.take_next(batch);
             shared.schedules[lane] = schedule;
             if (lane == 0) shared.item = next;
@@ -365,8 +365,9 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     auto kernel = attention_prefill_sm80_kernel<Kind, D>;
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
     prefill_batch batch;
+    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, &batch));
     int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
-    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, 0, &batch, &num_ctas));
+    if (most_items(batch) < num_ctas) num_ctas = most_items(batch);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));
     return pk_cuda_launch(call, "attention_prefill_sm80_kernel", kernel, dim3((unsigned)num_ctas), dim3(cta::THREADS),
                           smem_bytes, batch);

@@ -34,7 +34,8 @@
 
 // --- kernels
 
-template <int head_dim, typename Kind>
+/* CUTS: some items may be in parts. That code stands in the way of the others: 4 us of 40 in a ragged batch. */
+template <int head_dim, typename Kind, bool CUTS>
 __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
     attention_prefill_kernel(const __grid_constant__ prefill_params params)
 {
@@ -76,14 +77,14 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
     if (threadIdx.x < 128) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32)
-            produce_items<head_dim>(params, &shared, smem);
+            produce_items<head_dim, CUTS>(params, &shared, smem);
         else if (threadIdx.x < 64)
             produce_tiles<Kind::IS_FP8>(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
         else if (threadIdx.x < 96)
             produce_tiles<Kind::IS_FP8>(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
     } else if (threadIdx.x < 32 * (4 + CONSUMER_WARPS)) {
         take_registers<cta_shape<Kind::IS_FP8>::consumer_registers>();
-        consumer<head_dim, Kind>{params, &shared, smem}.run();
+        consumer<head_dim, Kind, CUTS>{params, &shared, smem}.run();
     } else if constexpr (Kind::IS_FP8) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 % 4 < 2)
@@ -102,10 +103,9 @@ template <int head_dim, typename Kind>
 static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     using shape = tiling<head_dim>;
-    static uint64_t smem_allowed;
     prefill_params params = {};
-    int64_t num_ctas = call.device->num_sms;
-    PK_TRY(make_prefill_batch(args, filter, call, ROWS, shape::partial_bytes, &params.batch, &num_ctas));
+    PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch));
+    params.batch.most_parts = PK_SCRATCH_BYTES / shape::partial_bytes;
     params.is_one_page = args->max_blocks_per_seq == 1 && (args->key_starts || args->block_size % 8);
     params.box_shift = 3;
     constexpr int most_rows = shape::tile / (Kind::IS_FP8 ? 2 : 1); /* of a box: those of a warp that converts */
@@ -135,10 +135,16 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                      args->k_head_stride));
     PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
                      args->v_head_stride));
-    auto kernel = attention_prefill_kernel<head_dim, Kind>;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
-    return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
-                                dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
+    auto launch = [&](auto cuts, int64_t num_ctas) {
+        static uint64_t smem_allowed;
+        auto kernel = attention_prefill_kernel<head_dim, Kind, decltype(cuts)::value>;
+        PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
+        return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
+                                    dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
+    };
+    int64_t num_sms = call.device->num_sms, items = most_items(params.batch);
+    if (may_cut(params.batch, num_sms)) return launch(std::true_type(), num_sms);
+    return launch(std::false_type(), items < num_sms ? items : num_sms);
 }
 
 template <int head_dim, typename Kind>

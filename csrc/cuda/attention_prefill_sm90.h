@@ -107,12 +107,12 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
 /* One warp: decides what this CTA does next, tells the others and brings its queries. When an item is told, the scores
  * of all but the last q_stages are done, and of two of those the output may still have to be stored: hence ITEM_SLOTS.
  */
-template <int head_dim>
+template <int head_dim, bool CUTS>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t q_smem)
 {
     using shape = tiling<head_dim>;
     const prefill_batch &batch = params.batch;
-    prefill_schedule schedule;
+    prefill_schedule<CUTS> schedule;
     schedule.start(batch);
     ring_position<ITEM_SLOTS> slot;
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {

@@ -7,7 +7,7 @@
 #include "cuda/attention_prefill_sm90.h"
 
 #ifdef PK_SM90A
-template <int head_dim, typename Kind>
+template <int head_dim, typename Kind, bool CUTS>
 struct consumer {
     using shape = tiling<head_dim>;
     using T = typename Kind::Element;
@@ -69,8 +69,9 @@ struct consumer {
             if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
         }
         for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
-            float sink =
-                args.sinks && item.part == 0 ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E : -INFINITY;
+            float sink = args.sinks && (!CUTS || item.part == 0)
+                             ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E
+                             : -INFINITY;
             offset[r] = fmaxf(sink, PK_NO_SCORE);
             sum[r] = lane % 4 == 0 ? exp2_fast(sink - offset[r]) : 0;
         }
@@ -315,10 +316,10 @@ struct consumer {
     __device__ __forceinline__ void finish_item(const prefill_item &item, const float (&offset)[2],
                                                 const float (&sums)[2])
     {
-        if (item.num_parts == 1)
-            store(item, offset, sums);
-        else
+        if (CUTS && item.num_parts > 1)
             leave_part(item, offset, sums);
+        else
+            store(item, offset, sums);
     }
 
     /* All parts of an item, in the order of their keys. */
@@ -445,7 +446,7 @@ struct consumer {
         finish_values();
         finish_item(shared->item[done_slot], offset, sum);
         if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
-        finish_parts();
+        if constexpr (CUTS) finish_parts();
     }
 };
 #endif  // PK_SM90A

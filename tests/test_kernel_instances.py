@@ -19,7 +19,7 @@ import pagedkv
 from pagedkv import ops
 
 INSTANCES = ops.kernel_instances()
-ATTENTION = [each for each in INSTANCES if each["head_dim"] and not each["variant"]]
+ATTENTION = [each for each in INSTANCES if each["head_dim"] and each["variant"] in ("", "cuts items")]
 TAKES_HEADS = [each for each in INSTANCES if each["variant"] == "takes heads"]
 PRODUCTS = [each for each in INSTANCES if each["kernel"].startswith("linear")]
 HEADS = [each for each in INSTANCES if each["kernel"] == "sample_linear_kernel"]
@@ -63,11 +63,13 @@ def test_attention(torch, rng, each):
     """A batch that this instance is for. ALiBi keeps Hopper's own prefill kernel from taking the older kernel's."""
     is_decode = each["kernel"] == "attention_decode_kernel"
     group = 2 if is_decode and each["rows"] == 8 else 12 if is_decode else 4
-    context_lens = tuple(int(n) for n in rng.integers(300, 900, 5))
+    cuts_items = each["variant"] == "cuts items"  # few queries on many keys
+    query_lens = rng.integers(30, 40, 5) if cuts_items else rng.integers(30, 300, 5)
+    context_lens = rng.integers(1500, 5000, 5) if cuts_items else rng.integers(300, 900, 5)
     case = AttentionCase(
         name_of(each),
-        query_lens=(1,) * 5 if is_decode else tuple(int(n) for n in rng.integers(30, 300, 5)),
-        context_lens=context_lens,
+        query_lens=(1,) * 5 if is_decode else tuple(query_lens.tolist()),
+        context_lens=tuple(context_lens.tolist()),
         num_q_heads=2 * group,
         head_dim=each["head_dim"],
         dtype=each["multiplies"],

@@ -22,7 +22,7 @@ struct prefill_batch {
     int most_parts;                /* that there is room for */
 
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
-    __host__ __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
+    __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
     /* Every sequence is one item of a KV head: its keys are read once. */
     __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
@@ -319,13 +319,12 @@ static inline int64_t most_items(const prefill_batch &batch)
     return (batch.args.num_tokens / batch.positions + batch.args.num_seqs) * batch.args.num_kv_heads;
 }
 
-/* Whether items are to be cut where that pays. With num_splits a row's arithmetic may not depend on the batch. */
-static inline bool may_cut(const prefill_batch &batch, int64_t num_ctas)
+/* Whether items of so many rows are to be cut where that pays. With num_splits a row's arithmetic may not depend on the
+ * batch. */
+static inline bool may_cut(const pk_attention_args &args, row_filter filter, int rows, int64_t num_ctas)
 {
-    const pk_attention_args &args = batch.args;
-    int64_t fewest_tokens = args.num_tokens; /* beside those of decodes */
-    if (batch.is_beside_decode()) fewest_tokens -= args.num_seqs * (batch.filter.min_rows / batch.group);
-    double items = (double)(fewest_tokens / batch.positions * args.num_kv_heads);
+    int64_t group = args.num_q_heads / args.num_kv_heads, decode_tokens = args.num_seqs * (filter.min_rows / group);
+    double items = (double)((args.num_tokens - decode_tokens) / (rows / group) * args.num_kv_heads); /* at least */
     return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas);
 }
 

@@ -32,6 +32,8 @@
  */
 #include "cuda/attention_prefill_sm90_consumer.h"
 
+#include <algorithm>
+
 // --- kernels
 
 /* CUTS: some items may be in parts. That code stands in the way of the others: 4 us of 40 in a ragged batch. */
@@ -99,10 +101,11 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
 
 // --- launchers
 
-template <int head_dim, typename Kind>
+template <int head_dim, typename Kind, bool CUTS>
 static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     using shape = tiling<head_dim>;
+    static uint64_t smem_allowed;
     prefill_params params = {};
     PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch));
     params.batch.most_parts = PK_SCRATCH_BYTES / shape::partial_bytes;
@@ -135,31 +138,35 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                      args->k_head_stride));
     PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
                      args->v_head_stride));
-    auto launch = [&](auto cuts, int64_t num_ctas) {
-        static uint64_t smem_allowed;
-        auto kernel = attention_prefill_kernel<head_dim, Kind, decltype(cuts)::value>;
-        PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
-        return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
-                                    dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
-    };
-    int64_t num_sms = call.device->num_sms, items = most_items(params.batch);
-    if (may_cut(params.batch, num_sms)) return launch(std::true_type(), num_sms);
-    return launch(std::false_type(), items < num_sms ? items : num_sms);
+    int64_t num_ctas = call.device->num_sms;
+    if (!CUTS) num_ctas = std::min(num_ctas, most_items(params.batch));
+    auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS>;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
+    return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
+                                dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
 }
 
-template <int head_dim, typename Kind>
+static constexpr char CUTS_ITEMS[] = "cuts items";
+
+template <int head_dim, typename Kind, bool CUTS>
 static constexpr prefill_instance instance = {
-    {"attention_prefill_kernel", "", Kind::MULTIPLIES, Kind::READS, head_dim, ROWS, cta_shape<Kind::IS_FP8>::threads,
-     (int)tiling<head_dim>::smem_bytes},
-    launch_prefill<head_dim, Kind>};
+    {"attention_prefill_kernel", CUTS ? CUTS_ITEMS : "", Kind::MULTIPLIES, Kind::READS, head_dim, ROWS,
+     cta_shape<Kind::IS_FP8>::threads, (int)tiling<head_dim>::smem_bytes},
+    launch_prefill<head_dim, Kind, CUTS>};
+template <int head_dim, typename Kind>
+static constexpr const prefill_instance &whole = instance<head_dim, Kind, false>;
+template <int head_dim, typename Kind>
+static constexpr const prefill_instance &cuts = instance<head_dim, Kind, true>;
 
 /* The first whose head_dim is large enough is taken. */
 static constexpr prefill_instance INSTANCES[] = {
-    instance<64, kind_bf16>,        instance<96, kind_bf16>,         instance<128, kind_bf16>,
-    instance<256, kind_bf16>,       instance<64, kind_f16>,          instance<96, kind_f16>,
-    instance<128, kind_f16>,        instance<256, kind_f16>,         instance<64, kind_fp8>,
-    instance<96, kind_fp8>,         instance<128, kind_fp8>,         instance<64, kind_fp8_in_bf16>,
-    instance<96, kind_fp8_in_bf16>, instance<128, kind_fp8_in_bf16>,
+    whole<64, kind_bf16>,        cuts<64, kind_bf16>,        whole<96, kind_bf16>,         cuts<96, kind_bf16>,
+    whole<128, kind_bf16>,       cuts<128, kind_bf16>,       whole<256, kind_bf16>,        cuts<256, kind_bf16>,
+    whole<64, kind_f16>,         cuts<64, kind_f16>,         whole<96, kind_f16>,          cuts<96, kind_f16>,
+    whole<128, kind_f16>,        cuts<128, kind_f16>,        whole<256, kind_f16>,         cuts<256, kind_f16>,
+    whole<64, kind_fp8>,         cuts<64, kind_fp8>,         whole<96, kind_fp8>,          cuts<96, kind_fp8>,
+    whole<128, kind_fp8>,        cuts<128, kind_fp8>,        whole<64, kind_fp8_in_bf16>,  cuts<64, kind_fp8_in_bf16>,
+    whole<96, kind_fp8_in_bf16>, cuts<96, kind_fp8_in_bf16>, whole<128, kind_fp8_in_bf16>, cuts<128, kind_fp8_in_bf16>,
 };
 const pk_cuda_kernel_table pk_cuda_attention_prefill_sm90_kernels = pk_cuda_table(INSTANCES);
 
@@ -181,9 +188,10 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
+    const bool may_cut_items = may_cut(*args, filter, ROWS, call.device->num_sms);
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
-            each.shown.head_dim >= args->head_dim)
+            each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items)
             return each.launch(args, filter, call);
     return pk_cuda_no_instance(call, "attention_prefill_kernel");
 }

@@ -4,7 +4,7 @@
  * Semantics of every argument: csrc/ops/attention.c. Four kernels answer a call (attention.cu chooses):
  *
  *     attention_decode.cu        few query rows per sequence: the keys are split over the machine (attention_plan.h,
- *                                attention_decode_warp.h, attention_merge.h)
+ *                                attention_decode_loader.h, attention_decode_warp.h, attention_merge.h)
  *     attention_prefill_sm80.cu  many query rows, on any device
  *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit, where shapes and dtypes allow
  *     attention_simple.cu        what the others cannot take (fp32, unaligned views): one warp per row, right and slow

@@ -12,40 +12,30 @@
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
  * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. What a warp
- * computes is attention_decode_warp.h; the warps' results meet in attention_merge.h.
+ * loads is attention_decode_loader.h, what it computes attention_decode_warp.h; the results meet in attention_merge.h.
  *
  * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA
  * then normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
  * cache and, after what the cache held there before, into the ring. So nothing but the projection is waited for, and
  * all keys may be on their way before.
  */
-#include "cuda/attention_decode_warp.h"
-#include "cuda/attention_plan_units.h"
+#include "cuda/attention_decode_loader.h"
 #include "cuda/rope.h"
 
 // --- kernels
 
-/* Bytes from the first key's row in the caches to another's, and whether that is there at all. */
-struct row_offsets {
-    int64_t k, v;
-    bool is_there;
-};
-
 /* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
 template <typename Kind, int D, int NT, bool TAKES_HEADS>
-struct decode_cta : decode_warp<Kind, D, NT> {
-    using computing = decode_warp<Kind, D, NT>;
-    using computing::args, computing::rows, computing::warp, computing::lane, computing::first_common,
-        computing::end_common;
-    using computing::CHUNK, computing::KEY_TILES, computing::ROWS, computing::ALL_KEYS, computing::QUERY_STRIDE,
-        computing::TILE_BYTES;
-    using typename computing::tile;
-    static constexpr int STAGES = DECODE_STAGES;
-    static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
-    static constexpr int STAGE_BYTES = 2 * TILE_BYTES;
-    static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES; /* of the cache, that a warp's copy takes */
-    /* Shared memory of a warp: its stages, in whose place its results come at the end. */
-    static constexpr int RING_BYTES = STAGES * STAGE_BYTES, OUTPUT_STRIDE = D + 4;
+struct decode_cta : decode_loader<Kind, D, NT> {
+    using loading = decode_loader<Kind, D, NT>;
+    using loading::args, loading::rows, loading::warp, loading::lane, loading::params, loading::smem, loading::ring,
+        loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
+    using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGES,
+        loading::STAGE_BYTES, loading::RING_BYTES;
+    using loading::read_unit, loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
+    using typename loading::tile;
+    /* A warp's results come in the place of its stages at the end. */
+    static constexpr int OUTPUT_STRIDE = D + 4;
     static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
     /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
@@ -59,157 +49,9 @@ struct decode_cta : decode_warp<Kind, D, NT> {
                       228 * 1024,
                   "fewer CTAs than the plan counts on");
 
-    const decode_params &params;
-    char *smem;
-    uint32_t ring;              /* this warp's stages, as a shared address */
-    unsigned int masks[STAGES]; /* which of the stages' keys are there, the oldest stage first */
-    int step;                   /* keys of all warps' chunks */
-    int first_seen, end_seen;   /* keys that some of the unit's queries sees */
-
-    int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
-    int num_loaded, next_page;         /* chunks; of this lane's 16 keys of the next 32 / KEY_TILES chunks */
-    row_offsets table;                 /* of its keys of these chunks */
-    const char *k_lane, *v_lane;       /* what this lane's copies add such an offset to */
-
     __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
-        : computing(args, params), params(params), smem(smem)
+        : loading(args, params, smem)
     {
-        step = params.shape.step;
-        ring = smem_address(smem + warp * RING_BYTES);
-    }
-
-    /* The unit of this CTA, and whether it is sound: a plan is only memory, and checked before anything hangs on it. */
-    __device__ bool read_unit(int unit_index)
-    {
-        attention_unit &unit = rows.unit;
-        if (params.workspace.units) {
-            const int4 *from = (const int4 *)(params.workspace.units + unit_index);
-            *(int4 *)&unit.signature = __ldcg(from);
-            *(int4 *)&unit.num_queries = __ldcg(from + 1);
-            *(int4 *)&unit.part = __ldcg(from + 2);
-        } else {
-            unit = plan_unit(args, params.shape, unit_index, params.bad_id, blockIdx.x == 0 && warp == 0);
-        }
-        int in_row = lane / tile::PIECES, piece = is_in_row() ? lane % tile::PIECES * 16 : 0;
-        k_lane = (const char *)args.k_cache + piece +
-                 (rows.head * args.k_head_stride + in_row * args.k_slot_stride) * Kind::CACHE_BYTES;
-        v_lane = (const char *)args.v_cache + piece +
-                 (rows.head * args.v_head_stride + in_row * args.v_slot_stride) * Kind::CACHE_BYTES;
-        int slot = unit_index - unit.part;
-        /* & and |: with && the compiler would put what it reads after a branch, another way to L2 and back. */
-        bool is_sound =
-            (unit.signature == params.shape.signature) & ((unsigned)unit.seq < args.num_seqs) & (unit.context >= 0) &
-            (unit.first_slot >= 0) & (unit.first_query >= 0) &
-            ((int64_t)unit.first_slot + unit.context <= args.max_blocks_per_seq * args.block_size) &
-            (unit.num_queries > 0) & (unit.tile >= 0) & (unit.first_step >= 0) &
-            ((int64_t)unit.first_query + unit.num_queries <= args.num_tokens) &
-            ((int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor) &
-            ((unsigned)unit.part < (unsigned)unit.num_parts) &
-            ((unit.num_parts == 1) | ((slot >= 0) & ((int64_t)slot + unit.num_parts <= params.shape.max_slots)));
-        if (!is_sound) return false;
-        int first_position = rows.position_of(0), last_position = min(unit.context - 1, rows.position_of(ROWS - 1));
-        first_seen = args.window_left < 0 ? 0 : (int)max((int64_t)0, first_position - args.window_left);
-        first_common = args.window_left < 0 ? 0 : (int)max((int64_t)0, last_position - args.window_left);
-        int64_t end = unit.context;
-        end_seen = args.window_right < 0 ? unit.context : (int)min(end, last_position + args.window_right + 1);
-        end_common = args.window_right < 0 ? unit.context : (int)min(end, first_position + args.window_right + 1);
-        int first_key = decode_first_key(args, unit.context, unit.num_queries, CHUNK);
-        lookup_key = first_key + unit.first_step * step + warp * CHUNK;
-        load_key = lookup_key;
-        end_key = first_key + unit.end_step * step;
-        num_loaded = 0;
-        return unit.first_step < unit.end_step &&
-               (unit.end_step - 1) * (int64_t)step < max(unit.context - first_key, 1);
-    }
-
-    // --- loading
-
-    /* Both of a key: its page, and where it lies in that. */
-    __device__ int read_page(int key) const
-    {
-        int block = params.block_size.divide(rows.unit.first_slot + key);
-        return __ldcg(args.block_tables + rows.unit.seq * args.block_table_stride + block);
-    }
-    __device__ int slot_of(int key) const
-    {
-        int slot = rows.unit.first_slot + key;
-        return slot - params.block_size.divide(slot) * params.block_size.divisor;
-    }
-
-    /* The pages of the next chunks, where those consist of 16 keys in one page: lane i looks after the i-th 16. Only
-     * entries of keys that some query sees are read. */
-    __device__ int key_of_lane() const { return lane / KEY_TILES * step + lane % KEY_TILES * 16; }
-    __device__ int look_up()
-    {
-        int key = lookup_key + key_of_lane();
-        lookup_key += CHUNKS_AT_ONCE * step;
-        bool is_needed = params.are_16_in_a_page && key < min(end_key, end_seen) && key + 16 > first_seen;
-        return is_needed ? read_page(key) : -1;
-    }
-
-    /* Whether the 16 bytes that this lane copies of a row are in it; those beyond head_dim become zeros. */
-    __device__ bool is_in_row() const { return lane % tile::PIECES * 16 < (int)args.head_dim * Kind::CACHE_BYTES; }
-
-    __device__ row_offsets offsets_of(int page, int64_t slot) const
-    {
-        int64_t k = slot * args.k_slot_stride, v = slot * args.v_slot_stride;
-        if (page >= 0) page = checked_page(args, page, rows.unit.seq, params.bad_id);
-        int64_t there = max(page, 0);
-        return {(there * args.k_block_stride + k) * Kind::CACHE_BYTES,
-                (there * args.v_block_stride + v) * Kind::CACHE_BYTES, page >= 0};
-    }
-
-    /* Copies a chunk; the result is the mask of its keys that are there. */
-    __device__ unsigned int load_chunk(int stage)
-    {
-        int key = load_key + lane % CHUNK, first_lane = num_loaded % CHUNKS_AT_ONCE * KEY_TILES;
-        bool is_seen = key >= first_seen && key < end_seen;
-        row_offsets from = table;
-        if (!params.are_16_in_a_page) /* less the row that the copying lane will add */
-            from = offsets_of(is_seen ? read_page(key) : -1, slot_of(key) - lane % ROWS_AT_ONCE);
-        unsigned int known = __ballot_sync(~0u, from.is_there);
-        int its_lane = params.are_16_in_a_page ? first_lane + lane % CHUNK / 16 : lane;
-        unsigned int mask = __ballot_sync(~0u, is_seen && known >> its_lane & 1) & ALL_KEYS;
-        if (mask == 0) return 0; /* what the stage holds from before is not used */
-
-        int in_row = lane / tile::PIECES;
-        unsigned int mine = is_in_row() ? mask >> in_row : 0;
-        uint32_t to = ring + stage * STAGE_BYTES + tile::offset(in_row, lane % tile::PIECES);
-        uint64_t policy = evict_first_policy();
-        /* of row + in_row */
-        auto copy = [&](int row, const char *k, const char *v) {
-            int bytes = mine >> row & 1 ? 16 : 0;
-            uint32_t its_to = tile::moved(to, row, tile::IS_SWIZZLED ? row % 8 : 0);
-            copy_async_16(its_to, k, bytes, policy);
-            copy_async_16(its_to + TILE_BYTES, v, bytes, policy);
-        };
-        if (params.are_16_in_a_page) {
-            int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
-            int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
-            for (int t = 0; t < KEY_TILES; t++) {
-                const char *k = k_lane + __shfl_sync(~0u, from.k, first_lane + t);
-                const char *v = v_lane + __shfl_sync(~0u, from.v, first_lane + t);
-                for (int row = 0; row < 16; row += ROWS_AT_ONCE, k += k_step, v += v_step) copy(t * 16 + row, k, v);
-            }
-        } else {
-#pragma unroll 1
-            for (int row = 0; row < CHUNK; row += ROWS_AT_ONCE)
-                copy(row, k_lane + __shfl_sync(~0u, from.k, row + in_row),
-                     v_lane + __shfl_sync(~0u, from.v, row + in_row));
-        }
-        return mask;
-    }
-
-    __device__ void load_next(int stage)
-    {
-        int place = num_loaded % CHUNKS_AT_ONCE;
-        if (place == 0) table = offsets_of(next_page, slot_of(load_key + key_of_lane()));
-        for (int i = 0; i + 1 < STAGES; i++) masks[i] = masks[i + 1];
-        masks[STAGES - 1] = load_key < end_key ? load_chunk(stage) : 0;
-        copy_async_commit();
-        if (place == CHUNKS_AT_ONCE / 2) next_page = look_up(); /* long before, since it may have to come from afar */
-        load_key += step;
-        num_loaded++;
     }
 
     // --- heads from the projection

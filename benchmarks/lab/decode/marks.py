@@ -105,7 +105,7 @@ text = text.replace("        for (int stage = 0; first_key < end_key;", "       
 insert("        copy_async_wait<0>();\n", "        MARK(4);\n", behind=False)
 insert("        __syncthreads();\n        merge_unit", "        MARK(5);\n", behind=False)
 insert("        if (threadIdx.x == 0 && context != planned_context)\n", "        MARK(6); if (threadIdx.x == 0) lab_times[blockIdx.x & 65535][9] = lab_now();\n", behind=False)
-text = text.replace("        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;\n", "        int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;\n        lab_grid = shape.num_units * args->num_kv_heads;\n")
+insert("    int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;\n", "    lab_grid = (int)(shape.num_units * args->num_kv_heads);\n")
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "attention_decode.cu").write_text(text + HOST.replace("{NAMES}", "{" + ", ".join(f'"{m}"' for m in MARKS) + "}"))

@@ -1,47 +1,24 @@
-/* attention_prefill_sm90_consumer.h - the computing half of attention_prefill_sm90.cu: one warpgroup's 64 rows of the
- * items, S = Q K^T, softmax and O += P V.
+/* attention_prefill_sm90_consumer.h - the computing half of attention_prefill_sm90.cu: one warpgroup's items, their
+ * products S = Q K^T and O += P V, and their results. The softmax is attention_prefill_sm90_softmax.h.
  */
 #ifndef PK_CUDA_ATTENTION_PREFILL_SM90_CONSUMER_H
 #define PK_CUDA_ATTENTION_PREFILL_SM90_CONSUMER_H
 
-#include "cuda/attention_prefill_sm90.h"
+#include "cuda/attention_prefill_sm90_softmax.h"
 
 #ifdef PK_SM90A
 template <int head_dim, typename Kind, bool CUTS>
-struct consumer {
-    using shape = tiling<head_dim>;
-    using T = typename Kind::Element;
-    using V = std::conditional_t<Kind::IS_FP8, __half, T>; /* P, too */
-    static constexpr int tile = shape::tile;
-    static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
+struct consumer : prefill_rows<head_dim, Kind> {
+    using base = prefill_rows<head_dim, Kind>;
+    using base::cap_and_mask, base::softmax, base::pack_p, base::scale_o;
+    using base::params, base::shared, base::q_smem, base::k_smem, base::v_smem, base::batch, base::args;
+    using base::slot, base::q, base::k, base::v, base::n, base::tile_begin, base::tail_tile, base::bad_boxes;
+    using base::tile;
+    using base::unmasked_begin, base::unmasked_end, base::offset, base::sum, base::s, base::o, base::p;
+    using base::warpgroup, base::lane, base::position, base::head, base::scale, base::k_scale;
+    using typename base::shape, typename base::T, typename base::V;
 
-    const prefill_params &params;
-    prefill_shared<head_dim> *shared;
-    uint32_t q_smem;
-    const prefill_batch &batch = params.batch;
-    const pk_attention_args &args = batch.args;
-    uint32_t k_smem = q_smem + shape::q_stages * shape::q_bytes;
-    uint32_t v_smem = k_smem + shape::k_stages * shape::kv_bytes;
-    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, lane = threadIdx.x & 31;
-    /* This thread has two rows of the item, 8 apart. */
-    int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
-    int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
-    float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
-    float k_scale = 1;                                                               /* of the item, with fp8 */
-
-    ring_position<ITEM_SLOTS> slot;
-    ring_position<shape::q_stages> q;
-    ring_position<shape::k_stages> k;
-    ring_position<shape::v_stages> v;
-    int n, tile_begin;                /* the tile whose scores are next, and the item's last one */
-    int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
-    int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
-    float offset[2], sum[2];          /* of the softmax, in base 2; the sum is of this thread's columns */
-    unsigned bad_boxes;               /* of the tile: see tile_ring */
-    int last_left = -1;               /* the part that was left last, and leads to the one before */
-    float s[tile / 2], o[head_dim / 2];
-    uint32_t p[tile / 4];
+    int last_left = -1; /* the part that was left last, and leads to the one before */
 
     /* One lane a warp tells the producers that it needs a tile no longer; or all do, where others write to it, too. */
     __device__ __forceinline__ void release(uint64_t &barrier, bool by_all = false)
@@ -125,143 +102,6 @@ struct consumer {
         }
         fence_async_proxy();
         named_sync(3 + warpgroup, 128);
-    }
-
-    /* Softcap, and -inf where a row does not see a key. */
-    __device__ __forceinline__ void cap_and_mask(float (&s)[tile / 2])
-    {
-        if (args.softcap > 0) {
-            for (int i = 0; i < tile / 2; i++) /* tanh */
-                s[i] = 1.0f - __fdividef(2.0f, exp2_fast(s[i] * (params.cap_scale * k_scale)) + 1.0f);
-        } else if (!(k_scale > 0)) { /* offsets and masks want `scale` to be positive */
-            for (int i = 0; i < tile / 2; i++) s[i] *= k_scale;
-        }
-        if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
-        const prefill_item &item = shared->item[slot.at];
-        for (int r = 0; r < 2; r++) {
-            int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
-            int begin = visible_begin(batch, diagonal) - column;
-            int end = visible_end(batch, diagonal, item.context_len) - column;
-            for (int i = 0; i < tile / 4; i++) {
-                int at = i / 2 * 8 + i % 2;
-                bool is_bad = bad_boxes >> (i / 2 * 8 >> params.box_shift) & 1;
-                if (at < begin || at >= end || is_bad) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
-            }
-        }
-    }
-
-    /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */
-    __device__ __forceinline__ void score_again(const bool (&wanted)[2])
-    {
-        uint32_t q_row = q_smem + q.at * shape::q_bytes + (first_row - lane / 4 + lane % 16) * shape::row_bytes;
-        uint32_t k_row = k_smem + k.at * shape::kv_bytes + lane % 8 * shape::row_bytes +
-                         lane / 16 * shape::columns * shape::group_bytes;
-        float scores[tile / 2]; /* in local memory, so that the loop need not be unrolled */
-#pragma unroll 1
-        for (int j = 0; j < tile / 8; j += 2, k_row += 2 * shape::columns * shape::group_bytes) {
-            float d[2][4] = {};
-#pragma unroll 1
-            for (int i = 0; i < head_dim; i += 16) {
-                uint32_t a[4], b[4];
-                int column = i / shape::column, at = i % shape::column * 2;
-                ldmatrix_x4(a,
-                            swizzled<shape::row_bytes>(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
-                ldmatrix_x4(b,
-                            swizzled<shape::row_bytes>(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
-                Kind::mma(d[0], a, {b[0], b[1]});
-                Kind::mma(d[1], a, {b[2], b[3]});
-            }
-            for (int i = 0; i < 8; i++) scores[4 * j + i] = d[i / 4][i % 4];
-        }
-        cap_and_mask(scores);
-        for (int i = 0; i < tile / 2; i++)
-            if (wanted[i / 2 % 2]) s[i] = scores[i];
-    }
-
-    /* Moves the offsets of some rows up to the greatest score of the tile in s; shrink: what that leaves of what was
-     * summed before. */
-    __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2], float (&shrink)[2])
-    {
-        for (int r = 0; r < 2; r++) {
-            float top = s[2 * r];
-            for (int i = 2 * r; i < tile / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
-            top = fmaxf(quad_max(top) * scale, offset[r]);
-            if (!wanted[r]) continue;
-            shrink[r] = exp2_fast(offset[r] - top);
-            offset[r] = top;
-        }
-    }
-
-    /* Turns the scores of row r into exp2(scale * score - offset) and returns their sum. */
-    __device__ __forceinline__ float exponentials(int r)
-    {
-        float sum = 0;
-        for (int i = 2 * r; i < tile / 2; i += 4) {
-            s[i] = exp2_fast(s[i] * scale - offset[r]);
-            s[i + 1] = exp2_fast(s[i + 1] * scale - offset[r]);
-            sum += s[i] + s[i + 1];
-        }
-        return sum;
-    }
-
-    /* The exponentials in s are too large for the offsets of some rows. Mostly a power of two brings them down; where a
-     * sum left the range of fp32 the scores are computed again. */
-    __device__ __forceinline__ void lower(float (&tile_sum)[2], float (&shrink)[2])
-    {
-        bool is_lost[2];
-        for (int r = 0; r < 2; r++) is_lost[r] = quad_any(!(tile_sum[r] < all_that_fits));
-        if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
-            score_again(is_lost);
-            raise_offsets(is_lost, shrink);
-            for (int r = 0; r < 2; r++)
-                if (is_lost[r]) tile_sum[r] = exponentials(r);
-        }
-        for (int r = 0; r < 2; r++) {
-            float top = quad_max(tile_sum[r]), factor = 1.0f;
-            if (top > most_of_a_tile && !is_lost[r]) {
-                int exponent = (__float_as_int(top) >> 23) - 127;
-                factor = __int_as_float((127 - exponent) << 23);
-                offset[r] += (float)exponent;
-            }
-            tile_sum[r] *= factor;
-            shrink[r] *= factor;
-            for (int i = 2 * r; i < tile / 2; i += 4) {
-                s[i] *= factor;
-                s[i + 1] *= factor;
-            }
-        }
-    }
-
-    /* The softmax of the tile in s. A row's offset is the greatest score of its first tile and stays: finding every
-     * tile's maximum first costs a third of the softmax, and any offset gives the same quotient as long as nothing
-     * overflows or vanishes. Where exponentials sum to more than 2^13 (which fp16 still holds) the offset is raised. A
-     * row decides for itself: its bits do not depend on the rows beside it. Returns whether `shrink` must be applied
-     * to what was summed before. */
-    __device__ __forceinline__ bool softmax(bool is_first, float (&shrink)[2])
-    {
-        bool is_new[2];
-        float tile_sum[2];
-        for (int r = 0; r < 2; r++) {
-            is_new[r] = is_first || offset[r] == PK_NO_SCORE;
-            shrink[r] = 1.0f;
-        }
-        bool any_new = __any_sync(~0u, is_new[0] || is_new[1]);
-        if (any_new) raise_offsets(is_new, shrink);
-        for (int r = 0; r < 2; r++) tile_sum[r] = exponentials(r);
-        bool any_over = __any_sync(~0u, !(tile_sum[0] + tile_sum[1] <= most_of_a_tile)); /* NaN too */
-        if (any_over) lower(tile_sum, shrink);
-        for (int r = 0; r < 2; r++) sum[r] = sum[r] * shrink[r] + tile_sum[r];
-        return any_new || any_over;
-    }
-
-    __device__ __forceinline__ void pack_p()
-    {
-        for (int i = 0; i < tile / 4; i++) p[i] = pk_pack_pair<V>(s[2 * i], s[2 * i + 1]);
-    }
-
-    __device__ __forceinline__ void scale_o(const float (&factor)[2])
-    {
-        for (int i = 0; i < head_dim / 2; i++) o[i] *= factor[i / 2 % 2];
     }
 
     __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])

@@ -126,6 +126,19 @@ def owned_rows(a, num_tokens: int) -> np.ndarray:
     return mask
 
 
+def most(scale) -> float:
+    """Of 1 and these in size; NaN does not count."""
+    return float(np.fmax.reduce(np.abs(np.append(1.0, np.asarray(1.0 if scale is None else scale, np.float64)))))
+
+
+def attended(a, out, dtype: str, factor: float) -> Outcome:
+    """A score's error is multiplied by its scales; the output is a sum of values times v_scale, which may cancel."""
+    factor *= most(a.softmax_scale) * most(scale_of(a.k_scale))
+    wanted = near(out, dtype, factor, owned_rows(a, len(out))[:, None, None])
+    wanted.atol *= most(scale_of(a.v_scale))
+    return wanted
+
+
 def expect_attention(a) -> dict:
     softmax_scale = None if a.softmax_scale is None else float(a.softmax_scale)
     out, lse = oracle.paged_attention_fwd(
@@ -146,9 +159,8 @@ def expect_attention(a) -> dict:
         k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
-    rows = owned_rows(a, len(out))
-    outcomes = {"out": near(out, a.q.dtype, 4, rows[:, None, None])}
-    return outcomes | ({"out_lse": near(lse, "float32", 10, rows[None])} if a.return_lse else {})
+    outcomes = {"out": attended(a, out, a.q.dtype, 4)}
+    return outcomes | ({"out_lse": near(lse, "float32", 10, owned_rows(a, len(out))[None])} if a.return_lse else {})
 
 
 def draw_plan(d: Draw) -> dict:
@@ -382,9 +394,9 @@ def expect_qkv(a) -> dict:
         k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
-    tolerance = 0.3 if a.k_cache.dtype == F8 else 10 * oracle.tolerance(a.qkv.dtype)
+    factor = 0.3 / oracle.tolerance(a.qkv.dtype) if a.k_cache.dtype == F8 else 10
     return {
-        "out": Outcome(out, tolerance, tolerance, owned_rows(a, len(out))[:, None, None]),
+        "out": attended(a, out, a.qkv.dtype, factor),
         **rope_stored(a, k, v),
     }
 

@@ -127,7 +127,7 @@ def owned_rows(a, num_tokens: int) -> np.ndarray:
 
 
 def most(scale) -> float:
-    """Of 1 and these in size; NaN does not count."""
+    """The largest of these by absolute value, and at least 1; NaN does not count."""
     return float(np.fmax.reduce(np.abs(np.append(1.0, np.asarray(1.0 if scale is None else scale, np.float64)))))
 
 

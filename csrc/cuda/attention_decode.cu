@@ -11,8 +11,8 @@
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
- * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. What a warp
- * loads is attention_decode_loader.h, what it computes attention_decode_warp.h; the results meet in attention_merge.h.
+ * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. A warp loads its keys by
+ * attention_decode_loader.h and computes by attention_decode_warp.h. attention_merge.h joins the warps' results.
  *
  * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA
  * then normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the

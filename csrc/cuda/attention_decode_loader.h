@@ -1,7 +1,7 @@
 /* attention_decode_loader.h - the keys and values of a decode CTA's unit, on their way from the cache to shared memory.
  *
- * A warp loads every n-th chunk of the unit's keys into its own ring, some chunks ahead of what it computes. Pages are
- * looked up further ahead: a block table's entry may come from afar, and a copy cannot start without it.
+ * A warp loads every n-th chunk of the unit's keys into its own ring, some chunks ahead of what it computes. It reads
+ * the block table further ahead still: an entry may have to come from memory, and no copy can start without it.
  */
 #ifndef PK_CUDA_ATTENTION_DECODE_LOADER_H
 #define PK_CUDA_ATTENTION_DECODE_LOADER_H

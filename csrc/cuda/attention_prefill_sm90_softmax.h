@@ -1,4 +1,4 @@
-/* attention_prefill_sm90_softmax.h - the rows of one warpgroup of attention_prefill_sm90.cu: where they are, their scores,
+/* attention_prefill_sm90_softmax.h - the 64 rows of a warpgroup of attention_prefill_sm90.cu: their place in the item,
  * masks and softmax.
  */
 #ifndef PK_CUDA_ATTENTION_PREFILL_SM90_SOFTMAX_H

@@ -10,7 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pagedkv
-from pagedkv import LLM, SamplingParams, ops
+from pagedkv import LLM, Graph, SamplingParams, ops
+from pagedkv.engine.model_runner import ModelRunner
 
 WARM, STEPS = 8, 32
 PROFILED = 8
@@ -133,20 +134,12 @@ class _Recorder:
         finally:
             del scheduler.schedule, scheduler.update, scheduler.commit, runner.launch
 
-    def _time_graph(self, runner, count: int = 8) -> None:
+    def _time_graph(self, runner: ModelRunner) -> None:
         """Of the step before. Its tokens are lost, and others come in their place."""
-        size = runner.batch_sizes[bisect_left(runner.batch_sizes, self.batch)]
-        graph = None if runner.graphs is None else runner.graphs.find(size, needs_logits=False)
-        if graph is None:
-            return
-        begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
-        runner.stream.synchronize()
-        graph.replay(runner.stream)
-        begin.record(runner.stream)
-        for _ in range(count):
-            graph.replay(runner.stream)
-        end.record(runner.stream).synchronize()
-        self.graph = begin.elapsed_ms(end) * 1e3 / count
+        graph = step_graph(runner, self.batch)
+        if graph is not None:
+            runner.stream.synchronize()
+            self.graph = replay_us(graph, runner.stream, 8)
 
     def medians(self) -> tuple[float, float | None, dict[str, float]]:
         def median(values):
@@ -159,6 +152,23 @@ class _Recorder:
             ends = zip(self.events, self.events[1:], strict=False)
             gap = median([before[1].elapsed_ms(after[0]) * 1e3 for before, after in ends])
         return wall, gap, {part: median(self.times[part]) for part in HOST_PARTS}
+
+
+def step_graph(runner: ModelRunner, num_seqs: int) -> Graph | None:
+    """What the engine replays for a step in which so many sequences decode; None where it has no graphs."""
+    size = runner.batch_sizes[bisect_left(runner.batch_sizes, num_seqs)]
+    return None if runner.graphs is None else runner.graphs.find(size, needs_logits=False)
+
+
+def replay_us(graph: Graph, stream: pagedkv.Stream, count: int) -> float:
+    """Of one of so many replays; one before them makes the device busy, so that none waits for the host."""
+    begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
+    graph.replay(stream)
+    begin.record(stream)
+    for _ in range(count):
+        graph.replay(stream)
+    end.record(stream).synchronize()
+    return begin.elapsed_ms(end) * 1e3 / count
 
 
 def _generate(llm: LLM, prompts: list[list[int]]) -> None:

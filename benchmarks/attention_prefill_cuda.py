@@ -18,7 +18,7 @@ import random
 import statistics
 
 import torch
-from attention_cuda import burst_us, time_us
+from attention_cuda import burst_us, capture, time_us
 from peers import figures
 from record import add_record_option, record
 
@@ -54,21 +54,16 @@ def measure(name, heads, query_lens, context_lens, cache_dtype) -> dict:
     queries = dict(cu_seqlens_q=ends, max_seqlen_q=max(query_lens))
     a_plan = pagedkv.plan_attention(q, k_cache, v_cache, tables[0], lens, **queries)
 
-    def capture(**options):
+    def capture_all(**options):
         def launch(i):
             pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables[i % copies], lens, out=out, **queries, **options)
 
-        launch(0)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(launches):
-                launch(i)
-        return graph
+        return capture(launch, launches)
 
     pairs = sum(n * (context - n) + n * (n + 1) // 2 for n, context in zip(query_lens, context_lens))
     flops = 4 * HEAD_DIM * q_heads * pairs
     launches = max(copies, int(8e-3 / (flops / 600e12)))
-    graph, unplanned = capture(plan=a_plan), capture()
+    graph, unplanned = capture_all(plan=a_plan), capture_all()
     time_us(graph, launches, 2)
     burst = burst_us(graph, launches)
     us = statistics.median(burst)

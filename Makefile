@@ -49,6 +49,10 @@ bench: build ## every CPU benchmark; results go to benchmarks/results
 	for name in attention block_manager engine_step linear overhead replay_trace; do \
 	    PYTHONPATH=. $(PYTHON) benchmarks/$$name.py || exit 1; done
 
+bench-growth: build ## on a GPU: decode steps and decode attention as sequences, keys and queries grow
+	for name in "batch_sizes.py --models 0.6B 8B" "batch_sizes.py --kv-cache-dtype fp8" growth.py queries.py; do \
+	    PYTHONPATH=. $(PYTHON) benchmarks/$$name || exit 1; done
+
 docs: ## the API reference, from the docstrings, in build/docs; needs pdoc (pip install '.[docs]')
 	$(PYTHON) tools/api_docs.py build/docs
 
@@ -94,4 +98,4 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 clean: ## what was built
 	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test build-asan asan fuzz-calls fuzz bench docs report plots format lint sanitize-gpu clean
+.PHONY: help build test build-asan asan fuzz-calls fuzz bench bench-growth docs report plots format lint sanitize-gpu clean

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checks import read_us
 from peers import decode_bytes, decode_us
-from tables import FLOOR, NANO, VLLM, recorded
+from tables import FLOOR, NANO, VLLM, is_recorded, recorded
 from tables_attention import CALLS, decode_rows, prefill_rows
+from tables_growth import BATCH_SIZES, batch_size_rows, growth_rows
 
 FOLDER = Path(__file__).parent.parent / "docs" / "plots"
 INK = "#7a808a"
@@ -26,17 +28,26 @@ COLOURS = {
     "FA3, page 16": "#e07b24", "FA3, page 256": "#c2504a", "FA3, contiguous": "#9b6ad1",
     "FlashInfer, page 16": "#3f9c5a",
 }  # fmt: skip
+MORE_COLOURS = ("#2f7de1", "#3f9c5a", "#9b6ad1", "#c2504a", "#74b3ff", "#5b76ad")  # of other lines, in turn
 
 
 @dataclass
 class Panel:
-    """Bars in groups, or lines over numbers of requests."""
+    """Bars in groups."""
 
     title: str
     unit: str
     groups: list[str]
     series: dict[str, list[float | None]]  # a value per group; None: not measured
-    has_lines: bool = False
+
+
+@dataclass
+class Lines(Panel):
+    """Lines over numbers, which the groups are."""
+
+    label: str = "requests at once"
+    ticks: list[int] = field(default_factory=lambda: [1, 32, 64, 96, 128, 192, 256])
+    is_log: bool = False  # both axes
 
 
 @dataclass
@@ -116,12 +127,48 @@ def concurrency() -> Plot:
     theirs = VLLM["concurrency_tokens_per_second"]
     series = {"pagedkv": [both[n] for n in counts], "vLLM 0.26.0": [theirs.get(n) for n in counts]}
     title = "n requests of 512 in and 256 out at once, Qwen3-0.6B, one H200"
-    return Plot(7.5, 3.4, [Panel(title, "tok/s", counts, series, has_lines=True)])
+    return Plot(7.5, 3.4, [Lines(title, "tok/s", counts, series)])
+
+
+def batch_sizes() -> Plot:
+    """One decode step at every number of sequences. vLLM's figures are of whole requests, prompts included."""
+    rows = batch_size_rows()
+    theirs = VLLM["concurrency_tokens_per_second"] if "0.6B, 640 tokens" in rows else {}
+    counts = sorted({n for row in rows.values() for n in row["step_us"]} | {int(n) for n in theirs})
+    series: dict[str, list[float | None]] = {}
+    for title, row in rows.items():
+        us = row["step_us"]
+        series[f"{title} each"] = [round(n / us[n] * 1e6) if n in us else None for n in counts]
+    if theirs:
+        series["vLLM 0.26.0, 0.6B: whole requests of 512 + 256"] = [theirs.get(str(n)) for n in counts]
+    title = "A decode step of n sequences: tokens per second, one H200"
+    return Plot(7.5, 3.8, [Lines(title, "tok/s", list(map(str, counts)), series, "sequences")])
+
+
+def growth() -> Plot:
+    calls = {"us": "pagedkv, with a plan", "unplanned_us": "pagedkv, no plan"}
+
+    def lines(part: str, number: str) -> tuple[list[str], dict[str, list[float | None]]]:
+        rows = growth_rows(part)
+        return [str(row[number]) for row in rows], {name: [row[call] for row in rows] for call, name in calls.items()}
+
+    keys, by_keys = lines("keys", "keys")
+    sequences, by_sequences = lines("sequences", "sequences")
+    by_keys["floor"] = [round(read_us(row["bytes"]), 2) for row in growth_rows("keys")]
+    ticks = [1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21]
+    return Plot(9.5, 3.4, [
+        Lines("Decode attention of one sequence", "us", keys, by_keys, "keys", ticks, is_log=True),
+        Lines("Sequences of 16 keys", "us", sequences, by_sequences, "sequences", [1, 8, 64, 512, 4096], is_log=True),
+    ])  # fmt: skip
 
 
 PLOTS: dict[str, Callable[[], Plot]] = {
     "decode": decode, "prefill": prefill, "engine": engine, "one": one, "concurrency": concurrency,
 }  # fmt: skip
+if any(map(is_recorded, BATCH_SIZES)):
+    PLOTS["batch_sizes"] = batch_sizes
+if is_recorded("growth-cuda"):
+    PLOTS["growth"] = growth
 
 
 # --- how
@@ -146,7 +193,7 @@ def draw(plot: Plot, path: Path) -> None:
             axes.set_ylabel(panel.unit)
             axes.yaxis.set_major_formatter("{x:,.0f}")
             axes.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
-            (_lines if panel.has_lines else _bars)(axes, panel)
+            _lines(axes, panel) if isinstance(panel, Lines) else _bars(axes, panel)
         legends = [axes.get_legend_handles_labels() for axes in figure.axes]
         handles, labels = max(legends, key=lambda found: len(found[1]))
         figure.legend(handles, labels, loc="outside lower center", ncols=4 if len(labels) < 5 else 3, frameon=False)
@@ -163,13 +210,25 @@ def _bars(axes: Any, panel: Panel) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _lines(axes: Any, panel: Lines) -> None:
+    others = iter(MORE_COLOURS)
     for name, values in panel.series.items():
         points = [(int(n), value) for n, value in zip(panel.groups, values, strict=True) if value is not None]
-        axes.plot(*zip(*points, strict=True), color=COLOURS[name], label=name, marker="o", markersize=3)
-    axes.set_ylim(bottom=0)
-    axes.set_xticks([1, 32, 64, 96, 128, 192, 256])
-    axes.set_xlabel("requests at once")
+        colour = COLOURS.get(name) or (COLOURS["vLLM 0.26.0"] if name.startswith("vLLM") else next(others))
+        marker = "o" if len(points) < 40 else ""
+        axes.plot(*zip(*points, strict=True), color=colour, label=name, marker=marker, markersize=3)
+    if panel.is_log:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xticks(panel.ticks, [_short(n) for n in panel.ticks] if panel.is_log else None)
+    axes.set_xlabel(panel.label)
+
+
+def _short(n: int) -> str:
+    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}k" if n >= 1 << 13 else f"{n:,}"
 
 
 def main() -> None:

@@ -13,11 +13,21 @@ from peers import figures
 
 HERE = Path(__file__).parent
 NANO, FLOOR, VLLM = figures("nano-vllm"), figures("floor"), figures("vllm")
+RESULTS = HERE / "results"
 WORTH = 0.01  # of a recorded row: what a special case must bring
+# Files of results/ that benchmarks write and nobody may have recorded yet: what is made of them waits for them.
+LATER = {
+    "batch-sizes-cuda-0.6B", "batch-sizes-cuda-0.6B-fp8", "batch-sizes-cuda-8B", "growth-cuda", "queries-cuda",
+    "attention-random-cuda",
+}  # fmt: skip
 
 
 def recorded(name: str) -> dict[str, Any]:
-    return json.loads((HERE / "results" / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def is_recorded(name: str) -> bool:
+    return (RESULTS / f"{name}.json").exists()
 
 
 def lab(name: str) -> list[dict[str, Any]]:

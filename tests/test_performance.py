@@ -114,4 +114,6 @@ def test_benchmarks_that_the_page_lists_exist():
     listed = re.findall(r"^- `(\w+\.py)", again, re.M)
     assert len(listed) > 15 and all((ROOT / "benchmarks" / name).exists() for name in listed)
     recorded = {path.name for path in RESULTS.glob("*.json")}
-    assert set(re.findall(r"`([\w.-]+\.json)`", again)) == recorded
+    named = set(re.findall(r"`([\w.-]+\.json)`", again))
+    assert recorded <= named
+    assert named - recorded <= {f"{name}.json" for name in tables.LATER}

@@ -131,7 +131,7 @@ def concurrency() -> Plot:
 
 
 def batch_sizes() -> Plot:
-    """One decode step at every number of sequences. vLLM's figures are of whole requests, prompts included."""
+    """One decode step at every number of sequences. vLLM's figures are of whole requests of 512 + 256 tokens."""
     rows = batch_size_rows()
     theirs = VLLM["concurrency_tokens_per_second"] if "0.6B, 640 tokens" in rows else {}
     counts = sorted({n for row in rows.values() for n in row["step_us"]} | {int(n) for n in theirs})
@@ -140,9 +140,9 @@ def batch_sizes() -> Plot:
         us = row["step_us"]
         series[f"{title} each"] = [round(n / us[n] * 1e6) if n in us else None for n in counts]
     if theirs:
-        series["vLLM 0.26.0, 0.6B: whole requests of 512 + 256"] = [theirs.get(str(n)) for n in counts]
+        series["vLLM 0.26.0, 0.6B, whole requests"] = [theirs.get(str(n)) for n in counts]
     title = "A decode step of n sequences: tokens per second, one H200"
-    return Plot(7.5, 3.8, [Lines(title, "tok/s", list(map(str, counts)), series, "sequences")])
+    return Plot(9.5, 3.8, [Lines(title, "tok/s", list(map(str, counts)), series, "sequences")])
 
 
 def growth() -> Plot:

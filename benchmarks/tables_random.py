@@ -79,7 +79,7 @@ def listed(cases: Iterable[Case], call: str) -> str:
     rows = []
     for case in cases:
         peer = f"{number(case['us'][case['best_peer']])} ({case['best_peer']})"
-        share = f"{case[f'{call}_of_peer']:.2f}"
+        share = f"{case[f'{call}_of_peer']:.3f}"  # else the least loss would read as none
         rows.append((case["row"], _shape(case), str(case["page"]), number(case["us"][call]), peer, share))
     if not rows:
         return ""

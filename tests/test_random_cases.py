@@ -114,7 +114,7 @@ def test_the_worst_come_first():
     assert [case["case"] for case in tables_random.worst(cases, "plain", 1.00)] == [1, 0]
     assert [case["case"] for case in tables_random.worst(cases, "planned", 1.00)] == [1]
     assert tables_random.listed(tables_random.worst(cases, "planned", 1.00), "planned").splitlines()[2] == (
-        "| 1x1 | 16/8 | 16 | 11.0 | 10.0 (FA3) | 1.10 |"
+        "| 1x1 | 16/8 | 16 | 11.0 | 10.0 (FA3) | 1.100 |"
     )
     assert tables_random.plain_share(cases) == (
         "100% of the plain calls take more than 1.03 times the best peer's time; all of them:"
@@ -130,5 +130,5 @@ def test_the_block(tmp_path, monkeypatch):
     block = tables_random.random_shapes()
     assert block.count("\n| 1x1 | 16/8 | 16 | 11.0 ") == 26  # planned: all; it is not so for plain
     assert block.count("\n| 1x1 | 16/8 | 16 | 11.5 ") == tables_random.NUM_WORST
-    assert "the worst 20:" in block and "| 4.40 |" in block and "| 1.15 |" not in block
+    assert "the worst 20:" in block and "| 4.400 |" in block and "| 1.150 |" not in block
     assert block.endswith("NVIDIA H200, recorded at abc1234: `attention-random-cuda.json`.")

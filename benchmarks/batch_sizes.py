@@ -150,8 +150,8 @@ def main() -> None:
                 rows.append({"model": model, "kv_cache_dtype": llm.kv_cache_dtype}
                             | measure(llm, context, counts(args.most, args.every), args.passes, args.replays))
                 show(name, rows[-1])
-        if not args.no_record:
-            record(name, rows, machine=device_name(args.device))
+                if not args.no_record:  # at once: what comes next may not end
+                    record(name, rows, machine=device_name(args.device))
 
 
 if __name__ == "__main__":

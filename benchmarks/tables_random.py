@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ def random_shapes() -> str:
     cases = recorded("attention-random-cuda")["rows"]
     parts = [
         by_class(cases),
+        first_peers(cases),
         left_out(cases),
         "Planned calls that take longer than the best peer's:",
         listed(worst(cases, "planned", LIMITS[0]), "planned") or "none.",
@@ -58,11 +60,17 @@ def by_class(cases: list[Case]) -> str:
     return markdown(f"| cases | number | {columns} |", rows)
 
 
+def first_peers(cases: list[Case]) -> str:
+    """Who the peer of the ratios is, and how often."""
+    counts = Counter(case["best_peer"] for case in cases if case["best_peer"])
+    return f"The fastest peer: {'; '.join(f'{name} ({count})' for name, count in counts.most_common())}."
+
+
 def left_out(cases: list[Case]) -> str:
     """What the table does not count, in words; nothing where it counts all."""
     alone = sum(case["best_peer"] is None for case in cases)
     failed = [(case, call) for case in cases for call in CALLS if call in case["failed"]]
-    text = f"{alone} cases had no peer with a right result. " if alone else ""
+    text = f"{alone} of {len(cases)} cases had no peer with a right result. " if alone else ""
     if failed:
         names = "; ".join(f"{case['row']}, {_shape(case)}, {CALLS[call]}: {case['failed'][call]}" for case, call in failed)
         text += f"pagedkv failed in these: {names}."

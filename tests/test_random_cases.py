@@ -105,8 +105,12 @@ def test_classes_and_counts():
 
 def test_what_is_left_out_is_said():
     text = tables_random.left_out(summaries())
-    assert text.startswith("1 cases had no peer with a right result. pagedkv failed in these: 1x2, 16/8, planned: wrong")
+    assert text.startswith("1 of 4 cases had no peer with a right result. pagedkv failed in these: 1x2, 16/8, planned: wrong")
     assert tables_random.left_out(summaries()[:2]) == ""
+
+
+def test_who_was_the_fastest_peer():
+    assert tables_random.first_peers(summaries()) == "The fastest peer: FA3 (2); FA3, no metadata (1)."
 
 
 def test_the_worst_come_first():

@@ -113,7 +113,7 @@ template <int D, int ROWS, typename Place>
 __device__ static inline row_state add_parts(int count, int row, int dim, Place part_at)
 {
     constexpr int LANES = D < 128 ? D / 4 : 32;
-    constexpr int BATCH = LANES < 17 ? LANES : 17; /* 132 SMs are 33 parts for each of 4 heads, and 16 of 8 */
+    constexpr int BATCH = LANES < MERGE_BATCH ? LANES : MERGE_BATCH;
     int lane = threadIdx.x % LANES;
     row_state result = {PK_NO_SCORE, 0, {}};
     for (int begin = 0; begin < count; begin += BATCH) {

@@ -46,6 +46,8 @@ __global__ void __launch_bounds__(THREADS)
             parts += it.num_tiles * count_parts(shape, it.num_steps, mine);
         }
         if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
+        __syncthreads();
+        if (threadIdx.x == 0) length = length_to_merge(shape, longest, length);
     } else if (threadIdx.x == 0) {
         length = length_of_share(shape, total);
     }
@@ -130,6 +132,10 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
+    /* A CTA reads 64 KB in 1.3 us, and takes 1.15 us for each round of its threads over a batch of parts. */
+    int threads = 32 * warps / shape->ctas_per_sm, step_bytes = shape->step * 2 * shape->head_dim * bytes;
+    int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
+    shape->merge_steps = 1.15f / 1.3f * (float)rounds * 65536.0f / (float)step_bytes;
     shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= 2 * slots;
     shape->quarters = 6; /* less is measured to pay (benchmarks/lab/engine/NOTES.md) */
     if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = 3;

@@ -24,19 +24,20 @@ static_assert(sizeof(attention_unit) == 12 * sizeof(int32_t), "a row of the plan
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;     /* padded: 64, 128 or 256 */
-    int rows;         /* of a tile: 8 or 16 */
-    int ctas_per_sm;  /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
-    int chunk, step;  /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;        /* query heads of a KV head */
-    int slots;        /* units that fill the machine once, per head */
-    int max_slots;    /* an upper bound of the parts, per head */
-    int num_segments; /* at most, per head: tiles of all sequences */
-    int num_units;    /* rows of the plan */
-    bool is_one_wave; /* few sequences: their parts fill the machine once and no more */
-    int quarters;     /* else of a slot's share of all steps: the longest part */
-    int num_splits;   /* parts of every sequence, or 0 */
-    int signature;    /* never 0 */
+    int head_dim;      /* padded: 64, 128 or 256 */
+    int rows;          /* of a tile: 8 or 16 */
+    int ctas_per_sm;   /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
+    int chunk, step;   /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;         /* query heads of a KV head */
+    int slots;         /* units that fill the machine once, per head */
+    int max_slots;     /* an upper bound of the parts, per head */
+    int num_segments;  /* at most, per head: tiles of all sequences */
+    int num_units;     /* rows of the plan */
+    bool is_one_wave;  /* few sequences: their parts fill the machine once and no more */
+    float merge_steps; /* in whose time the last CTA merges MERGE_BATCH parts */
+    int quarters;      /* else of a slot's share of all steps: the longest part */
+    int num_splits;    /* parts of every sequence, or 0 */
+    int signature;     /* never 0 */
     row_filter filter;
 };
 
@@ -45,6 +46,7 @@ constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * ca
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
 constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
 constexpr int DECODE_STAGES = 3;       /* chunks that a warp has room for in shared memory */
+constexpr int MERGE_BATCH = 17;        /* parts whose loads are under way at once: 132 SMs are 33 for each of 4 heads */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
 /* Whether a tile's heads may come from the projection: there is room for them in shared memory. */

@@ -50,6 +50,19 @@ __device__ static inline int length_to_try(const decode_shape &shape, int total,
     int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
     return max(1, shortest + (surest - shortest) * i / (LENGTHS_TRIED - 1));
 }
+/* The same, but no shorter than merging is worth: the last CTA of a sequence loads its parts a batch at a time. Time is
+ * counted in steps of a CTA; that all SMs share the memory's bandwidth makes it longer, but for any parts alike. */
+__device__ static inline int length_to_merge(const decode_shape &shape, int longest, int length)
+{
+    int best = length, most_batches = (longest / length + MERGE_BATCH - 1) / MERGE_BATCH;
+    float least = INFINITY;
+    for (int batches = 1; batches <= most_batches; batches++) {
+        int parts = batches * MERGE_BATCH, its_length = max((longest + parts - 1) / parts, length);
+        float time = (float)its_length + (float)batches * shape.merge_steps;
+        if (time < least) least = time, best = its_length;
+    }
+    return best;
+}
 /* And where there are more waves than one. */
 __device__ static inline int length_of_share(const decode_shape &shape, int total)
 {
@@ -98,7 +111,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
             bool fits = (int)__reduce_add_sync(~0u, parts) <= shape.slots;
             (fits ? most : least) = fits ? middle : middle + 1;
         }
-        length = length_to_try(shape, total, least);
+        length = length_to_merge(shape, longest, length_to_try(shape, total, least));
     }
     int num_parts = count_parts(shape, it.num_steps, length), num_units = it.num_tiles * num_parts;
     int bucket = bucket_of(num_parts, it.num_steps, longest), before = 0;

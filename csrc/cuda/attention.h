@@ -63,6 +63,7 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
                                                      bool is_recorder)
 {
     sequence_view view;
+    int context = args.context_lens[seq]; /* asked for before what the other loads bring is looked at */
     if (args.cu_seqlens_q) {
         int begin = args.cu_seqlens_q[seq], end = args.cu_seqlens_q[seq + 1];
         if (begin < 0 || end < begin || end > args.num_tokens || end - begin > args.max_seqlen_q) {
@@ -76,7 +77,6 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         view.first_query = seq * view.num_queries;
     }
     int64_t capacity = args.max_blocks_per_seq * args.block_size, first_slot = first_slot_of(args, seq);
-    int context = args.context_lens[seq];
     if (capacity > INT32_MAX) capacity = INT32_MAX; /* slots are counted in int */
     if (first_slot < 0 || first_slot > capacity) {
         if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_KEY_START, seq, first_slot, capacity + 1);

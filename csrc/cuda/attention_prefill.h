@@ -15,6 +15,7 @@ struct prefill_batch {
     unsigned int *counters; /* items taken beyond the first of each CTA, CTAs done; zero between calls */
     pk_cuda_bad_id *bad_id;
     int group, positions;          /* query heads of a KV head; query tokens of an item */
+    int tile;                      /* keys that are multiplied at once: what borders of parts are multiples of */
     int block_shift;               /* log2(block_size), or -1 */
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
@@ -50,19 +51,25 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
 
 /* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
  *
- * Time is counted in keys that a CTA goes through (128 of them take 1.5 us with 128 rows of 128 dims). The lengths are
+ * Time is counted in keys that a CTA goes through (128 of them take 1.4 us with 128 rows of 128 dims). The lengths are
  * known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length of them, and
- * half a part more per item where lengths differ. They run in waves of one per CTA. */
+ * half a part more per item where lengths differ. They run in waves of one per CTA. The CTA that comes last merges the
+ * parts of an item when the list is at its end, and it may be the last of as many items as there are waves. */
 struct prefill_parts {
-    enum { START = 160, LEAVE = 128, MERGE = 64 }; /* keys' time: of an item, of partial results, of a part of them */
-    enum { FEWEST_KEYS = 512, ALIGNMENT = 128 };   /* of an item that is cut; what borders are multiples of */
-    enum { MOST_WAVES = 16 };                      /* of items: with more the longest matters little */
-    int length;                                    /* keys of a part, or 0: items stay whole */
+    enum {
+        START = 160,
+        LEAVE = 512,
+        MERGE = 128
+    };                           /* keys' time: of an item, of the way to merging, of a merged part */
+    enum { FEWEST_KEYS = 2048 }; /* of the longest item, where any is cut */
+    enum { MOST_WAVES = 8 };     /* of items: with more the longest matters little */
+    int length;                  /* keys of a part, or 0: items stay whole */
 
     /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of
      * their own sequence's queries, at least. */
     static bool may_pay(const pk_attention_args &args, double items)
     {
+        if (items > MOST_WAVES) return false;
         int64_t longest = args.max_blocks_per_seq * args.block_size;
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
         double own_keys = 0.5 * (double)args.num_tokens / (double)args.num_seqs;
@@ -93,11 +100,11 @@ struct prefill_parts {
         length = 0;
         if (items == 0 || items > MOST_WAVES * gridDim.x || longest < FEWEST_KEYS) return;
         int parts = (threadIdx.x & 31) + 1; /* of the longest */
-        int mine = ((longest + parts - 1) / parts + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        int mine = ((longest + parts - 1) / parts + batch.tile - 1) / batch.tile * batch.tile;
         float unevenness = 1 - keys / (items * longest);
         float units = parts == 1 ? items : keys / mine + items * fminf(4 * unevenness, 0.5f);
         float time = fmaxf(mine, ceilf(units / gridDim.x) * (keys / units + START));
-        if (parts > 1) time += LEAVE + MERGE * parts;
+        if (parts > 1) time += LEAVE + MERGE * (parts + ceilf(units / gridDim.x));
         /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
         if (parts > 1 && keys / mine + fminf(keys / mine, items) > batch.most_parts) time = INFINITY;
         float least = time;
@@ -109,50 +116,64 @@ struct prefill_parts {
 
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. Which CTA
  * takes which item is decided by a counter. The order: chunks of neighbouring sequences (so that the keys in use stay
- * in the L2 cache), in a chunk falling levels, on a level sequence by sequence, all KV heads. An item's level is the
- * number of its keys in units of `positions`; a sequence has at most one item of a level. */
+ * in the L2 cache), sections of KV heads (all, or where one sequence's keys are far more than the cache holds, as many
+ * as fit), in a section falling levels, on a level sequence by sequence, its heads. An item's level is the number of
+ * its keys in units of `positions`; a sequence has at most one item of a level. */
 template <bool CUTS>
 struct prefill_schedule {
     prefill_parts parts; /* of CUTS */
     sequence_view mine;  /* lane's sequence of the chunk */
     int num_items, first_level;
     int next_seq, first_seq, seqs_per_chunk;
-    int chunk_begin, entries;    /* of the list: those before the chunk; those of the chunk, of a KV head */
-    int level, next_level;       /* the level in hand, the next that has items */
-    int before, count;           /* entries of a KV head above the level; items on it */
-    int first_slot, chunk_slots; /* parts before the chunk, and in it: these are its first entries */
-    int index;                   /* of the entry taken last, or -1 */
+    int first_head, num_heads;        /* of the section */
+    int section_begin, entries;       /* of the list: those before the section; those of the chunk, of a KV head */
+    int level, next_level, top_level; /* the level in hand, the next that has items, the chunk's first */
+    int before, count;                /* entries of a KV head above the level; items on it */
+    int first_slot, chunk_slots;      /* parts before the section; of a KV head: these are a section's first entries */
+    int index;                        /* of the entry taken last, or -1 */
 
-    /* About as many sequences as fit in the cache together, at most one per lane. */
+    /* About as many sequences as fit in the cache together, at most one per lane. Lengths are taken as they are: what is
+     * not sound is recorded when its turn comes. */
     __device__ void start(const prefill_batch &batch)
     {
-        float keys = 0;
-        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) keys += batch.args.context_lens[seq];
-        for (int i = 16; i; i /= 2) keys += __shfl_xor_sync(~0u, keys, i);
-        float seqs = batch.chunk_keys * batch.args.num_seqs / fmaxf(keys, 1.0f);
+        const pk_attention_args &args = batch.args;
+        float context_keys = 0, items = 0, keys = 0;
+        int longest = 0;
+        if (CUTS || !batch.reads_keys_once())
+#pragma unroll 4
+            for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
+                int context = args.context_lens[seq];
+                context_keys += context;
+                if constexpr (!CUTS) continue;
+                int queries = (int)args.max_seqlen_q;
+                if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
+                add_items(batch, queries, context, items, keys, longest);
+            }
+        for (int i = 16; i; i /= 2) context_keys += __shfl_xor_sync(~0u, context_keys, i);
+        float seqs = batch.chunk_keys * args.num_seqs / fmaxf(context_keys, 1.0f);
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
         next_seq = 0;
-        chunk_begin = 0;
+        section_begin = 0;
         entries = 0;
+        first_head = num_heads = (int)args.num_kv_heads; /* behind the last one of no chunk */
         first_slot = chunk_slots = 0;
         index = -1;
-        if constexpr (CUTS) choose_parts(batch);
+        if constexpr (CUTS) parts.choose(batch, items, keys, longest);
     }
 
-    __device__ void choose_parts(const prefill_batch &batch)
+    /* Of a sequence, to what prefill_parts wants to know. */
+    __device__ static void add_items(const prefill_batch &batch, int queries, int context, float &items, float &keys,
+                                     int &longest)
     {
-        float items = 0, keys = 0;
-        int longest = 0;
-        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32) {
-            measure(batch, seq);
-            if (num_items == 0) continue;
-            float levels = num_items * (first_level + 1.0f) + 0.5f * num_items * (num_items - 1.0f);
-            int most = prefill_parts::keys_of(batch, first_level + num_items - 1);
-            items += num_items;
-            keys += fminf(levels * batch.positions, (float)num_items * most);
-            longest = max(longest, most);
-        }
-        parts.choose(batch, items, keys, longest);
+        int64_t rows = (int64_t)queries * batch.group;
+        if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) return;
+        int count = (queries + batch.positions - 1) / batch.positions;
+        int level = max(context - queries, 0) / batch.positions; /* of the first item */
+        float levels = count * (level + 1.0f) + 0.5f * count * (count - 1.0f);
+        int most = prefill_parts::keys_of(batch, level + count - 1);
+        items += count;
+        keys += fminf(levels * batch.positions, (float)count * most);
+        longest = max(longest, most);
     }
 
     /* The lane's sequence, and its items. */
@@ -186,21 +207,36 @@ struct prefill_schedule {
         return item;
     }
 
-    __device__ bool next_chunk(const prefill_batch &batch)
+    __device__ bool next_section(const prefill_batch &batch)
     {
-        if (next_seq >= batch.args.num_seqs) return false;
-        chunk_begin += entries * (int)batch.args.num_kv_heads;
-        first_slot += chunk_slots;
-        first_seq = next_seq;
-        next_seq += seqs_per_chunk;
-        int seq = first_seq + (threadIdx.x & 31);
-        measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
-        entries = __reduce_add_sync(~0u, num_items);
-        if constexpr (CUTS) count_parts(batch);
-        level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
+        int all_heads = (int)batch.args.num_kv_heads;
+        section_begin += entries * num_heads;
+        first_slot += chunk_slots * num_heads;
+        first_head += num_heads;
+        if (first_head >= all_heads) {
+            if (next_seq >= batch.args.num_seqs) return false;
+            first_seq = next_seq;
+            next_seq += seqs_per_chunk;
+            int seq = first_seq + (threadIdx.x & 31);
+            measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
+            entries = __reduce_add_sync(~0u, num_items);
+            if constexpr (CUTS) count_parts(batch);
+            top_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
+            first_head = 0;
+            num_heads = heads_at_once(batch);
+        }
+        num_heads = min(num_heads, all_heads - first_head);
+        level = top_level;
         before = 0;
         scan_level();
         return true;
+    }
+    /* Sections cost the end of the list some of its balance: not for less than four times what the cache holds. */
+    __device__ int heads_at_once(const prefill_batch &batch) const
+    {
+        int all_heads = (int)batch.args.num_kv_heads, keys = __reduce_add_sync(~0u, num_items ? mine.context : 0);
+        float share = batch.chunk_keys / (float)max(keys, 1);
+        return share < 0.25f ? max((int)(share * all_heads), 1) : all_heads;
     }
     /* Of the chunk: its entries, and which of them are parts: those of the highest levels. */
     __device__ void count_parts(const prefill_batch &batch)
@@ -212,7 +248,7 @@ struct prefill_schedule {
             in_parts += num_parts;
         }
         entries += __reduce_add_sync(~0u, more);
-        chunk_slots = __reduce_add_sync(~0u, in_parts) * (int)batch.args.num_kv_heads;
+        chunk_slots = __reduce_add_sync(~0u, in_parts);
     }
     __device__ void scan_level()
     {
@@ -230,10 +266,10 @@ struct prefill_schedule {
      * each other, and the items of a sequence's heads. */
     __device__ prefill_item find(const prefill_batch &batch)
     {
-        int num_heads = (int)batch.args.num_kv_heads, num_parts = 1;
-        while (index - chunk_begin >= entries * num_heads)
-            if (!next_chunk(batch)) return end_of_list();
-        int at = index - chunk_begin, pair = at / num_heads;
+        int num_parts = 1;
+        while (index - section_begin >= entries * num_heads)
+            if (!next_section(batch)) return end_of_list();
+        int at = index - section_begin, pair = at / num_heads;
         while (true) {
             if constexpr (CUTS) num_parts = parts.count(batch, level);
             if (pair < before + count * num_parts) break;
@@ -249,23 +285,22 @@ struct prefill_schedule {
             pair = first / num_heads;
         }
         prefill_item item = describe(batch, pair);
-        item.kv_head = first - pair * num_heads;
+        item.kv_head = first_head + first - pair * num_heads;
         item.part = part;
         item.num_parts = 1;
         item.first_slot = first_slot + at - part; /* of parts, which come first */
-        if (num_parts > 1) cut(item, num_parts);
+        if (num_parts > 1) cut(item, num_parts, batch.tile);
         return item;
     }
-    /* Leaves the item the keys of its part. Parts are as long as each other, give or take an alignment. */
-    __device__ static void cut(prefill_item &item, int num_parts)
+    /* Leaves the item the keys of its part. Parts are as long as each other, give or take a tile. */
+    __device__ static void cut(prefill_item &item, int num_parts, int tile)
     {
-        constexpr int alignment = prefill_parts::ALIGNMENT;
-        int first = item.begin / alignment, count = (item.end + alignment - 1) / alignment - first;
+        int first = item.begin / tile, count = (item.end + tile - 1) / tile - first;
         item.num_parts = max(min(num_parts, count), 1);
         if (item.num_parts == 1) return;
         int begin = first + count * item.part / item.num_parts, end = first + count * (item.part + 1) / item.num_parts;
-        item.begin = max(item.begin, begin * alignment);
-        item.end = min(item.end, end * alignment);
+        item.begin = max(item.begin, begin * tile);
+        item.end = min(item.end, end * tile);
     }
     /* The item of the rank-th sequence that has one on this level. */
     __device__ prefill_item describe(const prefill_batch &batch, int rank)
@@ -288,9 +323,9 @@ struct prefill_schedule {
 
 static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
 
-/* `rows`: of an item, at least the heads of a group. */
+/* `rows`: of an item, at least the heads of a group. `tile`: keys. */
 static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                                           int rows, prefill_batch *batch)
+                                           int rows, int tile, prefill_batch *batch)
 {
     pk_cuda_scratch scratch;
     PK_TRY(pk_cuda_scratch_of(call, &scratch, PK_SCRATCH_BYTES, PK_SCRATCH_PREFILL));
@@ -301,6 +336,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->bad_id = call.device->bad_id;
     batch->group = (int)(args->num_q_heads / args->num_kv_heads);
     batch->positions = rows / batch->group;
+    batch->tile = tile;
     batch->block_shift = -1;
     for (int shift = 0; shift < 31; shift++)
         if (args->block_size == 1ll << shift) batch->block_shift = shift;

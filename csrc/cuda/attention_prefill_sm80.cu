@@ -365,7 +365,7 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     auto kernel = attention_prefill_sm80_kernel<Kind, D>;
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
     prefill_batch batch;
-    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, &batch));
+    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, cta::KEYS, &batch));
     int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
     if (most_items(batch) < num_ctas) num_ctas = most_items(batch);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));

@@ -37,17 +37,18 @@
 // --- kernels
 
 /* CUTS: some items may be in parts. That code stands in the way of the others: 4 us of 40 in a ragged batch. */
-template <int head_dim, typename Kind, bool CUTS>
-__global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
+template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
+__global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::threads, 1)
     attention_prefill_kernel(const __grid_constant__ prefill_params params)
 {
 #ifdef PK_SM90A
-    using shape = tiling<head_dim>;
+    using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
     extern __shared__ char dynamic_smem[];
-    __shared__ prefill_shared<head_dim> shared;
+    __shared__ prefill_shared<shape> shared;
     uint32_t smem = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
     uint32_t k_smem = smem + shape::q_stages * shape::q_bytes, v_smem = k_smem + shape::k_stages * shape::kv_bytes;
 
+    constexpr int consumer_warps = 4 * shape::warpgroups;
     if (threadIdx.x == 0) {
         constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
         constexpr int fillers = Kind::IS_FP8 ? 32 * converters / 2 : 1;     /* all lanes: racecheck sees no less */
@@ -56,11 +57,12 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         };
         init(shared.item_full, 1);
         init(shared.q_full, 1);
-        init(shared.q_empty, 32 * (CONSUMER_WARPS + tile_bringers + converters)); /* all lanes read the item */
+        init(shared.item_empty, 32 * (consumer_warps + tile_bringers + converters)); /* all lanes read the item */
+        init(shared.q_empty, 32 * consumer_warps);
         init(shared.k.full, fillers);
-        init(shared.k.empty, CONSUMER_WARPS);
+        init(shared.k.empty, consumer_warps);
         init(shared.v.full, fillers);
-        init(shared.v.empty, Kind::IS_FP8 ? 32 * CONSUMER_WARPS : CONSUMER_WARPS);
+        init(shared.v.empty, Kind::IS_FP8 ? 32 * consumer_warps : consumer_warps);
         if (Kind::IS_FP8) {
             init(shared.k.converting, 1);
             init(shared.v.converting, 1);
@@ -70,25 +72,25 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
         prefetch_tensor_map(&params.k_map);
         prefetch_tensor_map(&params.v_map);
     }
-    zero_idle_rows<head_dim>(params.batch, smem);
+    zero_idle_rows<shape>(params.batch, smem);
     __syncthreads();
     if (params.batch.is_beside_decode())
         __threadfence(); /* its CTAs have all waited for what is ahead of it: nothing older is to be read */
     else
         pk_wait_for_previous_kernel();
     if (threadIdx.x < 128) {
-        give_registers<PRODUCER_REGISTERS>();
+        give_registers<shape::producer_registers>();
         if (threadIdx.x < 32)
-            produce_items<head_dim, CUTS>(params, &shared, smem);
+            produce_items<CUTS>(params, &shared, smem);
         else if (threadIdx.x < 64)
-            produce_tiles<Kind::IS_FP8>(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
+            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
         else if (threadIdx.x < 96)
-            produce_tiles<Kind::IS_FP8>(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
-    } else if (threadIdx.x < 32 * (4 + CONSUMER_WARPS)) {
-        take_registers<cta_shape<Kind::IS_FP8>::consumer_registers>();
-        consumer<head_dim, Kind, CUTS>{params, &shared, smem}.run();
+            produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
+    } else if (threadIdx.x < 32 * (4 + consumer_warps)) {
+        take_registers<shape::consumer_registers>();
+        consumer<head_dim, Kind, CUTS, WARPGROUPS>{params, &shared, smem}.run();
     } else if constexpr (Kind::IS_FP8) {
-        give_registers<PRODUCER_REGISTERS>();
+        give_registers<shape::producer_registers>();
         if (threadIdx.x / 32 % 4 < 2)
             convert_tiles<typename Kind::Element>(&shared, &shared.k, k_smem);
         else
@@ -101,13 +103,13 @@ __global__ void __launch_bounds__(cta_shape<Kind::IS_FP8>::threads, 1)
 
 // --- launchers
 
-template <int head_dim, typename Kind, bool CUTS>
+template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
 static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    using shape = tiling<head_dim>;
+    using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
     static uint64_t smem_allowed;
     prefill_params params = {};
-    PK_TRY(make_prefill_batch(args, filter, call, ROWS, &params.batch));
+    PK_TRY(make_prefill_batch(args, filter, call, shape::rows, shape::tile, &params.batch));
     params.batch.most_parts = PK_SCRATCH_BYTES / shape::partial_bytes;
     params.is_one_page = args->max_blocks_per_seq == 1 && (args->key_starts || args->block_size % 8);
     params.box_shift = 3;
@@ -140,33 +142,39 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
                      args->v_head_stride));
     int64_t num_ctas = call.device->num_sms;
     if (!CUTS) num_ctas = std::min(num_ctas, most_items(params.batch));
-    auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS>;
+    auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS, WARPGROUPS>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
     return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
-                                dim3(cta_shape<Kind::IS_FP8>::threads), (size_t)shape::smem_bytes, params);
+                                dim3(shape::threads), (size_t)shape::smem_bytes, params);
 }
 
 static constexpr char CUTS_ITEMS[] = "cuts items";
 
-template <int head_dim, typename Kind, bool CUTS>
-static constexpr prefill_instance instance = {
-    {"attention_prefill_kernel", CUTS ? CUTS_ITEMS : "", Kind::MULTIPLIES, Kind::READS, head_dim, ROWS,
-     cta_shape<Kind::IS_FP8>::threads, (int)tiling<head_dim>::smem_bytes},
-    launch_prefill<head_dim, Kind, CUTS>};
+template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
+static constexpr prefill_instance instance_of()
+{
+    using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
+    return {{"attention_prefill_kernel", CUTS ? CUTS_ITEMS : "", Kind::MULTIPLIES, Kind::READS, head_dim, shape::rows,
+             shape::threads, (int)shape::smem_bytes},
+            launch_prefill<head_dim, Kind, CUTS, WARPGROUPS>};
+}
 template <int head_dim, typename Kind>
-static constexpr const prefill_instance &whole = instance<head_dim, Kind, false>;
+static constexpr prefill_instance whole = instance_of<head_dim, Kind, false, 2>();
 template <int head_dim, typename Kind>
-static constexpr const prefill_instance &cuts = instance<head_dim, Kind, true>;
+static constexpr prefill_instance cuts = instance_of<head_dim, Kind, true, 2>();
+template <int head_dim, typename Kind>
+static constexpr prefill_instance tall = instance_of<head_dim, Kind, false, 3>();
 
 /* The first whose head_dim is large enough is taken. */
 static constexpr prefill_instance INSTANCES[] = {
-    whole<64, kind_bf16>,        cuts<64, kind_bf16>,        whole<96, kind_bf16>,         cuts<96, kind_bf16>,
-    whole<128, kind_bf16>,       cuts<128, kind_bf16>,       whole<256, kind_bf16>,        cuts<256, kind_bf16>,
-    whole<64, kind_f16>,         cuts<64, kind_f16>,         whole<96, kind_f16>,          cuts<96, kind_f16>,
-    whole<128, kind_f16>,        cuts<128, kind_f16>,        whole<256, kind_f16>,         cuts<256, kind_f16>,
-    whole<64, kind_fp8>,         cuts<64, kind_fp8>,         whole<96, kind_fp8>,          cuts<96, kind_fp8>,
-    whole<128, kind_fp8>,        cuts<128, kind_fp8>,        whole<64, kind_fp8_in_bf16>,  cuts<64, kind_fp8_in_bf16>,
-    whole<96, kind_fp8_in_bf16>, cuts<96, kind_fp8_in_bf16>, whole<128, kind_fp8_in_bf16>, cuts<128, kind_fp8_in_bf16>,
+    tall<64, kind_bf16>,          tall<64, kind_f16>,          whole<64, kind_bf16>,        cuts<64, kind_bf16>,
+    whole<96, kind_bf16>,         cuts<96, kind_bf16>,         whole<128, kind_bf16>,       cuts<128, kind_bf16>,
+    whole<256, kind_bf16>,        cuts<256, kind_bf16>,        whole<64, kind_f16>,         cuts<64, kind_f16>,
+    whole<96, kind_f16>,          cuts<96, kind_f16>,          whole<128, kind_f16>,        cuts<128, kind_f16>,
+    whole<256, kind_f16>,         cuts<256, kind_f16>,         whole<64, kind_fp8>,         cuts<64, kind_fp8>,
+    whole<96, kind_fp8>,          cuts<96, kind_fp8>,          whole<128, kind_fp8>,        cuts<128, kind_fp8>,
+    whole<64, kind_fp8_in_bf16>,  cuts<64, kind_fp8_in_bf16>,  whole<96, kind_fp8_in_bf16>, cuts<96, kind_fp8_in_bf16>,
+    whole<128, kind_fp8_in_bf16>, cuts<128, kind_fp8_in_bf16>,
 };
 const pk_cuda_kernel_table pk_cuda_attention_prefill_sm90_kernels = pk_cuda_table(INSTANCES);
 
@@ -183,15 +191,25 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
            pk_are_multiples(dim % 64 ? 32 : 64, args->k_head_stride, args->v_head_stride) && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
            args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&
-           args->num_q_heads / args->num_kv_heads <= ROWS && args->softmax_scale > 0 && !args->alibi_slopes;
+           args->num_q_heads / args->num_kv_heads <= 128 && args->softmax_scale > 0 && !args->alibi_slopes;
+}
+
+/* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
+ * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. */
+static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
+{
+    int64_t items = args.num_tokens * args.num_q_heads / 192;
+    return args.head_dim <= 64 && args.cache_dtype == args.dtype && args.max_seqlen_q >= 512 && items >= num_sms;
 }
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    const bool may_cut_items = may_cut(*args, filter, ROWS, call.device->num_sms);
+    const bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
+    const bool is_tall = may_be_tall(*args, call.device->num_sms) && !may_cut_items;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
-            each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items)
+            each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
+            (each.shown.rows > 128) == is_tall)
             return each.launch(args, filter, call);
     return pk_cuda_no_instance(call, "attention_prefill_kernel");
 }

@@ -7,34 +7,29 @@
 #include "cuda/attention_prefill.h"
 #include "cuda/sm90.h"
 
-enum {
-    ROWS = 128, /* of an item: 64 for each of the two warpgroups that compute */
-    WARPGROUPS = 2,
-    CONSUMER_WARPS = 4 * WARPGROUPS,
-    PRODUCER_REGISTERS = 40,
-    ITEM_SLOTS = 4
-};
-
-/* Threads of a CTA, and registers: what the first warpgroup (and with fp8 the last) gives away others take. */
-template <bool IS_FP8>
-struct cta_shape {
-    static constexpr int producers = IS_FP8 ? 256 : 128, consumers = 128 * WARPGROUPS, threads = producers + consumers;
-    static constexpr int launched_with = 65536 / threads / 8 * 8; /* registers per thread */
-    static constexpr int consumer_registers = (threads * launched_with - producers * PRODUCER_REGISTERS) / consumers;
-};
+enum { ITEM_SLOTS = 4 };
 
 /* Shapes of one head_dim: what the tensor maps, the matrix descriptors and the registers must agree on. */
-template <int head_dim>
+template <int head_dim, bool IS_FP8, int WARPGROUPS = 2>
 struct tiling {
-    static constexpr int tile = head_dim > 128 ? 64 : 128; /* keys */
-    static constexpr int q_stages = head_dim > 128 ? 1 : 2, k_stages = 3, v_stages = 2;
+    static constexpr int warpgroups = WARPGROUPS, rows = 64 * warpgroups; /* that compute; of an item */
+    static constexpr int tile = head_dim > 128 ? 80 : 128;                /* keys */
+    static constexpr int q_stages = head_dim > 128 ? 1 : 2, k_stages = head_dim > 128 ? 2 : 3, v_stages = 2;
+    /* Threads, and registers: what the first warpgroup (and with fp8 the last) gives away those that compute take. */
+    static constexpr int producers = IS_FP8 ? 256 : 128, consumers = 128 * warpgroups, threads = producers + consumers;
+    static constexpr int launched_with = 65536 / threads / 8 * 8; /* registers per thread */
+    static constexpr int producer_registers = warpgroups > 2 ? 32 : 40;
+    static constexpr int consumer_registers =
+        (threads * launched_with - producers * producer_registers) / consumers / 8 * 8;
+    static constexpr bool is_fp8 = IS_FP8;
+    static constexpr int head_bytes = head_dim * 2;                           /* of a row, as it is multiplied */
     static constexpr int column = head_dim % 64 ? 32 : 64;                    /* elements of a swizzled row */
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
-    static constexpr int q_bytes = ROWS * head_dim * 2, kv_bytes = tile * head_dim * 2;
+    static constexpr int q_bytes = rows * head_dim * 2, kv_bytes = tile * head_dim * 2;
     static constexpr int part_bytes = kv_bytes / 4;                      /* of e4m3 in half a tile of keys */
     static constexpr int partial_vectors = (head_dim / 8 + 1) * 128 + 2; /* of 16 bytes: see leave_part() */
-    static constexpr int partial_bytes = WARPGROUPS * partial_vectors * 16;
+    static constexpr int partial_bytes = warpgroups * partial_vectors * 16;
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
 
     /* Tiles of keys that an item goes through. Rows that see nothing have one, too, and write zeros. */
@@ -60,14 +55,14 @@ struct tile_ring {
     uint32_t bad_boxes[stages];  /* boxes of a tile whose page does not exist: masked */
 };
 
-template <int head_dim>
+template <typename shape_>
 struct prefill_shared {
-    using shape = tiling<head_dim>;
+    using shape = shape_;
     prefill_item item[ITEM_SLOTS];
-    uint64_t item_full[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
+    uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
-    bool is_last_part[WARPGROUPS]; /* of its item to arrive */
+    bool is_last_part[shape::warpgroups]; /* of its item to arrive */
 };
 
 #ifdef PK_SM90A
@@ -90,41 +85,41 @@ struct ring_position {
 
 /* All threads, before the first item: a box of Q holds whole tokens, and the rows after it would keep what another
  * kernel left there. Nobody reads their results, but numbers that are NaN or huge take the slow path of the softmax. */
-template <int head_dim>
+template <typename shape>
 __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_smem)
 {
-    using shape = tiling<head_dim>;
-    int begin = batch.positions * batch.group * shape::row_bytes, bytes = ROWS * shape::row_bytes - begin;
+    int begin = batch.positions * batch.group * shape::row_bytes, bytes = shape::rows * shape::row_bytes - begin;
     for (int column = 0; column < shape::q_stages * shape::columns; column++)
         for (int i = (int)threadIdx.x * 16; i < bytes; i += (int)blockDim.x * 16)
-            asm volatile(
-                "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(q_smem + column * ROWS * shape::row_bytes + begin + i),
-                "r"(0)
-                : "memory");
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                             q_smem + column * shape::rows * shape::row_bytes + begin + i),
+                         "r"(0)
+                         : "memory");
     fence_async_proxy();
 }
 
-/* One warp: decides what this CTA does next, tells the others and brings its queries. When an item is told, the scores
- * of all but the last q_stages are done, and of two of those the output may still have to be stored: hence ITEM_SLOTS.
- */
-template <int head_dim, bool CUTS>
-__device__ static void produce_items(const prefill_params &params, prefill_shared<head_dim> *shared, uint32_t q_smem)
+/* One warp: decides what this CTA does next, tells the others and brings its queries. An item is told before there is
+ * room for its queries: its keys may come as soon as there is room for them. */
+template <bool CUTS, typename shape>
+__device__ static void produce_items(const prefill_params &params, prefill_shared<shape> *shared, uint32_t q_smem)
 {
-    using shape = tiling<head_dim>;
     const prefill_batch &batch = params.batch;
     prefill_schedule<CUTS> schedule;
     schedule.start(batch);
     ring_position<ITEM_SLOTS> slot;
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {
         prefill_item item = schedule.take_next(batch);
+        barrier_wait(smem_address(&shared->item_empty[slot.at]), slot.parity ^ 1);
+        if (threadIdx.x == 0) {
+            shared->item[slot.at] = item;
+            barrier_arrive(smem_address(&shared->item_full[slot.at]));
+        }
         barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
         if (threadIdx.x == 0) {
             uint32_t full = smem_address(&shared->q_full[q.at]), to = q_smem + q.at * shape::q_bytes;
-            shared->item[slot.at] = item;
-            barrier_arrive(smem_address(&shared->item_full[slot.at]));
-            barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * head_dim * 2 : 0);
+            barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * shape::head_bytes : 0);
             for (int c = 0; c < shape::columns && item.num_positions; c++)
-                copy_4d(to + c * ROWS * shape::row_bytes, &params.q_map, full, 0, item.kv_head * batch.group,
+                copy_4d(to + c * shape::rows * shape::row_bytes, &params.q_map, full, 0, item.kv_head * batch.group,
                         item.first_token, c);
         }
         if (!item.num_positions) return;
@@ -132,13 +127,12 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
 }
 
 /* The next item, for the warps that bring and convert its tiles; they tell that it has been read. */
-template <int head_dim>
-__device__ __forceinline__ prefill_item read_item(prefill_shared<head_dim> *shared,
-                                                  const ring_position<ITEM_SLOTS> &slot, int q_stage)
+template <typename shape>
+__device__ __forceinline__ prefill_item read_item(prefill_shared<shape> *shared, const ring_position<ITEM_SLOTS> &slot)
 {
     barrier_wait(smem_address(&shared->item_full[slot.at]), slot.parity);
     prefill_item item = shared->item[slot.at];
-    barrier_arrive(smem_address(&shared->q_empty[q_stage]));
+    barrier_arrive(smem_address(&shared->item_empty[slot.at]));
     return item;
 }
 
@@ -165,18 +159,17 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
 }
 
 /* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. */
-template <bool IS_FP8, int head_dim, int stages>
+template <typename shape, int stages>
 __device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
-                                     prefill_shared<head_dim> *shared, tile_ring<stages> *ring, uint32_t smem)
+                                     prefill_shared<shape> *shared, tile_ring<stages> *ring, uint32_t smem)
 {
-    using shape = tiling<head_dim>;
-    constexpr int bytes = IS_FP8 ? 1 : 2; /* of an element */
+    constexpr bool IS_FP8 = shape::is_fp8;
+    constexpr int key_bytes = shape::head_bytes / (IS_FP8 ? 2 : 1);
     int lane = threadIdx.x & 31, boxes = shape::tile >> params.box_shift;
     ring_position<ITEM_SLOTS> slot;
-    ring_position<shape::q_stages> q;
     ring_position<stages> stage;
-    for (;; slot.advance(), q.advance()) {
-        prefill_item item = read_item(shared, slot, q.at);
+    for (;; slot.advance()) {
+        prefill_item item = read_item(shared, slot);
         if (!item.num_positions) return;
         int n = shape::last_tile(item);
         int first_slot = (int)first_slot_of(params.batch.args, item.seq); /* if it is nowhere, there are no keys */
@@ -188,10 +181,10 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
             barrier_wait(smem_address(&ring->empty[stage.at]), stage.parity ^ 1);
             if (lane == 0) {
                 ring->bad_boxes[stage.at] = bad;
-                barrier_arrive_expect(full, shape::tile * head_dim * bytes);
+                barrier_arrive_expect(full, shape::tile * key_bytes);
             }
             __syncwarp();
-            to += lane * params.box_rows * head_dim * bytes;
+            to += lane * params.box_rows * key_bytes;
             if (IS_FP8) to += lane * params.box_rows < shape::tile / 2 ? shape::part_bytes : 2 * shape::part_bytes;
             /* What is read once need not stay in L2. (evict_normal would be slower than no hint.) */
             int row = params.is_one_page ? found.group : 0, group = params.is_one_page ? 0 : found.group;
@@ -221,19 +214,17 @@ __device__ __forceinline__ uint4 widened(uint2 eight)
 /* Two warps for the keys, two for the values, each for half of every tile: its bytes lie in the upper half of where
  * their elements belong, in the same order (without the swizzle), and are read from the front just before what they
  * become is written over them. */
-template <typename T, int head_dim, int stages>
-__device__ static void convert_tiles(prefill_shared<head_dim> *shared, tile_ring<stages> *ring, uint32_t smem)
+template <typename T, typename shape, int stages>
+__device__ static void convert_tiles(prefill_shared<shape> *shared, tile_ring<stages> *ring, uint32_t smem)
 {
-    using shape = tiling<head_dim>;
     constexpr int in_flight = 4, bytes_at_once = in_flight * 32 * 8;
     static_assert(shape::part_bytes % bytes_at_once == 0, "half a tile is read in whole steps");
     int lane = threadIdx.x & 31;
     smem += threadIdx.x / 32 % 2 * 2 * shape::part_bytes;
     ring_position<ITEM_SLOTS> slot;
-    ring_position<shape::q_stages> q;
     ring_position<stages> stage;
-    for (;; slot.advance(), q.advance()) {
-        prefill_item item = read_item(shared, slot, q.at);
+    for (;; slot.advance()) {
+        prefill_item item = read_item(shared, slot);
         if (!item.num_positions) return;
         for (int n = shape::last_tile(item); n >= shape::first_tile(item); n--, stage.advance()) {
             uint32_t to = smem + stage.at * shape::kv_bytes, from = to + shape::part_bytes + lane * 8;

@@ -7,9 +7,9 @@
 #include "cuda/attention_prefill_sm90_softmax.h"
 
 #ifdef PK_SM90A
-template <int head_dim, typename Kind, bool CUTS>
-struct consumer : prefill_rows<head_dim, Kind> {
-    using base = prefill_rows<head_dim, Kind>;
+template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
+struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
+    using base = prefill_rows<head_dim, Kind, WARPGROUPS>;
     using base::cap_and_mask, base::softmax, base::pack_p, base::scale_o;
     using base::params, base::shared, base::q_smem, base::k_smem, base::v_smem, base::batch, base::args;
     using base::slot, base::q, base::k, base::v, base::n, base::tile_begin, base::tail_tile, base::bad_boxes;
@@ -55,8 +55,12 @@ struct consumer : prefill_rows<head_dim, Kind> {
         return true;
     }
 
+    /* One warpgroup issues products at a time, in turn, so that the softmax of one lies under the products of others. */
     __device__ __forceinline__ void wait_turn() { named_sync(1 + warpgroup, 256); }
-    __device__ __forceinline__ void pass_turn() { named_arrive(2 - warpgroup, 256); }
+    __device__ __forceinline__ void pass_turn()
+    {
+        named_arrive(warpgroup + 1 == shape::warpgroups ? 1 : 2 + warpgroup, 256);
+    }
 
     __device__ __forceinline__ void issue_scores()
     {
@@ -70,7 +74,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
         wgmma_fence();
         for (int d = 0; d < head_dim; d += 16) {
             int column = d / shape::column, inner = d % shape::column * 2;
-            wgmma<T, tile>::smem_smem(s, a + (column * ROWS * shape::row_bytes + inner) / 16,
+            wgmma<T, tile>::smem_smem(s, a + (column * shape::rows * shape::row_bytes + inner) / 16,
                                       b + (column * shape::group_bytes + inner) / 16, d > 0);
         }
         wgmma_commit();
@@ -101,7 +105,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         fence_async_proxy();
-        named_sync(3 + warpgroup, 128);
+        named_sync(1 + shape::warpgroups + warpgroup, 128);
     }
 
     __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
@@ -135,7 +139,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
     /* What this warpgroup leaves of a part: its registers, a vector a thread each, then whose they are. */
     __device__ __forceinline__ float4 *left_at(int slot) const
     {
-        return (float4 *)batch.partials + ((int64_t)slot * WARPGROUPS + warpgroup) * shape::partial_vectors;
+        return (float4 *)batch.partials + ((int64_t)slot * shape::warpgroups + warpgroup) * shape::partial_vectors;
     }
 
     __device__ __forceinline__ void leave_part(const prefill_item &item, const float (&offset)[2],
@@ -153,13 +157,14 @@ struct consumer : prefill_rows<head_dim, Kind> {
         last_left = slot;
     }
 
-    __device__ __forceinline__ void finish_item(const prefill_item &item, const float (&offset)[2],
-                                                const float (&sums)[2])
+    __device__ __forceinline__ void finish_item(int slot, const float (&offset)[2], const float (&sums)[2])
     {
+        const prefill_item &item = shared->item[slot];
         if (CUTS && item.num_parts > 1)
             leave_part(item, offset, sums);
         else
             store(item, offset, sums);
+        barrier_arrive(smem_address(&shared->item_empty[slot]));
     }
 
     /* All parts of an item, in the order of their keys. */
@@ -195,15 +200,17 @@ struct consumer : prefill_rows<head_dim, Kind> {
     {
         bool &is_last = shared->is_last_part[warpgroup];
         while (last_left >= 0) {
-            named_sync(5 + warpgroup, 128); /* what the others left, and what they read of the part before */
+            named_sync(1 + 2 * shape::warpgroups + warpgroup,
+                       128); /* what the others left, and what they read of the part before */
             const int4 *from = (const int4 *)left_at(last_left) + (head_dim / 8 + 1) * 128;
             int4 rows = __ldcg(from), place = __ldcg(from + 1);
             prefill_item item = {rows.x, rows.y, rows.z, rows.w};
             item.first_slot = place.x;
             item.num_parts = place.y;
             if (threadIdx.x % 128 == 0)
-                is_last = pk_arrive(batch.counters + 2 + item.first_slot * WARPGROUPS + warpgroup, item.num_parts);
-            named_sync(5 + warpgroup, 128);
+                is_last =
+                    pk_arrive(batch.counters + 2 + item.first_slot * shape::warpgroups + warpgroup, item.num_parts);
+            named_sync(1 + 2 * shape::warpgroups + warpgroup, 128);
             if (is_last) {
                 add_parts(item);
                 store(item, offset, sum);
@@ -237,7 +244,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
     __device__ __forceinline__ void run()
     {
         if (!begin_item()) return;
-        if (warpgroup == 1) pass_turn(); /* warpgroup 0 issues first */
+        if (warpgroup + 1 == shape::warpgroups) pass_turn(); /* warpgroup 0 issues first */
         bool add = false, has_tail;
         int done_slot;
         float shrink[2];
@@ -270,7 +277,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
             bool is_shrunk = finish_scores(is_last, shrink);
             if (is_last) { /* two waits: one before the branch would be moved up over the softmax by ptxas */
                 finish_values();
-                finish_item(shared->item[done_slot], done_offset, done_sum);
+                finish_item(done_slot, done_offset, done_sum);
             } else {
                 finish_values();
                 if (is_shrunk) scale_o(shrink);
@@ -284,7 +291,7 @@ struct consumer : prefill_rows<head_dim, Kind> {
         issue_values(add);
         pass_turn();
         finish_values();
-        finish_item(shared->item[done_slot], offset, sum);
+        finish_item(done_slot, offset, sum);
         if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
         if constexpr (CUTS) finish_parts();
     }

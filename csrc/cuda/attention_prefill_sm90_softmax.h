@@ -8,16 +8,16 @@
 
 #ifdef PK_SM90A
 /* A warpgroup's rows of an item, a tile of their scores, and what is summed of them. */
-template <int head_dim, typename Kind>
+template <int head_dim, typename Kind, int WARPGROUPS>
 struct prefill_rows {
-    using shape = tiling<head_dim>;
+    using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
     using T = typename Kind::Element;
     using V = std::conditional_t<Kind::IS_FP8, __half, T>; /* P, too */
     static constexpr int tile = shape::tile;
     static constexpr float most_of_a_tile = 8192, all_that_fits = 1e38f; /* see softmax() */
 
     const prefill_params &params;
-    prefill_shared<head_dim> *shared;
+    prefill_shared<shape> *shared;
     uint32_t q_smem;
     const prefill_batch &batch = params.batch;
     const pk_attention_args &args = batch.args;
@@ -80,8 +80,8 @@ struct prefill_rows {
             for (int i = 0; i < head_dim; i += 16) {
                 uint32_t a[4], b[4];
                 int column = i / shape::column, at = i % shape::column * 2;
-                ldmatrix_x4(a,
-                            swizzled<shape::row_bytes>(q_row + column * ROWS * shape::row_bytes + at + lane / 16 * 16));
+                ldmatrix_x4(a, swizzled<shape::row_bytes>(q_row + column * shape::rows * shape::row_bytes + at +
+                                                          lane / 16 * 16));
                 ldmatrix_x4(b,
                             swizzled<shape::row_bytes>(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
                 Kind::mma(d[0], a, {b[0], b[1]});

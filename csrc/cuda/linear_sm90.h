@@ -8,6 +8,7 @@
 
 #include "cuda/linear.h"
 #include "cuda/pack.h"
+#include "cuda/sm90_ring.h"
 
 enum {
     TILE = 64 /* outputs, or gate and up of half as many */,

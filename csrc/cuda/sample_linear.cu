@@ -16,6 +16,7 @@
  */
 #include "cuda/linear.h"
 #include "cuda/sample_linear_draw.h"
+#include "cuda/sm90_ring.h"
 
 #include <algorithm>
 

@@ -1,10 +1,10 @@
 /* attention_few_rows.h - a tile of keys against few rows (decode), which is bound by memory bandwidth.
  *
- * Each K row is multiplied where it lies in its page: VW / R keys times R rows at once, which gives VW accumulators that
- * vf_sums folds into one vector. All KV heads of an item take turns on a short tile. For every line that a head loads,
- * it prefetches one line of its share of the next tile, so the pages are read nearly in the order of their addresses.
- * (8 x 4096, 8 KV heads, pages of 16, bf16 / f32, one Zen 5 core, whose plain sum of an array reads 39 GB/s: tiles of 64
- * without prefetch 10.0 / 17.0 GB/s; this 17.5 / 20.7.)
+ * Each K row is multiplied where it lies in its page: VW / R keys times R rows at once. That gives VW accumulators,
+ * which vf_sums folds into one vector. All KV heads of an item take turns on a short tile. For every line that a head
+ * loads, it prefetches one line of its share of the next tile, so the pages are read nearly in the order of their
+ * addresses. (8 x 4096, 8 KV heads, pages of 16, bf16 / f32, one Zen 5 core, whose plain sum of an array reads 39 GB/s:
+ * tiles of 64 without prefetch 10.0 / 17.0 GB/s; this 17.5 / 20.7.)
  */
 #ifndef PK_CPU_ATTENTION_FEW_ROWS_H
 #define PK_CPU_ATTENTION_FEW_ROWS_H

@@ -1,4 +1,4 @@
-/* cublaslt.h - the part of cuBLASLt's C interface that linear.cu uses, found at run time.
+/* cublaslt.h - the part of cuBLASLt's C interface that linear_plans.cu uses, found at run time.
  *
  * The names and numbers are those of NVIDIA's documented binary interface, stable since CUDA 11; declaring them here
  * lets the CUDA backend build without cuBLAS's headers, as it runs without its library until a product needs it.

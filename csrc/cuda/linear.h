@@ -16,6 +16,13 @@ bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device 
 pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
                              int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
 
+/* linear_plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already. */
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_by_blas;
+/* Without `algorithm`, `choices` gets the algorithms that the library lists; with it, those that are like it. Without
+ * `choices`, later calls use `algorithm`. pk_cublaslt_load() has succeeded before. */
+pk_status pk_cuda_linear_plan_algorithms(const pk_linear_args *args, const pk_cuda_call &call,
+                                         pk_linear_choices *choices, const pk_linear_algorithm *algorithm);
+
 /* linear_sm90.cu: 9 to 64 rows on Hopper; knows all that linear fuses, too. */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;

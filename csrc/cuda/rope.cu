@@ -1,14 +1,14 @@
-/* rope.cu - qk_norm_rope_store: what stands between a fused qkv projection and attention, in one pass over it. What
- * becomes of a head is in rope.h.
+/* rope.cu - qk_norm_rope_store: all that stands between a fused qkv projection and attention, in one pass. What is done
+ * to a head is in rope.h.
  *
- * Few tokens take the time of two dependent loads, a position and its angles: every head has threads of its own, in
- * small CTAs that spread over many SMs, and all that is read is asked for before any of it is waited for. Many tokens
- * take the time of their bytes: a thread then walks over several heads of its token, whose angles stay in registers.
- * The numbers of all heads but the first wait in shared memory, so that a token's row is under way as a whole.
+ * Few tokens take the time of two dependent loads, a position and its angles. So every head has threads of its own, in
+ * small CTAs that spread over many SMs, and everything is asked for before anything is waited for. Many tokens take the
+ * time of their bytes. A thread then walks over several heads of its token, and the angles stay in registers. The
+ * numbers of all heads but the first wait in shared memory, so all loads of a token's row are under way at once.
  *
- * A row that is still to be divided by a root mean square is scaled as it is unpacked. A CTA reads the row of x for
- * that beside the rest; with few tokens it has up to 128 threads then, because CTAs that each read a long row of x for
- * a few heads take longer than all else.
+ * A row that is still to be divided by a root mean square is scaled as it is unpacked. Each CTA reads the row of x for
+ * that. With few tokens it has up to 128 threads then, because many CTAs that each read a long row of x for a few heads
+ * take longer than everything else.
  *
  * Keys and values are written as store_kvcache does. Views that are not 16-byte aligned, and halves that are no whole
  * pieces, take the same path element by element. Attempts: benchmarks/lab/dense/NOTES.md.
@@ -19,7 +19,47 @@ enum { MAX_HEADS = 8 /* of a thread */, CTA_THREADS = 64, THREADS_PER_SM = 896, 
 
 // --- kernels
 
-/* Grid: tokens x groups of heads. Where ARE_FEW, a thread has one head. */
+/* Writes a thread's piece of a head, a key or a value, into the token's slot. */
+template <typename Cache, bool IS_ALIGNED, typename T>
+__device__ __forceinline__ void write_to_cache(const pk_store_args &store, bool is_key, int64_t slot, int kv_head,
+                                               int dim, int half, int count, const head_piece<T> &x)
+{
+    int64_t at =
+        is_key
+            ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) + kv_head * store.k_head_stride
+            : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) + kv_head * store.v_head_stride;
+    Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
+    pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
+    pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);
+    pk_write_cache<IS_ALIGNED>(to + half, x.high, count, divisor);
+}
+
+/* A thread's piece of the norm's weights; zeros where there are none. */
+template <typename T, bool IS_ALIGNED>
+__device__ __forceinline__ head_piece<T> weights_of(const pk_qk_norm_rope_store_args &args, head_kind kind, int dim,
+                                                    int half, int count)
+{
+    head_piece<T> weights = {};
+    if (args.q_weight && kind != VALUE && count > 0) {
+        const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
+        weights = head_piece<T>::template load<IS_ALIGNED>(weight, half, count);
+    }
+    return weights;
+}
+
+/* Starts the copies of a thread's pieces of the heads from `head` on, whose halves wait num_threads apart. */
+template <typename T>
+__device__ __forceinline__ void copy_heads(uint4 *to, int num_threads, const T *qkv, int head, int step, int end,
+                                           int head_dim)
+{
+    for (; head < end; head += step, to += 2 * num_threads) {
+        copy_async_16(smem_address(to), qkv + head * head_dim, 16);
+        copy_async_16(smem_address(to + num_threads), qkv + head * head_dim + head_dim / 2, 16);
+    }
+    copy_async_commit();
+}
+
+/* Grid: tokens x groups of heads. With ARE_FEW tokens a thread has one head. */
 template <typename T, typename Cache, bool IS_ALIGNED, bool ARE_FEW>
 __global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
                                   THREADS_PER_SM / (ARE_FEW ? MOST_THREADS : CTA_THREADS))
@@ -35,7 +75,7 @@ __global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
     int num_heads = num_turned + (int)store.num_kv_heads, head_dim = (int)store.head_dim, half = head_dim / 2;
     int dim = threadIdx.x * VEC, count = half - dim, num_threads = blockDim.x * blockDim.y;
     int step = gridDim.y * blockDim.y, head = blockIdx.y * blockDim.y + threadIdx.y;
-    int end = count > 0 ? num_heads : 0; /* of what this thread has a piece of */
+    int end = count > 0 ? num_heads : 0; /* of the heads of which this thread has a piece */
     int64_t token = blockIdx.x;
     const T *qkv = (const T *)args.qkv + token * args.qkv_stride + dim;
     T *q_out = (T *)args.q_out + token * num_q_heads * head_dim + dim;
@@ -51,29 +91,17 @@ __global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
     pk_wait_for_previous_kernel();
 
     auto kind_of = [&](int head) { return head < num_q_heads ? QUERY : head < num_turned ? KEY : VALUE; };
-    auto load_weights = [&](head_kind kind) {
-        piece weights = {};
-        if (args.q_weight && kind != VALUE && count > 0) {
-            const T *weight = (const T *)(kind == QUERY ? args.q_weight : args.k_weight) + dim;
-            weights = piece::template load<IS_ALIGNED>(weight, half, count);
-        }
-        return weights;
-    };
+    auto load_weights = [&](head_kind kind) { return weights_of<T, IS_ALIGNED>(args, kind, dim, half, count); };
     int position = args.positions[token];
     int64_t slot = pk_load_slot(store, token);
     head_kind kind = kind_of(head);
     piece weights = load_weights(kind), x = {};
     if (head < end) x = piece::template load<IS_ALIGNED>(qkv + head * head_dim, half, count);
     if constexpr (IS_ALIGNED && !ARE_FEW) {
-        uint4 *to = waiting;
-        for (int later = head + step; later < end; later += step, to += 2 * num_threads) {
-            copy_async_16(smem_address(to), qkv + later * head_dim, 16);
-            copy_async_16(smem_address(to + num_threads), qkv + later * head_dim + half, 16);
-        }
-        copy_async_commit();
+        copy_heads(waiting, num_threads, qkv, head + step, step, end, head_dim);
     }
     pk_leave_squares<T, IS_ALIGNED>(squares, args.rms, token, num_threads, thread);
-    __syncwarp(); /* or the compiler puts some of these loads off until the position is there */
+    __syncwarp(); /* without it the compiler puts some of these loads off until the position is there */
     bool is_valid = position >= 0 && position < args.max_positions, is_stored = is_valid && pk_is_slot(store, slot);
     float cosine[VEC] = {}, sine[VEC] = {};
     if (is_valid && count > 0 && kind != VALUE) {
@@ -90,23 +118,15 @@ __global__ void __launch_bounds__(ARE_FEW ? MOST_THREADS : CTA_THREADS,
         }
         if (kind == VALUE) x = x.times(scale);
         if (head < end && kind == QUERY) {
-            x.low.template store<IS_ALIGNED>(q_out + head * head_dim, count);
-            x.high.template store<IS_ALIGNED>(q_out + head * head_dim + half, count);
+            x.template store<IS_ALIGNED>(q_out + head * head_dim, half, count);
         } else if (head < end && is_stored) {
             bool is_key = kind == KEY;
-            int kv_head = head - (is_key ? num_q_heads : num_turned);
-            int64_t at = is_key ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) +
-                                      kv_head * store.k_head_stride
-                                : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) +
-                                      kv_head * store.v_head_stride;
-            Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
-            pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
-            pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);
-            pk_write_cache<IS_ALIGNED>(to + half, x.high, count, divisor);
+            write_to_cache<Cache, IS_ALIGNED>(store, is_key, slot, head - (is_key ? num_q_heads : num_turned), dim,
+                                              half, count, x);
         }
         head += step;
         if (ARE_FEW || head - (int)threadIdx.y >= num_heads) break;
-        /* Else the compiler keeps the places of single elements from head to head, in 100 registers. */
+        /* Without this the compiler keeps the places of single elements from head to head, in 100 registers. */
         if constexpr (!IS_ALIGNED) asm volatile("" : "+r"(head_dim));
         if (kind_of(head) != kind) {
             kind = kind_of(head);

@@ -25,6 +25,12 @@ struct head_piece {
         return {pk_packed<T>::template load<IS_ALIGNED>(from, count),
                 pk_packed<T>::template load<IS_ALIGNED>(from + half, count)};
     }
+    template <bool IS_ALIGNED>
+    __device__ void store(T *to, int half, int count) const
+    {
+        low.template store<IS_ALIGNED>(to, count);
+        high.template store<IS_ALIGNED>(to + half, count);
+    }
     /* Rounded. */
     __device__ head_piece times(float scale) const
     {
@@ -40,7 +46,7 @@ struct head_piece {
     }
 };
 
-/* Cosines and sines of a thread's pairs, `from` a position's row on. */
+/* Cosines and sines of a thread's pairs; `from`: the thread's place in its position's row. */
 template <bool IS_ALIGNED, int COUNT>
 __device__ static inline void load_angles(float (&cosine)[COUNT], float (&sine)[COUNT], const float *from, int half,
                                           int count)
@@ -62,8 +68,8 @@ __device__ static inline void normalise(float x[pk_packed<T>::COUNT], float scal
     (pk_packed<T>::pack(x) * weight).unpack(x);
 }
 
-/* The head of which this thread and its neighbours, `num_threads` of them and a power of two, have a piece each (or
- * zeros): times `scale`, normalised, where it is, and rotated. Whole warps call it, for the shuffles. */
+/* Scales, normalises (if is_normed) and rotates a head. num_threads neighbouring threads, a power of two, have a piece
+ * of it each, or zeros. Whole warps call this, for the shuffles. */
 template <typename T>
 __device__ static inline head_piece<T> turn_head(const head_piece<T> &x, float scale, const head_piece<T> &weights,
                                                  bool is_normed, const float (&cosine)[pk_packed<T>::COUNT],
@@ -95,7 +101,7 @@ __device__ static inline head_piece<T> turn_head(const head_piece<T> &x, float s
     return {pk_packed<T>::pack(a), pk_packed<T>::pack(b)};
 }
 
-/* Records a token that is not stored although its slot is no padding. For the end of a kernel, as pk_check_slot. */
+/* Records a token that is not stored although its slot is no padding. Like pk_check_slot, for the end of a kernel. */
 __device__ static inline void check_token(const pk_qk_norm_rope_store_args &args, int64_t token, pk_cuda_bad_id *bad_id)
 {
     int position = args.positions[token];

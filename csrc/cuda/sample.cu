@@ -1,16 +1,17 @@
 /* sample.cu - one token per row of logits, greedy or drawn; csrc/ops/sampling.h defines what is drawn, to the bit.
  *
- * The logits are read once, and next to nothing else is done. The warps of a row, in a cluster of CTAs so that a few
- * rows are spread over the card, take chunks of 2 KB in turn; the next is on its way to shared memory meanwhile.
+ * The logits are read once, and next to nothing else is done. A row has a cluster of CTAs, so that even a few rows are
+ * spread over the card. The warps of a row take chunks of 2 KB in turn. While one is looked at, the next is on its way
+ * to shared memory.
  *
- * A random number for every token would cost more than reading (it did: half of the issue slots went to Philox). Here
- * one word bounds the variates of a block of 16 tokens, so that of a load of 16 bytes only the greatest is looked at,
- * and only where that with the bound reaches the best key so far is its block drawn: two at once, by the threads of a
- * warp. The highest of a chunk go first and dismiss most of the others, and all warps of a row look at the best key of
- * any before each draw (with each its own, 20 draws followed one another in a warp's first chunk).
+ * A random number for every token would cost more than reading: half of the issue slots went to Philox. Here one word
+ * bounds the variates of a block of 16 tokens. Of a load of 16 bytes only the greatest logit is looked at. Its block is
+ * drawn only if this logit plus the bound reaches the best key so far. The threads of a warp draw two blocks at once.
+ * The highest blocks of a chunk go first and dismiss most of the others. Before each draw all warps of a row look at
+ * the best key of any of them; with a best key per warp, 20 draws followed one another in a warp's first chunk.
  *
- * Penalties are applied, and what filters drop is left out, as the logits are looked at. A row with a NaN, or -inf
- * everywhere, or a number out of its range yields -1 and a record in the status word.
+ * Penalties and filters are applied as the logits are looked at. A row with a NaN, or -inf everywhere, or a number out
+ * of its range yields -1 and a record in the status word.
  */
 #include "cuda/sample_filters.h"
 
@@ -21,10 +22,19 @@ enum { NUM_WORDS = 32 * 4 }; /* random words that a warp draws at once, for as m
 template <typename Row>
 struct warp_memory {
     typename Row::buffers buffers;
-    /* Of the blocks of the next chunks: their random words, and what their variates add to a key at most. */
+    /* Of the blocks of the next chunks: their random words, and the most that their variates add to a key. */
     alignas(16) uint32_t words[NUM_WORDS];
     alignas(16) float bounds[NUM_WORDS];
 };
+
+/* Leaves the random words of 4 blocks, and the most that their variates add to a key. */
+__device__ __forceinline__ void leave_words(const pk_words &words, float temperature, uint32_t *to, float *bounds_to)
+{
+    float bounds[4];
+    for (int i = 0; i < 4; i++) bounds[i] = temperature * pk_gumbel_bound(words.word[i]);
+    *(uint4 *)to = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+    *(float4 *)bounds_to = make_float4(bounds[0], bounds[1], bounds[2], bounds[3]);
+}
 
 template <typename T>
 __device__ static float max_of(const pk_packed<T> &unit)
@@ -37,7 +47,7 @@ __device__ static float max_of(const pk_packed<T> &unit)
     }
 }
 
-/* The greatest of a unit whose first token this is. */
+/* The greatest logit of a unit; `token` is its first. */
 template <typename Row>
 __device__ static float greatest_of(const Row &row, const typename Row::unit &unit, uint32_t token)
 {
@@ -58,7 +68,7 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
     const int lane = threadIdx.x % 32;
     const float temperature = asked.temperature;
     pk_candidate best = 0;
-    uint32_t bar = PK_ORDERED_LOWEST; /* what is below cannot win */
+    uint32_t bar = PK_ORDERED_LOWEST; /* a key below it cannot win */
     int at = NUM_WORDS;               /* this chunk's blocks in `memory` */
     auto take = [&](pk_candidate candidate) {
         best = max(best, candidate);
@@ -71,16 +81,13 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
         if (at == NUM_WORDS && temperature > 0) { /* a lane draws for 4 blocks of one of the next chunks */
             at = 0;
             pk_words words = pk_philox(&asked, (chunk + lane / CALLS * chunks.step) * CALLS + lane % CALLS, 0);
-            float bounds[4];
-            for (int i = 0; i < 4; i++) bounds[i] = temperature * pk_gumbel_bound(words.word[i]);
-            *(uint4 *)&memory.words[lane * 4] = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
-            *(float4 *)&memory.bounds[lane * 4] = make_float4(bounds[0], bounds[1], bounds[2], bounds[3]);
+            leave_words(words, temperature, memory.words + lane * 4, memory.bounds + lane * 4);
             __syncwarp();
         }
         const typename Row::unit *units = chunks.wait();
         const float *bounds = &memory.bounds[at % NUM_WORDS + lane / BLOCK_LANES];
         bar = max(bar, *(volatile uint32_t *)bar_of_cta);
-        float keys[UNITS], greatest = -INFINITY; /* that the thread's tokens may have at most */
+        float keys[UNITS], greatest = -INFINITY; /* the most that keys of the thread's tokens can be */
         for (int u = 0; u < UNITS; u++) {
             int i = u * 32 + lane;
             keys[u] = greatest_of(chunks.row, units[i], chunk * Row::CHUNK + i * Row::VEC);
@@ -88,7 +95,7 @@ __device__ static pk_candidate draw_from(pk_chunks<Row> &chunks, const pk_sample
             greatest = pk_max_or_nan(greatest, keys[u]);
         }
         for (;;) {
-            int mine = -1; /* of the blocks that may win, the highest few: the thread's */
+            int mine = -1; /* the thread's block, one of the highest few that may win */
 #pragma unroll 1
             for (int turn = 0; turn < 32 / PK_GUMBEL_BLOCK; turn++) {
                 const uint32_t key = pk_ordered(greatest);

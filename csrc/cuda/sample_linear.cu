@@ -1,28 +1,29 @@
-/* sample_linear.cu - the tokens that are drawn of logits x @ weight.T, which are never written: one reading of the
- * weight (Hopper, up to 256 rows of bf16 or f16).
+/* sample_linear.cu - draws tokens from the logits x @ weight.T without writing the logits: the weight is read once
+ * (Hopper, up to 256 rows of bf16 or f16).
  *
  * Persistent CTAs, one per SM, take tiles of 128 tokens (M of wgmma: the weight is operand A) by all rows (operand B:
  * N):
  *
- *     warps 0 to 7   two warpgroups: the products, then a look at them
- *     warp 8         copies: a ring of stages of 64 inputs
- *     the others     random numbers of the next tile, draws of the last; three, or seven where registers suffice
+ *     warps 0 to 7   two warpgroups: the products, then a look at them (sample_linear.h)
+ *     warp 8         copies into a ring of stages of 64 inputs
+ *     the others     random numbers of the next tile, draws of the last (sample_linear_draw.h); there are three such
+ *                    warps, or seven where registers suffice
  *
- * What the last two do is in sample_linear.h. The best of a row is a pk_candidate in scratch memory; the last CTA turns
- * it into the token.
+ * A row's best key so far is a pk_candidate in scratch memory. The last CTA turns it into the token.
  *
  * Reached on an H200, 151,936 tokens, temperature 0.6, us (linear and sample): 1,024 inputs 64 rows 82 (108), 128 95
  * (132), 256 155 (187); 4,096 inputs 32 rows 298 (327), 256 471 (495). Attempts: benchmarks/lab/sample/NOTES.md.
  */
 #include "cuda/linear.h"
-#include "cuda/sample_linear.h"
+#include "cuda/sample_linear_draw.h"
+#include "cuda/sm90_ring.h"
 
 #include <algorithm>
 
 enum {
     STEP = 64 /* inputs of a stage: a swizzled row of 128 bytes */,
     MAX_ROWS = 256,
-    MIN_TOKENS = 1 << 16 /* of fewer a CTA has few tiles, and draws of the first are not hidden */,
+    MIN_TOKENS = 1 << 16 /* with fewer a CTA has few tiles, and the draws of the first are not hidden */,
     MAX_STAGES = 12,
     WEIGHT_BYTES = SL_TOKENS * STEP * 2,
     STATIC_BYTES = 8192 /* of shared memory, at most */,
@@ -39,27 +40,27 @@ static constexpr int num_threads = SL_LOOKERS + 32 + pk_drawing<N>::DRAWERS;
 
 #ifdef PK_SM90A
 using namespace sm90;
-#endif
 
+/* What a CTA multiplies, and how. */
 template <typename T, int N>
-__global__ void __launch_bounds__(num_threads<N>, 1)
-    sample_linear_kernel(const __grid_constant__ pk_sample_linear_params params)
-{
-#ifdef PK_SM90A
-    extern __shared__ char dynamic_smem[];
-    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
-    __shared__ pk_drawing<N> shared;
-    static_assert(sizeof shared + sizeof full + sizeof empty <= STATIC_BYTES, "see the launcher");
-    const uint32_t ring = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
-    char *const ring_pointer = dynamic_smem + (ring - smem_address(dynamic_smem));
-    const int num_stages = params.num_stages, num_steps = params.num_steps;
-    auto &bounds = *(pk_sample_bounds<N> *)(ring_pointer + num_stages * stage_bytes<N>);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int first_tile = blockIdx.x, tile_stride = gridDim.x;
-    /* What those who multiply have for their accumulators, and what is left. */
-    constexpr int most_registers = N > 192 ? 208 : 184, other_registers = N > 192 ? 88 : 72;
+struct sample_linear_cta {
+    const pk_sample_linear_params &params;
+    uint64_t *const full, *const empty; /* mbarriers of the stages */
+    uint32_t ring;                      /* its address in shared memory */
+    int warp, lane, num_stages, num_steps, first_tile, tile_stride;
 
-    if (threadIdx.x == 0) {
+    __device__ __forceinline__ sample_linear_cta(const pk_sample_linear_params &params, uint32_t ring, uint64_t *full,
+                                                 uint64_t *empty)
+        : params(params), full(full), empty(empty), ring(ring)
+    {
+        num_stages = params.num_stages, num_steps = params.num_steps;
+        warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+        first_tile = blockIdx.x, tile_stride = gridDim.x;
+    }
+
+    __device__ __forceinline__ void init_barriers(pk_drawing<N> &shared) const
+    {
+        if (threadIdx.x != 0) return;
         for (int i = 0; i < num_stages; i++) {
             barrier_init(smem_address(&full[i]), 1);
             barrier_init(smem_address(&empty[i]), SL_LOOKERS / 32);
@@ -70,16 +71,10 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
         barrier_init_fence();
         shared.num_patches = 0;
     }
-    const int zeros = x_bytes<N> - params.x_bytes; /* of rows that are not copied (their copies would be slow) */
-    for (int at = threadIdx.x * 16; at < num_stages * zeros; at += num_threads<N> * 16)
-        *(uint4 *)(ring_pointer + at / zeros * stage_bytes<N> + params.x_bytes + at % zeros) = make_uint4(0, 0, 0, 0);
-    fence_async_proxy();
-    __syncthreads();
-    pk_let_next_kernel_start();
 
-    if (warp == SL_LOOKERS / 32) {
-        give_registers<other_registers>();
-        if (lane > 0) return;
+    /* All the work of the thread that copies. */
+    __device__ __forceinline__ void copy_all() const
+    {
         prefetch_tensor_map(&params.weight_map);
         prefetch_tensor_map(&params.x_map);
         const int all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
@@ -93,38 +88,12 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
             copy_2d(ring + stage * stage_bytes<N>, &params.x_map, smem_address(&full[stage]), step * STEP, 0);
         };
         fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
-        return;
     }
 
-    int turn = 0, round = 0; /* of a tile: its bounds, and how many were before */
-    if (warp > SL_LOOKERS / 32) {
-        give_registers<other_registers>();
-        const pk_drawer<N> drawer = {params, shared, bounds, (int)threadIdx.x - (SL_LOOKERS + 32)};
-        pk_wait_for_previous_kernel();
-        drawer.read_rows();
-        drawer.bound(first_tile, 0);
-#pragma unroll 1
-        for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride, turn ^= 1, round++) {
-            if (tile + tile_stride < params.num_tiles) drawer.bound(tile + tile_stride, turn ^ 1);
-            barrier_wait(smem_address(&shared.patches_full), round & 1);
-            drawer.learn();
-            drawer.draw_patches(tile, turn);
-        }
-        drawer.finish();
-        return;
-    }
-
-    take_registers<most_registers>();
-    pk_wait_for_previous_kernel();
-    auto release = [&](int stage) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
-    };
-    const uint32_t weight_of_group = x_bytes<N> + warp / 4 * 64 * STEP * 2;
-    int stage = 0, parity = 0;
-#pragma unroll 1
-    for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride, turn ^= 1, round++) {
-        float acc[N / 2];
+    /* A warpgroup's products of a tile, in acc. The ring's `stage` and `parity` go on. */
+    __device__ __forceinline__ void multiply(float (&acc)[N / 2], int &stage, int &parity) const
+    {
+        const uint32_t weight_of_group = x_bytes<N> + warp / 4 * 64 * STEP * 2;
         auto multiply = [&](int step) {
             const uint32_t x = ring + stage * stage_bytes<N>;
             const uint64_t a = descriptor<128>(x + weight_of_group, 16, 1024), b = descriptor<128>(x, 16, 1024);
@@ -133,8 +102,63 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
             for (int k = 0; k < STEP; k += 16)
                 wgmma<T, N>::smem_smem(acc, a + k * 2 / 16, b + k * 2 / 16, step > 0 || k > 0);
         };
+        auto release = [&](int stage) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
+        };
         multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, release);
+    }
+};
 
+#endif  // PK_SM90A
+
+template <typename T, int N>
+__global__ void __launch_bounds__(num_threads<N>, 1)
+    sample_linear_kernel(const __grid_constant__ pk_sample_linear_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ char dynamic_smem[];
+    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ pk_drawing<N> shared;
+    static_assert(sizeof shared + sizeof full + sizeof empty <= STATIC_BYTES, "see the launcher");
+    const uint32_t ring = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
+    char *const ring_pointer = dynamic_smem + (ring - smem_address(dynamic_smem));
+    const int num_stages = params.num_stages;
+    auto &bounds = *(pk_sample_bounds<N> *)(ring_pointer + num_stages * stage_bytes<N>);
+    /* Warps that multiply need more for their accumulators; the others get what is left. */
+    constexpr int most_registers = N > 192 ? 208 : 184, other_registers = N > 192 ? 88 : 72;
+
+    const sample_linear_cta<T, N> cta(params, ring, full, empty);
+    const int warp = cta.warp, first_tile = cta.first_tile, tile_stride = cta.tile_stride;
+    cta.init_barriers(shared);
+    const int zeros = x_bytes<N> - params.x_bytes; /* bytes of rows that are not copied, because copies would be slow */
+    for (int at = threadIdx.x * 16; at < num_stages * zeros; at += num_threads<N> * 16)
+        *(uint4 *)(ring_pointer + at / zeros * stage_bytes<N> + params.x_bytes + at % zeros) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    __syncthreads();
+    pk_let_next_kernel_start();
+
+    if (warp == SL_LOOKERS / 32) {
+        give_registers<other_registers>();
+        if (cta.lane == 0) cta.copy_all();
+        return;
+    }
+    if (warp > SL_LOOKERS / 32) {
+        give_registers<other_registers>();
+        const pk_drawer<N> drawer = {params, shared, bounds, (int)threadIdx.x - (SL_LOOKERS + 32)};
+        pk_wait_for_previous_kernel();
+        drawer.draw_all(first_tile, tile_stride);
+        return;
+    }
+
+    take_registers<most_registers>();
+    pk_wait_for_previous_kernel();
+    int stage = 0, parity = 0;
+    int turn = 0, round = 0; /* which of the two bounds is the tile's; how many tiles were before */
+#pragma unroll 1
+    for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride, turn ^= 1, round++) {
+        float acc[N / 2];
+        cta.multiply(acc, stage, parity);
         barrier_wait(smem_address(&shared.bounds_full[turn]), round / 2 & 1);
         const pk_sample_look<N> products(params, shared, bounds, tile, turn, acc);
         if (round == 0) products.raise_bars();

@@ -268,58 +268,6 @@ struct wgmma;
 PK_WGMMA_ALL(__nv_bfloat16, "bf16")
 PK_WGMMA_ALL(__half, "f16")
 
-/* The tiles of a persistent CTA, each of num_steps stages of a ring: the one that comes next. */
-struct tile_walk {
-    int tile, step;
-    __device__ void advance(int num_steps, int tile_stride)
-    {
-        if (++step == num_steps) step = 0, tile += tile_stride;
-    }
-};
-
-/* One thread fills a ring with the stages of all tiles of a CTA. The weights, which are constant, of the first
- * num_early stages are on their way before the previous kernel has ended: copy_weight(tile, step, stage), copy_x(step,
- * stage). */
-template <typename CopyWeight, typename CopyX>
-__device__ __forceinline__ void fill_ring(int first_tile, int tile_stride, int num_steps, int all_steps, int num_early,
-                                          uint64_t *empty, int num_stages, CopyWeight copy_weight, CopyX copy_x)
-{
-    tile_walk early = {first_tile, 0}, at = {first_tile, 0};
-#pragma unroll 1
-    for (int i = 0; i < num_early; i++, early.advance(num_steps, tile_stride)) copy_weight(early.tile, early.step, i);
-    pk_wait_for_previous_kernel();
-#pragma unroll 1
-    for (int i = 0, stage = 0, parity = 1; i < all_steps; i++, at.advance(num_steps, tile_stride)) {
-        if (i >= num_early) {
-            barrier_wait(smem_address(&empty[stage]), parity);
-            copy_weight(at.tile, at.step, stage);
-        }
-        copy_x(at.step, stage);
-        if (++stage == num_stages) stage = 0, parity ^= 1;
-    }
-}
-
-/* The products of num_steps stages of a ring, in acc. multiply(step) asks for those of `stage`, which is released
- * after the next one's: so there is always one under way. The ring's `stage` and `parity` go on. */
-template <int count, typename Multiply, typename Release>
-__device__ __forceinline__ void multiply_stages(float (&acc)[count], int num_steps, int num_stages, int &stage,
-                                                int &parity, Multiply multiply, Release release)
-{
-    int last_stage = 0;
-#pragma unroll 1
-    for (int step = 0; step < num_steps; step++) {
-        multiply(step);
-        wgmma_commit();
-        wgmma_wait<1>(); /* for the step before */
-        if (step > 0) release(last_stage);
-        last_stage = stage;
-        if (++stage == num_stages) stage = 0, parity ^= 1;
-    }
-    wgmma_wait<0>();
-    pin(acc);
-    release(last_stage);
-}
-
 }  // namespace sm90
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

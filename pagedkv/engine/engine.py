@@ -49,8 +49,11 @@ class Engine:
         enforce_eager: no CUDA graphs: the same tokens, slower, with less to do at the start
         swap_space: bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
             computed again later. 0: all of it
-        max_num_seqs: sequences that run (hold pages) at a time
-        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit
+        max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
+            given max_num_batched_tokens
+        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit; None: 16,384 on a GPU,
+            2,048 on the CPU, and no fewer than a given max_num_seqs. A GPU gets the CPU's numbers where the buffers and
+            logits of such a step would take more than an eighth of its memory; `scheduler` has those in force
         max_model_len: prompt and new tokens of a request at most; None: the model's own limit
         enable_prefix_caching: compute a common beginning of prompts once
         eviction: "reuse" keeps cached pages longer that were found again; "lru": see BlockManager
@@ -234,7 +237,8 @@ class Engine:
         return (
             f"<{type(self).__name__} on {self.device}: {config.num_layers} layers of {config.hidden_size:,}, "
             f"{self.dtype}; {manager.num_blocks:,} pages of {manager.block_size} tokens ({size:.2f} GiB{beside}); "
-            f"{self.scheduler.max_num_seqs} sequences of up to {self.max_model_len:,} tokens>"
+            f"{self.scheduler.max_num_seqs:,} sequences of up to {self.max_model_len:,} tokens, "
+            f"{self.scheduler.max_num_batched_tokens:,} tokens per step>"
         )
 
     def _repr_html_(self) -> str:

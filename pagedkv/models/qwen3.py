@@ -56,11 +56,15 @@ class Buffers:
     activation: Tensor  # intermediate_size
 
     @staticmethod
-    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
+    def sizes(config: Qwen3Config) -> list[int]:
+        """Of the rows, in the order of the fields."""
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = [config.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
-        sizes += [2 * config.intermediate_size, config.intermediate_size]
-        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in sizes))
+        return [*sizes, 2 * config.intermediate_size, config.intermediate_size]
+
+    @staticmethod
+    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
+        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in Buffers.sizes(config)))
 
     def first(self, num_tokens: int) -> Buffers:
         """The same memory cut to so many tokens."""

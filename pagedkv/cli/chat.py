@@ -55,7 +55,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     params_of(args)  # an error of theirs comes before the model is loaded
     texts = [] if args.jsonl is not None else texts_of(args, args.message)
-    with llm_of(args) as llm:
+    with llm_of(args, num_requests=1) as llm:  # one after the other
         chat = Chat(llm, args)
         if args.jsonl is not None:
             return _answer_lines(chat, args)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "folder with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub"
 STDIN = "-"
+FEW = 64  # requests, below the engine's defaults for every device
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed", "ignore_eos", "stop",
 )  # fmt: skip
@@ -80,11 +81,13 @@ def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def llm_of(args: argparse.Namespace) -> LLM:
+def llm_of(args: argparse.Namespace, num_requests: int) -> LLM:
+    """For so many requests at a time. Few need few CUDA graphs, which are captured at the start."""
     from pagedkv import LLM
 
     options = {name: getattr(args, name) for name in ("device", "dtype", "block_size", "max_model_len")}
-    return LLM(args.model, **options)
+    num_seqs = max(num_requests, 1) if num_requests < FEW else None
+    return LLM(args.model, **options, max_num_seqs=num_seqs)
 
 
 def texts_of(args: argparse.Namespace, given: list[str]) -> list[str]:

@@ -276,7 +276,7 @@ static void append(pk_linear_choices *choices, const pk_linear_algorithm *algori
 }
 
 /* Asked with and without a workspace, since it lists but a few: sums divided among CTAs hide others that are faster. */
-static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, pk_error *err)
+static pk_status list_favourites(const plan *plan, pk_linear_choices *choices, pk_error *err)
 {
     pk_lt_heuristic guesses[16];
     int found;
@@ -289,11 +289,11 @@ static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, p
 }
 
 /* The same tiles in another order, or in other clusters. */
-static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorithm, pk_linear_choices *choices)
+static void list_variants(const plan *plan, const pk_linear_algorithm *near, pk_linear_choices *choices)
 {
     for (uint16_t cluster : {PK_LT_CLUSTER_1X1, PK_LT_CLUSTER_2X1, PK_LT_CLUSTER_1X2})
         for (uint32_t swizzling = 0; swizzling < 2; swizzling++) {
-            pk_linear_algorithm other = *algorithm;
+            pk_linear_algorithm other = *near;
             if (pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_CLUSTER, &cluster, sizeof cluster) == 0 &&
                 pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_SWIZZLING, &swizzling, sizeof swizzling) == 0 &&
                 accepts(plan, &other))
@@ -301,32 +301,47 @@ static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorit
         }
 }
 
-pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
-                                    const pk_linear_algorithm *algorithm, pk_error *err)
+static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    return args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, device);
+}
+
+pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,
+                                    pk_linear_choices *choices, pk_error *err)
 {
     cudaDeviceProp properties;
     plan *plan;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    bool has_choice = args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, call.device);
     PK_TRY(pk_cublaslt_load(err));
-    if (choices) {
-        PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
-        snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
-        choices->count = 0;
-        if (!has_choice) return PK_OK;
-    }
-    if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
+    snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
+    choices->count = 0;
+    if (!has_choice(args, call.device)) return PK_OK;
     plan_key key = key_of(args, call.device);
     const pk_cuda_lock held(&lock);
     const pk_cuda_pause pause;
     PK_TRY(find_plan(&key, &plan, err));
-    if (algorithm && !accepts(plan, algorithm))
+    if (!near) return list_favourites(plan, choices, err);
+    if (!accepts(plan, near)) return pk_fail(err, PK_EVALUE, "near: cuBLASLt does not accept it for such a call");
+    list_variants(plan, near, choices);
+    return PK_OK;
+}
+
+pk_status pk_cuda_use_linear_algorithm(pk_device device, const pk_linear_args *args,
+                                       const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    plan *plan;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    PK_TRY(pk_cublaslt_load(err));
+    if (!has_choice(args, call.device)) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    plan_key key = key_of(args, call.device);
+    const pk_cuda_lock held(&lock);
+    const pk_cuda_pause pause;
+    PK_TRY(find_plan(&key, &plan, err));
+    if (!accepts(plan, algorithm))
         return pk_fail(err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
-    if (choices && !algorithm) return list_algorithms(plan, choices, err);
-    if (choices)
-        list_neighbours(plan, algorithm, choices);
-    else
-        plan->algo = *algorithm, plan->is_chosen = true, plan->has_run = false;
+    plan->algo = *algorithm, plan->is_chosen = true, plan->has_run = false;
     return PK_OK;
 }

@@ -40,11 +40,12 @@ class PromptOutputs:
         """The tokens after those at [start, end), which are the step's from first_row on. A token whose figures are
         known, because the sequence was preempted after it, is left out."""
         assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
+        row_of_prompt = first_row - start  # where the row of token 0 would be
         start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
         num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])
         for at in range(start, end, len(self._logits)):
             stop = min(at + len(self._logits), end)
-            rows = _ids(range(first_row + at - start, first_row + stop - start), self._hidden.device)
+            rows = _ids(range(row_of_prompt + at, row_of_prompt + stop), self._hidden.device)
             logits = self._logits[: stop - at]
             self._model.logits(ops.gather_rows(self._hidden, rows), out=logits)
             targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)

@@ -1,4 +1,4 @@
-"""What an engine is made of: model, KV cache, runner and scheduler, from a folder and options."""
+"""The parts of an engine (model, KV cache, runner, scheduler), made from a folder and options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tokenizer import Tokenizer
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Those of Engine, which describes them. A wrong value raises at once."""
+    """The options of Engine, whose docstring describes them. A wrong value raises at once."""
 
     revision: str | None = None
     device: str = "auto"
@@ -86,8 +86,8 @@ class EngineParts:
     runner: ModelRunner
     manager: BlockManager
     scheduler: Scheduler
-    identity: dict[str, str]  # whose pages a saved cache holds
-    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by what it is for
+    identity: dict[str, str]  # what a saved cache must agree with to be loaded
+    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by use
 
 
 def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
@@ -100,7 +100,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
     step = step_size(options.max_num_seqs, options.max_num_batched_tokens, config, dtype, gpu_bytes)
     num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
-    gc.collect()  # an engine that is dead but not collected yet has its pool until then
+    gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
     is_dummy = options.load_format == "dummy"
     checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
@@ -152,7 +152,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
 def _wanted_blocks(
     options: EngineOptions, device: str, max_model_len: int, max_num_seqs: int, bytes_per_page: int
 ) -> int | None:
-    """None: as many as a GPU has room for."""
+    """The number of pages; None: as many as the GPU has room for."""
     if options.num_blocks is not None:
         return options.num_blocks
     if options.kv_cache_memory is not None:
@@ -163,7 +163,7 @@ def _wanted_blocks(
 
 
 class _MemoryCount:
-    """What a GPU's driver says is in use more than before; nothing of the CPU."""
+    """Counts by how much a GPU's used memory has grown, as its driver says. Of the CPU it counts nothing."""
 
     def __init__(self, device: str) -> None:
         self._device = device

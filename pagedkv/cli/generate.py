@@ -1,4 +1,4 @@
-"""pagedkv generate: continues texts, as one batch."""
+"""pagedkv generate: continues texts, in one batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(args: argparse.Namespace) -> int:
-    """Each line is a request; a bad one has its error as its answer."""
+    """Each line is a request; a bad line gets its error as its answer."""
     rows: list[Any] = [_request(args, line) for line in json_lines(args.jsonl)]
     requests = [row for row in rows if not isinstance(row, Exception)]
     with llm_of(args, len(requests)) as llm:

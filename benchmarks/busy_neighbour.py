@@ -70,7 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts, params = requests(args.num_requests, seed=0)
     rows: list[dict] = []
-    with LLM(DEMO, device=args.device, max_num_seqs=64) as llm:
+    with LLM(DEMO, device=args.device, max_num_seqs=64, max_num_batched_tokens=2048) as llm:
         expected, _ = run(llm, prompts, params)  # warms up
         for count in [*args.neighbours, 0]:
             with neighbours(count):

@@ -1,14 +1,15 @@
 """Paged KV cache, paged attention and a Qwen3 engine in plain C and CUDA C.
 
-Three things that work alone, and an engine built on them: `BlockManager` (the page allocator), `store_kvcache`,
-`paged_attention_fwd`, and `LLM`. Arrays come and go by DLPack: PyTorch, NumPy, CuPy and JAX objects are used in place.
+Three parts work alone: `BlockManager` (the page allocator), `store_kvcache` and `paged_attention_fwd`. `LLM` is an
+engine built on them. Arrays are exchanged by DLPack: objects of PyTorch, NumPy, CuPy and JAX are used in place.
 """
 
 import os as _os
 
-# libgomp reads its environment once, when the extension loads it. By default its idle threads spin for milliseconds
-# and keep the one that has work from running where cores are shared: on 2 cores under a load of 8 the demo decoded 45
-# tokens/s, and 5,000 with this. 1,000 rounds outlast the time between two operations. What the user has set counts.
+# libgomp reads its environment once, when the extension loads it. By default its idle threads spin for milliseconds.
+# Where cores are shared, that keeps the thread that has work from running: on 2 cores under a load of 8 the demo
+# decoded 45 tokens/s, and 5,000 with this. 1,000 rounds outlast the time between two operations. The user's settings
+# win.
 _spins_by_default = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & _os.environ.keys()
 if _spins_by_default:
     _os.environ["GOMP_SPINCOUNT"] = "1000"
@@ -46,13 +47,13 @@ from pagedkv._C import (  # noqa: E402
 )
 from pagedkv._C import __version__ as __version__  # noqa: E402
 
-# What needs NumPy (and the engine tokenizers) comes at first use; nothing above does.
-TYPE_CHECKING = False  # as type checkers know it from typing, which takes a millisecond to import
+# What needs NumPy (and, for the engine, tokenizers) is imported at first use; nothing above needs it.
+TYPE_CHECKING = False  # type checkers take it for typing's, which takes a millisecond to import
 if TYPE_CHECKING:
     from pagedkv import ops as ops
     from pagedkv.engine import LLM, AsyncEngine, Engine, SamplingParams
 
-# Twenty at most: what else there is stands in pagedkv.ops.
+# At most twenty names; pagedkv.ops has all others.
 __all__ = [
     "LLM",
     "AsyncEngine",
@@ -76,7 +77,7 @@ __all__ = [
     "swap_blocks",
 ]
 
-if not TYPE_CHECKING:  # a checker that saw this would take every name
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         from importlib import import_module

@@ -1,11 +1,11 @@
-"""Every operation and function of pagedkv: those that the package itself shows, and all others that an engine needs.
+"""Every operation and function of pagedkv: those that `pagedkv` itself shows, and the others that an engine needs.
 
     from pagedkv import ops
 
     normed = ops.rms_norm(x, weight)
 
-Two types stand here too: `ElasticBuffer`, memory that grows and shrinks in place, and `Step`, what
-`BlockManager.prepare` returns. `help(ops.<name>)` gives shapes, dtypes, units and errors.
+Two types are here, too: `ElasticBuffer`, memory that grows and shrinks in place, and `Step`, the result of
+`BlockManager.prepare`. `help(ops.<name>)` gives shapes, dtypes, units and errors.
 """
 
 from pagedkv._C import (
@@ -49,7 +49,7 @@ from pagedkv._C import (
     use_linear_algorithm,
 )
 
-TYPE_CHECKING = False  # as type checkers know it from typing
+TYPE_CHECKING = False  # type checkers take it for typing's
 if TYPE_CHECKING:
     from pagedkv.tuning import tune_linear
 
@@ -95,7 +95,7 @@ __all__ = [
     "use_linear_algorithm",
 ]
 
-if not TYPE_CHECKING:  # a checker that saw this would take every name
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name != "tune_linear":  # the one that needs NumPy

@@ -4,21 +4,21 @@
 
     out = ops.paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens)
 
-The functions here have the names, parameters, results and errors of those in pagedkv.ops, but for `stream`: they take
-torch tensors and run on torch's current stream. Each calls one of the operators `torch.ops.pagedkv.<name>`. Their
-overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the log-sum-exp; `rms_norm_residual`,
-`linear_gate_up` and `sample_counts` write what they are named after. What an operator writes in place stands in its
-schema, so a compiler orders it as it orders PyTorch's own. In code that is not compiled, those of pagedkv.ops do the
-same in less time.
+The functions here have the names, parameters, results and errors of those in pagedkv.ops, except that there is no
+`stream`: they take torch tensors and run on torch's current stream. Each calls one of the operators
+`torch.ops.pagedkv.<name>`. The overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the
+log-sum-exp; `rms_norm_residual`, `linear_gate_up` and `sample_counts` write the argument in their name. An operator's
+schema says what it writes in place, so a compiler orders it as it orders PyTorch's own. In code that is not compiled,
+the functions of pagedkv.ops do the same in less time.
 
 `plan_attention` needs `out` here, because only the device knows how many rows a plan has. There are no gradients: a
-backward pass through a result raises NotImplementedError, or where the operator also writes in place, which PyTorch
-lets no backward be registered for, gives PyTorch's warning that there is none.
+backward pass through a result raises NotImplementedError. PyTorch registers no backward for an operator that also
+writes in place; there PyTorch warns that it has none.
 
-Where k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch
-2.13 gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).
+If k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch 2.13
+gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).
 
-It needs PyTorch 2.4 or newer, which nothing outside of it, pagedkv.compat and pagedkv.integrations does.
+This module needs PyTorch 2.4 or newer, as do pagedkv.compat and pagedkv.integrations, but nothing else.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ Fake = Callable[[dict[str, Any]], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the signature of a function of pagedkv.ops does not say."""
+    """What an operator must know of a function of pagedkv.ops beyond its signature."""
 
-    results: Fake | None = None  # the new tensors that it returns, given its arguments by name; None: only into `outs`
-    outs: tuple[str, ...] = ("out",)  # parameters that take memory for its results
+    results: Fake | None = None  # makes the tensors it returns, given its arguments; None: `out` must be given
+    outs: tuple[str, ...] = ("out",)  # parameters that take memory for the results
     writes: tuple[str, ...] = ()  # parameters that it changes in place
     lse: Fake | None = None  # the results with return_lse=True
 
 
 # --- the tensors that operations return
 
-# Types of the parameters that are no tensors, in the language of PyTorch's schemas.
+# Types of the parameters that are not tensors, in the language of PyTorch's schemas.
 TYPES = {
     "max_seqlen_q": "SymInt?",
     "softmax_scale": "float?",
@@ -70,7 +70,7 @@ TYPES = {
 }
 OPTIONAL = ("q_weight", "k_weight")  # parameters that may be None, and have no default
 LISTS = ("caches", "src", "dst")  # parameters that take one tensor or a list of them
-SCALES = ("k_scale", "v_scale")  # and those that take a tensor or a number, two arguments of an operator
+SCALES = ("k_scale", "v_scale")  # parameters that take a tensor or a number: two arguments of an operator
 NUMBER = "_number"
 
 
@@ -83,7 +83,7 @@ def rows_of(name: str, indices: str) -> Fake:
 
 
 def queries(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Of a fused projection."""
+    """The queries of a fused projection, after attention."""
     _, _, num_kv_heads, head_dim = a["k_cache"].shape
     num_tokens, width = a["qkv"].shape
     return (a["qkv"].new_empty(num_tokens, width // head_dim - 2 * num_kv_heads, head_dim),)
@@ -150,10 +150,10 @@ _library = torch.library.Library("pagedkv", "DEF")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the operators of an operation: what it is given that others are not."""
+    """One of the operators of an operation: what this one is given and others are not."""
 
     has_lse: bool  # return_lse=True
-    has_optional: bool  # the parameter that is written in place, where it may be left out
+    has_optional: bool  # the parameter that is written in place, if that may be left out
     is_into: bool  # memory for the results
 
 
@@ -162,14 +162,14 @@ def _parameters(name: str) -> list[inspect.Parameter]:
 
 
 def _optional(name: str) -> str | None:
-    """What the operation writes in place if it is given. PyTorch's compiler (2.13) fails on an operator that may write
-    something and does not, so there are two."""
+    """The parameter that the operation writes in place if it is given. PyTorch's compiler (2.13) fails on an operator
+    that may write an argument and does not, so there are two operators."""
     writes = OPERATIONS[name].writes
     return next((each.name for each in _parameters(name) if each.name in writes and each.default is None), None)
 
 
 def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
-    """One argument of a schema; `mark`, as in (a!), where it is written; `is_given`: it has no default."""
+    """One argument of a schema. `mark`: such as (a!) for one that is written. `is_given`: it has no default."""
     name, default = parameter.name, parameter.default
     if name in TYPES:
         declared = f"{TYPES[name]} {name}"
@@ -184,7 +184,7 @@ def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
 
 
 def _schema(name: str, variant: Variant, num_results: int) -> str:
-    """All arguments may be given by position: PyTorch's autograd takes no tensors that are keywords only, but outs."""
+    """All arguments may be given by position: of keyword-only tensors PyTorch's autograd takes outs alone."""
     operation, optional, marks = OPERATIONS[name], _optional(name), iter("abcdefgh")
     needed: list[str] = []
     others: list[str] = []

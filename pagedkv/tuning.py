@@ -1,10 +1,10 @@
-"""Which algorithm of cuBLASLt computes a `linear` fastest: measured once on a GPU, then known from a file.
+"""Finds the fastest algorithm of cuBLASLt for a `linear`: it is measured once on a GPU, then known from a file.
 
-The library's own guess is made without looking at a clock. Here its best guesses are timed as a model runs them: in a
-CUDA graph that walks over the weights of many layers, so that none comes from the cache, and that counts every node a
-plan adds; and in turns, because a GPU that multiplies for long reaches its power limit and becomes slower, so that the
-first one timed would win. The file lies in the user's cache folder, or where PAGEDKV_CACHE_DIR says; there is one for
-each kind of GPU and version of the library. One that cannot be read is as good as none, and is written anew.
+The library guesses without measuring. Here its favourites are timed as a model runs them: in a CUDA graph that walks
+over the weights of many layers, so that no weight comes from the cache and every node that an algorithm adds counts;
+and in turns, because a GPU that multiplies for long reaches its power limit and slows down, so that otherwise the first
+algorithm would win. There is one file for each kind of GPU and version of the library, in the user's cache folder or in
+PAGEDKV_CACHE_DIR. A file that cannot be read is written anew.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, Graph, Stream, Tensor, ops
 
-COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands, and calls, in a graph: more than a cache holds
-NUM_WINDOWS = 7  # replays of each graph, of which the median counts
-HOPELESS = 1.1  # times the least time, in two replays: not timed any further
-NUM_FAVOURITES = 4  # whose tiles are dealt out in other ways, too
-MARGIN = 1.03  # by which that must be faster: in a step a choice is worth 2 % more or less than alone
-NUM_RANDOM_ROWS = 256  # of x; those after them repeat them
+COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands and calls in a graph: more bytes than a cache holds
+NUM_WINDOWS = 7  # timed replays of each graph; their median counts
+HOPELESS = 1.1  # slower than this times the fastest in the first two replays: not timed further
+NUM_FAVOURITES = 4  # the fastest ones, of which variants are timed, too
+MARGIN = 1.03  # by which a variant must be faster: alone and in a step, speeds differ by 2 %
+NUM_RANDOM_ROWS = 256  # of x; later rows repeat them
 
 
 def tune_linear(
@@ -37,19 +37,19 @@ def tune_linear(
 ) -> int:
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
-    The choice holds for this process and for x and out that are contiguous and aligned to 256 bytes. Products that own
-    kernels compute have no choice, nor has the CPU. What the file does not know takes some 40 to 100 ms each, with many
-    rows the time of 300 such products; the GPU should have nothing else to do meanwhile.
+    The choice holds in this process, for x and out that are contiguous and aligned to 256 bytes. There is nothing to
+    choose for products that pagedkv's own kernels compute, nor on the CPU. A product that the file does not have takes
+    40 to 100 ms, with many rows the time of 300 such products. The GPU should have nothing else to do meanwhile.
 
     Args:
-        weights: [out_features, in_features] each, on one GPU, unchanged. Those alike in shape and strides are timed in
-            turn, so give all layers.
+        weights: [out_features, in_features] each, on one GPU; they are only read. Weights of the same shape and strides
+            are timed together, so give those of all layers.
         num_rows: the numbers of rows of x.
-        out_dtype: "float32", or None for that of the weights.
-        add_to_out: what most calls will say; the choice holds for both.
+        out_dtype: "float32", or None for the weights' dtype.
+        add_to_out: what most calls will pass; the choice holds for both.
 
     Returns:
-        How many products were measured. Where the folder cannot be written, this process alone knows them.
+        How many products were measured. If the folder cannot be written, only this process knows the choices.
     """
     alike = defaultdict(list)
     for weight in map(ops.from_dlpack, weights):
@@ -87,13 +87,13 @@ def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> boo
     try:
         if algorithm is not None:
             ops.use_linear_algorithm(x, weight, algorithm, out=out)
-    except ValueError:  # the file is not to be trusted
+    except ValueError:  # the file may hold anything
         return False
     return algorithm is not None
 
 
 def _fill(x: Tensor) -> None:
-    """With numbers: zeros would take less power, and so less time."""
+    """Fills it with random numbers: zeros would take less power, and so less time."""
     numbers = np.random.default_rng(0).standard_normal((min(len(x), NUM_RANDOM_ROWS), x.shape[1]), np.float32)
     first = x[: len(numbers)].copy_(ops.asarray(numbers, x.dtype))
     for start in range(len(first), len(x), len(first)):
@@ -104,7 +104,7 @@ def _fill(x: Tensor) -> None:
 def _choose(
     stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Sequence[bytes], out: Tensor, add_to_out: bool
 ) -> bytes:
-    """The fastest one, or what deals out the tiles of a fast one in another way and is faster still."""
+    """The fastest algorithm, or a variant of a fast one that is faster still by MARGIN."""
     times = _times(stream, x, layers, algorithms, out, add_to_out)
     favourites = sorted(times, key=times.__getitem__)[:NUM_FAVOURITES]
     if not favourites:
@@ -118,7 +118,7 @@ def _choose(
 def _times(
     stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Iterable[bytes], out: Tensor, add_to_out: bool
 ) -> dict[bytes, float]:
-    """Milliseconds of calls in a graph, cold, by algorithm; of those that run and are not hopeless."""
+    """Milliseconds of a graph of cold calls, for each algorithm that runs and is not hopeless."""
     graphs: dict[bytes, Graph] = {}
     for algorithm in algorithms:
         if _use(x, layers[0], algorithm, out):
@@ -141,10 +141,10 @@ def _times(
 
 
 def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, add_to_out: bool) -> Graph | None:
-    """Calls of the algorithm in use; None where it does not run."""
+    """A graph of calls with the algorithm in use; None if it does not run."""
     graph = Graph()
     try:
-        for adds in (False, add_to_out):  # loads what a capture cannot; and out holds numbers then
+        for adds in (False, add_to_out):  # loads what a capture cannot load, and puts numbers into out
             ops.linear(x, layers[0], add_to_out=adds, out=out, stream=stream)
         with graph.capture(stream):
             for i in range(max(MIN_CALLS, len(layers))):
@@ -154,11 +154,11 @@ def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, a
     return graph
 
 
-_unsaved: dict[tuple[str, str], str] = {}  # what no file could keep, for the next call of this process
+_unsaved: dict[tuple[str, str], str] = {}  # what could not be written, for later calls in this process
 
 
 class _Known:
-    """The files, one for each library: {product: algorithm in hexadecimal}."""
+    """The files, one per library: {product: algorithm in hexadecimal}."""
 
     def __init__(self) -> None:
         home = os.environ.get("PAGEDKV_CACHE_DIR")
@@ -187,7 +187,7 @@ class _Known:
         self.changed.add(library)
 
     def save(self) -> None:
-        """All of a file or nothing; of two processes the last one wins."""
+        """Writes each file as a whole; of two processes the last one wins."""
         for library in self.changed:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import save_pretrained, write_model
 
+import pagedkv
 from pagedkv import cli
 
 
@@ -69,6 +70,26 @@ def test_generate_from_a_folder_of_transformers(tmp_path):
     result = run("generate", str(tmp_path), "12+34=", "abc", "--max-tokens", "5")
     assert result.returncode == 0, result.stderr
     assert "12+34=" in result.stdout and "abc" in result.stdout and result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "num_seqs"),
+    [(["chat", "one", "two"], 1), (["chat"], 1), (["generate", "one"], 1), (["generate", *"abc"], 3),
+     (["generate", *["a"] * 63], 63), (["generate", *["a"] * 64], None), (["generate", *["a"] * 300], None)],
+    ids=lambda value: value if value is None or isinstance(value, int) else f"{value[0]}-{len(value) - 1}",
+)  # fmt: skip
+def test_few_requests_need_few_graphs(capsys, monkeypatch, args, num_seqs):
+    """The engine is made for as many as there are; from 64 on its defaults are good."""
+    asked = []
+
+    def make(model, **options):
+        asked.append((model, options["max_num_seqs"]))
+        raise ValueError("made")
+
+    monkeypatch.setattr(pagedkv, "LLM", make)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(capsys, args[0], "folder", *args[1:])[0] == 1
+    assert asked == [("folder", num_seqs)]
 
 
 def test_generate_options(capsys, tmp_path):

@@ -413,7 +413,7 @@ def test_repr(llm):
     uses = "" if llm.device == "cpu" else "".join(rf", {use} -?\d+\.\d\d" for use in llm.memory if use != "pool")
     assert re.fullmatch(
         rf"<LLM on {llm.device}: 2 layers of 64, float32; 200 pages of 4 tokens \(0\.00 GiB{uses}\); "
-        "8 sequences of up to 256 tokens>",
+        rf"8 sequences of up to 256 tokens, {2048 if llm.device == 'cpu' else 16384:,} tokens per step>",
         repr(llm),
     )
 

@@ -106,7 +106,8 @@ def test_unknown_options(llm, folder):
         LLM(folder, device="cpu", gpu_memory_use=0.9)
     with pytest.raises(TypeError, match="Engine has no option 'zzz'$"):
         Engine(folder, zzz=1)
-    assert "max_num_seqs: 'int' = 64" in str(inspect.signature(LLM)) and "model" in inspect.signature(Engine).parameters
+    assert "max_num_seqs: 'int | None' = None" in str(inspect.signature(LLM))
+    assert "model" in inspect.signature(Engine).parameters
     with pytest.raises(TypeError, match="verbose"):
         llm.generate("a", verbose=True)
 
@@ -157,6 +158,8 @@ BAD_OPTIONS = [
     ({"block_size": "16"}, TypeError, "block_size is '16'"),
     ({"num_blocks": -3}, ValueError, "num_blocks is -3"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0"),
+    ({"max_num_seqs": "8"}, TypeError, "max_num_seqs is '8' but must be an integer"),
+    ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens is 0 but must be at least 1"),
     ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ValueError, "must be at least max_num_seqs=8"),
     ({"max_model_len": 257}, ValueError, "max_model_len is 257 but the model was made for 256"),
     ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
@@ -193,7 +196,10 @@ def test_an_engine_without_a_device_is_where_auto_is(folder):
     for make in (LLM, Engine, AsyncEngine):
         made = make(folder, num_blocks=64)
         try:
-            assert getattr(made, "engine", made).device == arguments.find_device("auto")
+            engine = getattr(made, "engine", made)
+            assert engine.device == arguments.find_device("auto")
+            sizes = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
+            assert sizes == ((64, 2048) if engine.device == "cpu" else (256, 16384))
         finally:
             made.close()
 

@@ -251,7 +251,7 @@ def test_what_is_no_algorithm_is_refused(rng):
         ops.use_linear_algorithm(x, weight, b"\xff" * 64, out=out)
     with pytest.raises(ValueError, match="near: has 3 bytes but must have 64"):
         ops.linear_algorithms(x, weight, near=b"abc", out=out)
-    with pytest.raises(ValueError, match="algorithm: cuBLASLt does not accept it"):
+    with pytest.raises(ValueError, match="near: cuBLASLt does not accept it"):
         ops.linear_algorithms(x, weight, near=b"\xff" * 64, out=out)
     np.testing.assert_array_equal(get(ops.linear(x, weight, out=out)), expected)
     with pytest.raises(ValueError, match="algorithm: none is used for such a call"):
@@ -308,3 +308,5 @@ def test_the_cpu_has_no_choice(rng):
     assert ops.tune_linear([x], [1, 2]) == 0
     with pytest.raises(NotImplementedError, match="linear_algorithms"):
         ops.linear_algorithms(x, x, out=np.zeros((2, 2), np.float32))
+    with pytest.raises(NotImplementedError, match="use_linear_algorithm"):
+        ops.use_linear_algorithm(x, x, bytes(64), out=np.zeros((2, 2), np.float32))

@@ -168,6 +168,37 @@ def test_prompt_logprobs(folder, place, options, rng):  # noqa: F811
             np.testing.assert_allclose(list(found.values()), list(expected.values()), atol=1e-4)
 
 
+def test_prompt_logprobs_after_a_preemption(folder, place, rng):  # noqa: F811
+    """A prompt that loses its pages half computed is computed again in other chunks; its figures are those of before."""
+    prompt = rng.integers(VOCAB_SIZE, size=30).tolist()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    others = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def figures(when: int) -> tuple[list, int]:
+        """Beside an answer, whose tokens take a part of each step. Two more get both places after so many steps."""
+        with engine(folder, place, max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=False) as llm:
+            llm.add_request([7, 8], others, priority=-1)
+            llm.add_request(prompt, params, "prompt")
+            outputs, num_steps = {}, 0
+            while llm.has_unfinished_requests():
+                outputs |= {output.request_id: output for output in llm.step()}
+                num_steps += 1
+                if num_steps == when:
+                    for token in (3, 4):
+                        llm.add_request([token], others, priority=-1)
+            return outputs["prompt"].prompt_logprobs, outputs["prompt"].metrics.num_preemptions
+
+    expected, _ = figures(0)
+    preemptions = 0
+    for when in range(1, 5):
+        found, num = figures(when)
+        preemptions += num
+        assert [each and list(each) for each in found] == [each and list(each) for each in expected], when
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(list(one.values()), list(other.values()), atol=1e-4)
+    assert preemptions > 1
+
+
 def test_embeddings(folder, place, rng):  # noqa: F811
     """In any batch, chunked and cached, the vector is the same, and beside transformers' last hidden state (on a CPU)."""
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 2, 17, 40, 40)]

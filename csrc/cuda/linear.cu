@@ -89,20 +89,30 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
     return call.status == PK_OK && own_kernel(args, call.device);
 }
 
-pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
-                                    const pk_linear_algorithm *algorithm, pk_error *err)
+static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    return args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, device);
+}
+
+pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,
+                                    pk_linear_choices *choices, pk_error *err)
 {
     cudaDeviceProp properties;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    bool has_choice = args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, call.device);
     PK_TRY(pk_cublaslt_load(err));
-    if (choices) {
-        PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
-        snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
-        choices->count = 0;
-        if (!has_choice) return PK_OK;
-    }
-    if (!has_choice) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
-    return pk_cuda_linear_plan_algorithms(args, call, choices, algorithm);
+    PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
+    snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
+    choices->count = 0;
+    return has_choice(args, call.device) ? pk_cuda_linear_list(args, call, near, choices) : PK_OK;
+}
+
+pk_status pk_cuda_use_linear_algorithm(pk_device device, const pk_linear_args *args,
+                                       const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    PK_TRY(pk_cublaslt_load(err));
+    if (!has_choice(args, call.device)) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    return pk_cuda_linear_choose(args, call, algorithm);
 }

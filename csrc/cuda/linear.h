@@ -18,10 +18,11 @@ pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear
 
 /* linear_plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already. */
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_by_blas;
-/* Without `algorithm`, `choices` gets the algorithms that the library lists; with it, those that are like it. Without
- * `choices`, later calls use `algorithm`. pk_cublaslt_load() has succeeded before. */
-pk_status pk_cuda_linear_plan_algorithms(const pk_linear_args *args, const pk_cuda_call &call,
-                                         pk_linear_choices *choices, const pk_linear_algorithm *algorithm);
+/* What linear_algorithms and use_linear_algorithm do, for a call that cuBLASLt answers; it has been loaded. */
+pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,
+                              pk_linear_choices *choices);
+pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
+                                const pk_linear_algorithm *algorithm);
 
 /* linear_sm90.cu: 9 to 64 rows on Hopper; knows all that linear fuses, too. */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);

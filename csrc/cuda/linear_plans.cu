@@ -197,7 +197,7 @@ static void append(pk_linear_choices *choices, const pk_linear_algorithm *algori
 
 /* The library lists few algorithms, and those that divide sums among CTAs hide faster ones. So it is asked with a
  * workspace and without. */
-static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, pk_error *err)
+static pk_status list_favourites(const plan *plan, pk_linear_choices *choices, pk_error *err)
 {
     pk_lt_heuristic guesses[16];
     int found;
@@ -210,11 +210,11 @@ static pk_status list_algorithms(const plan *plan, pk_linear_choices *choices, p
 }
 
 /* The same tiles in another order, or in other clusters. */
-static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorithm, pk_linear_choices *choices)
+static void list_variants(const plan *plan, const pk_linear_algorithm *near, pk_linear_choices *choices)
 {
     for (uint16_t cluster : {PK_LT_CLUSTER_1X1, PK_LT_CLUSTER_2X1, PK_LT_CLUSTER_1X2})
         for (uint32_t swizzling = 0; swizzling < 2; swizzling++) {
-            pk_linear_algorithm other = *algorithm;
+            pk_linear_algorithm other = *near;
             if (pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_CLUSTER, &cluster, sizeof cluster) == 0 &&
                 pk_lt.MatmulAlgoConfigSetAttribute(&other, PK_LT_CONFIG_SWIZZLING, &swizzling, sizeof swizzling) == 0 &&
                 accepts(plan, &other))
@@ -222,20 +222,30 @@ static void list_neighbours(const plan *plan, const pk_linear_algorithm *algorit
         }
 }
 
-pk_status pk_cuda_linear_plan_algorithms(const pk_linear_args *args, const pk_cuda_call &call,
-                                         pk_linear_choices *choices, const pk_linear_algorithm *algorithm)
+pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,
+                              pk_linear_choices *choices)
 {
     plan *plan;
     plan_key key = key_of(args, call.device);
     const pk_cuda_lock held(&lock);
     const pk_cuda_pause pause;
     PK_TRY(find_plan(&key, &plan, call.err));
-    if (algorithm && !accepts(plan, algorithm))
+    if (!near) return list_favourites(plan, choices, call.err);
+    if (!accepts(plan, near)) return pk_fail(call.err, PK_EVALUE, "near: cuBLASLt does not accept it for such a call");
+    list_variants(plan, near, choices);
+    return PK_OK;
+}
+
+pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
+                                const pk_linear_algorithm *algorithm)
+{
+    plan *plan;
+    plan_key key = key_of(args, call.device);
+    const pk_cuda_lock held(&lock);
+    const pk_cuda_pause pause;
+    PK_TRY(find_plan(&key, &plan, call.err));
+    if (!accepts(plan, algorithm))
         return pk_fail(call.err, PK_EVALUE, "algorithm: cuBLASLt does not accept it for such a call");
-    if (choices && !algorithm) return list_algorithms(plan, choices, call.err);
-    if (choices)
-        list_neighbours(plan, algorithm, choices);
-    else
-        plan->algo = *algorithm, plan->is_chosen = true, plan->has_run = false;
+    plan->algo = *algorithm, plan->is_chosen = true, plan->has_run = false;
     return PK_OK;
 }

@@ -71,10 +71,11 @@ typedef struct pk_backend {
     bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
     /* The index-th instance of all kernels that have a table of them; false after the last one. Needs no device. */
     bool (*kernel_instance)(int index, pk_kernel_instance *instance);
-    /* With `choices` alone: the algorithms for such a linear. With `algorithm` too: those that compute the same tiles
-     * in another order. With `algorithm` alone: later calls of this kind use it. */
-    pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, pk_linear_choices *choices,
-                                   const pk_linear_algorithm *algorithm, pk_error *err);
+    /* The library's favourites for such a linear, or, where `near` is not NULL, that one's variants. */
+    pk_status (*linear_algorithms)(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,
+                                   pk_linear_choices *choices, pk_error *err);
+    pk_status (*use_linear_algorithm)(pk_device device, const pk_linear_args *args,
+                                      const pk_linear_algorithm *algorithm, pk_error *err);
     /* An error says why there is none. The first call that needs a driver. */
     pk_status (*count_devices)(int *count, pk_error *err);
     pk_status (*allocate)(pk_device device, size_t bytes, void **data, pk_error *err); /* 64-byte aligned or better */

@@ -80,16 +80,33 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     return backend->linear(env.device, &args, stream, err);
 }
 
-pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
-                               const pk_linear_algorithm *algorithm, pk_error *err)
+static pk_status expect_product(pk_env *env, const pk_view *x, const pk_view *weight, const pk_view *out, pk_error *err)
+{
+    pk_env_init(env, err);
+    PK_EXPECT(env, "x", x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(env, "weight", weight, "N K", PK_SAME);
+    PK_EXPECT(env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
+    return PK_OK;
+}
+
+pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out,
+                               const pk_linear_algorithm *near, pk_linear_choices *choices, pk_error *err)
 {
     pk_env env;
-    pk_env_init(&env, err);
-    PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
-    PK_EXPECT(&env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
     const pk_backend *backend;
+    PK_TRY(expect_product(&env, x, weight, out, err));
     PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
-    pk_linear_args args = pk_linear_args_of(x, weight, out);
-    return backend->linear_algorithms(env.device, &args, choices, algorithm, err);
+    const pk_linear_args args = pk_linear_args_of(x, weight, out);
+    return backend->linear_algorithms(env.device, &args, near, choices, err);
+}
+
+pk_status pk_use_linear_algorithm(const pk_view *x, const pk_view *weight, const pk_view *out,
+                                  const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_env env;
+    const pk_backend *backend;
+    PK_TRY(expect_product(&env, x, weight, out, err));
+    PK_BACKEND_OP(env.device, use_linear_algorithm, &backend, err);
+    const pk_linear_args args = pk_linear_args_of(x, weight, out);
+    return backend->use_linear_algorithm(env.device, &args, algorithm, err);
 }

@@ -28,7 +28,7 @@ typedef struct pk_linear_algorithm {
     unsigned char bytes[64];
 } pk_linear_algorithm;
 
-/* Those that could compute one `linear`, the library's own favourite first. */
+/* Some that could compute one `linear`. */
 typedef struct pk_linear_choices {
     char library[128]; /* what they are good for: "NVIDIA H200, cuBLASLt 13.1.0" */
     int count;         /* 0: own kernels answer, or there is no choice */
@@ -44,9 +44,11 @@ typedef struct pk_linear_options {
 
 pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
                     pk_stream stream, pk_error *err);
-/* As the backend's linear_algorithms. */
-pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out, pk_linear_choices *choices,
-                               const pk_linear_algorithm *algorithm, pk_error *err);
+/* As the backend's entries of these names. */
+pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out,
+                               const pk_linear_algorithm *near, pk_linear_choices *choices, pk_error *err);
+pk_status pk_use_linear_algorithm(const pk_view *x, const pk_view *weight, const pk_view *out,
+                                  const pk_linear_algorithm *algorithm, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -68,17 +68,20 @@ static bool read_algorithm(py_call *call, int index, pk_linear_algorithm *algori
 
 const char py_linear_algorithms_doc[] = PyDoc_STR(
     "linear_algorithms($module, x, weight, *, near=None, out)\n--\n\n"
-    "What could compute linear(x, weight, out=out) on a GPU. Nothing is computed. See tune_linear.\n"
+    "Lists algorithms by which cuBLASLt could compute linear(x, weight, out=out). Nothing is computed. See\n"
+    "tune_linear.\n"
     "\n"
     "Args:\n"
     "    x, weight, out: those of linear.\n"
-    "    near: one of the algorithms. Only those are returned then that compute the same tiles in another order, or\n"
-    "        in other clusters.\n"
+    "    near: None: cuBLASLt's favourites are listed, the first one first. An algorithm: its variants are listed,\n"
+    "        which compute the same tiles in another order, or in other clusters; most are no favourites.\n"
     "\n"
     "Returns:\n"
     "    (library, algorithms). `library` names the GPU and the version of cuBLASLt; the algorithms are good for\n"
-    "        these alone. Each is bytes for use_linear_algorithm, and the library's own favourite comes first. There\n"
-    "        are no algorithms where a kernel of pagedkv computes the product.\n" PY_DOC_RAISES);
+    "        these alone. Each is bytes for use_linear_algorithm. The list is empty where a kernel of pagedkv computes\n"
+    "        the product.\n" PY_DOC_RAISES
+    "        A `near` that cuBLASLt does not accept for these arguments is a ValueError. The CPU has no algorithms:\n"
+    "        NotImplementedError.\n");
 PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { X, WEIGHT, NEAR, OUT };
@@ -90,7 +93,7 @@ PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize
     const pk_view *out = py_call_tensor(&call, OUT);
     pk_linear_algorithm near;
     bool has_near = read_algorithm(&call, NEAR, &near);
-    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, &choices, has_near ? &near : NULL, &call.err));
+    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, has_near ? &near : NULL, &choices, &call.err));
     if (call.has_failed || call.status != PK_OK) return py_call_end(&call, NULL);
     PyObject *list = PyList_New(choices.count);
     for (int i = 0; list && i < choices.count; i++) {
@@ -103,9 +106,9 @@ PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize
 
 const char py_use_linear_algorithm_doc[] = PyDoc_STR(
     "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
-    "Lets later calls like linear(x, weight, out=out) use one algorithm of linear_algorithms(x, weight, out=out).\n"
+    "Makes later calls like linear(x, weight, out=out) use this algorithm.\n"
     "\n"
-    "Like it are calls of the same shapes, strides, dtypes and alignment, with any bias. So are calls of fewer rows,\n"
+    "Calls of the same shapes, strides, dtypes and alignment are like it, with any bias. So are calls of fewer rows,\n"
     "but more than half as many, that have no algorithm of their own and come later for the first time.\n"
     "\n"
     "Args:\n"
@@ -122,6 +125,6 @@ PyObject *py_use_linear_algorithm(PyObject *module, PyObject *const *args, Py_ss
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const pk_view *out = py_call_tensor(&call, OUT);
     read_algorithm(&call, ALGORITHM, &algorithm);
-    PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, NULL, &algorithm, &call.err));
+    PY_CALL_RUN(&call, pk_use_linear_algorithm(x, weight, out, &algorithm, &call.err));
     return py_call_end(&call, call.has_failed ? NULL : Py_NewRef(Py_None));
 }

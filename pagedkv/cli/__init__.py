@@ -1,7 +1,7 @@
-"""The command pagedkv: an error is one line on stderr and exit code 1 (2: wrong usage; 130: Ctrl-C).
+"""The command pagedkv. An error is one line on stderr and exit code 1 (2: wrong usage; 130: Ctrl-C).
 
-Each command is a module here that has add(commands), which says what it takes, and run(args). What is heavy is imported
-when a command runs.
+Each command is a module here: add(commands) declares its arguments, run(args) runs it. Heavy modules are imported when
+a command runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(args)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError, NotImplementedError, MemoryError, ImportError, pagedkv.CudaError) as error:

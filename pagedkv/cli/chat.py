@@ -1,4 +1,4 @@
-"""pagedkv chat: a conversation in the terminal, answers as they grow; or one answer to each text or JSON line."""
+"""pagedkv chat: a conversation in the terminal, with answers as they grow, or one answer per text or JSON line."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    params_of(args)  # an error of theirs comes before the model is loaded
+    params_of(args)  # raises for wrong options before the model is loaded
     texts = [] if args.jsonl is not None else texts_of(args, args.message)
-    with llm_of(args) as llm:
+    with llm_of(args, num_requests=1) as llm:  # one after the other
         chat = Chat(llm, args)
         if args.jsonl is not None:
             return _answer_lines(chat, args)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """What was said, and how it goes on."""
+    """The messages of a conversation, and its next answers."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
         self._llm, self._args = llm, args
@@ -80,7 +80,7 @@ class Chat:
         self.messages = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
 
     def say(self, text: str) -> None:
-        """Prints the answer as it grows. An interrupted one stays as far as it came; one that fails is not said."""
+        """Prints the answer as it grows. An interrupted one is kept as far as it came; one that fails is forgotten."""
         before, answer = list(self.messages), ""
         self.messages.append({"role": "user", "content": text})
         try:
@@ -117,7 +117,7 @@ class Chat:
 def _converse(chat: Chat) -> None:
     """Until /quit, the end of the input, or Ctrl-C at the prompt."""
     try:
-        import readline  # noqa: F401  lines can be edited and called back
+        import readline  # noqa: F401  edits lines, and has a history
     except ImportError:
         pass
     while True:
@@ -136,13 +136,13 @@ def _converse(chat: Chat) -> None:
             try:
                 chat.say(text)
             except KeyboardInterrupt:
-                continue  # of this answer alone
-            except ValueError as error:  # too long by now, say: another message may do
+                continue  # it ends this answer alone
+            except ValueError as error:  # such as a chat that is too long now: another message may work
                 print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
-    """One after the other, each as soon as it is there."""
+    """Answers one line after the other, and prints each answer as soon as it is complete."""
     num_errors = 0
     for line in json_lines(args.jsonl):
         try:

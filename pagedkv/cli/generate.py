@@ -1,4 +1,4 @@
-"""pagedkv generate: continues texts, as one batch."""
+"""pagedkv generate: continues texts, in one batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     prompts, params = texts_of(args, args.prompt), params_of(args)
     if not prompts:
         raise ValueError("no prompt: give one, or --file, --jsonl, or a text on stdin")
-    with llm_of(args) as llm:
+    with llm_of(args, len(prompts)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         if output.error is None:
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(args: argparse.Namespace) -> int:
-    """Each line is a request; a bad one has its error as its answer."""
+    """Each line is a request; a bad line gets its error as its answer."""
     rows: list[Any] = [_request(args, line) for line in json_lines(args.jsonl)]
     requests = [row for row in rows if not isinstance(row, Exception)]
-    with llm_of(args) as llm:
+    with llm_of(args, len(requests)) as llm:
         prompts, params = [prompt for prompt, _ in requests], [one for _, one in requests]
         outputs = iter(llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()))
     num_errors = 0

@@ -14,7 +14,7 @@ from .options import Commands
 
 
 def add(commands: Commands) -> None:
-    info = commands.add_parser("info", help="versions, backends found and why not, threads, BLAS")
+    info = commands.add_parser("info", help="versions, which backends were found or why not, threads, BLAS")
     info.add_argument("--kernels", action="store_true", help="the instances of the GPU's attention and matrix kernels")
     info.set_defaults(run=run)
 
@@ -58,7 +58,7 @@ def _show_build() -> int:
 
 
 def _gpus(count: int) -> str:
-    """What is free on each: the engine takes gpu_memory_utilization of a GPU's memory."""
+    """The free memory of each: an engine uses the share gpu_memory_utilization of a GPU's memory."""
     gpus = []
     for i in range(count):
         free, total = (num_bytes / 2**30 for num_bytes in ops.memory_info(f"cuda:{i}"))

@@ -1,7 +1,7 @@
-"""The workload of nano-vllm's bench.py, and the least time that a device needs for it.
+"""The workload of nano-vllm's bench.py, and the floor: the least time that a device needs for it.
 
-256 requests at once: prompts of U(100, 1024) ids of 0..10000, U(100, 1024) new tokens each, temperature 0.6,
-end-of-sequence ignored, drawn with Python's random, seed 0: 142,827 prompt and 133,966 new tokens; pages of 256 tokens
+256 requests at once: prompts of U(100, 1024) ids of 0..10000, U(100, 1024) new tokens each, drawn with Python's random,
+seed 0: 142,827 prompt and 133,966 new tokens. Temperature 0.6, end-of-sequence ignored, pages of 256 tokens
 (https://github.com/GeeeekExplorer/nano-vllm/blob/main/bench.py). Random weights do the same work as a model's own.
 """
 
@@ -76,7 +76,7 @@ class Workload:
 
 
 def make_workload(num_requests: int = 256, seed: int = 0) -> Workload:
-    """Seed 0 and 256 requests are the workload that others publish; other seeds give fresh prompts of its kind."""
+    """Seed 0 and 256 requests are the workload for which others publish figures; other seeds give fresh prompts."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, MAX_LEN))] for _ in range(num_requests)]
     params = [
@@ -94,11 +94,11 @@ class Ceiling:
     """What the device reaches at best, measured."""
 
     bytes_per_second: float
-    flops: float  # a second, of matrix products
+    flops: float  # per second, of matrix products
 
 
 def measure_ceiling(device: str, dtype: str) -> Ceiling:
-    """The better of a large copy (read and write) and of a product with one row (a plain read), and a large product."""
+    """Bytes: the better of a large copy (read and write) and a product of one row (a read). FLOPs: a large product."""
     num_bytes, side = (2 << 30, 8192) if device != "cpu" else (128 << 20, 1024)
     columns = 4096
     weight = ops.empty((num_bytes // columns // ITEM_BYTES[dtype], columns), dtype, device)
@@ -124,7 +124,7 @@ def _random(shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def _seconds(function: Callable[[], object], device: str, repeats: int = 5, calls: int = 10) -> float:
-    """Of one call: the median of several times, each of so many calls that launching them costs nothing of it."""
+    """Of one call: the median of several times, each of so many calls that launching them takes no extra time."""
     times = []
     for _ in range(repeats + 1):  # the first warms up
         ops.synchronize(device)
@@ -171,13 +171,13 @@ def make_llm(folder: Path, workload: Workload, **options: Any) -> LLM:
 
 
 def warm_up(llm: LLM, workload: Workload) -> None:
-    """The workload, but a few tokens each: what an operation does at its first use of a shape is done then."""
+    """Runs the workload with a few tokens each, so that what operations do at a shape's first use is done."""
     llm.generate(workload.prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4), use_tqdm=False)
 
 
 def run(llm: LLM, workload: Workload, *, use_tqdm: bool = False) -> tuple[list[RequestOutput], float]:
     """The workload once, and the seconds from the first request's submission to the last token."""
-    llm.manager.reset_prefix_cache()  # what an earlier run left would be prompts for nothing
+    llm.manager.reset_prefix_cache()  # else an earlier run's prompts would cost nothing
     start = time.perf_counter()
     outputs = llm.generate(workload.prompts, workload.params, use_tqdm=use_tqdm)
     seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What the commands that run a model of the user's have in common."""
+"""What the commands that run a user's model have in common."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "folder with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub"
 STDIN = "-"
+FEW = 64  # requests, below the engine's defaults for every device
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed", "ignore_eos", "stop",
 )  # fmt: skip
@@ -50,24 +51,25 @@ def add_model_options(parser: argparse.ArgumentParser, *, temperature: float, ma
     group.add_argument("--max-tokens", type=at_least(0), default=max_tokens, help=most)
     greedy = f"0 is greedy (default: {temperature:g})"
     group.add_argument("--temperature", type=float, default=temperature, help=greedy)
-    group.add_argument("--top-k", type=int, default=0, help="only the so many most likely tokens (default: all)")
-    together = "only the most likely ones, of this probability together"
+    group.add_argument("--top-k", type=int, default=0, help="only this many of the likeliest tokens (default: all)")
+    together = "only the most likely tokens, whose probabilities sum to this (default: 1)"
     group.add_argument("--top-p", type=float, default=1.0, help=together)
-    group.add_argument("--min-p", type=float, default=0.0, help="only those so likely, times the most likely one")
+    share = "only tokens that have at least this share of the most likely one's probability"
+    group.add_argument("--min-p", type=float, default=0.0, help=share)
     less = "above 1: tokens seen become less likely"
     group.add_argument("--repetition-penalty", type=float, default=1.0, help=less)
-    group.add_argument("--seed", type=int, help="the same tokens again at temperature > 0")
+    group.add_argument("--seed", type=int, help="makes the same tokens again at temperature > 0")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     group = parser.add_argument_group("engine")
     add_device(group)
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
     group.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a page (default: 16)")
-    group.add_argument("--max-model-len", type=at_least(1), help="prompt and new tokens of a request at most")
+    group.add_argument("--max-model-len", type=at_least(1), help="the most tokens of a request, prompt and new ones")
 
 
 def add_inputs(parser: argparse.ArgumentParser, what: str) -> None:
-    """Where prompts or messages come from, beside the arguments."""
+    """Where prompts or messages come from, besides the arguments."""
     whole = f"a text file is one {what}; may be repeated"
     parser.add_argument("--file", action="append", default=[], metavar="FILE", help=whole)
     parser.add_argument("--jsonl", metavar="FILE", help=f"JSON lines in ({STDIN}: stdin), JSON lines out")
@@ -80,15 +82,17 @@ def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def llm_of(args: argparse.Namespace) -> LLM:
+def llm_of(args: argparse.Namespace, num_requests: int) -> LLM:
+    """For so many requests at a time. Few need few CUDA graphs, which are captured at the start."""
     from pagedkv import LLM
 
     options = {name: getattr(args, name) for name in ("device", "dtype", "block_size", "max_model_len")}
-    return LLM(args.model, **options)
+    num_seqs = max(num_requests, 1) if num_requests < FEW else None
+    return LLM(args.model, **options, max_num_seqs=num_seqs)
 
 
 def texts_of(args: argparse.Namespace, given: list[str]) -> list[str]:
-    """Texts of the command line, where "-" is stdin, and of files; without any, stdin where it is no terminal."""
+    """Texts of the command line ("-" is stdin) and of files. Without any: stdin, unless it is a terminal."""
     texts = [sys.stdin.read() if text == STDIN else text for text in given]
     texts += [read_text(Path(name)) for name in args.file]
     if not texts and not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""What the modules with FlashAttention's names share: batches as those give them, as pagedkv's operations take them."""
+"""What the modules with FlashAttention's names share: from their form of a batch to that of pagedkv's operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD_DIM_STEP, MAX_SPLITS = 8, 256
 
 
 def operations() -> Any:
-    """pagedkv.ops, or, for code that PyTorch compiles, the same as its custom operators, which a compiler keeps."""
+    """pagedkv.ops; for code that PyTorch compiles pagedkv.torch, whose custom operators a compiler keeps."""
     if torch.compiler.is_compiling():
         from pagedkv import torch as custom_operators
 
@@ -29,7 +29,7 @@ def operations() -> Any:
 
 
 def with_torchs_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """What an extension of PyTorch says of bad arguments is a RuntimeError, and callers expect that."""
+    """Turns errors of bad arguments into RuntimeError, which extensions of PyTorch raise and callers expect."""
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -42,7 +42,7 @@ def with_torchs_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse(**arguments: Any) -> None:
-    """Raises for the first of these that is given: something that pagedkv does not compute."""
+    """Raises NotImplementedError for the first of these arguments that is given: pagedkv does not compute it."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) or value:
             shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
@@ -60,7 +60,7 @@ def refuse_gradients(**tensors: torch.Tensor) -> None:
 
 
 def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
-    """A cache cannot be padded without being copied."""
+    """Refuses a head_dim that would need padding: a cache cannot be padded without a copy."""
     if tensor.shape[-1] % HEAD_DIM_STEP:
         raise NotImplementedError(
             f"{name} has a head_dim of {tensor.shape[-1]}, which must be a multiple of {HEAD_DIM_STEP}"
@@ -68,7 +68,7 @@ def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """With zeros after an odd head_dim, which change no product."""
+    """The tensor with zeros after an odd head_dim, which change no product."""
     missing = -tensor.shape[-1] % HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -78,12 +78,12 @@ def full(num_seqs: int, value: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
-    """The block tables of a dense batch: sequence i lies in row i of the cache, as long as that is."""
+    """The block tables of a dense batch: sequence i is page i, a whole row of the cache."""
     return torch.arange(num_seqs, dtype=torch.int32, device=like.device)[:, None]
 
 
 def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
-    """The block tables of sequences one after the other in one tensor, which is a page; key_starts say where."""
+    """The block tables of sequences that follow each other in one tensor, the only page; key_starts say where."""
     return torch.zeros((num_seqs, 1), dtype=torch.int32, device=like.device)
 
 
@@ -130,8 +130,8 @@ def attend_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens count what lies in front of a
-    sequence, cache_leftpad, too; rotary positions count from there."""
+    """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens include the cache_leftpad slots
+    before a sequence's keys. Rotary positions begin at rotary_seqlens; None: at cache_seqlens."""
     if (rotary_cos is None) != (rotary_sin is None):
         raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
     if k is not None and cache_seqlens is None:
@@ -178,7 +178,7 @@ def _append(
     key_starts: torch.Tensor | None,
     **rotation: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the queries, rotated where that is asked for, and the lengths with the new keys."""
+    """Appends k and v. Returns the queries, rotated if there is rotary, and the lengths with the new keys."""
     keys, values = (x if cu_seqlens is not None else x.flatten(0, 1) for x in (k, v))
     pages = (k_cache, v_cache, tables, lens)
     shares = {"cu_seqlens": cu_seqlens, "key_starts": key_starts}

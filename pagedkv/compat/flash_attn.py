@@ -46,7 +46,7 @@ def _scale(softmax_scale: float | None, q: torch.Tensor) -> float:
 
 
 def _results(out: torch.Tensor, lse: torch.Tensor | None, head_dim: int) -> Result:
-    """As asked for: with the lse comes an empty matrix of probabilities, since there is no dropout to see in it."""
+    """out, or with the lse an empty matrix of probabilities, too: it would show dropout, of which there is none."""
     out = out[..., :head_dim]
     return out if lse is None else (out, _with_infinities(lse), out.new_empty(0))
 
@@ -143,7 +143,7 @@ def flash_attn_with_kvcache(
 
     k and v [batch, seqlen_new, kv_heads, head_dim] are first written, in place, after the cache_seqlens (an int or
     int32 [batch]; None: the whole cache) of each sequence; rotary_cos and rotary_sin [positions, rotary_dim / 2] turn
-    them, and q: from cache_seqlens on, or, where nothing is masked by place, all queries at cache_seqlens.
+    them and q: from cache_seqlens on or, without a causal mask or a window, all queries at cache_seqlens.
     cache_batch_idx, int32 [batch], picks rows of the cache; cache_leftpad, int32 [batch], is where each row's keys
     begin. Returns out in q's shape, or (out, lse [batch, heads, seqlen_q] float32).
     """

@@ -57,7 +57,7 @@ def _refuse_shapes(
 def _scales(
     k: torch.Tensor, q_descale: torch.Tensor | None, k_descale: torch.Tensor | None, v_descale: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """[batch, kv_heads] float32 of an fp8 cache. What queries are multiplied by, their keys may be as well."""
+    """[batch, kv_heads] float32 of an fp8 cache. The factor of the queries may as well multiply their keys."""
     if k.dtype != FP8:
         return {}
     keys = [scale for scale in (q_descale, k_descale) if scale is not None]
@@ -66,7 +66,7 @@ def _scales(
 
 
 def _results(out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """With the lse come the partial results of splits, which there are none of: two empty tensors."""
+    """out, or with the lse two empty tensors, too: the partial results of splits, of which there are none."""
     return out if lse is None else (out, lse, lse.new_empty(0), lse.new_empty(0))
 
 

@@ -1,4 +1,4 @@
-"""nano-vllm's page allocator and cache store over pagedkv: its names, arguments and results, as read at commit bb823b3.
+"""nano-vllm's page allocator and cache store over pagedkv: its names, arguments and results, as of commit bb823b3.
 
     sys.modules["nanovllm.engine.block_manager"] = pagedkv.compat.nanovllm
     nanovllm.layers.attention.store_kvcache = pagedkv.compat.nanovllm.store_kvcache
@@ -37,13 +37,13 @@ class Sequence(Protocol):
 class BlockManager:
     """nano-vllm's BlockManager: pages of block_size tokens, full ones shared by sequences with the same prefix.
 
-    The methods are those of theirs that its scheduler calls. Three things differ. A hit is verified back to the
-    prompt's start, and not by the page's own tokens alone. Pages that hold nothing are given before cached ones, so
-    that a cached prefix lives longer. Ids and hashes of single pages (theirs: blocks, free_block_ids, used_block_ids,
-    hash_to_block_id, compute_hash) are not shown; `manager` is the pagedkv.BlockManager with the counts.
+    The methods are those that nano-vllm's scheduler calls. Three things differ. A hit is verified back to the prompt's
+    start, not by the page's own tokens alone. Empty pages are given away before cached ones, so that a cached prefix
+    lives longer. Ids and hashes of single pages (blocks, free_block_ids, used_block_ids, hash_to_block_id and
+    compute_hash there) are not shown; `manager` is the pagedkv.BlockManager with the counts.
 
-    A sequence's tokens become known to `manager` a page at a time, where they matter: a decode step that fills no page
-    and begins none calls nothing.
+    `manager` learns a sequence's tokens page by page, when they matter: a decode step that neither fills nor begins a
+    page calls nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -57,8 +57,8 @@ class BlockManager:
         return self._cached_blocks(seq) if self.manager.can_allocate(self._looked_up(seq)) else -1
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
-        """Fills seq.block_table with pages for all tokens, and sets seq.num_cached_tokens. num_cached_blocks is what
-        can_allocate said, or ValueError. OutOfBlocks where the pages do not suffice."""
+        """Fills seq.block_table with pages for all tokens, and sets seq.num_cached_tokens. num_cached_blocks must be
+        what can_allocate returned, else ValueError. OutOfBlocks: there are too few pages."""
         if seq.block_table:
             raise ValueError(f"allocate: sequence {seq.seq_id} has pages already")
         found = self._cached_blocks(seq)
@@ -68,7 +68,7 @@ class BlockManager:
         seq.block_table[:] = self.manager.block_table(seq.seq_id).tolist()
 
     def deallocate(self, seq: Sequence) -> None:
-        """Gives the sequence's pages back; its full computed ones stay in the cache until they are needed."""
+        """Frees the sequence's pages; full computed ones stay in the cache until their memory is needed."""
         self.manager.free(seq.seq_id)
         seq.num_cached_tokens = 0
         seq.block_table.clear()
@@ -78,13 +78,13 @@ class BlockManager:
         return not self._begins_page(seq) or self.manager.num_free_blocks > 0
 
     def may_append(self, seq: Sequence) -> None:
-        """Adds a page to seq.block_table where the last of the sequence's tokens is the first of a page."""
+        """Adds a page to seq.block_table if the last of the sequence's tokens is the first of a page."""
         if self._begins_page(seq):
             self._tell(seq, len(seq))
             seq.block_table.append(int(self.manager.block_table(seq.seq_id)[-1]))
 
     def hash_blocks(self, seq: Sequence) -> None:
-        """The KV of the scheduled tokens is computed: pages which they fill can be found by others from now on."""
+        """Call it when the KV of the scheduled tokens is computed: others can then find the pages that they fill."""
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         if start // self.block_size != end // self.block_size:
             self._tell(seq, end)

@@ -1,4 +1,4 @@
-"""The two operators of vLLM's that attention is made of, by their names, over pagedkv: for code that imports them.
+"""vLLM's two operators for attention, under their names, over pagedkv: for code that imports them.
 
     from pagedkv.compat.vllm_ops import flash_attn_varlen_func, reshape_and_cache_flash
 
@@ -37,13 +37,13 @@ def reshape_and_cache_flash(
     """Stores new keys and values in their pages, in place.
 
     Args:
-        key, value: [num_tokens or more, num_heads, head_size]: slot_mapping says how many rows count.
+        key, value: [num_tokens or more, num_heads, head_size]; rows after those of slot_mapping are ignored.
         key_cache, value_cache: [num_blocks, block_size, num_heads, head_size] with any strides, the last one 1.
         slot_mapping: [num_tokens] int64 or int32, page * block_size + offset; a negative one stores nothing.
         kv_cache_dtype: "auto", "float16" or "bfloat16" for caches of key's dtype; "fp8" or "fp8_e4m3" for
             float8_e4m3fn or its bytes (uint8), which then hold key / k_scale and value / v_scale. "fp8_e5m2" raises
             NotImplementedError, other words RuntimeError.
-        k_scale, v_scale: float32 of one element or of [num_heads]; not looked at where the caches are not fp8.
+        k_scale, v_scale: float32 of one element or of [num_heads]; ignored unless the caches are fp8.
     """
     num_tokens = slot_mapping.shape[0]
     scales = {}
@@ -103,7 +103,7 @@ def flash_attn_varlen_func(
         q: [total_q, num_heads, head_dim] float32, float16 or bfloat16.
         k, v: with block_table, pages [num_blocks, block_size, num_kv_heads, head_dim]; without, [total_k, num_kv_heads,
             head_dim].
-        max_seqlen_q: an upper bound. max_seqlen_k is not looked at.
+        max_seqlen_q: an upper bound. max_seqlen_k is ignored.
         cu_seqlens_q: int32 [batch + 1], where the queries of each sequence begin and end.
         cu_seqlens_k: int32 [batch + 1], without block_table: the same of its keys.
         seqused_k: int32 [batch], with block_table: the keys of each sequence. Without, they may cut the keys where
@@ -187,7 +187,7 @@ def find_keys(
         return dict(k_cache=k, v_cache=v, block_tables=block_table, context_lens=seqused_k)
     if cu_seqlens_k is None:
         raise NotImplementedError("seqused_k: without block_table needs cu_seqlens_k, too")
-    if k.shape[0] == 0:  # a page has at least one slot; nobody looks at this one
+    if k.shape[0] == 0:  # a page has at least one slot; this one is never read
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     tables = lens.new_zeros(lens.shape[0], 1)

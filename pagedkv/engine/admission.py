@@ -1,4 +1,4 @@
-"""Whether a sequence that waits gets its pages, and what is known of one that did not."""
+"""Whether a waiting sequence gets its pages, and what is known of the one that did not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .step import Step
 
 
 class Admission:
-    """tokens_per_step: what a step computes at most."""
+    """tokens_per_step: the most tokens that a step computes."""
 
     def __init__(self, manager: BlockManager, tokens_per_step: int) -> None:
         self.manager = manager
@@ -19,15 +19,15 @@ class Admission:
         self.refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
 
     def is_refused(self, seq: Sequence) -> bool:
-        """Whether it is the one that did not fit."""
+        """Whether this sequence is the one that did not fit."""
         return self.refused is not None and self.refused[0] is seq
 
     def was_refused(self, seq: Sequence) -> bool:
-        """Whether it did not fit and nothing was freed since: the prompt need not be hashed again to know."""
+        """Whether it did not fit and no page was freed since. Then its prompt need not be hashed again."""
         return self.refused is not None and self.is_refused(seq) and self.manager.num_free_blocks <= self.refused[1]
 
     def waits_for_prefix(self, seq: Sequence, step_number: int) -> bool:
-        """Whether a sequence that runs is computing pages that this one begins with, too."""
+        """Whether a running sequence is computing pages that this one begins with."""
         if seq.is_swapped:
             return False
         if seq.retry_step > step_number:
@@ -35,14 +35,14 @@ class Admission:
         _, num_pending = self.manager.match(seq.tokens, salt=seq.salt)
         if not num_pending:
             return False
-        # All of it takes so many steps at least (a page may be computed but for one token already): looking again
-        # earlier would only hash the prompt again.
+        # They take at least this many steps (of one page all tokens but one may be computed already). An earlier look
+        # would only hash the prompt again.
         num_missing = num_pending - self.manager.block_size + 1
         seq.retry_step = step_number + max(-(-num_missing // self.tokens_per_step), 1)
         return True
 
     def find_pages(self, seq: Sequence, step: Step, num_running: int) -> bool:
-        """Takes the pages of all known tokens; False, and nothing changes, where they do not fit."""
+        """Takes pages for all known tokens. Where they do not fit, nothing changes and the result is False."""
         self.manager.watermark_blocks = num_running
         try:
             if seq.is_swapped:
@@ -51,7 +51,7 @@ class Admission:
                 self._allocate(seq)
         except OutOfBlocks:
             if not num_running:
-                raise  # somebody else holds pages of the pool: there is nothing to wait for
+                raise  # pages are held outside of the engine: there is nothing to wait for
             self.refused = seq, self.manager.num_free_blocks
             return False
         seq.num_in_pages = seq.num_tokens
@@ -64,7 +64,7 @@ class Admission:
             seq.num_cached = num_hits
 
     def _swap_in(self, seq: Sequence, step: Step, num_running: int) -> None:
-        """Back to pages, with room for the token that was sampled meanwhile."""
+        """Brings its KV back to the device, with room for the tokens that its pages do not hold yet."""
         num_pages = -(-seq.num_tokens // self.manager.block_size)
         if num_running and num_pages > self.manager.num_free_blocks - num_running:
             raise OutOfBlocks

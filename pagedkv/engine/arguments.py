@@ -1,4 +1,4 @@
-"""What LLM and generate() are given: each wrong value raises an error that says what is right."""
+"""Checks of what LLM and generate() are given. The error for a wrong value says what is right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_options(
     num_blocks: int | None,
     kv_cache_memory: int | None,
 ) -> None:
-    """The options of Engine that are no integers by themselves."""
+    """The options of Engine that are more than an integer."""
     for name, value, allowed in (
         ("dtype", dtype, ("auto", *DTYPES)),
         ("load_format", load_format, ("auto", "dummy")),
@@ -50,14 +50,14 @@ def check_options(
 
 
 def find_device(device: str) -> str:
-    """"cpu" or "cuda:0", of "auto" too. Looks for a GPU only where one may be meant: that takes a while."""
+    """The device's full name, "cpu" or "cuda:0", also of "auto". "cpu" does not look for GPUs, which takes a while."""
     if device == "auto":
         device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
     return "cpu" if device in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU
 
 
 def model_len(wanted: int | None, config: Qwen3Config) -> int:
-    """max_model_len, which the positions that the model was made for bound."""
+    """The wanted max_model_len, or the model's own; at most the number of positions that the model was made for."""
     limit = config.max_position_embeddings
     if config.rope.type == "yarn":  # files of transformers 4 scale without raising max_position_embeddings
         limit = max(limit, int(config.rope.original_max_position_embeddings * config.rope.factor))
@@ -78,19 +78,19 @@ def list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages, not a text and not token ids."""
+    """Whether the prompt is a list of messages, neither a text nor token ids."""
     return isinstance(prompt, SequenceOf) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def list_of_chats(messages: Any) -> list[Any]:
-    """One chat is a list of messages; several are a list of those."""
+    """A list of chats. One chat is a list of messages."""
     if not isinstance(messages, SequenceOf) or isinstance(messages, (str, bytes)):
         raise TypeError(f"messages is {messages!r} but must be a list of messages, or a list of such lists")
     return [messages] if not messages or is_chat(messages) else list(messages)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError where the options name a token that the model does not have."""
+    """Raises ValueError where an option names a token that the model does not have."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         bad = [token for token in getattr(params, name) or () if token >= vocab_size]
         if bad:
@@ -112,8 +112,8 @@ def params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, co
 def encode(
     name: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[array[int] | list[int], ValueError | None]:
-    """Token ids of a prompt, and what is wrong with them. One of the wrong type is the caller's mistake and raises; it
-    is called `name` there. The first step waits for this: 144,000 ids take 1 ms, one by one in Python 10."""
+    """The token ids of a prompt, and the error if they are wrong. A prompt of the wrong type raises TypeError, whose
+    message calls it `name`. The first step waits for this: 144,000 ids take 1 ms, and 10 ms in a loop of Python."""
     if isinstance(prompt, str):
         try:
             prompt = tokenizer.encode(prompt)

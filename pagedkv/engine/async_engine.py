@@ -22,13 +22,13 @@ from .turns import Mailbox
 
 
 class _Stream:
-    """Where one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
+    """What one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
 
     __slots__ = ("items", "loop", "_waiter")
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.items: deque[Increment | BaseException] = deque()  # any thread adds to them, and has wake() called
+        self.items: deque[Increment | BaseException] = deque()  # any thread adds to them, then calls wake() in the loop
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -55,9 +55,9 @@ class AsyncEngine:
                 print(output.outputs[0].text)
 
     Args:
-        model: a folder, with the options of Engine; or an Engine, which other threads may use at the same time
+        model: a model's folder, with the options of Engine; or an Engine, which other threads may use at the same time
 
-    A thread steps the engine while there are requests. Cancelling the task that reads the outputs aborts its request.
+    One thread steps the engine while there are requests. Cancelling the task that reads the outputs aborts its request.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
@@ -81,8 +81,8 @@ class AsyncEngine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request, after every step that adds to it or at the end, as SamplingParams.output_kind says.
-        The arguments are those of Engine.add_request()."""
+        """Yields the outputs of a request: after every step that adds to it, or one at the end, as
+        SamplingParams.output_kind says. The arguments are those of Engine.add_request()."""
         engine = self.engine
         request = engine._maker.make(
             prompt, params, self._mailbox, Call(), priority=priority, salt=salt, request_id=request_id
@@ -100,11 +100,11 @@ class AsyncEngine:
             engine._abort_all([request])
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whose reader gets an output with finish_reason "abort". False where none has the id."""
+        """Ends a request; its reader gets an output with finish_reason "abort". False where no request has the id."""
         return self.engine.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Those of the engine."""
+        """The engine's statistics: see Engine.stats()."""
         return self.engine.stats()
 
     def _submit(self, request: Request) -> _Stream:
@@ -136,18 +136,18 @@ class AsyncEngine:
             self._has_requests.clear()
             while self._streams:
                 try:
-                    # The readers of a step are woken when the next one is launched: their loop takes Python's lock for
-                    # milliseconds, for which the device must not wait.
+                    # The readers of a step's outputs are woken after the next launch: their loop holds the GIL for
+                    # milliseconds, and the device must not wait for that.
                     news = self.engine._turns.receive_all(self._mailbox, self._wake)
-                except BaseException as error:  # of a step: all that wait for it are told
+                except BaseException as error:  # in a step: all readers that wait for it are told
                     self._fail(error)
                 else:
-                    self._wake()  # where there was no step to wait for
+                    self._wake()  # where no step was on its way
                     self._pass_on(news)
             self._wake()
 
     def _pass_on(self, news: list[Increment]) -> None:
-        """To the streams, whose readers sleep."""
+        """Puts them into their streams, without waking the readers."""
         for item in news:
             stream = self._streams.get(item.request.id)
             if stream is not None:
@@ -164,7 +164,7 @@ class AsyncEngine:
             self._told.setdefault(stream.loop, []).append(stream)
 
     def _wake(self) -> None:
-        """The readers of what was passed on, in one call of each event loop."""
+        """Wakes the readers of what was passed on, by one call per event loop."""
         while self._told:
             loop, streams = self._told.popitem()
             if not loop.is_closed():  # its readers are gone with it
@@ -173,7 +173,7 @@ class AsyncEngine:
     # --- the end
 
     def close(self) -> None:
-        """Aborts what is not finished, and gives the engine's memory back. Closing twice is fine."""
+        """Aborts unfinished requests and frees the engine's memory. Closing twice is fine."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

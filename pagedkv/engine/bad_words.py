@@ -1,4 +1,4 @@
-"""Texts that may not be written: which token would complete one of them."""
+"""Forbidden texts: which tokens would complete one of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .tokenizer import Tokenizer
 
 
 class BadWords:
-    """Of one sequence. A text is forbidden as it is tokenised at the start of a text, and after a space.
+    """The forbidden texts of one sequence, each as it is tokenised at the start of a text and after a space.
 
-    As in vLLM, other ways to cut a text into tokens are not known here.
+    As in vLLM, other ways to split the same text into tokens are not forbidden.
     """
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer) -> None:

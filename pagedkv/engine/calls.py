@@ -1,10 +1,10 @@
-"""The sequences that wait, so that no caller waits for all that another one asked for.
+"""The queue of waiting sequences. No caller waits for the whole batch of another.
 
-A Call is what was asked at a time: a batch, or a single request. Waiting sequences start in this order:
+A Call is what was asked for at once: a batch, or a single request. Waiting sequences start in this order:
 
 - a lower `priority` first;
 - then those of a call that has nothing running, oldest call first;
-- then the other calls in turn.
+- then the sequences of the other calls, one call after the other.
 
 So a short request from one thread starts before the rest of another's batch, two batches share the engine evenly, and
 single requests are served first come, first served. A batch cannot starve: when it has nothing running, it is the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A batch of sequences of one priority, and how many of them run (hold pages) now."""
+    """Sequences of one priority that were asked for together, and how many of them run (hold pages) now."""
 
     __slots__ = ("num_running", "waiting")
 
@@ -34,8 +34,8 @@ class Call:
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._priorities: list[int] = []  # that have calls, in order
-        self._calls: dict[int, OrderedDict[Call, None]] = {}  # those with sequences waiting, in turn, by priority
+        self._priorities: list[int] = []  # those that have calls, in order
+        self._calls: dict[int, OrderedDict[Call, None]] = {}  # with waiting sequences, by priority, next one first
         self._count = 0
 
     def __len__(self) -> int:
@@ -47,12 +47,12 @@ class WaitingQueue:
                 yield from call.waiting
 
     def add(self, seq: Sequence) -> None:
-        """Behind the others of its call."""
+        """Queues it after the others of its call."""
         self._enter(seq)
         seq.call.waiting.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
-        """Before the others of its call, which is the next whose turn it is."""
+        """Queues it before the others of its call, which becomes the next in turn."""
         self._enter(seq)
         seq.call.waiting.appendleft(seq)
         self._calls[seq.priority].move_to_end(seq.call, last=False)
@@ -65,20 +65,20 @@ class WaitingQueue:
         self._calls[seq.priority].setdefault(seq.call)
 
     def peek(self) -> Sequence:
-        """The next one. There must be one."""
+        """The next sequence. The queue must not be empty."""
         return self._next_call().waiting[0]
 
     def pop(self) -> Sequence:
-        """Takes the next one out."""
+        """Removes and returns the next sequence."""
         call = self._next_call()
         seq = call.waiting.popleft()
-        if call.waiting:  # its next one waits until the others have had their turn
+        if call.waiting:  # the call's next sequence waits until the other calls have had their turn
             self._calls[seq.priority].move_to_end(call)
         self._leave(seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Takes this one out. It must be there."""
+        """Removes this sequence, which must be in the queue."""
         seq.call.waiting.remove(seq)
         self._leave(seq)
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 MAX_CHARS = 1 << 26  # of a rendered chat
-MAX_BITS = 1 << 16  # of a whole number that a template multiplies
-MARKER = "\ue000end of the final message\ue001"  # private code points, which no text has
+MAX_BITS = 1 << 16  # of an integer that a template computes by * or **
+MARKER = "\ue000end of the final message\ue001"  # private code points, which texts do not have
 
 
 class ChatTemplate:
     """Renders as transformers' apply_chat_template does: its variables, filters, functions and tags, in Jinja's sandbox
-    for templates of strangers (jinja2.sandbox.ImmutableSandboxedEnvironment).
+    for untrusted templates (jinja2.sandbox.ImmutableSandboxedEnvironment).
 
-    A template that fails, or reaches for what the sandbox forbids, raises ValueError. Bounded are range() (100,000, by
-    the sandbox), what `*` and `**` make, and the length of the text (64 Mi characters). Not bounded are the time of
-    loops without output, and what the width of a format asks for.
+    A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
+    the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops
+    without output, nor to the width in a format.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str = "") -> None:
@@ -57,12 +57,12 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-            messages: dicts with a "role", and mostly "content"
+            messages: dicts with a "role" and, in most of them, "content"
             tools: JSON schemas of functions that the model may call
             template: the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given
                 and there is one, else "default"
-            add_generation_prompt: ends with what begins an answer
-            continue_final_message: ends within the last message, which the model goes on with
+            add_generation_prompt: the text ends with the beginning of an answer
+            continue_final_message: the text ends within the last message, which the model continues
             options: variables of the template
         """
         check_messages(messages)
@@ -103,13 +103,13 @@ class ChatTemplate:
                 length += len(part)
                 if length > MAX_CHARS:
                     raise ValueError(f"it wrote more than {MAX_CHARS:,} characters")
-        except Exception as error:  # whatever a template does: a division by zero, a wrong type, an endless recursion
+        except Exception as error:  # a division by zero, a wrong type, an endless recursion, or any other error
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return "".join(parts)
 
 
 def check_messages(messages: object, name: str = "messages") -> None:
-    """A list of dicts that have a role, at least one."""
+    """Raises unless it is a list of dicts that have a role, and not empty."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, SequenceOf):
         raise TypeError(f"{name} is {messages!r} but must be a list of messages")
     if not messages:
@@ -141,7 +141,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_too_large(operator: str, left: object, right: object) -> bool:
-    """Whether left * right or left ** right would be long, or a number of many digits."""
+    """Whether left * right or left ** right would be too long, or an integer of too many bits."""
     if isinstance(left, int) and isinstance(right, int):
         lengths = left.bit_length(), right.bit_length()
         return (lengths[0] * max(right, 0) if operator == "**" else sum(lengths)) > MAX_BITS

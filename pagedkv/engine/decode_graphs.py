@@ -1,8 +1,8 @@
-"""CUDA graphs of the steps that only decode.
+"""CUDA graphs of steps that only decode.
 
-Such a step is padded to one of a few batch sizes, each of which is a graph from the embedding to the sampled token. A
+Such a step is padded to the next of some batch sizes. Each size has a graph from the embedding to the sampled token. A
 padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed have a graph that
-ends with the logits: it is captured behind the first such step of its size.
+ends with the logits; it is captured after the first such step of its size.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pagedkv import Graph
 
 from .step_arrays import StepInputs
 
-GRAPH_BYTES = 8 << 20  # of device memory that the two graphs of a batch size take at most
+GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
 
 
 class DecodeGraphs:
-    """Those of one model runner, captured on its stream. They point to its arrays and to the pool."""
+    """The graphs of one model runner, captured on its stream. They point to its arrays and to the pool."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._graphs: dict[tuple[int, bool], Graph] = {}  # by batch size, and whether it ends with the logits
 
     def find(self, num_rows: int, *, needs_logits: bool) -> Graph | None:
-        """The one of this batch size."""
+        """The graph of this batch size, if it was captured."""
         return self._graphs.get((num_rows, needs_logits))
 
     def capture(self, inputs: StepInputs, compute: Callable[[StepInputs], None]) -> None:
-        """Of a step that only decodes, and has run before; nothing is computed."""
+        """Captures a step that only decodes and has run before. Nothing is computed."""
         graph = Graph()
         with graph.capture(self._stream):
             compute(inputs)
@@ -37,6 +37,6 @@ class DecodeGraphs:
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """How many decodes the graphs are of; the last holds all."""
+    """The batch sizes that have graphs. The last one is max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

@@ -6,11 +6,10 @@ from .tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Of one answer.
+    """The text of one answer.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is known not to be. Of the stop
-    strings that one token completes, the one that begins first counts; of those that begin at the same place, the first
-    of the list.
+    Text that may be the beginning of a stop string is held back until it is known not to be. If a token completes
+    several stop strings, the one that begins first counts; of those that begin at one place, the first in the list.
     """
 
     def __init__(
@@ -24,7 +23,7 @@ class Detokenizer:
         self._stream = tokenizer.text_stream(skip_special_tokens=skip_special_tokens)
         self._stop, self._includes_stop = stop, include_stop_str_in_output
         self._shown: list[str] = []
-        self._num_taken = 0  # of them, those that new_text() has returned
+        self._num_taken = 0  # how many of them new_text() has returned
         self._held = ""
         self._has_ended = False
 
@@ -58,7 +57,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is shown. Nothing follows a stop string, or another call."""
+        """No more tokens come: shows what was held back, except after a stop string. A second call changes nothing."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -66,7 +65,7 @@ class Detokenizer:
         self._held = ""
 
     def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """Where the first stop string begins that ends after the first num_old characters."""
+        """The first stop string that ends after the first num_old characters, and where it begins."""
         found = None
         for stop in self._stop:
             at = text.find(stop, max(num_old - len(stop) + 1, 0))
@@ -75,7 +74,7 @@ class Detokenizer:
         return found
 
     def _start_of_stop(self, text: str) -> int:
-        """Where the longest end of the text begins that a stop string begins with."""
+        """Where the longest suffix of the text starts with which a stop string begins."""
         longest = max(len(stop) for stop in self._stop) - 1
         for start in range(max(len(text) - longest, 0), len(text)):
             end = text[start:]

@@ -1,4 +1,4 @@
-"""Engine: a model folder, a KV cache, a scheduler, and requests that come and go between any two steps."""
+"""Engine: a model, its KV cache, a scheduler, and requests that come and go between any two steps."""
 
 from __future__ import annotations
 
@@ -33,37 +33,41 @@ class Engine:
     Args:
         model: folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging Face hub,
             such as "Qwen/Qwen3-0.6B" (see model_folder)
-        revision: of a name on the hub: a branch, a tag or a commit
+        revision: a branch, tag or commit of a model on the hub
         device: "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
         load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
-        dtype: "auto" (what config.json says), "float32", "float16" or "bfloat16"; of weights, KV and sums
+        dtype: of weights, activations and KV: "auto" (what config.json says), "float32", "float16" or "bfloat16"
         kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
             a GPU's decode spends reading it
-        block_size: tokens in a page, and the least that prompts share of their cache; with pages of 256 a GPU is
-            0.5 to 1 % faster
+        block_size: tokens per page; prompts share whole pages of their cache. With pages of 256 a GPU is 0.5 to 1 %
+            faster
         num_blocks: pages in the pool; None: as many as kv_cache_memory holds
-        kv_cache_memory: bytes; None: on a GPU what gpu_memory_utilization leaves; on the CPU what max_num_seqs
-            sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, at least one sequence
-        gpu_memory_utilization: share of a GPU's memory that is in use at the end, by the weights, the scratch memory of
-            operations, graphs, and the pool; what others use of it counts, too
-        enforce_eager: no CUDA graphs: the same tokens, slower, with less to do at the start
-        swap_space: bytes of host memory that the KV of preempted sequences moves to; what does not fit there is
-            computed again later. 0: all of it
-        max_num_seqs: sequences that run (hold pages) at a time
-        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit
-        max_model_len: prompt and new tokens of a request at most; None: the model's own limit
-        enable_prefix_caching: compute a common beginning of prompts once
-        eviction: "reuse" keeps cached pages longer that were found again; "lru": see BlockManager
-        seed: of the seeds drawn for requests without one; None: from the operating system
+        kv_cache_memory: bytes of the pool; None: on a GPU what gpu_memory_utilization leaves; on the CPU what
+            max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, but at
+            least one sequence
+        gpu_memory_utilization: the share of a GPU's memory that may be in use: by the weights, the scratch memory of
+            operations, graphs and the pool, and by other processes
+        enforce_eager: no CUDA graphs: the same tokens and a shorter start, but slower steps
+        swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
+            0: all of it is
+        max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
+            given max_num_batched_tokens
+        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit; None: 16,384 on a GPU,
+            2,048 on the CPU, and no fewer than a given max_num_seqs. A GPU gets the CPU's numbers where the buffers and
+            logits of such a step would take more than an eighth of its memory; `scheduler` has those in force
+        max_model_len: the most tokens of a request, prompt and new ones; None: the model's own limit
+        enable_prefix_caching: compute a common prefix of prompts once
+        eviction: "reuse" keeps cached pages longer that were found again, "lru" does not: see BlockManager
+        seed: starts the generator of seeds for requests without one; None: the operating system's randomness
 
-    To look at: `config`, `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`, `memory`
-    (on a GPU, bytes by what they are for, as the driver counts them at the start; graphs of steps that filter, penalise
-    or report tokens follow when they are needed, for which there is room).
+    Attributes to read: `config`, `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`,
+    `memory` (on a GPU, bytes by use, as the driver counts them at the start; there is room for the graphs of steps that
+    filter, penalise or report tokens, which are captured when they are needed).
 
     Every method may be called from any thread.
     """
 
-    # For help() and inspect: what **options may be.
+    # What **options may be, for help() and inspect.
     __signature__ = Signature(
         [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD), *signature(EngineOptions).parameters.values()]
     )
@@ -84,7 +88,7 @@ class Engine:
         self._identity = parts.identity
         self._maker = RequestMaker(parts.tokenizer, parts.config, checked.seed)
         self._book = RequestBook(parts.scheduler, parts.config.vocab_size, type(self).__name__)
-        self._outputs: Mailbox = SimpleQueue()  # of requests that were made by add_request()
+        self._outputs: Mailbox = SimpleQueue()  # of requests made by add_request()
         self._errands = Errands()
         self._turns = Turns(self._step, self._settle, self._is_unsettled)
         self._pipeline = self._new_pipeline(parts.runner)
@@ -107,9 +111,9 @@ class Engine:
 
         Args:
             prompt: a text, or token ids
-            request_id: a string that no other request has now; None: a number
-            priority: lower ones are served first, and take the places of higher ones
-            salt: requests share cached pages with those of the same salt only
+            request_id: a string that no unfinished request has; None: a number
+            priority: requests of lower priority values are served first, and take the places of those of higher ones
+            salt: requests share cached pages only with requests of the same salt
 
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
@@ -121,13 +125,13 @@ class Engine:
         return request.id
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request between two steps, with finish_reason "abort" and what it has until then. False where there
-        is none of this id: it may have ended by itself."""
+        """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. False where
+        no request has this id: it may have ended by itself."""
         request = self._book.find(request_id)
         return request is not None and self._abort_all([request])
 
     def _abort_all(self, requests: list[Request]) -> bool:
-        """Whether any of them had not ended yet."""
+        """Whether any of them had not ended before."""
         is_any_left = self._book.leave(requests)
         self._turns.settle()
         return is_any_left
@@ -137,8 +141,8 @@ class Engine:
         return len(self._book) > 0 or not self._outputs.empty()
 
     def step(self) -> list[RequestOutput]:
-        """Computes the next step, unless another thread does so right now, and returns the outputs that there are, of
-        requests made by add_request(): after each step with new tokens or at the end, as their output_kind says."""
+        """Computes the next step, unless another thread is computing it, and returns the new outputs of requests made
+        by add_request(): one after each step with new tokens or one at the end, as their output_kind says."""
         if len(self._book) and self._outputs.empty():
             self._turns.try_step()
         outputs = []
@@ -149,10 +153,10 @@ class Engine:
     # --- a step, by the one caller whose turn it is
 
     def _step(self, meanwhile: Action) -> None:
-        """`meanwhile` is called while a device computes; before the launch, where that is what computes."""
+        """`meanwhile` is called while the GPU computes; on the CPU, where the launch itself computes, before it."""
         try:
             self._settle()
-            if self._runner is not None and self._pipeline.has_work:  # it may have been closed just now
+            if self._runner is not None and self._pipeline.has_work:  # settling may have closed it
                 if not self._runner.num_behind:
                     meanwhile()
                 self._pipeline.launch()
@@ -166,18 +170,18 @@ class Engine:
         return self._book.is_unsettled or len(self._errands) > 0
 
     def _settle(self) -> None:
-        """What came between two steps."""
+        """Takes in what came between two steps."""
         self._book.settle()
         self._errands.run()
 
     def _between_steps(self, action: Callable[[], T]) -> T:
-        """Runs it while no step is planned or taken, and returns what it does. Steps may be on their way."""
+        """Runs the action while no step is planned or taken, and returns its result. Steps may be on their way."""
         future = self._errands.add(action)
         self._turns.settle()
         return future.result()
 
     def _restart(self) -> None:
-        """After an error within a step, which loses the steps on their way."""
+        """After an error within a step: the steps on their way are lost."""
         if self._runner is not None:
             self._runner.forget()
             self._pipeline = self._new_pipeline(self._runner)
@@ -186,26 +190,27 @@ class Engine:
     # --- the pool
 
     def resize_cache(self, num_blocks: int | None = None, *, kv_cache_memory: int | None = None) -> int:
-        """Gives the pool another size while the engine goes on: so many pages, or as many as these bytes hold. Returns
-        how many it has now.
+        """Resizes the pool while the engine goes on, to num_blocks pages or to as many as kv_cache_memory bytes hold.
+        Returns the number of pages.
 
-        Shrinking evicts cached pages and gives memory back to the system; it raises OutOfBlocks, and nothing changes,
-        where pages in use lie behind the new end. MemoryError: the device has no more.
+        Shrinking evicts cached pages and gives memory back to the system. If pages in use lie beyond the new end, it
+        raises OutOfBlocks and changes nothing. MemoryError: the device has too little memory.
         """
         wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
         self._between_steps(lambda: self._pool().resize(wanted))
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
-        """Writes the prefix cache to a file, for load_cache() after a restart; returns how many pages. No step is made
-        meanwhile. The file is there as a whole or as it was before, whatever happens. It holds prompts: others than its
-        owner may not read it."""
+        """Writes the prefix cache to a file, for load_cache() after a restart; returns how many pages. No step is
+        planned meanwhile. The file is written as a whole, or stays as it was. Only its owner may read it, because it
+        holds prompts."""
         return self._between_steps(lambda: self._pool().save(path))
 
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
 
-        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError. Then nothing changes.
+        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
+        either nothing has changed.
         """
         return self._between_steps(lambda: self._pool().load(path))
 
@@ -217,11 +222,11 @@ class Engine:
     # --- to look at
 
     def stats(self) -> EngineStats:
-        """The engine now: what runs and waits, sums since the start, percentiles of the last requests' times."""
+        """What runs and waits now, sums since the start, and percentiles of the last answers' times."""
         return self._book.stats(self.counters)
 
     def explain(self, request_id: str) -> str:
-        """What the request does, and why it does not run where it waits. KeyError where none of this id is there."""
+        """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
         request = self._book.find(request_id)
         if request is None:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
@@ -234,18 +239,19 @@ class Engine:
         return (
             f"<{type(self).__name__} on {self.device}: {config.num_layers} layers of {config.hidden_size:,}, "
             f"{self.dtype}; {manager.num_blocks:,} pages of {manager.block_size} tokens ({size:.2f} GiB{beside}); "
-            f"{self.scheduler.max_num_seqs} sequences of up to {self.max_model_len:,} tokens>"
+            f"{self.scheduler.max_num_seqs:,} sequences of up to {self.max_model_len:,} tokens, "
+            f"{self.scheduler.max_num_batched_tokens:,} tokens per step>"
         )
 
     def _repr_html_(self) -> str:
-        """What the engine is, and its stats, for a notebook."""
+        """repr() and stats() for a notebook."""
         return f"<p>{escape(repr(self))}</p>{self.stats()._repr_html_()}"
 
     # --- the end
 
     def close(self) -> None:
-        """Aborts what is not finished, and gives the weights' and the KV cache's memory back. Closing twice is fine;
-        new requests raise RuntimeError then."""
+        """Aborts unfinished requests and frees the memory of weights and KV cache. Closing twice is fine; later
+        requests raise RuntimeError."""
         if self._runner is not None:
             self._between_steps(self._close)
 

@@ -1,4 +1,4 @@
-"""Why a request is where it is, in words."""
+"""Why a request waits, or what it is doing, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by the names that they have on the Hugging Face hub."""
+"""Models by their names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ FILES = [
 
 
 def model_folder(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a model: itself, or, of a name such as "Qwen/Qwen3-0.6B", where huggingface_hub has put it.
+    """The folder of a model: `model` itself, or the folder into which huggingface_hub puts a name such as
+    "Qwen/Qwen3-0.6B".
 
-    A folder that exists is meant first. What is not in the hub's cache yet is downloaded, with a progress bar; HF_HOME,
-    HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. `revision`: a branch, a tag or a commit; None: the newest.
+    A folder of that name, if there is one, is taken first. What the hub's cache lacks is downloaded, with a progress
+    bar; HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have their effect. `revision`: a branch, a tag or a commit;
+    None: the newest.
 
     FileNotFoundError: neither a folder nor a model of the hub. PermissionError: the model needs a login.
     ConnectionError: the hub cannot be reached, and the cache lacks the model.

@@ -1,4 +1,4 @@
-"""What a step has brought a request, and the output that its reader makes of it."""
+"""What is new of a request after a step, and the output that its reader makes of it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Increment:
-    """Noted by the thread that steps the engine; output() is for the reader's thread.
+    """Made by the thread that steps the engine; output() is for the reader's thread.
 
-    A step tells hundreds of readers at once. One object for each instead of six keeps the step short, and Python's
-    garbage collector away: it takes what is alive in the middle of a step for old, and then looks at all that the
-    process has, which takes 25 ms and more.
+    A step has news for hundreds of readers at once. One object for each of them instead of six keeps the step short,
+    and Python's garbage collector away: objects that live through a collection in a step count as old, and a collection
+    of old objects looks at all that the process has, which takes 25 ms and more.
 
-    What it refers to only grows meanwhile: the tokens from `end` on belong to later ones.
+    What an increment refers to only grows: the tokens from `end` on belong to later increments.
     """
 
     request: Request
     seq: Sequence
-    start: int  # of seq.new_tokens
+    start: int  # the first new one, in seq.new_tokens
     end: int
-    text: str | None  # of a request that is followed
+    text: str | None  # of a request that is streamed
     cumulative_logprob: float
-    has_ended: bool  # the sequence
-    is_last: bool  # of the request
+    has_ended: bool  # whether the sequence has
+    is_last: bool  # whether the request has no later increment
     error: Exception | None  # of the request
     time: float
     others: tuple[Increment, ...] = ()  # of other answers after the same step
 
     def output(self) -> RequestOutput | EmbeddingOutput:
-        # By position, here and below: with names it takes twice the time.
+        # Arguments by position, here and below: names take twice the time.
         request, first = self.request, self.request.sequences[0]
         num_cached = max(first.num_cached, 0)
         if first.wants_embedding:
@@ -80,7 +80,7 @@ class Increment:
 
 
 def _final_answer(request: Request, seq: Sequence, index: int) -> CompletionOutput:
-    """All of it."""
+    """The whole answer."""
     has_logprobs = request.params.logprobs is not None
     return CompletionOutput(
         index=index,

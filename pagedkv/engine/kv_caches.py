@@ -1,8 +1,8 @@
-"""The keys and values of all pages: a cache of each for every layer, on the device and in host memory.
+"""The keys and values of all pages: two caches per layer, on the device and in host memory.
 
-On the device a cache is a range of addresses for as many pages as there could ever be, of which the first have memory
-(pagedkv.ops.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay as they are, and another
-process can have what it gives back.
+On the device a cache is a range of addresses for as many pages as there could ever be; the first of them have memory
+(pagedkv.ops.ElasticBuffer). So the pool grows and shrinks in place: graphs that read it stay valid, and another process
+can have the memory that it gives back.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class KVCaches:
     def __init__(self, config: Qwen3Config, dtype: str, block_size: int, device: str) -> None:
         self.dtype, self.device, self.block_size = dtype, device, block_size
         self.num_caches = 2 * config.num_layers
-        # In fp8 the rows of a head are neighbours in memory: 128 bytes alone in every 1,024 are read 2 to 3 % slower.
+        # In fp8 the rows of a head are adjacent in memory: 128 separate bytes in every 1,024 are read 2 to 3 % slower.
         self._is_heads_first = dtype == "float8_e4m3fn"
         page = (config.num_kv_heads, block_size) if self._is_heads_first else (block_size, config.num_kv_heads)
         self._page_shape = *page, config.head_dim
-        self.page_bytes = page_bytes(config, dtype, block_size)  # in all caches, and ...
+        self.page_bytes = page_bytes(config, dtype, block_size)  # of a page in all caches, and ...
         self._page_bytes = self.page_bytes // self.num_caches  # ... in one
         self.layers: Layers = []
         self.host_layers: Layers = []
         self._buffers: list[ElasticBuffer] = []
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Pages of the device, and of host memory."""
+        """Makes the pages of the device, and those in host memory."""
         room = max(num_blocks, min(self._most_blocks(), MAX_SLOTS // self.block_size - num_host_blocks))
         self._buffers = [ElasticBuffer(room * self._page_bytes, self.device) for _ in range(self.num_caches)]
         shape = room, *self._page_shape
@@ -47,17 +47,17 @@ class KVCaches:
         self.host_layers = self._empty(num_host_blocks, "cpu", is_pinned=self.device != "cpu")
 
     def allocate_one(self) -> None:
-        """A page, for steps that keep nothing."""
+        """Makes one page, for steps that keep nothing."""
         self.layers = self._empty(1, self.device)
 
     @property
     def rounding_bytes(self) -> int:
-        """What the ends of all caches take at most that is no page's: a device gives memory in larger pieces."""
+        """The most bytes that all caches take beyond their pages: a device gives memory in larger pieces."""
         capacity = self._most_blocks() * self._page_bytes
         return self.num_caches * ElasticBuffer(capacity, self.device).granularity
 
     def _most_blocks(self) -> int:
-        """All memory of the device, in pages."""
+        """How many pages the whole memory of the device would hold."""
         if self.device == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
         return ops.memory_info(self.device)[1] // self.page_bytes
@@ -73,7 +73,7 @@ class KVCaches:
         return list(zip(caches[::2], caches[1::2], strict=True))
 
     def resize(self, num_blocks: int) -> None:
-        """There is memory for so many pages. All or nothing: MemoryError where the device has no more."""
+        """Gives the caches memory for this many pages. MemoryError, and no change, where the device has too little."""
         before = [each.size for each in self._buffers]
         try:
             for each in self._buffers:
@@ -85,11 +85,11 @@ class KVCaches:
 
     @property
     def max_blocks(self) -> int:
-        """As far as the addresses reach."""
+        """The most pages that the addresses reach."""
         return self._buffers[0].capacity // self._page_bytes
 
     def move(self, step: Step) -> None:
-        """Swaps and copies of a step, before anything is computed."""
+        """Does the swaps and copies of a step, before anything is computed."""
         if step.swap_out is not None:
             ops.swap_blocks(_each(self.layers), _each(self.host_layers), step.swap_out)
         if step.swap_in is not None:
@@ -100,7 +100,7 @@ class KVCaches:
     # --- pages as bytes, a few at a time
 
     def read(self, pages: np.ndarray, at_once: int) -> Iterator[list[np.ndarray]]:
-        """The content of these pages, uint8 [n, page_bytes] for each cache, of at most at_once of them."""
+        """Yields the content of these pages, at most at_once of them at a time: uint8 [n, page_bytes] per cache."""
         for start in range(0, len(pages), at_once):
             some = pages[start : start + at_once]
             host = self._empty(len(some), "cpu")
@@ -109,7 +109,7 @@ class KVCaches:
             yield [self._bytes_of(cache) for cache in _each(host)]
 
     def write(self, pages: np.ndarray, contents: list[np.ndarray]) -> None:
-        """The opposite of one list that read() gave, for as many pages."""
+        """Writes into as many pages what read() has yielded at a time."""
         host = self._empty(len(pages), "cpu")
         for cache, content in zip(_each(host), contents, strict=True):
             self._bytes_of(cache)[:] = content

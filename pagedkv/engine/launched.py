@@ -1,4 +1,4 @@
-"""A step on its way, and what is known of its tokens once they are there."""
+"""A step on its way, and what is known of its tokens when they arrive."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Launched:
         prompt_outputs: PromptOutputs | None,
     ) -> None:
         self._sampled, self._event, self._prompt_outputs = sampled, event, prompt_outputs
-        # Where a row asks for them, and once the tokens are there: ids and log probabilities [num_rows, 1 + n], of the
-        # sampled token and of the n best ones; n is the most that a row asks for.
+        # Where a row asks for them: ids and log probabilities [num_rows, 1 + n] of the sampled token and the n best
+        # ones, valid when the tokens have arrived; n is the most that a row asks for.
         self._best = best
 
     def tokens(self) -> list[int]:
@@ -31,7 +31,7 @@ class Launched:
         return tokens
 
     def report(self, step: Step) -> None:
-        """Hands what else is known of the tokens to their sequences, once they are there."""
+        """Hands what else is known of the tokens to their sequences, after tokens() has waited."""
         if self._prompt_outputs is not None:
             self._prompt_outputs.report()
         if self._best is None:

@@ -36,7 +36,7 @@ class LLM(Engine):
         salt: bytes = b"",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One output for every prompt, in order. A string is one prompt; token ids are a list inside the list.
+        """Returns one output per prompt, in order. A string is one prompt; token ids are a list inside the list.
 
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         `priority` and `salt` are those of Engine.add_request().
@@ -55,9 +55,9 @@ class LLM(Engine):
         priority: int = 0,
         salt: bytes = b"",
     ) -> Iterator[RequestOutput]:
-        """The answer as it grows: outputs that hold what is new since the one before, the last with finish_reason.
+        """Yields the answer as it grows: each output holds what is new; the last one has finish_reason.
 
-        `prompt` may be a chat, too, with the options of chat(). Leaving the loop early ends the request.
+        `prompt` may also be a chat, with the options of chat(). Leaving the loop early ends the request.
         """
         text: Any = prompt
         if is_chat(prompt):
@@ -92,8 +92,8 @@ class LLM(Engine):
         salt: bytes = b"",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The model's answer to one list of messages ({"role", "content"}), or to each of several, through the chat
-        template of its folder (see ChatTemplate.render for what the options do)."""
+        """Returns the model's answer to a chat, which is a list of messages ({"role", "content"}), or to each of a list
+        of chats. The chat template is that of the model's folder; ChatTemplate.render describes the options."""
         chats = list_of_chats(messages)
         options = {
             "tools": tools, "template": chat_template, "add_generation_prompt": add_generation_prompt,
@@ -111,10 +111,11 @@ class LLM(Engine):
     def embed(
         self, prompts: str | SequenceOf[Prompt], *, priority: int = 0, salt: bytes = b"", use_tqdm: bool = True
     ) -> list[EmbeddingOutput]:
-        """For every prompt the last hidden state of its last token, divided by its length: float32 [hidden_size].
+        """Returns for every prompt the last hidden state of its last token, normalised to length 1: float32
+        [hidden_size].
 
         That is how the models Qwen3-Embedding are used (https://arxiv.org/abs/2506.05176); their tokenizer adds the
-        token that the vector is of. An output with `error` has an empty vector.
+        token whose hidden state is taken. An output with `error` has an empty vector.
         """
         all_prompts = list_of_prompts(prompts)
         params = [SamplingParams(max_tokens=1, temperature=0, detokenize=False)] * len(all_prompts)
@@ -128,7 +129,7 @@ class LLM(Engine):
         use_tqdm: bool,
         **options: Any,
     ) -> list[Any]:
-        """Until all have ended. The options are those of RequestMaker.make()."""
+        """Serves the prompts until all have ended. The options are those of RequestMaker.make()."""
         mailbox: Mailbox = SimpleQueue()
         call = Call()
         requests = [
@@ -145,7 +146,7 @@ class LLM(Engine):
                     output = self._turns.receive(mailbox).output()
                     outputs[output.request_id] = output
                     bar.update()
-        finally:  # after an error or an interrupt nothing keeps pages
+        finally:  # after an error or an interrupt no request keeps pages
             self._abort_all(requests)
         return [outputs[request.id] for request in requests]
 

@@ -1,8 +1,8 @@
-"""What the rows of a step ask to be done to their logits before a token is sampled: biases, and tokens left out.
+"""Edits of logits before a token is sampled, as the rows of a step ask for them: biases, and forbidden tokens.
 
-A step without any of it needs none of what is here. Where all that the rows ask for is the same in every step
-(logit_bias, allowed_token_ids, bad_words of one token), it is uploaded where the batch changes. min_tokens, masks and
-longer bad_words depend on what was sampled: they are made anew for every step.
+A step whose rows ask for none of them uses nothing of this file. Edits that are the same in every step (logit_bias,
+allowed_token_ids) are uploaded when the batch changes. min_tokens, masks and bad_words depend on what was sampled:
+their edits are made anew for every step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sequence import Sequence
 
 @dataclass(frozen=True, eq=False)
 class MaskRequest:
-    """Whom a mask is asked for. It lives as long as the answer."""
+    """The answer for which a mask is asked. It lives as long as the answer."""
 
     id: str
     index: int
@@ -27,13 +27,13 @@ class MaskRequest:
 
 
 class LogitEdits:
-    """Those of the step that is launched."""
+    """The edits of the step that is launched."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: str) -> None:
         self._vocab_size, self._num_words, self._device = vocab_size, -(-vocab_size // 32), device
-        self.are_there = False  # whether any row asks for something
-        self.need_tokens = False  # whether some depend on tokens that the host must know
-        self._changes = False  # whether they are other ones in the next step
+        self.are_there = False  # whether any row asks for an edit
+        self.need_tokens = False  # whether some edits depend on tokens that the host must know
+        self._changes = False  # whether the next step needs other edits
         self._rows: list[Sequence] = []
         self._bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, token ids, values
         self._masks: tuple[Tensor, Tensor] | None = None  # rows, bits
@@ -63,7 +63,7 @@ class LogitEdits:
         masks: list[tuple[int, np.ndarray]] = []
         for row, seq in enumerate(self._rows):
             if seq.finish_reason is not None:
-                continue  # its row is one too many
+                continue  # it has ended: its row is one too many
             params = seq.params
             pairs += [(row, token, bias) for token, bias in (params.logit_bias or {}).items()]
             pairs += [(row, token, -np.inf) for token in self._forbidden(seq)]
@@ -84,7 +84,7 @@ class LogitEdits:
             self._masks = self._there(np.array(rows, np.int32)), self._there(np.stack(bits))
 
     def _forbidden(self, seq: Sequence) -> set[int]:
-        """Tokens that may not come now."""
+        """Tokens that may not come next."""
         forbidden: set[int] = set() if seq.bad_words is None else seq.bad_words.next_forbidden(seq.new_tokens)
         # The counts run ahead of new_tokens: num_tokens has the token that is being sampled.
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
@@ -92,7 +92,7 @@ class LogitEdits:
         return forbidden
 
     def _ask(self, seq: Sequence) -> np.ndarray | None:
-        """The mask's bits; None where all tokens are allowed, or where it fails, which ends this sequence alone."""
+        """The mask's bits; None where all tokens are allowed. A mask that fails ends this sequence alone."""
         assert seq.params.mask is not None
         if seq.mask_request is None:
             seq.mask_request = MaskRequest(seq.owner.id, seq.index, list(seq.prompt))

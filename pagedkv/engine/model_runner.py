@@ -4,12 +4,12 @@
     tokens = launched.tokens()              # waits; one token for each of step.sampled, -1 where the logits gave none
 
 The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
-reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: a
-launch may be read until the second launch after it.
+reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: the
+tokens of a launch may be read until the second launch after it.
 
 On a GPU a step is three things on one stream: a copy of the step's arrays, which lie side by side in pinned memory; the
 model, which is one CUDA graph where the step only decodes (see decode_graphs.py); a copy of the sampled tokens to
-pinned memory, with an event behind it.
+pinned memory, with an event after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .step_memory import StepMemory
 
 
 class ModelRunner:
-    """Owns the KV cache and all memory of a step, which is allocated before the first one and never in the loop."""
+    """Owns the KV cache and all memory of a step. It is allocated before the first step and never in the loop."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class ModelRunner:
     # --- before the first step
 
     def warm_up(self) -> None:
-        """Chooses algorithms, and runs the largest steps on a pool of one page, so that what the operations need beside
-        it is allocated."""
+        """Chooses algorithms, and runs the largest steps on a pool of one page. After that, the memory that operations
+        need besides the pool is allocated."""
         num_tokens = len(self.buffers.residual)
-        self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # of prompts most steps are full
+        self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # most steps with prompts are full
         self.caches.allocate_one()
         with self.stream:
             inputs = self.memory.idle_decodes(self.batch_sizes[-1])
@@ -86,18 +86,18 @@ class ModelRunner:
         self.caches.layers = []
 
     def affordable_bytes(self, utilization: float) -> int:
-        """What a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
+        """The bytes that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
         num_graphs = 0 if self.graphs is None else len(self.batch_sizes)
         return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES - self.caches.rounding_bytes
 
     def allocate(self, manager: BlockManager) -> None:
-        """The pool of the manager's pages."""
+        """Makes the pool of the manager's pages."""
         self.manager = manager
         self.caches.allocate(manager.num_blocks, manager.num_host_blocks)
 
     def capture_decodes(self) -> None:
-        """The graphs of all batch sizes, which point to the pool."""
+        """Captures the graphs of all batch sizes, which point to the pool."""
         if self.graphs is None:
             return
         from tqdm import tqdm
@@ -105,7 +105,7 @@ class ModelRunner:
         with self.stream:
             for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
                 inputs = self.memory.idle_decodes(num_seqs)
-                self.run(inputs)  # what is chosen or allocated at an operation's first use
+                self.run(inputs)  # so that an operation's first use, which may choose and allocate, is not captured
                 self.graphs.capture(inputs, self._compute)
         ops.reload_context(self.device)  # a launch is faster then than after all this
         ops.synchronize(self.device)
@@ -137,13 +137,13 @@ class ModelRunner:
                 tokens, best = self.sampler.send(len(step.sampled), turn)
             finally:
                 if event is not None:
-                    event.record()  # behind an error, too: what was launched of the step reads the arrays of this turn
+                    event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
             if self.graphs is not None and step.only_decodes and graph is None:
                 self.graphs.capture(inputs, self._compute)  # for the next one; the GPU has this one to compute
         return Launched(tokens, event, best, prompt_outputs)
 
     def forget(self) -> None:
-        """Steps on their way are lost: no sequence goes on where they left it."""
+        """Steps on their way are lost: no sequence continues from them."""
         self.sampler.forget()
 
     def fill(self, step: Step) -> StepInputs:
@@ -154,18 +154,18 @@ class ModelRunner:
         return self.memory.fill(step, arrays, self._turn, needs_logits=self.sampler.needs_logits)
 
     def run(self, inputs: StepInputs) -> None:
-        """Computes the step, as far as its tokens."""
+        """Computes the step up to its tokens."""
         self._compute(inputs)
         if inputs.needs_logits:
             self.sampler.sample(inputs)
 
     def _compute(self, inputs: StepInputs) -> None:
-        """The step, as far as the logits where it needs them, otherwise with its tokens."""
+        """Computes the step: up to the logits where it needs them, otherwise up to its tokens."""
         ops.take_sampled(inputs.batch.token_ids, self.sampler.sampled)
         self.sampler.compute(self.forward(inputs.batch, inputs.last_tokens), inputs)
 
     def _compute_prompts(self, inputs: StepInputs, step: Step) -> PromptOutputs:
-        """The same where a prompt's own tokens, or its last hidden state, are asked for."""
+        """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
         ops.take_sampled(inputs.batch.token_ids, self.sampler.sampled)
         hidden = self.forward(inputs.batch)
         outputs = PromptOutputs(step, hidden, self.model, self.sampler.logits)

@@ -1,4 +1,4 @@
-"""What a request gives back, and what an engine counts."""
+"""Outputs of requests, and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 from .sequence import Sequence
 
 
-# These three are not frozen: one of each is made for every token that is streamed, and frozen ones take thrice as long.
+# These three are not frozen: one of each is made for every streamed token, and frozen ones take three times as long.
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds, from the call that made the request."""
+    """Seconds since the call that made the request."""
 
     time_to_first_token: float | None
     total_time: float  # until this output
-    queue_time: float | None  # until a step computed the first of its tokens
+    queue_time: float | None  # until the first step that computed tokens of it
     num_preemptions: int
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, or what is new of it."""
+    """One answer, or its new part."""
 
     index: int  # which of the request's n answers
-    text: str | None  # without what ended it, unless that is asked for; None where there is no tokenizer
+    text: str | None  # without the stop string, unless that is asked for; None without a tokenizer
     token_ids: list[int]  # as sampled, the end-of-sequence token included
     cumulative_logprob: float | None  # the sum over all tokens so far, where SamplingParams.logprobs asks
-    # Where SamplingParams.logprobs asks: for each of token_ids the natural log of its probability and those of the most
-    # likely tokens, by id, of the softmax of the logits before all options.
+    # Where SamplingParams.logprobs asks: for each of token_ids its log probability and those of the most likely tokens,
+    # by id. They are natural logarithms of the softmax of the logits before all options.
     logprobs: list[dict[int, float]] | None
-    finish_reason: str | None  # "stop", "length", "abort" or "error"; None: it goes on
-    stop_reason: int | str | None  # the token of stop_token_ids, or the text of stop, that ended it
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None: more tokens come
+    stop_reason: int | str | None  # the token of stop_token_ids or the stop string that ended it
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Of a request that is finished, or, where it is followed, of one on its way.
+    """The output of a finished request or, where it is streamed, of one on its way.
 
     text, token_ids, logprobs and finish_reason are those of the first answer.
     """
@@ -50,10 +50,10 @@ class RequestOutput:
     # Where SamplingParams.prompt_logprobs asks: for each token of the prompt but the first (None) what
     # CompletionOutput.logprobs has for new ones.
     prompt_logprobs: list[dict[int, float] | None] | None
-    outputs: list[CompletionOutput]  # all n, or where the request is followed those with something new
+    outputs: list[CompletionOutput]  # all n; where the request is streamed, those with new tokens
     finished: bool
-    error: Exception | None  # why this request, and only this one, failed
-    num_cached_tokens: int  # tokens of the prompt that the prefix cache held at the first admission
+    error: Exception | None  # why this request failed; others go on
+    num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
     metrics: RequestMetrics
 
     @property
@@ -89,7 +89,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a text: its last token's last hidden state, divided by its length."""
+    """The vector of a text: the last hidden state of its last token, normalised to length 1."""
 
     request_id: str
     prompt: str | None
@@ -104,25 +104,25 @@ class EngineCounters:
     """Sums over the life of an engine. A step that computes any part of a prompt counts as a prefill step."""
 
     num_steps: int = 0
-    prefill_tokens: int = 0  # tokens computed in prefill steps that belong to prompts (or to recomputation)
+    prefill_tokens: int = 0  # of prompts, or computed again after a preemption, in prefill steps
     prefill_seconds: float = 0.0
     decode_tokens: int = 0  # tokens sampled in the other steps
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0  # scheduling and taking the results: all but ModelRunner.launch() and waiting for it
+    host_seconds: float = 0.0  # of the host: planning steps and taking results, without launches and waits
     peak_used_blocks: int = 0
-    peak_shared_blocks: int = 0  # pages that two or more sequences used at a time
+    peak_shared_blocks: int = 0  # pages that two or more sequences used at once
 
     def copy(self) -> EngineCounters:
         return replace(self)
 
 
-WINDOW = 4096  # requests that the percentiles are of: the last ones
+WINDOW = 4096  # answers: the last ones, of which the percentiles are
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds of the last requests that were finished without an error."""
+    """Seconds of the last answers that ended without an error."""
 
     ttft: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     tpot: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -139,7 +139,7 @@ class Latencies:
 
 
 def percentiles(values: deque[float]) -> dict[str, float]:
-    """p50, p90 and p99; empty where there are no values."""
+    """p50, p90 and p99; empty without values."""
     if not values:
         return {}
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
@@ -147,7 +147,7 @@ def percentiles(values: deque[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine at a moment. Times are seconds: percentiles p50, p90, p99 of the last 4,096 answers."""
+    """A snapshot of an engine. Times are in seconds: percentiles p50, p90, p99 of the last 4,096 answers."""
 
     num_running: int  # answers that hold pages
     num_waiting: int

@@ -1,4 +1,4 @@
-"""What an engine is made of: model, KV cache, runner and scheduler, from a folder and options."""
+"""The parts of an engine (model, KV cache, runner, scheduler), made from a folder and options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from .model_runner import ModelRunner
 from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
 from .sampling_params import check_int
 from .scheduler import Scheduler
+from .step_size import step_size
 from .tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Those of Engine, which describes them. A wrong value raises at once."""
+    """The options of Engine, whose docstring describes them. A wrong value raises at once."""
 
     revision: str | None = None
     device: str = "auto"
@@ -38,8 +39,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     swap_space: int = 0
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     eviction: Literal["reuse", "lru"] = "reuse"
@@ -58,17 +59,16 @@ class EngineOptions:
             kv_cache_memory=self.kv_cache_memory,
         )
         self.block_size = check_int("block_size", self.block_size, 1)
-        self.max_num_seqs = check_int("max_num_seqs", self.max_num_seqs, 1)
-        self.max_num_batched_tokens = check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self.swap_space = check_int("swap_space", self.swap_space, 0)
-        if self.num_blocks is not None:
-            self.num_blocks = check_int("num_blocks", self.num_blocks, 1)
-        if self.seed is not None:
-            self.seed = check_int("seed", self.seed, -(2**63))
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        lowest = {"num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)}
+        for name, least in lowest.items():
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(name, getattr(self, name), least))
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens} but must be at least "
-                f"max_num_seqs={self.max_num_seqs}: every sequence that runs may decode a token in a step"
+                f"max_num_batched_tokens is {num_tokens} but must be at least max_num_seqs={num_seqs}: every sequence "
+                "that runs may decode a token in a step"
             )
 
 
@@ -86,8 +86,8 @@ class EngineParts:
     runner: ModelRunner
     manager: BlockManager
     scheduler: Scheduler
-    identity: dict[str, str]  # whose pages a saved cache holds
-    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by what it is for
+    identity: dict[str, str]  # what a saved cache must agree with to be loaded
+    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by use
 
 
 def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
@@ -97,15 +97,17 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
     max_model_len = model_len(options.max_model_len, config)
     bytes_per_page = page_bytes(config, kv_cache_dtype, options.block_size)
-    num_blocks = _wanted_blocks(options, device, max_model_len, bytes_per_page)
-    gc.collect()  # an engine that is dead but not collected yet has its pool until then
+    gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
+    step = step_size(options.max_num_seqs, options.max_num_batched_tokens, config, dtype, gpu_bytes)
+    num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
+    gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
     is_dummy = options.load_format == "dummy"
     checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
     runner = ModelRunner(
         config, Qwen3(config, checkpoint, max_model_len), dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
-        block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens, max_model_len=max_model_len,
+        block_size=options.block_size, max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
         enforce_eager=options.enforce_eager,
     )  # fmt: skip
     checkpoint.finish()
@@ -130,8 +132,8 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         memory.count("graphs")
     scheduler = Scheduler(
         manager,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
     identity = {
@@ -148,20 +150,20 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
 
 
 def _wanted_blocks(
-    options: EngineOptions, device: str, max_model_len: int, bytes_per_page: int
+    options: EngineOptions, device: str, max_model_len: int, max_num_seqs: int, bytes_per_page: int
 ) -> int | None:
-    """None: as many as a GPU has room for."""
+    """The number of pages; None: as many as the GPU has room for."""
     if options.num_blocks is not None:
         return options.num_blocks
     if options.kv_cache_memory is not None:
         return pages_of_memory(options.kv_cache_memory, bytes_per_page)
     if device == "cpu":
-        return pages_on_cpu(max_model_len, options.max_num_seqs, options.block_size, bytes_per_page)
+        return pages_on_cpu(max_model_len, max_num_seqs, options.block_size, bytes_per_page)
     return None
 
 
 class _MemoryCount:
-    """What a GPU's driver says is in use more than before; nothing of the CPU."""
+    """Counts by how much a GPU's used memory has grown, as its driver says. Of the CPU it counts nothing."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The turns of the engine: while a device computes a step, the host takes the tokens of the one before and plans the
+"""The pipeline of steps: while the device computes a step, the host takes the tokens of the one before and plans the
 next.
 
     while pipeline.has_work:
@@ -23,7 +23,7 @@ from .step import Step
 
 
 class Pipeline:
-    """One use of a runner and a scheduler. A new one forgets the steps that an error left on their way.
+    """A runner and a scheduler at work, and the steps on their way. After an error a new Pipeline forgets those steps.
 
     `received` is called after every step whose tokens have arrived, with the step and the sequences that it ended.
     """
@@ -45,11 +45,11 @@ class Pipeline:
         return self.scheduler.has_work or bool(self.in_flight)
 
     def launch(self) -> None:
-        """Starts the next step, where there is anything to compute."""
+        """Starts the next step, if there is anything to compute."""
         try:
             self._launch()
         except BaseException:
-            # Pages that the step was to bring back from the host are in the prefix cache, but may never be written.
+            # The prefix cache has pages that the step was to bring back from the host, and they may never be written.
             self.scheduler.manager.reset_prefix_cache()
             raise
 
@@ -62,7 +62,7 @@ class Pipeline:
             is_committed = False
 
             def learn() -> None:
-                """The tokens of the steps before: masks are made of them while the device computes this step."""
+                """Takes the tokens of the steps before. Masks need them while the device computes this step."""
                 nonlocal is_committed
                 self.scheduler.commit(step)
                 is_committed = True
@@ -77,7 +77,7 @@ class Pipeline:
         self.counters.host_seconds += time.perf_counter() - launched + scheduled - start
 
     def take(self) -> None:
-        """Waits for tokens that are due."""
+        """Takes the tokens of a step, if there is one whose tokens are due, and waits for them."""
         if self.in_flight and not (self._has_launched and len(self.in_flight) <= self.runner.num_behind):
             self._take()
 

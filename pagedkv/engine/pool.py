@@ -1,4 +1,4 @@
-"""The pages of an engine as a whole: more of them, fewer of them, and what they hold in a file."""
+"""The pages of an engine as a whole: resizing the pool, and saving and loading what it holds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .sampling_params import check_int
 
 
 class Pool:
-    """The block manager's pages and the memory behind them. All but wanted_blocks() is for between two steps.
+    """The block manager's pages and their memory. Call all but wanted_blocks() between two steps.
 
     Args:
-        identity: whose pages they are: see snapshot.py
+        identity: of the model and the layout of the pages: see snapshot.py
     """
 
     def __init__(self, manager: BlockManager, runner: ModelRunner, identity: dict[str, str]) -> None:
         self._manager, self._runner, self._identity = manager, runner, identity
 
     def wanted_blocks(self, num_blocks: int | None, kv_cache_memory: int | None) -> int:
-        """So many pages, or as many as these bytes hold."""
+        """num_blocks, or the number of pages that kv_cache_memory bytes hold. Exactly one of them is given."""
         caches = self._runner.caches
         if num_blocks is None and kv_cache_memory is not None:
             num_blocks = pages_of_memory(kv_cache_memory, caches.page_bytes)
@@ -35,7 +35,7 @@ class Pool:
         return wanted
 
     def resize(self, num_blocks: int) -> None:
-        """There is memory behind all pages that the manager has, at any time."""
+        """At any time all pages of the manager have memory."""
         if num_blocks > self._manager.num_blocks:
             self._runner.caches.resize(num_blocks)
             self._manager.resize(num_blocks)

@@ -1,6 +1,6 @@
-"""What a request asks of its prompt's own tokens: their log probabilities, or the last hidden state as a vector.
+"""What a request asks of its prompt's own tokens: their log probabilities, or the last hidden state as an embedding.
 
-Few requests ask for it. A step that has one computes the hidden states of all of its tokens, and waits for the figures.
+Few requests ask for it. A step with such a request computes the hidden states of all its tokens, and waits for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .step import Step
 
 
 class PromptOutputs:
-    """Those of a step, of which report() gives each sequence its own."""
+    """The prompt outputs of a step; report() gives each sequence its own."""
 
     def __init__(self, step: Step, hidden: Tensor, model: Qwen3, logits: Tensor) -> None:
         """hidden: [num_tokens, hidden_size] of the step's tokens; logits: memory for some rows of them."""
@@ -37,14 +37,15 @@ class PromptOutputs:
         return any(seq.wants_embedding or seq.prompt_logprobs is not None for seq in prompts)
 
     def _score(self, seq: Sequence, start: int, end: int, first_row: int) -> None:
-        """The tokens after those at [start, end), which are the step's from first_row on. A token whose figures are
-        known, because the sequence was preempted after it, is left out."""
+        """Scores the tokens that follow those at [start, end), whose hidden states begin at first_row. A token that was
+        scored before the sequence was preempted is left out."""
         assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
+        row_of_prompt = first_row - start  # where the row of token 0 would be
         start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
         num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])
         for at in range(start, end, len(self._logits)):
             stop = min(at + len(self._logits), end)
-            rows = _ids(range(first_row + at - start, first_row + stop - start), self._hidden.device)
+            rows = _ids(range(row_of_prompt + at, row_of_prompt + stop), self._hidden.device)
             logits = self._logits[: stop - at]
             self._model.logits(ops.gather_rows(self._hidden, rows), out=logits)
             targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)

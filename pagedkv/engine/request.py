@@ -1,4 +1,4 @@
-"""A request, and what is new of it."""
+"""A request, its answers, and what is new of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Receiver(Protocol):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
-    """Its answers are sequences, one for each that is sampled."""
+    """A request. Each answer that is sampled for it is a Sequence."""
 
     id: str
     prompt: Prompt
@@ -36,17 +36,17 @@ class Request:
     start_time: float
     sequences: list[Sequence] = field(default_factory=list)
     num_ended: int = 0
-    error: Exception | None = None  # why it failed, or one of its answers
-    is_followed: bool = field(init=False)  # whether there are outputs before the last one
+    error: Exception | None = None  # why the request or one of its answers failed
+    is_followed: bool = field(init=False)  # streamed: there are outputs before the last one
 
     def __post_init__(self) -> None:
-        # The best of several are known at the end only.
+        # Which answers are the best is known only at the end.
         is_best_of = self.params.num_sequences > self.params.n
         self.is_followed = self.output_kind is not RequestOutputKind.FINAL_ONLY and not is_best_of
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """One list for all outputs, made for the first: 144,000 ids take 1 ms, which no first step waits for."""
+        """One list for all outputs, made for the first of them: 144,000 ids take 1 ms, no step waits for that."""
         if not isinstance(self.token_ids, list):
             self.token_ids = list(self.token_ids)
         return self.token_ids
@@ -60,7 +60,7 @@ class Request:
         return self.num_ended == len(self.sequences)
 
     def prepare_text(self) -> None:
-        """Sequences whose text is needed before their end get a detokenizer, and what their bad_words are in tokens."""
+        """Gives a detokenizer to sequences whose text is needed before their end, and turns bad_words into tokens."""
         params, has_text = self.params, self.tokenizer.exists
         for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
             if texts and not has_text:
@@ -77,7 +77,7 @@ class Request:
                 )
 
     def best_sequences(self) -> list[Sequence]:
-        """Those of a request that has ended, of which it shows n."""
+        """The n answers that a finished request shows."""
         if self.params.num_sequences == self.params.n:
             return self.sequences
         return sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)[: self.params.n]
@@ -102,7 +102,7 @@ class Request:
         )  # fmt: skip
 
     def _text_to_show(self, seq: Sequence) -> str | None:
-        """What is new of it, or all so far, as output_kind says."""
+        """The new text, or all text so far, as output_kind says."""
         if seq.detokenizer is None or self.output_kind is not RequestOutputKind.DELTA:
             return self.text_of(seq)
         if seq.finish_reason is not None:
@@ -110,7 +110,7 @@ class Request:
         return seq.detokenizer.new_text() if self.params.detokenize else None
 
     def text_of(self, seq: Sequence) -> str | None:
-        """All of it so far."""
+        """All text of the sequence so far."""
         if not self.params.detokenize or not self.tokenizer.exists:
             return None
         if seq.detokenizer is not None:

@@ -1,4 +1,4 @@
-"""The requests of an engine that are not finished: who arrives, who leaves, and who is told what."""
+"""The unfinished requests of an engine: which arrive, which leave, and what their callers are told."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .step import Step
 
 
 class RequestBook:
-    """add(), leave() and find() are for any thread; the rest is for the one whose turn it is, between two steps."""
+    """Any thread may call add(), leave() and find(). The rest is for the one whose turn it is, between two steps."""
 
     def __init__(self, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
         """owner: the name of the engine's class, for messages."""
         self._scheduler, self._vocab_size, self._owner = scheduler, vocab_size, owner
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards what follows
         self._living: dict[str, Request] = {}
-        self._arriving: deque[Request] = deque()  # of them those that the scheduler does not know yet
+        self._arriving: deque[Request] = deque()  # those of them that the scheduler does not know yet
         self._leaving: deque[Request] = deque()  # those to be aborted
         self._num_followed = 0
         self._num_finished = 0
@@ -42,7 +42,7 @@ class RequestBook:
     # --- for any thread
 
     def add(self, requests: list[Request]) -> None:
-        """Queues requests that were asked for together. Those that can never be served are told so."""
+        """Queues requests that were asked for together. Those that can never be served get their output at once."""
         ended = []
         with self._lock:
             if self._is_closed:
@@ -61,7 +61,7 @@ class RequestBook:
             self._tell(request, request.sequences)
 
     def leave(self, requests: list[Request]) -> bool:
-        """They are to be aborted. Whether any of them had not ended yet."""
+        """Has these requests aborted at the next settle(). Returns whether any of them had not ended yet."""
         with self._lock:
             living = [request for request in requests if self._living.get(request.id) is request]
             self._leaving += living
@@ -72,7 +72,7 @@ class RequestBook:
             return self._living.get(request_id)
 
     def _end_at_once(self, request: Request) -> bool:
-        """A request that wants no token, or that can never be served, ends here; then True."""
+        """Ends a request that wants no token or can never be served. Returns whether it did."""
         first, now = request.sequences[0], time.perf_counter()
         error: Exception | None = first.error
         try:
@@ -92,7 +92,7 @@ class RequestBook:
     # --- between two steps
 
     def settle(self) -> None:
-        """What came since the last step. Nothing leaves a queue before it is done: an interrupt loses nothing."""
+        """Takes in what came since the last step. An entry stays queued until it is done: interrupts lose nothing."""
         while self._arriving:
             first, *others = self._arriving[0].sequences
             first.siblings = others
@@ -135,7 +135,7 @@ class RequestBook:
             self._tell(request, sequences)
 
     def _tell(self, request: Request, sequences: list[Sequence]) -> None:
-        """The caller, where it follows these sequences or all of the request's have ended."""
+        """Tells the caller, if the request is streamed or all of its sequences have ended."""
         if request.is_followed or request.is_finished:
             request.receiver.put(request.note(sequences))
         if request.is_finished:
@@ -145,8 +145,8 @@ class RequestBook:
                     self._num_finished += 1
 
     def restart(self) -> None:
-        """After an error within a step: nothing that the host knows is lost. All that is not finished is computed again
-        from its tokens, and what had ended, but not been told, is told."""
+        """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again
+        from their tokens, and callers are told of those that had ended."""
         arriving = set(self._arriving)
         requests = [request for request in self._living.values() if request not in arriving]
         self._scheduler.restart([seq for request in requests for seq in request.sequences])
@@ -157,7 +157,7 @@ class RequestBook:
                 self._tell(request, ended)
 
     def close(self) -> None:
-        """Aborts all, and takes no more."""
+        """Aborts all requests, and takes no more."""
         with self._lock:
             requests, self._is_closed = list(self._living.values()), True
             self._arriving.clear()

@@ -1,4 +1,4 @@
-"""From what a caller gives to a Request: checked, encoded, and with a sequence for each answer."""
+"""Makes a Request of what a caller gives: checked, encoded, and with a sequence for each answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .tokenizer import Tokenizer
 
 
 class RequestMaker:
-    """Works on the caller's time: any thread may call it.
+    """Works in the caller's thread; any thread may call it.
 
     Args:
-        seed: of the seeds drawn for requests without one; None: from the operating system
+        seed: starts the generator of seeds for requests without one; None: the operating system's randomness
     """
 
     def __init__(self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None) -> None:
@@ -47,12 +47,12 @@ class RequestMaker:
 
         Args:
             receiver: gets its outputs
-            call: what was asked for together with it
+            call: the batch that it belongs to
             output_kind: None: that of params
             request_id: None: a number
-            name: of the prompt in messages
+            name: what messages call the prompt
 
-        Raises for a wrong type or option. A prompt that cannot be encoded is the request's own error.
+        A wrong type or option raises. A prompt that cannot be encoded becomes the error of its request.
         """
         start_time = time.perf_counter()
         params = SamplingParams() if params is None else params
@@ -68,7 +68,7 @@ class RequestMaker:
         kind = params.output_kind if output_kind is None else output_kind
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
-        if params.prompt_logprobs is not None:  # all of the prompt is computed: it finds nothing
+        if params.prompt_logprobs is not None:  # the whole prompt must be computed: nothing may be found in the cache
             salt += b"prompt_logprobs %d" % ids[0]
         for index, id in enumerate(ids):
             seq = Sequence(
@@ -77,11 +77,11 @@ class RequestMaker:
             )  # fmt: skip
             seq.owner, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
             if index > 0:
-                seq.prompt_logprobs = None  # the first one's are theirs
+                seq.prompt_logprobs = None  # those of the first answer hold for all
             request.sequences.append(seq)
         return request
 
     def _seed(self, params: SamplingParams, index: int) -> int:
-        """One for each answer: the i-th of a request with a seed has that seed + i."""
+        """The seed of an answer: the i-th answer to a request with a seed has that seed + i."""
         drawn = self._random.getrandbits(63) if params.seed is None else params.seed + index
         return (drawn + 2**63) % 2**64 - 2**63

@@ -1,9 +1,9 @@
-"""From hidden states to tokens: logits, what rows ask to be done to them, the sampling, and what is told of it.
+"""From hidden states to tokens: logits, their edits, the sampling, and the log probabilities.
 
 Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
-write logits. Otherwise they are written, and what the rows ask for follows (see SamplingOptions and LogitEdits). What
-masks are made of the host must know: learn() waits for the tokens of the step before, while the device computes this
-one's logits.
+write logits. Otherwise the logits are written, and what the rows ask for follows (see SamplingOptions and LogitEdits).
+The host must know the tokens that masks depend on: learn() waits for those of the step before, while the device
+computes the logits of this one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Best = tuple[np.ndarray, np.ndarray]  # ids and log probabilities, [num_rows, 1 
 
 
 class Sampler:
-    """Of the rows of one step at a time."""
+    """Samples the rows of one step at a time."""
 
     def __init__(self, model: Qwen3, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
         self._model, self._device, self._max_num_seqs = model, device, max_num_seqs
         self.logits = ops.empty((max_num_seqs, vocab_size), "float32", device)
         self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
-        # The same for the host, in turn. Its arrays are made before anything is written: numpy() would wait for that.
+        # Copies for the host, used in turn. The arrays are made now, because numpy() waits for what writes the memory.
         self._known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
         self._known_arrays = [memory.numpy() for memory in self._known]
         self._options = SamplingOptions(max_num_seqs, max_model_len, vocab_size, device)
         self._edits = LogitEdits(max_num_seqs, vocab_size, device)
         self._unedited: Tensor | None = None  # logits, where some are edited and their log probabilities asked for
         self._logits_as_they_are = self.logits
-        self._best: list[list[Tensor]] = []  # ids and log probabilities, on the device and for the host, in turn
+        self._best: list[list[Tensor]] = []  # ids and log probabilities: on the device, then two for the host, in turn
         self._best_arrays: list[list[np.ndarray]] = []  # the latter two as arrays
 
     def _host_memory(self, count: int, dtype: str) -> Tensor:
@@ -50,16 +50,16 @@ class Sampler:
         self._edits.set_rows(sequences)
 
     def forget(self) -> None:
-        """Steps on their way are lost: no sequence goes on where they left it."""
+        """Steps on their way are lost: no sequence continues from them."""
         self._options.forget()
 
     @property
     def needs_logits(self) -> bool:
-        """In memory, before anything is sampled. On the CPU one row without a token must not end the others."""
+        """Whether sampling needs logits in memory. The CPU always does: there a row that fails must not stop others."""
         return self._options.need_logits or self._edits.are_there or self._device == "cpu"
 
     def compute(self, hidden: Tensor, inputs: StepInputs) -> None:
-        """The logits where the step needs them, otherwise its tokens."""
+        """Computes the logits where the step needs them, otherwise its tokens."""
         num_rows = len(inputs.temperatures)
         if not num_rows:
             return
@@ -71,7 +71,7 @@ class Sampler:
             self._model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
 
     def edit(self, learn: Callable[[], None]) -> None:
-        """What the rows ask to be done to their logits. Log probabilities are those of the logits before that."""
+        """Edits the logits as the rows ask. Log probabilities are those of the logits before the edits."""
         num_rows = self._options.num_rows
         self._logits_as_they_are = self.logits
         if not num_rows or not self._edits.are_there:
@@ -86,7 +86,7 @@ class Sampler:
         self._edits.apply(self.logits[:num_rows])
 
     def sample(self, inputs: StepInputs) -> None:
-        """From `logits` into `sampled`; -1 for a row without a token (NaN, or nothing finite), which ends no other."""
+        """Samples `logits` into `sampled`. A row that fails (NaN, nothing finite) gets -1 and does not stop others."""
 
         def sample(start: int, end: int) -> None:
             given = self.logits, inputs.temperatures, inputs.seeds, inputs.positions
@@ -98,7 +98,7 @@ class Sampler:
         num_rows = len(inputs.temperatures) if self._options.num_rows is None else self._options.num_rows
         try:
             sample(0, num_rows)
-        except ValueError:  # only the CPU raises. It names the first such row; the others are there in the logits
+        except ValueError:  # only the CPU raises, for the first row that fails: find all of them
             for i in range(num_rows):
                 try:
                     sample(i, i + 1)
@@ -106,14 +106,14 @@ class Sampler:
                     self.sampled.numpy()[i] = -1
 
     def send(self, num_rows: int, turn: int) -> tuple[np.ndarray, Best | None]:
-        """The tokens, and where rows ask for log probabilities these, on their way to the host."""
+        """Starts the copy of the tokens, and of log probabilities where rows ask for them, to the host."""
         best = self._send_best(num_rows, turn)
         if num_rows:
             self._known[turn][:num_rows].copy_(self.sampled[:num_rows])
         return self._known_arrays[turn][:num_rows], best
 
     def _send_best(self, num_rows: int, turn: int) -> Best | None:
-        """Of the logits as they are; None where no row asks for it."""
+        """Log probabilities of the unedited logits; None where no row asks for them."""
         if self._options.num_logprobs is None or not num_rows:
             return None
         if not self._best:

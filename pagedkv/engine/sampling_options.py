@@ -1,9 +1,10 @@
-"""What the rows of a step ask for beside a temperature and a seed, as arguments of ops.sample.
+"""What the rows of a step ask for besides a temperature and a seed, as arguments of ops.sample.
 
-A step without any of it needs none of what is here. The arrays are uploaded where the batch changes. The counts of
-tokens that penalties need stay on the device: a sequence has a row of them from the first step that samples it, made of
-the tokens that the host knows then, and sample() adds each new token, also where the host learns it a step late. A
-sequence that leaves the batch loses its row; where it was preempted, it comes back when the host knows all its tokens.
+A step whose rows ask for none of it uses nothing of this file. The arrays are uploaded when the batch changes. The
+counts of tokens, which penalties need, stay on the device. A sequence has a row of counts from the first step that
+samples it: the row is made from the tokens that the host knows then, and sample() adds each new token, even if the
+host learns it a step late. A sequence that leaves the batch loses its row; a preempted one comes back when the host
+knows all of its tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ NUM_ARRAYS = len(FILTERS) + len(PENALTIES) + 1
 
 
 class SamplingOptions:
-    """Those of the step that is launched."""
+    """The options of the step that is launched."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, device: str) -> None:
-        self.arguments: dict[str, Any] = {}  # of ops.sample, one number per row but for the counts
-        self.num_rows: int | None = None  # those after them are padding; None: before the first step
+        self.arguments: dict[str, Any] = {}  # of ops.sample: one number per row, except for counts
+        self.num_rows: int | None = None  # the rows after them are padding; None: before the first step
         self.num_logprobs: int | None = None  # the most that a row asks for
         self._counts_shape, self._max_model_len, self._device = (max_num_seqs, vocab_size), max_model_len, device
-        self._counts: Tensor | None = None  # made when the first request asks for it: it is large
+        self._counts: Tensor | None = None  # made for the first request with penalties, because it is large
         self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
         self._arrays = ops.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
 
@@ -63,18 +64,18 @@ class SamplingOptions:
         self._upload(arrays, len(params))
 
     def forget(self) -> None:
-        """The counts that the device has may hold tokens that are lost."""
+        """After lost steps: the counts on the device may include tokens that are lost."""
         self._slots = {}
 
     def _upload(self, arrays: dict[str, np.ndarray], size: int) -> None:
-        """In one copy. What is not pinned may be forgotten after it."""
+        """Uploads the arrays in one copy. It is from pageable memory, which may be freed after the call."""
         here = np.concatenate([array.view(np.int32) for array in arrays.values()])
         there = self._arrays[: len(here)].copy_(here)
         for i, (name, array) in enumerate(arrays.items()):
             self.arguments[name] = there[i * size : (i + 1) * size].view(-1, str(array.dtype))
 
     def _assign_slots(self, sequences: list[Sequence]) -> None:
-        """A row of the counts for each; what has one and is not among them has none any more."""
+        """Gives each of these sequences a row of the counts, and takes the rows of all others."""
         self._slots = {seq.id: self._slots[seq.id] for seq in sequences if seq.id in self._slots}
         free = set(range(self._counts_shape[0])).difference(self._slots.values())
         for seq in sequences:

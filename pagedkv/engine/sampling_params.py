@@ -11,57 +11,57 @@ from math import isnan
 from numbers import Integral, Real
 from typing import Any, Self
 
-MAX_FLOAT = 3.4e38  # of the float32 that it becomes
+MAX_FLOAT = 3.4e38  # what float32 holds
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 
-# mask(request, tokens) says which token may come next: see SamplingParams.
+# mask(request, tokens) says which tokens may come next: see SamplingParams.
 Mask = Callable[[Any, list[int]], Any]
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of a request that is not finished hold."""
+    """What the outputs of an unfinished request hold."""
 
     CUMULATIVE = 0  # all of its text and tokens so far, after every step that adds to them
-    DELTA = 1  # what is new since the output before
+    DELTA = 1  # what is new after the output before
     FINAL_ONLY = 2  # there are none: one output at the end
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Frozen; a wrong value raises at once. Names, defaults and meaning are vLLM's, and pagedkv.ops.sample's.
+    """Frozen; a wrong value raises at once. Names and meanings are those of vLLM and of pagedkv.ops.sample.
 
     Args:
         n: how many answers; they share the prompt's computation and its pages
-        best_of: so many are sampled, and the n with the highest cumulative log probability are returned; None: n
-        temperature: 0 is greedy: the most likely token, the lowest id of equals
-        top_k: only the so many most likely tokens; 0 or -1: all
-        top_p: only the most likely tokens that have this much of the probability together; 1: all
-        min_p: only tokens at least so likely, times the most likely one; 0: all
-        repetition_penalty: above 1 makes tokens of the prompt and of the output less likely, below 1 more
-        presence_penalty: is taken from the logits of tokens in the output, once
-        frequency_penalty: the same, once for every time that the token is there
+        best_of: how many answers are sampled; the n with the highest cumulative log probability are returned. None: n
+        temperature: 0 is greedy: the most likely token, of equals the one with the lowest id
+        top_k: only the top_k most likely tokens; 0 or -1: all
+        top_p: only the most likely tokens whose probabilities sum to top_p; 1: all
+        min_p: only tokens at least min_p times as likely as the most likely one; 0: all
+        repetition_penalty: above 1 makes tokens of the prompt and of the output less likely, below 1 more likely
+        presence_penalty: is subtracted once from the logit of each token that the output has
+        frequency_penalty: is subtracted as many times as the output has the token
         logit_bias: {token id: what is added to its logit}
         allowed_token_ids: only these tokens; None: all
-        bad_words: texts that are not written, with or without a space before them
+        bad_words: texts that the answer must not contain, with or without a space before them
         mask: mask(request, tokens) -> which tokens may come next: int32 [ceil(vocab_size / 32)], where bit t % 32 of
             word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are those sampled so far;
             `request` has id, index (which of n) and prompt_token_ids, and lives as long as the answer. It is called on
             the host while the device works
-        max_tokens: how many tokens at most; 0 returns at once
-        min_tokens: before so many tokens nothing but max_tokens ends the answer
-        stop: texts (or one) that end the answer where they appear. They are not shown
-        include_stop_str_in_output: shows them
-        stop_token_ids: tokens that end the answer, beside the model's own
+        max_tokens: the most tokens; 0 returns at once
+        min_tokens: until the answer has this many tokens, only max_tokens ends it
+        stop: texts (or one) that end the answer where they appear; they are not part of its text
+        include_stop_str_in_output: True: they are
+        stop_token_ids: tokens that end the answer, in addition to the model's own
         ignore_eos: go on after an end-of-sequence token, until max_tokens
-        seed: int64. Given: the same random numbers again, whatever else is in the batch and however the prompt is
-            chunked, and so the same tokens but for the rounding of the logits. Of n answers the i-th has the seed + i.
-            None: the engine draws one for every answer
-        logprobs: 0 to 20: CompletionOutput.logprobs holds each new token and the so many most likely ones
+        seed: int64. With the same seed come the same random numbers, whatever else is in the batch and however the
+            prompt is chunked, and so the same tokens, except for the rounding of the logits. Of n answers the i-th has
+            the seed + i. None: the engine draws a seed for every answer
+        logprobs: 0 to 20: CompletionOutput.logprobs holds each new token and this many of the most likely ones
         prompt_logprobs: 0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens
-        skip_special_tokens: leaves them out of the text
-        detokenize: makes text of the tokens; without it a request has none, and no stop
-        output_kind: of the outputs before the last one, where a request is followed (see RequestOutputKind)
+        skip_special_tokens: leaves special tokens out of the text
+        detokenize: makes text of the tokens; False: the answer has no text, and stop cannot be used
+        output_kind: which outputs come before the last one, and what they hold (see RequestOutputKind)
     """
 
     n: int = 1
@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many answers are sampled."""
+        """How many answers are sampled: best_of, or n."""
         return self.n if self.best_of is None else self.best_of
 
     def _put(self, name: str, value: object) -> None:
@@ -148,7 +148,7 @@ class SamplingParams:
                 put_int(name, 0, MAX_LOGPROBS)
 
     def _check_tokens(self) -> None:
-        """Token ids become tuples and dicts of ints. Whether the vocabulary has them is known by the engine."""
+        """Makes tuples and dicts of ints of token ids. The engine checks them against the vocabulary."""
         self._put("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             self._put("allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
@@ -174,7 +174,7 @@ class SamplingParams:
 
 
 def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> None:
-    """Raises TypeError where an option is given that there is not, and says what may have been meant."""
+    """Raises TypeError for an option that does not exist, and names the one that may have been meant."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, 1)
@@ -183,7 +183,7 @@ def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> Non
 
 
 def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool = False) -> float:
-    """The value as a float, where it is a number within the bounds (NaN is not); is_open: and above the lowest."""
+    """The value as a float. Raises unless it is a number within the bounds (NaN is not); is_open: above the lowest."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be a number")
     number: Any = value  # an int may be too large for a float
@@ -194,7 +194,7 @@ def check_float(name: str, value: object, lowest: float, highest: float, *, is_o
 
 
 def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> int:
-    """The value as an int, where it is one (NumPy's too) and within the bounds."""
+    """The value as an int. Raises unless it is an integer (NumPy's too) within the bounds."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be an integer")
     number = int(value)
@@ -212,7 +212,7 @@ def check_ids(name: str, ids: object) -> tuple[int, ...]:
 
 
 def check_texts(name: str, texts: object) -> tuple[str, ...]:
-    """Texts as a tuple, none of which is empty."""
+    """The texts as a tuple; an empty one raises."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise TypeError(f"{name} is {texts!r} but must be a list of strings")
     checked = tuple(texts)

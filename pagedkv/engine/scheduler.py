@@ -1,31 +1,31 @@
 """Which tokens the next step computes.
 
-One ragged batch a step: first one token of every sequence that decodes, then chunks of prompts, oldest first, until
+One ragged batch per step: first one token of every sequence that decodes, then chunks of prompts, oldest first, until
 the token budget is used up. The scheduler works on lengths, so that a step can be planned while the one before it is
-computed and its tokens are not known. For every step, in this order:
+still computed and its tokens are not known. For every step, in this order:
 
     step = schedule()           # plans, and takes the pages that it writes
     (the step is launched)
     commit(step)                # later steps may read what this one writes
     update(step, tokens)        # when its tokens are known: at once, or after the next step was launched
 
-Steps must run in the order of their launch: pages that a step reads are given away as soon as it is launched, and a
-step that writes them comes behind it. A sequence whose last token is being sampled leaves with its pages at the next
-schedule(). One that ends with a token that the host learns late is in one step too many, whose token is dropped.
+Steps must run in the order of their launch: pages that a step reads may be given to others as soon as it is launched,
+because a step that writes them runs after it. A sequence whose last token is being sampled frees its pages at the next
+schedule(). A sequence that ends with a token which the host learns late is in one step too many; that token is dropped.
 
 Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
-- check() refuses what could never run, so that nothing which waits can block the queue for ever.
-- Sequences start in the order of calls.py. Where all places are taken, one whose call has nothing running gets the
-  place of a call that has several, and a lower priority the place of a higher one.
-- A prompt that needs several steps leaves a share of their tokens to the prompts of other calls.
-- Without room to grow, the sequence admitted last of those of the highest priority gives its pages back; the oldest of
-  the lowest always goes on. It is computed again later, or, where there are host pages enough, kept there meanwhile. A
-  sequence is admitted only where a watermark of pages stays free, one for each that runs, or nothing runs: else the
-  pages that a preemption freed would be taken back at once.
-- A prompt whose beginning another sequence is computing right now waits for it and then finds it in the cache.
-- The other answers to a prompt (siblings) are forked when it is computed, as far as there are places; the others wait,
+- check() refuses what could never run, so that no waiting sequence blocks the queue for ever.
+- Sequences start in the order of calls.py. Where all places are taken, a sequence whose call has nothing running gets
+  a place from a call that has several, and a lower priority value gets one from a higher.
+- A prompt that needs several steps leaves a share of each step's tokens to the prompts of other calls.
+- When no page is left, a sequence is preempted: of those with the highest priority value, the one admitted last. The
+  oldest one with the lowest value always goes on. The KV of a preempted sequence is computed again later, or kept in
+  host pages if there are enough. A sequence is admitted only if one page per running sequence stays free (the
+  watermark), or nothing runs: else it would take back at once the pages that a preemption has freed.
+- A prompt whose beginning another sequence is computing right now waits for it, and then finds it in the cache.
+- The other answers to a prompt (siblings) are forked when it is computed, as far as there are places. The rest wait,
   and find the prompt in the cache.
 """
 
@@ -46,7 +46,7 @@ from .step import Step
 
 
 class Scheduler:
-    """Who computes what in the next step, as the rules above say."""
+    """Decides what the next step computes, by the rules above."""
 
     def __init__(
         self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that hold pages, in the order of admission."""
+        """The sequences that hold pages, in the order of admission."""
         return self._running.sequences
 
     @property
@@ -83,7 +83,7 @@ class Scheduler:
             raise ValueError("the prompt is empty")
         if num_total > self.max_model_len:
             raise ValueError(f"{wanted} exceed max_model_len={self.max_model_len}")
-        num_pages = -(-(num_total - 1) // self.manager.block_size)  # the last token is sampled and never computed
+        num_pages = -(-(num_total - 1) // self.manager.block_size)  # the last token's KV is never computed
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
                 f"{wanted} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
@@ -91,7 +91,7 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence that check() lets pass."""
+        """Queues a sequence that has passed check()."""
         self.waiting.add(seq)
 
     @property
@@ -117,9 +117,9 @@ class Scheduler:
         return step
 
     def _add_prompts(self, step: Step, has_room: bool) -> None:
-        """Chunks of the prompts that run, and new ones behind them, within the step's tokens."""
+        """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
         budget = self.max_num_batched_tokens - step.num_decodes
-        # One that decodes samples a token without room yet.
+        # A sequence that decodes has a token more than its pages hold.
         prompts = [seq for seq in self.running if seq.num_in_pages == seq.num_tokens]
         lengths, budget = self._share(prompts, budget)
         if has_room or not self.running:
@@ -131,10 +131,10 @@ class Scheduler:
                 self._add_chunk(step, seq, length + more)
 
     def _share(self, prompts: list[Sequence], budget: int) -> tuple[list[int], int]:
-        """What each gets of the budget at least, oldest first, and what is left for others.
+        """The least that each prompt gets of the budget, oldest first, and what is left for others.
 
-        Where they need more than one step, each call that has prompts gets an equal share, and so does one that waits
-        and has nothing running.
+        Where the prompts need more than one step, each of their calls gets an equal share, and so does the next waiting
+        call if it has nothing running.
         """
         lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
         if sum(lengths) > budget:
@@ -147,7 +147,7 @@ class Scheduler:
         return lengths, budget - sum(lengths)
 
     def _add_chunk(self, step: Step, seq: Sequence, length: int) -> None:
-        """The next tokens of a prompt; after the last of them its siblings get a token, too."""
+        """Adds the next tokens of a prompt. After the last of them its siblings get a token, too."""
         if not step.add(seq, length) or not seq.siblings:
             return
         siblings, seq.siblings = seq.siblings, []
@@ -159,9 +159,9 @@ class Scheduler:
             self.waiting.add(child)
 
     def _grow(self, step: Step) -> bool:
-        """Adds the sequences that decode, with room for their newest token, preempting where there is none.
+        """Adds the sequences that decode, with room for their newest tokens. Where there is none, it preempts.
 
-        Returns whether all had room.
+        Returns whether there was room for all.
         """
         self._running.retire()
         decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
@@ -193,8 +193,8 @@ class Scheduler:
             self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
 
     def _yield_place(self) -> np.ndarray | None:
-        """Preempts a sequence for the next one that waits, where that one is to have its place. Returns which pages are
-        to be copied to host pages."""
+        """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
+        host pages, if any."""
         head = self.waiting.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
@@ -209,8 +209,8 @@ class Scheduler:
         return self._running.preempt(last, f"{why} needed its place")
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Starts waiting sequences in their order, but passes over those that wait for a prefix. Returns what is left
-        of the budget."""
+        """Starts waiting sequences in their order, but skips those that wait for a prefix. Returns the rest of the
+        budget."""
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
             seq = self.waiting.peek()
@@ -239,15 +239,15 @@ class Scheduler:
     # --- after the launch
 
     def commit(self, step: Step) -> None:
-        """The step is launched: steps launched later may read the KV that it writes."""
+        """Call it after the launch: steps that are launched later may read the KV that this one writes."""
         self.manager.commit_batch(step.ids, step.ends)
         for parent, child in step.forks:
             self.manager.fork(parent, child)
 
     def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
-        """Takes what the step sampled, one token for each of step.sampled; returns the sequences that are finished.
+        """Takes what the step sampled, one token for each of step.sampled; returns the finished sequences.
 
-        The next step may have been scheduled meanwhile, but no further one.
+        The next step may have been scheduled before, but not the one after it.
         """
         if self._steady.take(step, tokens, self.manager):
             return []
@@ -269,7 +269,7 @@ class Scheduler:
         return finished
 
     def forget(self, finished: Iterable[Sequence]) -> None:
-        """Sequences that ended, wherever they are: running, waiting, or gone with their last token."""
+        """Drops finished sequences, whether they run, wait, or have left with their last token."""
         running = []
         for seq in finished:
             if seq.num_in_pages:
@@ -282,8 +282,8 @@ class Scheduler:
             self._running.release(running)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """After an error anywhere. Of these sequences, which must be all, those that are not finished wait with the
-        tokens that the host knows. Nobody holds a page."""
+        """After an error anywhere: frees all pages, and queues the unfinished ones of these sequences, which must be
+        all there are, with the tokens that the host knows."""
         self._running.clear()
         self.waiting.clear()
         self.admission.refused, self._steady = None, SteadyBatch()

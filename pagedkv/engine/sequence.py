@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Sequence:
     """Token ids, and the counts that the scheduler works on. It knows no pages: BlockManager does, by `id`.
 
-    The counts run ahead of new_tokens: a step that is planned counts as computed, and the token that it samples as one
-    of num_tokens, while its value may arrive a step later. num_computed < num_tokens.
+    The counts run ahead of new_tokens: a planned step counts as computed, and num_tokens includes the token that it
+    samples, whose value may arrive a step later. num_computed < num_tokens.
     """
 
     __slots__ = (
@@ -57,29 +57,29 @@ class Sequence:
         self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
         self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
         self.is_swapped = False  # its KV is in host pages
-        self.source = 0  # in which row of the last step its newest token was sampled
+        self.source = 0  # the row of the last step in which its newest token was sampled
         self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
         self.num_preemptions = 0
-        self.preempted_for = ""  # why, the last time
+        self.preempted_for = ""  # the reason of the last preemption
         self.retry_step = 0  # not worth an attempt to admit before this step
         self.siblings: list[Sequence] = []  # other answers to the prompt, which are to be forked from it
         self.detokenizer: Detokenizer | None = None  # where its text is needed while it grows
         self.bad_words: BadWords | None = None
-        self.mask_request: MaskRequest | None = None  # as which its mask knows it
+        self.mask_request: MaskRequest | None = None  # what its mask is called with
         self.owner: Any = None  # the request that it belongs to, and ...
         self.index = 0  # ... which of its answers this is
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the token of stop_token_ids, or the text of stop, that ended it
+        self.stop_reason: int | str | None = None  # the token of stop_token_ids or the stop string that ended it
         self.error: Exception | None = None
-        self.num_logprobs = params.logprobs  # beside that of each new token; None: none at all
+        self.num_logprobs = params.logprobs  # best tokens to report besides each new one; None: nothing
         if params.num_sequences > params.n and self.num_logprobs is None:
-            self.num_logprobs = 0  # the best are chosen by them
+            self.num_logprobs = 0  # the best answers are chosen by log probability
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
-        self.wants_embedding = False  # the last hidden state of the prompt instead of tokens
+        self.wants_embedding = False  # its prompt's last hidden state, not tokens
         self.embedding: np.ndarray | None = None
-        self.num_shown = 0  # of new_tokens, in outputs before
+        self.num_shown = 0  # how many of new_tokens earlier outputs have shown
         self.start_time = start_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -87,16 +87,16 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Of all num_tokens, those that the host knows."""
+        """How many of num_tokens the host knows."""
         return self.num_prompt_tokens + len(self.new_tokens)
 
     @property
     def tokens(self) -> array[int]:
-        """Those, in an array of their own."""
+        """The tokens that the host knows, in a new array."""
         return self.prompt + array("i", self.new_tokens)
 
     def append(self, token: int, now: float) -> None:
-        """Takes the sampled token and decides whether it was the last; a negative one stands for none."""
+        """Takes the sampled token and decides whether it was the last. A negative token: none could be sampled."""
         if token < 0 or self.error is not None:
             no_token = ArithmeticError("the logits hold NaN or no finite number: no token to sample")
             self.finish("error", now, self.error or no_token)
@@ -121,10 +121,10 @@ class Sequence:
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
         self.finish_reason, self.error, self.finish_time = reason, error, now
-        self.mask_request = None  # what its mask keeps for it can go
+        self.mask_request = None  # what its mask keeps for it can be freed
 
     def restart(self) -> None:
-        """From the tokens that the host knows, after an error has lost the steps on their way."""
+        """Starts again from the tokens that the host knows, after an error has lost the steps on their way."""
         self.num_tokens = self.num_known
         self.num_computed = self.num_in_pages = self.retry_step = 0
         self.is_swapped = False

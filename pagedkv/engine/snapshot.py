@@ -1,15 +1,15 @@
-"""The prefix cache in a file, to be there again after a restart.
+"""Saves the prefix cache in a file, and loads it after a restart.
 
-The file is a safetensors file (https://huggingface.co/docs/safetensors) of these tensors, for n pages of the pool in an
-order in which a page comes after the one that its prefix ends with:
+The file is a safetensors file (https://huggingface.co/docs/safetensors) of these tensors, for n pages of the pool. A
+page comes after its parent, the page before it in its prefix:
 
-    parents    I32 [n]: the number of that page, or -1 for the first of a prompt
-    salts      I32 [n]: which of the salts it is cached under
+    parents    I32 [n]: the index of the parent in this order, or -1 for the first page of a prompt
+    salts      I32 [n]: the index of the salt that it is cached under
     tokens     I32 [n, block_size]
-    kv         U8 [n, caches, bytes of a page in one]: keys, then values, of every layer
+    kv         U8 [n, caches, bytes of a page in one cache]: keys, then values, of every layer
 
-Its metadata says of which model, dtypes and layout it is, lists the salts, and holds a digest of all tensors. What does
-not fit, or is damaged anywhere, is refused as a whole.
+Its metadata names the model, the dtypes and the layout, lists the salts, and holds a digest of all tensors. A file that
+does not fit, or is damaged anywhere, is refused as a whole.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pagedkv.models.weights import CheckpointError, SafetensorsFile
 from .kv_caches import KVCaches
 
 FORMAT = "pagedkv cache 1"
-PIECE_BYTES = 64 << 20  # of KV that are in host memory at a time
+PIECE_BYTES = 64 << 20  # of KV, which are in host memory at a time
 
 
 def save(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockManager, caches: KVCaches) -> int:
-    """Writes all computed pages that are in the prefix index; returns how many. The file is there as a whole or, after
-    an error or a kill, as it was before."""
+    """Writes all computed pages in the prefix index; returns how many. The file is written as a whole or, after an
+    error or a kill, is what it was before."""
     pages, parents, indices, salts, tokens = manager.export_cache()
     size = caches.page_bytes // caches.num_caches
     shapes = {
@@ -58,7 +58,7 @@ def save(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockM
 
 
 def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockManager, caches: KVCaches) -> int:
-    """Puts the pages of a file into the pool and the prefix cache; returns how many were new and fitted.
+    """Puts the pages of a file into the pool and the prefix cache; returns how many were new and had room.
 
     FileNotFoundError; ValueError where the file is damaged, or of another model, dtype or layout.
     """
@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockM
 
 
 def _digest_of_header(metadata: dict[str, str], shapes: dict[str, tuple[str, list[int]]]) -> hashlib.blake2b:
-    """To be fed with the data: all that the file says is in it."""
+    """The digest of what precedes the data; update it with the data."""
     return hashlib.blake2b(json.dumps([metadata, shapes], sort_keys=True).encode(), digest_size=32)
 
 
@@ -90,7 +90,7 @@ def _digest_of_header(metadata: dict[str, str], shapes: dict[str, tuple[str, lis
 
 
 def _write_whole(path: Path, write: Callable[[int], None]) -> None:
-    """Under another name first, which is locked for as long as it is there; where anything fails, it is taken away."""
+    """Writes under another name first, which is locked as long as it exists, and is removed if anything fails."""
     _remove_leftovers(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT, 0o600)  # prompts are in it
@@ -110,13 +110,13 @@ def _write_whole(path: Path, write: Callable[[int], None]) -> None:
         os.close(descriptor)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too
+        os.fsync(folder)  # the new name must be on the disk, too
     finally:
         os.close(folder)
 
 
 def _remove_leftovers(path: Path) -> None:
-    """What processes that were killed have written for this path: nobody has it locked."""
+    """Removes what killed processes have left for this path: files that nobody has locked."""
     for each in path.parent.glob(f".{glob.escape(path.name)}.*"):
         if not each.name.removeprefix(f".{path.name}.").isdecimal():
             continue
@@ -130,8 +130,8 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """False: somebody else has the lock, which ends with the descriptor, and so with the process. None: this file
-    system has no locks; what is left over stays."""
+    """Whether it got the lock, which ends with the descriptor, and so with the process. None: this file system has no
+    locks, and leftover files stay."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,7 +155,7 @@ def _write(
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
-    _write_all(file, encoded())  # with a digest of the same length, until it is known
+    _write_all(file, encoded())  # the digest is not known yet: this one has its length
     for piece in pieces:
         digest.update(piece)
         _write_all(file, piece)

@@ -1,7 +1,7 @@
 """The fast path: a batch that only decodes, and goes on unchanged from step to step.
 
-Most steps are of this kind. What the step before had in common with this one is taken from it, and tokens among which
-none ends a sequence are appended without a look at each sequence.
+Most steps are of this kind. They take from the step before what the two have in common, and if no token ends a
+sequence, the tokens are appended without a look at each sequence.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class SteadyBatch:
         self._last_receivers: list[Sequence] = []
 
     def next_step(self, running: list[Sequence], manager: BlockManager) -> Step | None:
-        """The next token of each sequence, where the step before only decoded and nothing has happened to them since.
+        """Plans the next token of each sequence, if the step before only decoded, and decoded these sequences.
 
-        None where that is not so, or there is no page for one of the tokens; then nothing has changed.
+        None, and no change, if that is not so, or if there is no page for one of the tokens.
         """
         last = self._last
         if not last.num_left or running != last.sequences:
@@ -36,13 +36,13 @@ class SteadyBatch:
         return step
 
     def follow(self, step: Step) -> None:
-        """Takes note of the step, which is planned, and of what it has in common with the one before."""
+        """Notes the planned step, and what it has in common with the one before."""
         last, only_decodes = self._last, step.only_decodes
         step.is_same_batch = only_decodes and step.sequences == self._last_receivers
         if step.is_same_batch and last.num_left:
             last.goes_on, step.end_ids, step.num_left = last.end_ids is not None, last.end_ids, last.num_left - 1
         elif only_decodes:
-            # Neither a text that ends an answer nor a mask that fails can be told by the token.
+            # A token alone tells neither that a stop string is complete nor that a mask has failed.
             if all(seq.detokenizer is None and seq.params.mask is None for seq in step.sequences):
                 step.end_ids = frozenset([-1]).union(*(seq.end_ids for seq in step.sequences))
             step.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in step.sequences)
@@ -50,7 +50,7 @@ class SteadyBatch:
 
     @staticmethod
     def take(step: Step, tokens: list[int], manager: BlockManager) -> bool:
-        """Appends the tokens, one for each sequence of the step, where none of them ends a sequence."""
+        """Appends the tokens, one for each sequence of the step, unless one may end a sequence. Whether it did."""
         if not step.goes_on or step.end_ids is None or not step.end_ids.isdisjoint(tokens):
             return False
         for seq, token in zip(step.sequences, tokens, strict=True):

@@ -11,29 +11,29 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """A plan: sequences[i] computes the KV of tokens [starts[i], ends[i]), lengths[i] of them.
+    """The plan of a step: it computes the KV of tokens [starts[i], ends[i]) of sequences[i], lengths[i] of them.
 
     Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # theirs
+    ids: list[int] = field(default_factory=list)  # of the sequences
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    receivers: list[Sequence] = field(default_factory=list)  # who gets the token of each row that is sampled, and ...
-    sampled: list[int] = field(default_factory=list)  # ... after which of `sequences` it is sampled
-    forks: list[tuple[int, int]] = field(default_factory=list)  # ids: a sequence that shares the pages of another
-    # after this step
-    num_decodes: int = 0  # the first so many compute one token that was sampled
-    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # of the decodes: their tokens are in
-    # these rows of what the step before sampled
-    known: list[int] = field(default_factory=list)  # but those of these decodes are known, and in Sequence.new_tokens
+    receivers: list[Sequence] = field(default_factory=list)  # which get the token of each sampled row, and ...
+    sampled: list[int] = field(default_factory=list)  # ... after which of `sequences`, by index
+    # Ids of sequences: after this step the second shares the pages of the first.
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    num_decodes: int = 0  # the first num_decodes sequences compute one token each, which was sampled
+    # The rows of what the step before sampled that hold the tokens of the decodes, ...
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    known: list[int] = field(default_factory=list)  # ... except of these, whose tokens are in Sequence.new_tokens
     is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
-    goes_on: bool = False  # the step and the next, which is planned, only decode and are the same batch: nothing but
-    # one of end_ids ends one of the sequences
-    end_ids: frozenset[int] | None = None  # tokens that end one of its decodes, -1 for none; None: each must be asked
-    num_left: int = 0  # of a step that only decodes: tokens that each of its sequences may get after it at least
+    # This step and the next, which is planned, only decode, the same batch: only one of end_ids ends a sequence.
+    goes_on: bool = False
+    end_ids: frozenset[int] | None = None  # tokens that may end a decode, -1 (no token) among them; None: ask each
+    num_left: int = 0  # of a step that only decodes: the least tokens that each of its sequences may get after it
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
@@ -47,7 +47,7 @@ class Step:
         return self.num_decodes == len(self.sequences)
 
     def add(self, seq: Sequence, length: int) -> bool:
-        """A chunk of the sequence's tokens. True where it is the last one, after which a token is sampled."""
+        """Adds a chunk of the sequence's tokens. True if it is the last one, after which a token is sampled."""
         self.starts.append(seq.num_computed)
         self.lengths.append(length)
         seq.num_computed += length
@@ -60,7 +60,7 @@ class Step:
         return is_last
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has the same prompt, gets a token of its own after the chunk that was just added."""
+        """Has a token sampled for the child, which has the same prompt, after the chunk that was just added."""
         child.num_computed = child.num_in_pages = parent.num_computed
         child.num_cached = parent.num_cached
         self._sample(child, len(self.sequences) - 1)
@@ -73,7 +73,7 @@ class Step:
         self.receivers.append(seq)
 
     def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
-        """The next token of each, as the first of the step; `ends` are their num_tokens."""
+        """Adds the next token of each of these as the first of the step; `ends` are their num_tokens."""
         self._plan(decodes, ids, ends)
         self.starts = [end - 1 for end in ends]
         self.sources = np.array([seq.source for seq in decodes], np.int32)
@@ -82,7 +82,7 @@ class Step:
             seq.source = row
 
     def go_on(self, last: Step, ends: list[int]) -> None:
-        """The same after a step that decoded nothing but these sequences."""
+        """The same after a step that only decoded, for its sequences."""
         self._plan(last.sequences.copy(), last.ids.copy(), ends)
         self.starts = last.ends.copy()
         self.sources = np.arange(self.num_decodes, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The arrays of a step: where they lie, and what the model is given of them."""
+"""The arrays of a step: how they lie in memory, and what the model gets of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from pagedkv import Tensor
 from pagedkv.models.qwen3 import Batch
 
-ALIGN = 64  # bytes: where each array of a step begins
+ALIGN = 64  # bytes, to which each array of a step is aligned
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's arrays on the device, which the next step overwrites."""
+    """The arrays of a step on the device. The next step overwrites them."""
 
     batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    last_tokens: Tensor | None  # [num_rows] the batch's tokens whose successors are sampled; None: all of them
+    last_tokens: Tensor | None  # [num_rows] tokens after which one is sampled; None: all
     temperatures: Tensor  # [num_rows] float32
     seeds: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] of the tokens to be sampled
-    needs_logits: bool  # in memory, before anything is sampled
+    needs_logits: bool  # whether logits are written before anything is sampled
 
 
 class Arrays:
     """The arrays of a step side by side in one piece of bytes, so that one copy brings all of them to the device.
 
-    num_tokens None: a step that only decodes, one token of each sequence, which needs fewer of them.
+    num_tokens None: a step that only decodes, one token per sequence, which needs fewer arrays.
     """
 
     def __init__(self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int) -> None:
@@ -43,7 +43,7 @@ class Arrays:
         self.context_lens = self._array(num_seqs, "int32")
         self.cu_seqlens_q: Any = None if is_decode else self._array(num_seqs + 1, "int32")
         self.last_tokens: Any = None if is_decode else self._array(num_rows, "int32")
-        # A sequence's next token comes after its context.
+        # The position of the next token is the length of the context.
         self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
 
     def _array(self, count: int, dtype: str) -> Any:

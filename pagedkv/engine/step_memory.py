@@ -1,7 +1,7 @@
-"""Where the arrays of steps lie, and how they come to the device.
+"""Memory for the arrays of steps, and their way to the device.
 
-The host has two sets of arrays and fills them in turn, since a GPU may still read the last one; on a GPU they are in
-pinned memory. On the CPU there is one set, which the model reads in place.
+With a GPU the host has two sets of arrays in pinned memory, and fills them in turn, because the GPU may still read the
+last one. On the CPU there is one set, which the model reads in place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NO_TABLE = np.empty((0, 0), np.int32)
 
 
 class StepMemory:
-    """All that steps up to these sizes need.
+    """The arrays of steps up to these sizes.
 
     Args:
-        batch_sizes: of steps that only decode, in order: they are padded to the next one
+        batch_sizes: of steps that only decode, in order; a step is padded to the next one
         plans: see allocate_plans
     """
 
@@ -54,7 +54,7 @@ class StepMemory:
             self._table_there = NO_TABLE
 
     def fill(self, step: Step, arrays: Any, turn: int, *, needs_logits: bool) -> StepInputs:
-        """The step's arrays, on their way to the device. `arrays` are what BlockManager.prepare() gives for it."""
+        """Fills the step's arrays and starts their copy. `arrays` are what BlockManager.prepare() returns for it."""
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
         if step.only_decodes:
             size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
@@ -93,7 +93,7 @@ class StepMemory:
             end += length
 
     def idle_decodes(self, num_seqs: int) -> StepInputs:
-        """On a GPU: a step of nothing but padding."""
+        """On a GPU: a step of padding only."""
         hosts, there = self._decode_arrays(num_seqs)
         ops.synchronize(self._device)  # the host's arrays may still be read
         pad(hosts[0], 0)
@@ -101,7 +101,7 @@ class StepMemory:
         return there.inputs(self._tables[:num_seqs], 1, self._plans)
 
     def idle_prompt(self) -> StepInputs:
-        """On a GPU: a step of as many tokens as there may be, of one prompt, that keeps nothing."""
+        """On a GPU: a step of one prompt with max_num_batched_tokens tokens, whose KV is not stored."""
         num_tokens = self._max_num_batched_tokens
         ops.synchronize(self._device)
         host = Arrays(self._host[0].numpy(), num_tokens, 1, 1)
@@ -123,8 +123,8 @@ class StepMemory:
             self._there[: host.num_bytes].copy_(self._host[turn][: host.num_bytes])
 
     def _upload_tables(self, tables: np.ndarray, num_rows: int) -> Any:
-        """The block tables on the device. Its rows are as long as the longest sequence's, so that graphs need not
-        change; only what is in use is copied, and nothing where no page was added."""
+        """The block tables on the device. Their rows are as long as max_model_len needs, so that graphs need not
+        change. Only what is in use is copied, and nothing if the tables have not changed."""
         if not self._is_gpu:
             return tables
         if not np.array_equal(tables, self._table_there):
@@ -132,7 +132,7 @@ class StepMemory:
             num_seqs, num_blocks = tables.shape
             staged = self._host_tables[0][: tables.size].view(tables.shape)
             staged.numpy()[:] = tables
-            self._table_there = NO_TABLE  # where an error ends this before the copy is on its way, nothing is known
+            self._table_there = NO_TABLE  # until the copy has started: after an error in between nothing is known
             self._tables[:num_seqs, :num_blocks].copy_(staged)
             self._table_there = staged.numpy()
         return self._tables[:num_rows]

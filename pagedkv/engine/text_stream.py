@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one: what each adds, never half a character, at a cost that does not grow."""
+"""Incremental detokenisation: the text that each token adds, in whole characters, at a cost that does not grow."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 
 class TextStream(Protocol):
-    """Of one answer. The texts of all calls together are what the tokenizer makes of all tokens at once."""
+    """The text of one answer. All calls together return what the tokenizer makes of all tokens at once."""
 
     def push(self, token_id: int) -> str:
-        """What the token adds. Bytes that may become a character with the next token are held back."""
+        """The text that the token adds. Bytes that the next token may complete to a character are held back."""
 
     def finish(self) -> str:
-        """What was held back, as far as it goes. No token follows."""
+        """The text of what was held back. No token follows."""
 
 
 def text_stream(tokenizer: Any, *, skip_special_tokens: bool) -> TextStream:
-    """The one for this tokenizer (of the `tokenizers` library)."""
+    """A TextStream for this tokenizer (of the `tokenizers` library)."""
     from tokenizers.decoders import ByteLevel
 
     kind = ByteStream if isinstance(tokenizer.decoder, ByteLevel) else WindowStream
@@ -26,7 +26,7 @@ def text_stream(tokenizer: Any, *, skip_special_tokens: bool) -> TextStream:
 
 
 class ByteStream:
-    """Of byte-level BPE, Qwen3's kind: a token stands for its bytes. """
+    """For byte-level BPE, Qwen3's kind: a token stands for its bytes."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._bytes = _bytes_of_tokens(tokenizer, skip_special_tokens)
@@ -40,7 +40,7 @@ class ByteStream:
 
 
 class _BytesOfTokens(dict[int, bytes]):
-    """Filled as tokens are met."""
+    """The bytes of each token, filled in when a token is first met."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ def _bytes_of_tokens(tokenizer: Any, skip_special_tokens: bool) -> _BytesOfToken
 
 
 def _bytes_of_token(token: str) -> bytes:
-    """Each character stands for a byte. A token with any other one was added to the vocabulary, and is its own text."""
+    """Each character stands for a byte. A token with any other character was added later, and is its own text."""
     table = _byte_of_char()
     if any(char not in table for char in token):
         return token.encode()
@@ -67,7 +67,7 @@ def _bytes_of_token(token: str) -> bytes:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's: printable characters of Latin-1 are their bytes, the other bytes follow from U+0100 on in their order
+    """GPT-2's table: printable characters of Latin-1 are their bytes; the other bytes follow in order from U+0100 on
     (https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -79,21 +79,21 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class WindowStream:
-    """Of any other tokenizer: the last tokens are decoded with and without the new one.
+    """For any other tokenizer: decodes the last tokens with and without the new one.
 
-    Where bytes that are no UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
-    library's, which looks at all of a run of such tokens.
+    Where bytes that are not UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
+    library's, which looks at a whole run of such tokens.
     """
 
-    MAX_HELD = 8  # tokens without text: more than the bytes of a character
+    MAX_HELD = 8  # tokens without text: more than a character has bytes
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._window: list[int] = []
-        self._num_read = 0  # the first so many have been returned, and make ...
-        self._read = ""  # ... this text
+        self._num_read = 0  # how many of them have been returned, and ...
+        self._read = ""  # ... their text
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:

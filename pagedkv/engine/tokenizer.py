@@ -1,4 +1,4 @@
-"""tokenizer.json, through the `tokenizers` library, loaded when the first text must be read or written."""
+"""tokenizer.json, read by the `tokenizers` library when the first text must be encoded or decoded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.library
-        text.encode()  # UnicodeEncodeError: a lone surrogate, of which the library says nothing that helps
+        text.encode()  # UnicodeEncodeError for a lone surrogate; the library's own message does not help
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -40,5 +40,5 @@ class Tokenizer:
         return text
 
     def text_stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """For the tokens of one answer as they come."""
+        """For the tokens of one answer, one at a time."""
         return text_stream(self.library, skip_special_tokens=skip_special_tokens)

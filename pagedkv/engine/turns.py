@@ -1,8 +1,8 @@
-"""Many threads, one engine: each waits for its own outputs, and one of those that wait steps the engine for all.
+"""Many threads, one engine: each waits for its own outputs, and one of the waiting threads steps the engine for all.
 
-No thread of its own is needed, and none is woken for nothing: outputs go to the mailbox of the caller that asked for
-them. Whoever steps hands over to the next one as soon as it has an output itself, so a caller that is slow to take its
-outputs holds up nobody.
+The engine needs no thread of its own, and no thread is woken for nothing: outputs go to the mailbox of the caller that
+asked for them. The thread that steps hands over to the next one as soon as it has an output itself, so a caller that is
+slow to take its outputs delays no other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Mailbox = SimpleQueue[Any]  # where a caller gets its outputs
-WAKE = object()  # to the mailbox of a caller whose turn has come
+WAKE = object()  # put into the mailbox of a caller whose turn has come
 Action = Callable[[], None]
 
 
@@ -27,9 +27,9 @@ class Turns:
     """Whose turn it is to step the engine.
 
     Args:
-        step: what the one whose turn it is does, until it has an output; it calls what it is given while a device
-            computes
-        settle: what is to be done between two steps; is_unsettled() says whether there is any of it
+        step: makes a step, and calls the function that it is given while a device computes; the caller whose turn it
+            is calls it until it has an output
+        settle: does what is to be done between two steps; is_unsettled() says whether there is any of it
     """
 
     def __init__(self, step: Callable[[Action], None], settle: Action, is_unsettled: Callable[[], bool]) -> None:
@@ -39,11 +39,11 @@ class Turns:
         self._waiting: list[Mailbox] = []
 
     def receive(self, mailbox: Mailbox, meanwhile: Action = nothing) -> Any:
-        """What comes next for this mailbox. Waits for it, and steps the engine, unless another caller does.
+        """The next item for this mailbox. Waits for it, and steps the engine unless another caller does.
 
-        `meanwhile` is called before any waiting: for a step that is on its way, or for another caller's.
+        `meanwhile` is called before any wait, whether for an own step or for another caller's.
 
-        An error in a step is raised by the caller that made the step; the next one goes on after it.
+        An error in a step is raised in the caller that made the step; the next caller goes on after it.
         """
         try:
             while True:
@@ -52,10 +52,10 @@ class Turns:
                     return item
         finally:  # an error or an interrupt, too
             self._leave(mailbox)
-            self.settle()  # what came after the last step, while it was still this one's turn
+            self.settle()  # what arrived after the last step, while it was still this caller's turn
 
     def receive_all(self, mailbox: Mailbox, meanwhile: Action = nothing) -> list[Any]:
-        """The same, and what else is there by then."""
+        """The same, and all other items that are there by then."""
         items = [self.receive(mailbox, meanwhile)]
         while not mailbox.empty():
             item = mailbox.get()
@@ -64,17 +64,17 @@ class Turns:
         return items
 
     def try_step(self) -> None:
-        """One step, unless another caller makes one."""
+        """Makes one step, unless another caller is making one."""
         self._run_alone(lambda: self._step(nothing))
         self.settle()
 
     def settle(self) -> None:
-        """Between two steps: now where nobody steps the engine, else at the end of the step that is made."""
+        """Settles now if no caller steps the engine, else at the end of the step that is being made."""
         while self._is_unsettled() and self._run_alone(self._settle):
             pass
 
     def _run_alone(self, action: Action) -> bool:
-        """Whether it could be done, because it is nobody else's turn."""
+        """Runs the action if it is nobody's turn. Returns whether it did."""
         nobody: Mailbox = SimpleQueue()
         with self._lock:
             if self._owner is not None:
@@ -111,7 +111,7 @@ class Turns:
 
 
 class Errands:
-    """What any thread asks to be done between two steps."""
+    """Actions of any thread that are to run between two steps."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -126,7 +126,7 @@ class Errands:
         return future
 
     def run(self) -> None:
-        """All that are there."""
+        """Runs all that are there."""
         while self._waiting:
             action, future = self._waiting.popleft()
             try:

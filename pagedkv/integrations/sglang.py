@@ -5,14 +5,14 @@ SGLang finds `register` through the entry point group `sglang.srt.plugins` in ea
     python -m sglang.launch_server --model-path Qwen/Qwen3-8B --attention-backend pagedkv --page-size 64
 
 serves the model with pagedkv's kernels: prefill (with a prefix from the radix cache, in chunks, mixed with decodes, and
-between the pieces of a breakable CUDA graph) and decode (in full CUDA graphs). Keys and values are stored straight into
-SGLang's pools, which may be float8_e4m3fn with a scale for each layer, hold the heads before the tokens
+between the pieces of a breakable CUDA graph) and decode (in full CUDA graphs). Keys and values are stored directly in
+SGLang's pools, which may be float8_e4m3fn with a scale per layer, have the heads before the tokens
 (SGLANG_USE_HND_KVCACHE), or keep the layers with a sliding window apart. Any page size works; SGLang's own default, 1,
-needs a page table with an entry for each token.
+needs a page table with an entry per token.
 
-Raises NotImplementedError with the name of what is refused: speculative decoding, diffusion language models, MLA,
+These are refused with a NotImplementedError that names them: speculative decoding, diffusion language models, MLA,
 encoder-decoder models, layers that attend to chunks, context parallelism, unified memory, other quantized KV caches,
-and a CUDA graph of a whole prefill.
+and CUDA graphs of a whole prefill.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KV_CACHE_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m
 def register() -> None:
     """Makes `--attention-backend pagedkv` known to this process; may be called again.
 
-    It may be named beside --enable-deterministic-inference, too, where SGLang leaves its radix cache out.
+    The backend may also be used with --enable-deterministic-inference, for which SGLang turns its radix cache off.
     """
     register_attention_backend(NAME)(PagedKVBackend)
     for names, add in (
@@ -63,12 +63,12 @@ class Metadata:
     max_seqlen_q: int = 1
     is_graph: bool = False  # the pass is captured, and its tables are written before each replay
     window_slots: Any = None  # [num_tokens], the batch's out_cache_loc in the pool of windows, if there is one
-    # By what tells layers apart. The first layer of a kind plans, hence in a graph each replay plans for its lengths.
+    # By kind of layer. The first layer of a kind plans, so in a graph each replay plans for its own lengths.
     plans: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
 
 class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
-    """One of these serves all layers of a SGLang ModelRunner."""
+    """Serves all layers of an SGLang ModelRunner."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.has_window_pool = isinstance(self.token_to_kv_pool, SWAKVPool) and self.token_to_kv_pool.swa_layer_nums > 0
         self.is_fp8 = model_runner.kv_cache_dtype == torch.float8_e4m3fn
-        # One part for each sequence: its sums do not depend on what else is in the batch.
+        # One part per sequence: its sums do not depend on what else is in the batch.
         self.num_splits = 1 if get_exec().deterministic.enable_deterministic_inference else 0
         self.forward_metadata: Metadata | None = None
 
     # --- what is made once for each batch
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """For a pass without a graph, or between the pieces of a breakable one."""
+        """For a pass without a graph, or with a breakable one, between whose pieces attention runs."""
         mode = forward_batch.forward_mode
         _check_mode(mode)
         if mode.is_idle():
@@ -104,7 +104,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The memory that all decode graphs read their batch from."""
+        """Allocates the memory from which all decode graphs read their batch."""
         self.graph_lens = torch.zeros(max_bs, dtype=torch.int32, device=self.device)
         self.graph_tables = self._empty_tables(max_bs, -(-self.max_context_len // self.page_size))
 
@@ -120,7 +120,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         self.forward_metadata = Metadata(lens, tables, is_graph=True)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """In front of the layers: warm-up passes and the captured one each begin here."""
+        """Called before the layers: warm-up passes and the captured one begin here."""
         metadata = self.forward_metadata
         assert metadata is not None
         metadata.plans.clear()
@@ -128,7 +128,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
             metadata.window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Padding of a graph's batch attends to its own token, which lies in the page for padding."""
+        """A padding sequence of a graph's batch attends to its own token, in the page for padding."""
         return 1
 
     def shared_read_ends(self, fm: Any) -> Any:
@@ -136,18 +136,18 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         return SharedReadEnds.PRE_REPLAY if fm == ForwardMode.EXTEND else super().shared_read_ends(fm)
 
     def _num_pages(self, forward_batch: Any) -> int:
-        """The most pages of a sequence, from the lengths that the host knows."""
+        """The most pages that a sequence has, from the lengths that the host knows."""
         lens = forward_batch.seq_lens_cpu
         longest = self.max_context_len if lens is None else min(int(lens.max()), self.max_context_len)
         return int(-(-longest // self.page_size))
 
     def _empty_tables(self, num_seqs: int, max_pages: int) -> list[torch.Tensor]:
-        """With the page that SGLang keeps for padding, 0, in every entry."""
+        """Tables whose every entry is 0, the page that SGLang keeps for padding."""
         options = {"dtype": torch.int32, "device": self.device}
         return [torch.zeros(num_seqs, max_pages, **options) for _ in range(1 + self.has_window_pool)]
 
     def _write_tables(self, forward_batch: Any, tables: list[torch.Tensor], num_pages: int) -> None:
-        """The first `num_pages` of each sequence, from the slots of its tokens: those of a page lie side by side."""
+        """Writes `num_pages` pages of each sequence from the slots of its tokens: those of a page are consecutive."""
         size = self.page_size
         firsts = self.req_to_token_pool.req_to_token[:, : num_pages * size : size]
         slots = firsts.index_select(0, forward_batch.req_pool_indices)
@@ -161,7 +161,7 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        """As forward_extend, of one token for each sequence."""
+        """As forward_extend, with one token per sequence."""
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def forward_extend(
@@ -229,14 +229,14 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
 
 
 def _mask(layer: Any) -> dict[str, Any]:
-    """Which keys a layer's queries see. sliding_window_size counts those in front of a query's own; -1 is all."""
+    """Which keys a layer's queries see. sliding_window_size counts the keys before a query's own; -1: all."""
     is_causal = layer.attn_type != AttentionType.ENCODER_ONLY
     window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     return {"causal": is_causal, "window_size": (window, 0 if is_causal else window)}
 
 
 def _scales(layer: Any) -> dict[str, Any]:
-    """A number each, or None. A checkpoint sets k_scale_float; a file of scales sets k_scale alone, to a number."""
+    """A number or None for each. A checkpoint sets k_scale_float; a file of scales sets only k_scale, to a number."""
     k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
     v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float
     return {"k_scale": k_scale, "v_scale": v_scale}

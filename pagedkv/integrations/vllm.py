@@ -3,14 +3,14 @@
     vllm serve Qwen/Qwen3-8B --attention-backend PAGEDKV
     vllm.LLM("Qwen/Qwen3-8B", attention_backend="PAGEDKV")
 
-With pagedkv installed beside it, vLLM finds `register` by the entry point `vllm.general_plugins` in each of its
-processes. Written for vLLM 0.33.0; vllm_0_26.py has what 0.26.0 wants otherwise.
+If pagedkv is installed in the same environment, each process of vLLM finds `register` by the entry point group
+`vllm.general_plugins`. Written for vLLM 0.33.0; vllm_0_26.py has what differs in 0.26.0.
 
 Decoder attention in float16, bfloat16 and float32, with a KV cache of the same type or of fp8 (e4m3, with scales for
 the tensor or for each head), sliding windows, logits_soft_cap, ALiBi and sinks; chunked prefill, prefix caching and all
-modes of CUDA graphs. With VLLM_BATCH_INVARIANT=1 the keys of a sequence are added up in one order whatever the batch.
-vLLM refuses at its start what a method supports_... here denies: encoders, MLA, context parallelism, PrefixLM and fp8
-of the kind e5m2. NotImplementedError comes for a quantised output and for a `causal` that differs within a batch.
+modes of CUDA graphs. With VLLM_BATCH_INVARIANT=1 a sequence's sums have one order, whatever the batch. When it starts,
+vLLM refuses what a method supports_... here denies: encoders, MLA, context parallelism, PrefixLM and fp8 e5m2. A
+quantised output, and a `causal` that differs within a batch, raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FP8 = ("fp8", "fp8_e4m3")
 
 
 def register() -> None:
-    """Makes the name PAGEDKV known to vLLM. vLLM calls it once or more in each process."""
+    """Makes the name PAGEDKV known to vLLM, which calls this once or more in each process."""
     if NAME in AttentionBackendEnum.__members__:
         return
     if hasattr(AttentionBackendEnum, "register"):
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def registered() -> AttentionBackendEnum:
-    """PAGEDKV among vLLM's names, in a process where `register` was called or was not."""
+    """vLLM's enum member PAGEDKV, whether or not `register` was called in this process before."""
     register()
     return AttentionBackendEnum[NAME]
 
@@ -84,7 +84,7 @@ class PagedKVMetadataBuilder(interface.AttentionMetadataBuilder):  # type: ignor
     def build(
         self, common_prefix_len: int, common_attn_metadata: interface.CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedKVMetadata:
-        """The step's batch. Nothing is computed here: a plan is made by the first layer that needs it."""
+        """The step's batch. Nothing is computed here: the first layer that needs a plan makes it."""
         common = common_attn_metadata
         if common_prefix_len > 0:
             raise NotImplementedError(f"common_prefix_len is {common_prefix_len}: {NAME} has no cascade attention")
@@ -148,7 +148,7 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Stores the new keys and values, before forward. Their rows after those of slot_mapping are padding."""
+        """Stores new keys and values; vLLM calls it before forward. Rows after those of slot_mapping are padding."""
         num_tokens = slot_mapping.shape[0]
         k_cache, v_cache = self.caches(kv_cache)
         k_scale, v_scale = self.scales(layer)
@@ -200,10 +200,11 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         return output
 
     def plan(self, batch: PagedKVMetadata, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> torch.Tensor:
-        """How this batch is divided among the processors: made by its first layer, used by those alike after it.
+        """How this batch is divided among the processors. The first layer makes the plan, and later layers of the same
+        kind use it.
 
-        In a captured graph that makes the plan a part of the graph, and every replay plans for the lengths that it
-        finds. So a plan from outside of the graph does not count in it.
+        In a captured graph the plan is a part of the graph, so that every replay plans for the lengths that it finds. A
+        plan from outside of the graph is therefore not used in it.
         """
         is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
         kind = is_captured, self.num_heads, self.window
@@ -220,14 +221,14 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
         return k_cache, v_cache
 
     def scales(self, layer: interface.AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Of the keys and the values of an fp8 cache: a number, which vLLM has as a scalar, or one for each KV head."""
+        """The scales of the keys and the values of an fp8 cache: one number (a scalar in vLLM), or one per KV head."""
         if self.kv_cache_dtype not in FP8:
             return None, None
         return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
 
 class PagedKVBackend(interface.AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it chooses. The layout of the cache is vLLM's own choice: the kernels take all strides."""
+    """What vLLM asks before it chooses. The layout of the cache is vLLM's choice: the kernels take any strides."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8]
@@ -248,7 +249,7 @@ class PagedKVBackend(interface.AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | interface.MultipleOf]:
-        """Any size would do, but vLLM takes the smallest that it finds here for layers with a window."""
+        """The kernels take any size, but for layers with a window vLLM takes the smallest that it finds here."""
         return [interface.MultipleOf(16)]
 
     @classmethod

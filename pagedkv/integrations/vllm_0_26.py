@@ -1,5 +1,5 @@
-"""What vLLM 0.26.0 wants otherwise than 0.33.0: the backend gives the cache its shape, a graph for batches of all kinds
-is captured with short queries, and the name PAGEDKV is made in another way."""
+"""What differs in vLLM 0.26.0 from 0.33.0: the backend gives the cache its shape, a graph for batches of all kinds is
+captured with short queries, and the name PAGEDKV is made in another way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 class PagedKVMetadataBuilder(vllm.PagedKVMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> vllm.PagedKVMetadata:
-        """A graph that serves prefills, too, may be replayed for one request with all of its tokens, but is captured
-        with many requests and the max_query_len of those."""
+        """A graph that also serves prefills is captured with many requests and their max_query_len, but may be replayed
+        for a single request that has all of the tokens."""
         metadata = self.build(0, common_attn_metadata)
         if self.vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
             metadata.max_query_len = metadata.num_actual_tokens
@@ -48,7 +48,7 @@ class PagedKVBackend(vllm.PagedKVBackend):
 
 
 def register() -> None:
-    """0.26.0 has one name for the backends of others, CUSTOM: PAGEDKV becomes an alias of it."""
+    """0.26.0 has one name for foreign backends, CUSTOM: PAGEDKV becomes an alias of it."""
     if AttentionBackendEnum.CUSTOM.is_overridden():
         raise RuntimeError(f"{vllm.NAME}: vLLM's CUSTOM backend is taken by {AttentionBackendEnum.CUSTOM.get_path()}")
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedKVBackend.__name__}")

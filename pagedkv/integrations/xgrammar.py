@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a regular expression or a grammar, by masks of xgrammar.
+"""Answers that follow a JSON schema, a regular expression or a grammar, through masks of xgrammar.
 
     from pagedkv.integrations.xgrammar import Grammars
 
@@ -6,8 +6,8 @@
     params = SamplingParams(mask=grammars.json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
     llm.generate("Her age as JSON: ", params)
 
-The end of the sequence is allowed where the grammar may end, and nowhere else. A request that reaches max_tokens is
-cut. It needs the package xgrammar (pip install pagedkv[grammar]).
+The end-of-sequence token is allowed where the grammar may end, and nowhere else. An answer that reaches max_tokens is
+cut off. This module needs the package xgrammar (pip install pagedkv[grammar]).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ except ModuleNotFoundError as error:
 
 
 class Grammars:
-    """Compiles masks for the tokens of an engine's model. One may serve any number of requests at a time.
+    """Compiles masks for the tokens of an engine's model. A mask may serve any number of requests at a time.
 
-    What is no schema, regular expression or grammar raises ValueError.
+    A text that is no schema, regular expression or grammar raises ValueError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,11 +51,11 @@ class Grammars:
         return self._compiled("json_schema", text, **options)
 
     def regex(self, pattern: str) -> GrammarMask:
-        """What a regular expression matches from its first to its last character."""
+        """Answers that a regular expression matches as a whole."""
         return self._compiled("regex", pattern)
 
     def grammar(self, ebnf: str) -> GrammarMask:
-        """What a grammar allows: EBNF as of llama.cpp, whose first rule is `root`."""
+        """Answers that a grammar allows: EBNF in llama.cpp's form, whose first rule is `root`."""
         return self._compiled("grammar", ebnf)
 
     def _compiled(self, kind: str, text: str, **options: Any) -> GrammarMask:
@@ -69,7 +69,7 @@ class Grammars:
 
 
 class GrammarMask:
-    """What SamplingParams.mask takes. Each answer has a matcher of its own, as long as it lives."""
+    """A value for SamplingParams.mask. Each answer has a matcher of its own as long as the answer lives."""
 
     def __init__(self, compiled: Any, vocab_size: int, end_ids: list[int]) -> None:
         self._compiled, self._num_words, self._end_ids = compiled, -(-vocab_size // 32), end_ids
@@ -80,7 +80,7 @@ class GrammarMask:
         matcher, seen = self._matchers.get(request, (None, []))
         if matcher is None or tokens[: len(seen)] != seen:
             matcher, seen = xgrammar.GrammarMatcher(self._compiled), []
-        self._matchers.pop(request, None)  # it is between two states where a token is refused
+        self._matchers.pop(request, None)  # if a token is refused, the matcher is between two states
         for token in tokens[len(seen) :]:
             if not matcher.is_terminated() and not matcher.accept_token(token):
                 raise ValueError(f"token {token} does not follow the grammar: another option has forced it")
@@ -95,7 +95,7 @@ class GrammarMask:
 
 
 def _vocabulary(engine: Engine) -> tuple[list[str], Any]:
-    """The text of each token id, "" for those that are no text, and how xgrammar is to read them."""
+    """The text of each token id ("" for ids without one), and how xgrammar is to read them."""
     library = engine.tokenizer.library
     special = {token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special}
     tokens = [""] * engine.config.vocab_size

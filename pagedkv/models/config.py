@@ -1,6 +1,6 @@
 """Qwen3's config.json: the dense models, in the spellings of transformers 4 and 5.
 
-What this file does not know it refuses by name: a model that is loaded with a setting ignored gives wrong text.
+A setting that this file does not know is refused by name: a model with a setting ignored would write wrong text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: angle of pair i at position p is p * inv_freq[i], cos and sin times attention_factor."""
+    """Rotary embedding: the angle of pair i at position p is p * inv_freq[i]; attention_factor scales cos and sin."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -65,7 +65,7 @@ class Qwen3Config:
             raise ValueError(f"{path}: {error}") from None
 
     def fingerprint(self) -> str:
-        """Of all that the KV of a prompt depends on beside the weights, as hexadecimal digits."""
+        """A digest of all that the KV of a prompt depends on besides the weights, in hexadecimal."""
         kept = replace(self, eos_token_ids=frozenset())
         return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Weights of random values, made where they are used: to measure a model's speed without its files."""
+"""Random weights, made on the device that uses them, to measure a model's speed without its files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POOL_SIZE = 4_194_301  # a prime: neighbouring tensors, and rows of one, hold di
 
 
 class DummyCheckpoint:
-    """In place of a Checkpoint: every tensor exists, normal with deviation 0.02, and norms are 1.
+    """Stands in for a Checkpoint: every tensor exists, with normal values of deviation 0.02, or 1 for norms.
 
-    The numbers repeat after POOL_SIZE; drawing as many as a large model has would take minutes.
+    The values repeat after POOL_SIZE: drawing all those of a large model would take minutes.
     """
 
     def __init__(self, dtype: str, device: str) -> None:

@@ -7,10 +7,10 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     every layer:    x += attention(norm(x));   x += mlp(norm(x))
     logits = head(norm(x)[the last token of every sequence])
 
-x is called residual. A norm in a layer is no call of its own: its weight becomes a part of the weight of the next
-product, and the division by the root mean square is left to what reads that product (see fold). linear adds to what it
-writes, so a layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a
-kernel may fetch them before its turn.
+x is called residual. A norm in a layer is no call of its own: its weight is multiplied into the weight of the next
+product, and the reader of that product divides by the root mean square (see fold). linear can add to its output, so a
+layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch
+them before its turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AnyCheckpoint = Checkpoint | DummyCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the layers must know of a step; int32 arrays on the model's device (see BlockManager.prepare)."""
+    """What the layers must know of a step: int32 arrays on the model's device (see BlockManager.prepare)."""
 
     token_ids: Any  # [num_tokens]
     positions: Any  # [num_tokens]
@@ -50,25 +50,29 @@ class Buffers:
     residual: Tensor  # hidden_size
     normed: Tensor  # hidden_size
     qkv: Tensor  # (num_q_heads + 2 * num_kv_heads) * head_dim
-    q: Tensor  # num_q_heads * head_dim: the shape of what is planned, and memory that attention trades with in only()
+    q: Tensor  # num_q_heads * head_dim: the shape to plan for, and memory to swap with attention in only()
     attention: Tensor  # num_q_heads * head_dim
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
 
     @staticmethod
-    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
+    def sizes(config: Qwen3Config) -> list[int]:
+        """The sizes of the rows, in the order of the fields."""
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = [config.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
-        sizes += [2 * config.intermediate_size, config.intermediate_size]
-        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in sizes))
+        return [*sizes, 2 * config.intermediate_size, config.intermediate_size]
+
+    @staticmethod
+    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
+        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in Buffers.sizes(config)))
 
     def first(self, num_tokens: int) -> Buffers:
-        """The same memory cut to so many tokens."""
+        """The same memory, cut to num_tokens rows."""
         return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
     def only(self, tokens: Tensor) -> Buffers:
-        """For these tokens alone, with their residual and attention, which trade places with normed and q. A token may
-        be there several times."""
+        """Buffers for these tokens alone, with their residual and attention, whose memory is swapped with that of
+        normed and q. A token may occur several times."""
         few = self.first(len(tokens))
         residual = ops.gather_rows(self.residual, tokens, out=few.normed)
         attention = ops.gather_rows(self.attention, tokens, out=few.q)
@@ -76,20 +80,20 @@ class Buffers:
 
 
 def window_size(num_keys: int) -> tuple[int, int]:
-    """As attention takes it: a query sees so many keys, its own included; 0: all."""
+    """window_size of attention for queries that see num_keys keys, their own included; 0: all."""
     return (num_keys - 1, 0) if num_keys else (-1, -1)
 
 
 def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: str) -> dict[tuple[int, int], Tensor]:
-    """Memory for how attention divides a batch of up to so much among a GPU's processors, by the windows of the layers.
-    With it in the batch, forward() plans once for all layers; without, each call of attention does it."""
+    """Memory for attention's plans of a batch of up to this size (see plan_attention), by the windows of the layers.
+    With it in the batch, forward() plans once for all layers; without, each call of attention plans for itself."""
     num_rows = -(-num_tokens * config.num_q_heads // config.num_kv_heads // 8) + num_seqs + 4096  # see plan_attention
     return {window_size(window): ops.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
 
 
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
-    """Multiplies a norm's weight into that of the product after it, in place. Returns the norm that must still run
-    before the product, or None: a row can be divided by its root mean square after the product as well.
+    """Multiplies a norm's weight into the weight of the next product, in place. Returns the norm that must still run
+    before the product, or None: a row can as well be divided by its root mean square after the product.
 
     In float16 a product of rows that are not yet divided may be too large: there the norm stays what it is.
     """
@@ -121,7 +125,7 @@ class Attention:
         self.cos_sin = cos_sin
 
     def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
-        """buffers.attention = the heads of attention(norm(buffers.residual)), and the tokens' KV into the caches"""
+        """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches"""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         out = buffers.attention.view(heads)
         x = buffers.residual
@@ -196,7 +200,7 @@ class Layer:
 
 
 class Qwen3:
-    """The whole model. `max_model_len` bounds the rotary table: no position may reach it."""
+    """The whole model. `max_model_len` is the size of the rotary table: positions must be smaller."""
 
     def __init__(self, config: Qwen3Config, checkpoint: AnyCheckpoint, max_model_len: int) -> None:
         table = cos_sin_table(config.rope, config.head_dim, max_model_len)
@@ -214,7 +218,7 @@ class Qwen3:
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
     def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
-        """Chooses how a GPU computes the products of so many tokens, and rows of logits: see ops.tune_linear."""
+        """Chooses how a GPU computes products of these numbers of tokens, and rows of logits: see ops.tune_linear."""
 
         def large(*weights: Tensor) -> list[Tensor]:
             return [weight for weight in weights if weight.nbytes >= 1 << 20]  # else the time is that of a launch
@@ -233,8 +237,8 @@ class Qwen3:
         buffers: Buffers,
         last_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Normed hidden states [num_tokens, hidden_size] in memory of `buffers`, of the last_tokens (int32) or of all;
-        writes all tokens' KV into the caches. What the last layer does after its KV is done for these tokens only."""
+        """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
+        tokens. Writes the KV of all tokens into the caches. After attention the last layer has last_tokens only."""
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
@@ -269,7 +273,7 @@ class Qwen3:
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
     ) -> Tensor:
-        """The tokens that ops.sample takes of logits(hidden), for which `logits` is memory: int32 [num_rows]"""
+        """The tokens that ops.sample draws from logits(hidden): int32 [num_rows]. `logits` is scratch memory."""
         return ops.sample_linear(
             hidden, self.head, temperatures, seeds, positions, logits=logits, weight_is_constant=True, out=out
         )

@@ -14,7 +14,7 @@ from .config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """float32 [head_dim / 2]: by how much pair i turns from one position to the next."""
+    """float32 [head_dim / 2]: the angle by which pair i turns from one position to the next."""
     exponents = (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)).astype(np.float64)
     periods = (rope.theta**exponents).astype(np.float32)
     frequencies: np.ndarray = 1 / periods

@@ -1,8 +1,8 @@
-"""Checkpoints in safetensors files: mapped into memory, handed out as zero-copy views.
+"""Checkpoints in safetensors files, which are mapped into memory. Tensors are views of it, without a copy.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes, the little-endian length of a JSON header; the header,
 which maps a tensor's name to its dtype, shape and [begin, end) offsets; then the data, to which the offsets are
-relative and which they cover without a gap. A large model is several such files and an index that maps names to files.
+relative and which they cover without a gap. A large model has several such files, and an index of names and files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ITEM_BITS = (
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 STAGING_BYTES = 32 << 20
-SAMPLE_BYTES = 4096  # of a tensor, in a fingerprint
+SAMPLE_BYTES = 4096  # of each tensor, in a fingerprint
 
 
 class CheckpointError(ValueError):
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 class SafetensorsFile:
     """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close.
 
-    A file that the format forbids is refused as a whole: its bytes are not where they are said to be, or not all there.
+    A file that breaks a rule of the format is refused as a whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,7 +155,7 @@ class SafetensorsFile:
 
 
 def read_strict_json(text: str) -> Any:
-    """JSON as the format's reference reads it: no NaN, no name twice, and an int is one in 0..2**64-1, else a float."""
+    """JSON as the format's reference reads it: no NaN, no name twice; integers outside of 0..2**64-1 are floats."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = dict(pairs)
@@ -175,10 +175,10 @@ def read_strict_json(text: str) -> Any:
 
 
 class Checkpoint:
-    """The tensors of a model's folder by name, in one dtype on one device.
+    """The tensors of a model's folder by name, in one dtype and on one device.
 
-    Every tensor of the folder must be asked for: check_all_used() finds what the model does not know. On a GPU the
-    tensors are there after finish(): the host goes through the file while the GPU copies what was read before.
+    Every tensor of the folder must be loaded: check_all_used() finds those that the model does not know. On a GPU the
+    tensors are complete after finish(): the host reads the file while the GPU copies what was read before.
     """
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
@@ -195,8 +195,8 @@ class Checkpoint:
         self._staging.clear()
 
     def fingerprint(self) -> str:
-        """Of the weights: names, shapes and dtypes, and some bytes of each tensor, as hexadecimal digits. Another
-        training changes every tensor; reading all of them takes a second a gigabyte."""
+        """A digest of the weights, in hexadecimal: of names, shapes and dtypes, and of some bytes of each tensor. Any
+        training changes every tensor, and reading all bytes takes a second per gigabyte."""
         digest = hashlib.blake2b(digest_size=16)
         for name, file in sorted(self.files.items(), key=lambda each: each[0]):
             entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]
@@ -206,14 +206,14 @@ class Checkpoint:
         return digest.hexdigest()
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
-        """The tensor, which must have this shape: the file's own memory where nothing must change."""
+        """The tensor, which must have this shape. It is the file's own memory where neither dtype nor device differ."""
         view = self._view(name, shape)
         if view.dtype == self.dtype and self.device == "cpu":
             return view
         return self._fill(ops.empty(shape, self.dtype, self.device), view)
 
     def load_stacked(self, rows: dict[str, int], *rest: int) -> pagedkv.Tensor:
-        """Several tensors, each [rows, *rest], as one along dimension 0: one projection instead of several."""
+        """Several tensors, each [rows, *rest], stacked along dimension 0: one projection instead of several."""
         stacked = ops.empty((sum(rows.values()), *rest), self.dtype, self.device)
         start = 0
         for name, count in rows.items():
@@ -222,7 +222,7 @@ class Checkpoint:
         return stacked
 
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
-        """Raises where the folder holds a tensor that was not asked for: the model is not what the config says."""
+        """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -252,7 +252,7 @@ class Checkpoint:
         for start in range(0, len(here), count):
             piece = here[start : start + count]
             memory, event = self._staging[0]
-            event.synchronize()  # the copy before the last is done
+            event.synchronize()  # the copy before the last one is done
             staged = memory.view(-1, self.dtype)[: len(piece)].copy_(piece)
             there[start : start + len(piece)].copy_(staged)
             event.record()

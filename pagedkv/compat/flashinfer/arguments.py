@@ -1,4 +1,4 @@
-"""What several of FlashInfer's calls take: caches in either layout, dtypes, memory for results."""
+"""Arguments that several of FlashInfer's calls take: caches in either layout, dtypes, memory for results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_layout(kv_layout: str) -> None:
 
 
 def caches_in_nhd(paged_kv_cache: Pair, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as [num_pages, page_size, num_kv_heads, head_dim], views of what is given: a tuple of them or one tensor
-    [num_pages, 2, ...], in either layout; the dimension of page_size may be left out where it is 1."""
+    """Views of K and V as [num_pages, page_size, num_kv_heads, head_dim]. paged_kv_cache is a tuple of them or one
+    tensor [num_pages, 2, ...], in either layout; the dimension of page_size may be left out if it is 1."""
     check_layout(kv_layout)
     if isinstance(paged_kv_cache, torch.Tensor):
         if paged_kv_cache.ndim not in (4, 5):

@@ -1,4 +1,4 @@
-"""FlashInfer's module page: where new keys and values go, and writing them there."""
+"""FlashInfer's module page: the places of new keys and values, and writing them there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pagedkv.compat.flashinfer.arguments import Pair, caches_in_nhd, check_buffe
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Keys of every sequence [batch_size]: kv_indptr [batch_size + 1] says where its pages start, kv_last_page_len how
-    many keys its last page has. As in theirs, a sequence without pages has kv_last_page_len keys."""
+    """The number of keys of every sequence [batch_size]: kv_indptr [batch_size + 1] says where its pages start,
+    kv_last_page_len how many keys its last page has. As there, a sequence without pages has kv_last_page_len keys."""
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -21,7 +21,7 @@ def get_batch_indices_positions(
     batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each of nnz new tokens, and its place there, both int32 [nnz].
+    """The sequence of each of nnz new tokens, and its position there, both int32 [nnz].
 
     Args:
         append_indptr: [batch_size + 1], where each sequence's new tokens begin and end.
@@ -40,7 +40,7 @@ def get_batch_indices_positions(
     tokens, ends = torch.arange(nnz, dtype=append_indptr.dtype, device=device), append_indptr[1:]
     owners = torch.searchsorted(ends, tokens, right=True, out_int32=True)
     is_padding = owners == len(ends)
-    shifts = torch.nn.functional.pad(seq_lens.to(ends) - ends, (0, 1))  # one more, which padding looks up
+    shifts = torch.nn.functional.pad(seq_lens.to(ends) - ends, (0, 1))  # one more entry, which padding looks up
     positions.copy_(torch.where(is_padding, positions, tokens + shifts[owners]))
     return batch_indices.copy_(owners.masked_fill_(is_padding, -1)), positions
 

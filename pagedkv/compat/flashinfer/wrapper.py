@@ -12,7 +12,7 @@ from pagedkv.compat._attention import operations
 from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale, caches_in_nhd, check_buffer, check_layout, dtype_of
 
 LOG2_E = math.log2(math.e)
-FIXED_SPLITS = 16  # parts of a sequence, by its length alone, where the order of additions must not follow the batch
+FIXED_SPLITS = 16  # parts of a sequence, by its length alone, if the order of additions must not depend on the batch
 QUERY_DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -29,10 +29,10 @@ class Pages:
     """The pages of a batch's sequences, as paged_attention_fwd reads them.
 
     tables: [batch_size, num_pages] int32, in every row all pages of the batch: a view without memory of its own.
-    starts: [batch_size] int32, how many of those pages stand in front of a sequence's own: a view of indptr.
-    lens: [batch_size] int32, a sequence's keys.
+    starts: [batch_size] int32, how many of those pages precede a sequence's own: a view of indptr.
+    lens: [batch_size] int32, the number of a sequence's keys.
     buffers: memory for indptr, indices and last_page_len, by the names of FlashInfer's arguments: a captured CUDA graph
-    reads what the last plan has put there. None: each plan makes new tensors."""
+    reads what the last plan has written there. None: each plan makes new tensors."""
 
     def __init__(self, device: torch.device, buffers: dict[str, Any] | None) -> None:
         self.device, self.is_fixed = device, buffers is not None
@@ -78,7 +78,7 @@ class Pages:
             self.lens = torch.empty_like(self.last_page_len)
         if seq_lens is None:
             torch.add(self.last_page_len - page_size, self.indptr.diff(), alpha=page_size, out=self.lens)
-            self.lens.clamp_(min=0)  # no page, no key: whatever last_page_len says
+            self.lens.clamp_(min=0)  # without a page there is no key, whatever last_page_len says
         else:
             self.lens.copy_(seq_lens.flatten(), non_blocking=non_blocking)
 
@@ -99,7 +99,7 @@ class Wrapper:
         """Has no effect: there is no workspace."""
 
     def end_forward(self) -> None:
-        """Has no effect; 0.6.14 has it still."""
+        """Has no effect; 0.6.14 still has it."""
 
     def _plan(
         self,
@@ -172,7 +172,7 @@ class Wrapper:
     def _checked(
         self, q: torch.Tensor, paged_kv_cache: Pair, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, if the tensors are what was planned for."""
+        """K and V. Raises if the tensors are not what was planned for."""
         k_cache, v_cache = caches_in_nhd(paged_kv_cache, self._kv_layout)
         for name, of, x, planned in (("q", "q", q, self._q_dtype), ("k", "kv", k_cache, self._kv_dtype)):
             if x.dtype != planned:
@@ -189,7 +189,7 @@ class Wrapper:
     def _split_scales(
         self, cache_dtype: torch.dtype, q_scale: Scale, k_scale: Scale, v_scale: Scale
     ) -> tuple[float, Scale, dict[str, Any]]:
-        """The factor of the logits, that of out, and what the kernels do themselves: only float8 caches are scaled."""
+        """The factors of the logits and of out, and the scales for the kernels, which scale only float8 caches."""
         cache_scales: dict[str, Any] = {}
         if cache_dtype == torch.float8_e4m3fn:
             given = {"k_scale": k_scale, "v_scale": v_scale}

@@ -7,13 +7,13 @@
     model.generate(**inputs)                # keys and values as transformers keeps them, dense, read in place
     model.generate_batch(prompts)           # pages of its PagedAttentionCache, prefill included, read in place
 
-Written for transformers 5.17 and 5.23. Float32, float16 and bfloat16 on the CPU and on CUDA; heads that share keys,
-sliding windows, softcap, sinks; padding on the left, and on the right where queries there do not count; dynamic and
+Written for transformers 5.17 and 5.23. Float32, float16 and bfloat16 on the CPU and on CUDA; grouped-query attention,
+sliding windows, softcap, sinks; padding on the left, and on the right if the outputs there do not matter; dynamic and
 static caches; encoders. In continuous batching the layers with a sliding window keep the cache's own update, which
-copies up to window - 1 past keys of each request: it overwrites them in a ring, so they must be read before.
+copies up to window - 1 past keys of each request: it overwrites a ring of keys, which must be read before.
 
-There are no gradients, no dropout and no attention weights; a mask other than causal, bidirectional, a window of them
-and padding is refused. All of these raise NotImplementedError.
+There are no gradients, no dropout and no attention weights, and no masks but causal and bidirectional ones, with or
+without a window and padding. Whatever else is asked for raises NotImplementedError.
 """
 
 try:
@@ -35,9 +35,9 @@ NAME = "pagedkv"
 
 
 def register() -> None:
-    """Makes attn_implementation="pagedkv" known to transformers, in this process; again has no further effect.
+    """Makes attn_implementation="pagedkv" known to transformers in this process. A second call changes nothing.
 
-    Raises NotImplementedError where the installed transformers lacks what continuous batching is hooked into.
+    Raises NotImplementedError if the installed transformers lacks the functions that continuous batching replaces.
     """
     batching.install(NAME)
     AttentionInterface.register(NAME, attention.attend)

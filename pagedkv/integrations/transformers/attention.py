@@ -10,7 +10,7 @@ import pagedkv.torch
 from pagedkv import ops
 from pagedkv.integrations.transformers import masks
 
-REFUSED = {  # what some models pass to their attention, and would be lost
+REFUSED = {  # what some models pass to their attention, and must not be ignored
     "output_attentions": "has no attention weights to return",
     "position_bias": "adds no bias to the logits",
     "indices": "has no choice of keys for each query",
@@ -20,7 +20,7 @@ REFUSED = {  # what some models pass to their attention, and would be lost
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, options: dict[str, Any]) -> None:
-    """Raises NotImplementedError, by its name, for what a layer asks and pagedkv does not do."""
+    """Raises NotImplementedError with the name of an option that a layer asks for and pagedkv does not have."""
     if dropout > 0:
         raise NotImplementedError(f"dropout is {dropout}, but pagedkv has none: call model.eval()")
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -37,7 +37,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: 
 def _mask_of_lengths(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None, sliding_window: int | None
 ) -> masks.Mask:
-    """The mask of a model that hands none to its layers, as some encoders and cross-attention."""
+    """The mask of a model that hands none to its layers, as in some encoders and in cross-attention."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = sliding_window - 1 if sliding_window else -1
     key_starts = torch.zeros(len(query), dtype=torch.int32, device=query.device)
@@ -74,7 +74,7 @@ def attend(
         mask = _mask_of_lengths(module, query, key, is_causal, sliding_window)
     else:
         mask = masks.unpack(attention_mask)
-    operations = pagedkv.torch if torch.compiler.is_compiling() else ops  # the second costs less
+    operations = pagedkv.torch if torch.compiler.is_compiling() else ops  # the latter cost less
     out = operations.paged_attention_fwd(
         query.transpose(1, 2).reshape(-1, heads, head_dim),
         key.transpose(1, 2),  # a sequence is one page

@@ -1,10 +1,10 @@
 """Attention of one layer in continuous batching: over the pages of transformers' PagedAttentionCache, in place.
 
-A step is one row of tokens of many requests. transformers writes new keys and values by an index for each token and
-gathers every key of the batch by another, or for decodes alone has a block table of each request. Here both become a
-block table, made by the first layer of a step and read by the others: new keys are appended to the pages, and
-attention reads them there, in prefill and decode alike. The index has the tokens of a page in a row, so that every
-page_size-th entry of it names a page.
+A step is one row of tokens of many requests. transformers writes new keys and values by one index of tokens and gathers
+every key of the batch by another; in steps of decodes alone it has a block table instead. Here both become a block
+table, which the first layer of a step makes and the others read: new keys are appended to the pages, and attention
+reads them there, in prefill and decode alike. The tokens of a page are consecutive in the index, so every page_size-th
+entry names a page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 from pagedkv import ops
 from pagedkv.integrations.transformers.attention import check
 
-# The name while a batch runs. It has no mask function: transformers makes no mask, and reads no positions on the host.
+# The name while a batch runs. It has no mask function: transformers makes no mask and reads no positions on the host.
 NAME = "pagedkv_continuous"
 
 
@@ -108,13 +108,13 @@ def _make_step(group: Group, cu_q: torch.Tensor, cu_k: torch.Tensor, options: di
     page_size = group.pages[0].shape[1]
     longest = _of_type(options["max_length_k"], group)
     places = cu_k[:-1, None] + torch.arange(0, longest, page_size, dtype=torch.int32, device=cu_k.device)
-    # Places after the last key of a request name pages of others, which nobody looks at.
+    # Entries after the last key of a request name pages of others, which are never read.
     tables = index[places.clamp_(max=index.numel() - 1)] // group.slots_per_block
     return Step(tables.int(), context_lens, past_lens, None)
 
 
 def _plan_of(step: Step, q: torch.Tensor, *batch: torch.Tensor, **options: Any) -> torch.Tensor:
-    """How a GPU divides the step, made once for all layers whose tensors lie alike."""
+    """The plan of the step, made once for all layers whose tensors have the same strides."""
     layout = q.stride(), batch[0].stride(), batch[1].stride()
     if layout not in step.plans:
         step.plans[layout] = ops.plan_attention(q, *batch, **options)
@@ -191,8 +191,8 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def install(name: str) -> None:
     """Lets models whose attn_implementation is `name` run in continuous batching.
 
-    transformers takes a fixed list of names there, and whatever has "flash" in it for one of its own. So three of its
-    functions are asked about ours first; for all other names they do what they did.
+    transformers accepts a fixed list of names there, and takes any name with "flash" in it for one of its own. So three
+    of its functions are replaced; for all other names they do what they did before.
     """
 
     def switch(original: Any) -> Any:

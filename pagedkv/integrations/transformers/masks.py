@@ -1,10 +1,10 @@
-"""The mask that transformers hands from a model to the attention of its layers, in the form that pagedkv needs.
+"""The mask that a model of transformers hands to the attention of its layers, in the form that pagedkv needs.
 
-A mask is an int32 tensor [batch, 2 + left, 2 + right, 3]. Its shape says what all sequences share: query at position
-p sees the keys p - left to p + right, -1 is unbounded. Its numbers say what each sequence has, the same in every cell
-of the two middle dimensions (they are expanded, and take no memory): the page, which is its row of the batch, the
-first of its keys that is no padding, and how many there are from there. Four dimensions are what transformers takes
-for a finished mask, and passes on as it is.
+A mask is an int32 tensor [batch, 2 + left, 2 + right, 3]. Its shape says what all sequences share: the query at
+position p sees the keys p - left to p + right, and -1 is unbounded. Its numbers say what each sequence has: the page,
+which is its row of the batch, its first key that is no padding, and the number of keys from there. They are the same in
+every cell of the two middle dimensions, which are expanded and take no memory. transformers takes a tensor of four
+dimensions for a finished mask, and passes it on unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pack(key_starts: torch.Tensor, context_lens: torch.Tensor, window_size: tupl
 
 
 def unpack(mask: torch.Tensor) -> Mask:
-    """What a tensor made by `pack` says, as views of it."""
+    """The content of a tensor made by `pack`."""
     if mask.ndim != 4 or mask.dtype != torch.int32 or mask.shape[3] != 3:
         raise NotImplementedError(
             f"attention_mask: pagedkv takes padding masks [batch, keys], not one of {tuple(mask.shape)} {mask.dtype}"
@@ -49,7 +49,7 @@ def unpack(mask: torch.Tensor) -> Mask:
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Any]]:
-    """The functions whose conjunction it is, each with the one variable that it has closed over, if any."""
+    """The functions whose conjunction mask_function is, each with the one variable in its closure, if any."""
     variable: Any = next(iter(inspect.getclosurevars(mask_function).nonlocals.values()), None)
     if mask_function.__code__ is AND:
         for each in variable:
@@ -59,7 +59,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[Callable[..., An
 
 
 def window_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
-    """The keys that a query sees on its left and on its right, by one of transformers' own mask functions."""
+    """How many keys a query sees on its left and right, by one of transformers' own mask functions; -1: all."""
     left = right = -1
     for part, variable in _parts(mask_function):
         if part is masking_utils.causal_mask_function:
@@ -76,13 +76,13 @@ def window_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether Python may look at its numbers: not while it is compiled, nor while a CUDA graph is captured."""
+    """Whether Python may read its numbers: not while code is compiled, nor while a CUDA graph is captured."""
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _check_padding(is_key: torch.Tensor, window_size: tuple[int, int]) -> None:
-    """The keys of each sequence must follow each other. It waits for the device once per mask, as the mask functions
-    of transformers do; a layer waits for nothing."""
+    """Raises unless the keys of each sequence follow each other. It waits for the device once per mask, as the mask
+    functions of transformers do; layers wait for nothing."""
     starts = is_key[:, :1].sum(1) + (is_key[:, 1:] & ~is_key[:, :-1]).sum(1)
     is_wrong = starts > 1
     if window_size[1] > 0:  # queries find their place from the last key

@@ -1,12 +1,12 @@
 /* linear_sm90.cu - linear for 9 to 64 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
  * once.
  *
- * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16, 32 or
- * 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
+ * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16, 32,
+ * 48 or 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
  * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
  * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
  * the other CTAs' sums of these rows and adds all of them in order. How many CTAs divide a tile depends on the weight
- * and on whether there are more than 32 rows. So on either side of that border a row's bits do not depend on the other
+ * and on whether there are more than 48 rows. So on either side of that border a row's bits do not depend on the other
  * rows.
  *
  * As in linear_few.cu, copies start before the previous kernel has ended, and some of the work between two products is
@@ -81,7 +81,8 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
     int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
     while (splits < MAX_SPLITS && units > splits * EARLY_UNITS) {
-        bool all_is_early = args->num_rows <= 32 && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
+        bool all_is_early =
+            args->num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
         if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
         splits *= 2;
     }
@@ -156,8 +157,8 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 64>,
-    instance<__half, 16>,        instance<__half, 32>,        instance<__half, 64>,
+    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>, instance<__nv_bfloat16, 64>,
+    instance<__half, 16>,        instance<__half, 32>,        instance<__half, 48>,        instance<__half, 64>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 

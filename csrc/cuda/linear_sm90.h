@@ -18,6 +18,7 @@ enum {
     THREADS = WORKERS + 32,
     MIN_ROWS = 9, /* below, linear_few.cu is faster */
     MAX_ROWS = 64,
+    MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
     MAX_SPLITS = 4,
     EARLY_UNITS = 4 /* of STEP inputs: at up to 32 rows they fit half of an SM's memory */,
     MAX_UNITS = 8 /* a short way */,
@@ -41,7 +42,7 @@ static constexpr int stage_bytes = STEP * 2 * N + WEIGHT_BYTES;
 /* Two CTAs where the rows leave memory and registers for them: this kernel's and the next one's, or two of a large
  * weight. */
 template <int N>
-static constexpr int ctas_an_sm = N > 32 ? 1 : 2;
+static constexpr int ctas_an_sm = N > MOST_ROWS_OF_TWO ? 1 : 2;
 
 #ifdef PK_SM90A
 

@@ -3,7 +3,7 @@
     python benchmarks/random_cases.py FILE.jsonl [...] [--commit COMMIT] [--no-record]
 
 That script runs pagedkv and its peers on one card in one job: graphs of several launches over 600 MB of pages in random
-order, 50 ms idle, one replay, median of five; each result is compared with float32. Its first line says the card, the
+order, a pause, one replay, the median of several; each result is compared with float32. Its first line says the card, the
 version of torch and the seed; after a lost context it goes on with such a line again. Then there is a line for each
 case and contender: times and whether the result was right, or the error.
 

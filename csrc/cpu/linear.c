@@ -90,14 +90,14 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
         return plan;
     }
 #ifdef __x86_64__
-    if (args->dtype == PK_BF16 && pk_cpu_has_avx512bf16()) {
+    bool is_bf16 = args->dtype == PK_BF16;
+    plan.takes_x_as_it_is |= is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX2;
+    if (is_bf16 && pk_cpu_has_avx512bf16())
         plan.kernel = pk_dot_avx512bf16;
-        plan.takes_x_as_it_is = true;
-    } else if (pk_cpu_isa_level() >= PK_ISA_AVX512) {
-        plan.kernel = pk_dot_avx512;
-    } else if (pk_cpu_isa_level() >= PK_ISA_AVX2) {
-        plan.kernel = pk_dot_avx2;
-    }
+    else if (pk_cpu_isa_level() >= PK_ISA_AVX512)
+        plan.kernel = is_bf16 ? pk_dot_bf16_avx512 : pk_dot_avx512;
+    else if (pk_cpu_isa_level() >= PK_ISA_AVX2)
+        plan.kernel = is_bf16 ? pk_dot_bf16_avx2 : pk_dot_avx2;
 #endif
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     plan.output_block = block_rows(args->in_features * bytes);

@@ -14,7 +14,7 @@
 enum {
     BLOCK_BYTES = 1 << 18, /* of weight rows, and of rows of x: together half of a 1 MiB L2 */
     MAX_BLOCK = 64,        /* rows of either in a block of our own kernels */
-    FEW_ROWS = 8,          /* fewer take less time than reading the weight */
+    FEW_ROWS = 16,         /* no more than these wait for the weight, or nearly so */
     MAX_OUTPUT_BLOCK = 256,
     BLAS_BLOCK = MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
     PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */

@@ -86,7 +86,7 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
     if (args->num_rows >= min_sgemm_rows(args->dtype) && pk_cpu_find_sgemm()) {
         plan.kernel = pk_dot_sgemm;
         plan.is_sgemm = true;
-        plan.row_block = plan.output_block = BLAS_BLOCK;
+        plan.row_block = 2 * BLAS_BLOCK, plan.output_block = BLAS_BLOCK;
         return plan;
     }
 #ifdef __x86_64__

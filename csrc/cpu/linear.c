@@ -14,6 +14,7 @@
 enum {
     BLOCK_BYTES = 1 << 18, /* of weight rows, and of rows of x: together half of a 1 MiB L2 */
     MAX_BLOCK = 64,        /* rows of either in a block of our own kernels */
+    FEW_ROWS = 16,         /* no more than these wait for the weight, or nearly so */
     MAX_OUTPUT_BLOCK = 256,
     BLAS_BLOCK = MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
     PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */
@@ -79,7 +80,7 @@ static int64_t block_rows(int64_t row_bytes)
     return rows < 8 ? 8 : rows > MAX_BLOCK ? MAX_BLOCK : rows;
 }
 
-static linear_plan make_plan(const pk_linear_args *args)
+static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
     linear_plan plan = {.kernel = pk_dot_generic, .takes_x_as_it_is = args->dtype == PK_F32};
     if (args->num_rows >= min_sgemm_rows(args->dtype) && pk_cpu_find_sgemm()) {
@@ -100,6 +101,10 @@ static linear_plan make_plan(const pk_linear_args *args)
 #endif
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     plan.output_block = block_rows(args->in_features * bytes);
+    if (args->num_rows <= FEW_ROWS) { /* reading is all: the longer, the better, as long as all threads get several */
+        int64_t share = args->out_features / (4 * num_threads) / 16 * 16;
+        plan.output_block = share < plan.output_block ? plan.output_block : smaller(share, MAX_OUTPUT_BLOCK);
+    }
     plan.row_block = block_rows(args->in_features * (plan.takes_x_as_it_is ? bytes : 4));
     return plan;
 }
@@ -131,16 +136,13 @@ static void run_blocks(const pk_linear_args *args, const linear_plan *plan, cons
                        float *scratch, int64_t thread_floats, int num_threads)
 {
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), x_bytes = plan->takes_x_as_it_is ? bytes : 4;
-/* Guided: a thread walks many blocks in the order of their addresses, so that each block's last rows fetch the next
- * one's first, and near the end single ones, so that no thread waits long for the last. */
-#pragma omp parallel for schedule(guided) num_threads(num_threads)
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t first = 0; first < args->out_features; first += plan->output_block) {
         float *sums = scratch + omp_get_thread_num() * thread_floats;
         pk_dot_args dot = {
             .weight = (const char *)args->weight + first * args->weight_stride * bytes,
             .sums = sums,
             .num_outputs = smaller(plan->output_block, args->out_features - first),
-            .outputs_after = args->out_features - first - smaller(plan->output_block, args->out_features - first),
             .size = args->in_features,
             .x_stride = x_stride,
             .weight_stride = args->weight_stride,
@@ -164,7 +166,7 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->dtype) && pk_cpu_onednn_linear(args)) return PK_OK;
     int num_threads = num_rows * args->out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
-    linear_plan plan = make_plan(args);
+    linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
     if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;

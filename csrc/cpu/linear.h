@@ -10,9 +10,8 @@ typedef struct {
     const void *weight; /* [num_outputs, size] */
     float *sums;        /* [num_rows, num_outputs] */
     int64_t num_rows, num_outputs, size, x_stride, weight_stride, sums_stride;
-    int64_t outputs_after; /* rows of the weight that follow in memory: they may be fetched ahead */
-    pk_dtype dtype;        /* of weight */
-    float *scratch;        /* [num_outputs, size], only for pk_dot_sgemm with weights that are not fp32 */
+    pk_dtype dtype; /* of weight */
+    float *scratch; /* [num_outputs, size], only for pk_dot_sgemm with weights that are not fp32 */
 } pk_dot_args;
 
 typedef void (*pk_dot_kernel)(const pk_dot_args *args);

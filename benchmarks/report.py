@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": tables.host,
     "block-manager": tables.block_manager,
     "cpu": tables.cpu,
+    "cpu-engine": tables.cpu_engine,
     "special-cases": tables.special_cases,
     "decode": attention.decode,
     "decode-heads": attention.decode_heads,

@@ -241,6 +241,22 @@ def cpu() -> str:
     return f"{table}\n\n{provenance('attention-cpu')}"
 
 
+CPU_CASES = {"prompt": "a prompt of 512 tokens", "batch": "a step of 16 requests", "one": "a step of one request"}
+
+
+def cpu_engine() -> str:
+    rows = []
+    for row in recorded("cpu-engine")["rows"]:
+        times = (number(row[f"{name}_ms"]["median"]) for name in ("pagedkv", "torch", "torch_float32"))
+        ratios = (f"{row[f'times_{name}_median']:.2f}" for name in ("torch", "torch_float32"))
+        share = f"{row['read_share_median']:.0%} of {row['read_gb_s_median']:.0f} GB/s" if row["case"] == "one" else ""
+        name = f"{CPU_CASES[row['case']]}, {row['isa']}{', oneDNN' * row['variant'].endswith('oneDNN')}"
+        rows.append((name, *times, *ratios, share))
+    table = markdown("| 0.6B in bfloat16 on two cores | pagedkv, ms | torch, ms | torch in float32, ms | times torch "
+                     "| times float32 | plain read |", rows)  # fmt: skip
+    return f"{table}\n\n{provenance('cpu-engine')}"
+
+
 # --- special cases
 
 

@@ -17,7 +17,7 @@ enum {
     TILE_ROWS = 128, /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
     ITEM_ROWS = 128, /* the same over all KV heads of an item */
     ITEMS_PER_THREAD = 4,
-    PARALLEL_WORK = 1 << 17, /* multiplications below which waking threads costs more than it gains */
+    PARALLEL_WORK = 1 << 19, /* multiplications below which waking threads costs more than it gains */
 };
 
 /* ------------------------------------------------------------------ what lies in memory */

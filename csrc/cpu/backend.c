@@ -15,7 +15,7 @@ static pk_status count_hosts(int *count, pk_error *err)
 }
 
 /* What is read all over in random order (a KV cache, weights) is worth huge pages: fewer TLB misses. */
-enum { HUGE_PAGE = 2 << 20, HUGE_FROM = 4 * HUGE_PAGE };
+enum { HUGE_PAGE = 2 << 20, HUGE_FROM = HUGE_PAGE };
 
 static pk_status cpu_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {

@@ -14,7 +14,7 @@
 enum {
     BLOCK_BYTES = 1 << 18, /* of weight rows, and of rows of x: together half of a 1 MiB L2 */
     MAX_BLOCK = 64,        /* rows of either in a block of our own kernels */
-    FEW_ROWS = 8,          /* fewer take less time than reading the weight */
+    FEW_ROWS = 16,         /* no more than these wait for the weight, or nearly so */
     MAX_OUTPUT_BLOCK = 256,
     BLAS_BLOCK = MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
     PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */
@@ -86,18 +86,18 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
     if (args->num_rows >= min_sgemm_rows(args->dtype) && pk_cpu_find_sgemm()) {
         plan.kernel = pk_dot_sgemm;
         plan.is_sgemm = true;
-        plan.row_block = plan.output_block = BLAS_BLOCK;
+        plan.row_block = 2 * BLAS_BLOCK, plan.output_block = BLAS_BLOCK;
         return plan;
     }
 #ifdef __x86_64__
-    if (args->dtype == PK_BF16 && pk_cpu_has_avx512bf16()) {
+    bool is_bf16 = args->dtype == PK_BF16;
+    plan.takes_x_as_it_is |= is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX2;
+    if (is_bf16 && pk_cpu_has_avx512bf16())
         plan.kernel = pk_dot_avx512bf16;
-        plan.takes_x_as_it_is = true;
-    } else if (pk_cpu_isa_level() >= PK_ISA_AVX512) {
-        plan.kernel = pk_dot_avx512;
-    } else if (pk_cpu_isa_level() >= PK_ISA_AVX2) {
-        plan.kernel = pk_dot_avx2;
-    }
+    else if (pk_cpu_isa_level() >= PK_ISA_AVX512)
+        plan.kernel = is_bf16 ? pk_dot_bf16_avx512 : pk_dot_avx512;
+    else if (pk_cpu_isa_level() >= PK_ISA_AVX2)
+        plan.kernel = is_bf16 ? pk_dot_bf16_avx2 : pk_dot_avx2;
 #endif
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     plan.output_block = block_rows(args->in_features * bytes);

@@ -20,7 +20,9 @@ typedef void (*pk_dot_kernel)(const pk_dot_args *args);
 void pk_dot_generic(const pk_dot_args *args);
 void pk_dot_avx2(const pk_dot_args *args);
 void pk_dot_avx512(const pk_dot_args *args);
-/* x and weights in bfloat16, multiplied as they are */
+/* x and weights in bfloat16 */
+void pk_dot_bf16_avx2(const pk_dot_args *args);
+void pk_dot_bf16_avx512(const pk_dot_args *args);
 void pk_dot_avx512bf16(const pk_dot_args *args);
 
 #endif

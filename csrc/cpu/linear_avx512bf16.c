@@ -6,9 +6,10 @@
 #define ONLY_DTYPE PK_BF16
 #define VECTOR __m512bh
 #define STEP 32
+#define PARTS 1
 #define X_BYTES 2
-#define LOAD_X(p) ((__m512bh)_mm512_loadu_si512(p))
-#define LOAD_W(p, dtype) ((void)(dtype), LOAD_X(p))
+#define LOAD_X(p, part) ((__m512bh)_mm512_loadu_si512(p))
+#define LOAD_W(p, dtype, part) ((void)(dtype), LOAD_X(p, part))
 #define MUL_ADD(x, w, acc) _mm512_dpbf16_ps((acc), (x), (w))
 #include "cpu/linear.inc"
 #endif

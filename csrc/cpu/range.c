@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 /* From this size on as for other host memory (backend.c): pages of 2 MiB, where the system has them. */
-enum { HUGE_PAGE = 2 << 20, HUGE_FROM = 4 * HUGE_PAGE };
+enum { HUGE_PAGE = 2 << 20, HUGE_FROM = HUGE_PAGE };
 
 pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err)
 {

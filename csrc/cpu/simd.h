@@ -57,6 +57,14 @@ PK_INLINE vf vf_load_as(const void *p, pk_dtype dtype)
     }
 }
 
+/* Of 32 elements of bf16 the even ones (part 0) or the odd ones (part 1). */
+PK_INLINE vf vf_load_bf16_part(const void *p, int part)
+{
+    __m512i pairs = _mm512_loadu_si512(p);
+    return _mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u))
+                                    : _mm512_slli_epi32(pairs, 16));
+}
+
 /* The first 8 lanes from memory, zero in the others: the end of a head_dim that is 8 more than a multiple of 16. */
 PK_INLINE vf vf_load_half_as(const void *p, pk_dtype dtype)
 {
@@ -155,6 +163,14 @@ PK_INLINE vf vf_load_as(const void *p, pk_dtype dtype)
         default:
             return _mm256_loadu_ps(p);
     }
+}
+
+/* Of 16 elements of bf16 the even ones (part 0) or the odd ones (part 1). */
+PK_INLINE vf vf_load_bf16_part(const void *p, int part)
+{
+    __m256i pairs = _mm256_loadu_si256((const __m256i *)p);
+    return _mm256_castsi256_ps(part ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000u))
+                                    : _mm256_slli_epi32(pairs, 16));
 }
 
 PK_INLINE void vf_transpose(vf rows[8])

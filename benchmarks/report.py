@@ -38,11 +38,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "queries": tables_growth.queries,
     "growth": tables_growth.growth,
     "random-shapes": tables_random.random_shapes,
-    "random-cases": attention.random_cases,
     "two-lengths": attention.two_lengths,
     "prefill": attention.prefill,
     "prefill-more": attention.prefill_more,
-    "elsewhere": attention.elsewhere,
 }
 BLOCK = re.compile(r"(<!-- report: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

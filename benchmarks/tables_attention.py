@@ -1,9 +1,9 @@
-"""Tables of attention on a GPU, from results/, peers.json and lab/figures.json alone. See report.py."""
+"""Tables of attention on a GPU, from results/ and peers.json alone. See report.py."""
 
 from __future__ import annotations
 
 from peers import best_decode_us, decode_us, figures
-from tables import lab, link_name, markdown, number, provenance, recorded
+from tables import markdown, number, provenance, recorded
 
 CALLS = {"unplanned_us": "no plan", "late_us": "with a plan", "us": "planned and overlapped"}
 
@@ -98,25 +98,6 @@ def prefill_more() -> str:
         rows.append((f"{group[0]['heads']} {group[0]['row']}", *(str(row["tflops"]) for row in group)))
     table = markdown("| heads and row | " + " | ".join(files) + " |", rows)
     return f"{table}\n\n{provenance(*files.values())}"
-
-
-def elsewhere() -> str:
-    """Shapes that no list named, beside FlashAttention-3 of vLLM's wheel."""
-    theirs = figures("vllm-flash-attention-3")["attention_us"]
-    rows = []
-    for row in lab("beside_vllm"):
-        peer = theirs[row["row"]]
-        source = f"[{link_name(row['source'])}](../{row['source']})"
-        rows.append((row["row"], number(peer), number(row["us"]), f"{row['us'] / peer:.2f}", source))
-    return markdown("| row | FA3, us | pagedkv, us | share | notes |", rows)
-
-
-def random_cases() -> str:
-    rows = [
-        (name, f"{found['geometric_mean']:.2f}", f"{found['lost']} of {found['of']}")
-        for name, found in figures("vllm-flash-attention-3")["random_cases"].items()
-    ]
-    return markdown("| call | geometric mean | cases lost |", rows)
 
 
 def two_lengths() -> str:

@@ -55,13 +55,6 @@ def is_in(number: float, text: str) -> bool:
     return any(re.search(rf"(?<![\d.,]){re.escape(form)}(?![\d]|[.,]\d)", text) for form in forms)
 
 
-@pytest.mark.parametrize("row", tables.lab("beside_vllm"), ids=lambda row: row["row"])
-def test_a_row_beside_vllm_is_in_the_notes(row):
-    assert row["quote"] in (ROOT / row["source"]).read_text()
-    assert is_in(row["us"], row["quote"])
-    assert row["row"] in peers.figures("vllm-flash-attention-3")["attention_us"]
-
-
 @pytest.mark.parametrize("case", tables.lab("special_cases"), ids=lambda case: f"{case['case']}: {case['row']}")
 def test_a_special_case_is_in_the_code_and_in_the_notes(case):
     assert (ROOT / case["where"]).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from tables import markdown, number, provenance, recorded
 
 LIMITS = (1.00, 1.03)  # of the best peer's time
 NUM_WORST = 20  # of the plain calls: as many are named
+MOST_LENGTHS = 4  # of a batch that is written out
 CALLS = {"planned": "planned", "plain": "no plan"}
 
 Case = dict[str, Any]
@@ -88,10 +90,27 @@ def listed(cases: Iterable[Case], call: str) -> str:
     for case in cases:
         peer = f"{number(case['us'][case['best_peer']])} ({case['best_peer']})"
         share = f"{case[f'{call}_of_peer']:.3f}"  # else the least loss would read as none
-        rows.append((case["row"], _shape(case), str(case["page"]), number(case["us"][call]), peer, share))
+        rows.append((batch(case["row"]), _shape(case), str(case["page"]), number(case["us"][call]), peer, share))
     if not rows:
         return ""
     return markdown(f"| {CALLS[call]}: row | heads | page | pagedkv, us | best peer, us | share |", rows)
+
+
+def batch(row: str) -> str:
+    """Its sequences as "9 x 7+0" (new tokens + keys before them) or, of decode, "9 x 500" (keys): equal ones together, and
+    of many lengths the first. A row that was cut ends with "..." and the number of its sequences in brackets."""
+    names, _, cut = row.partition("...")
+    entries = names.split(",")
+    if cut:
+        del entries[-1]  # may be half of a name
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        count, _, keys = entry.rpartition("x")
+        counts[keys] += int(count or 1)
+    total = int(re.search(r"\d+", cut)[0]) if cut else counts.total()
+    is_whole = not cut and len(counts) <= MOST_LENGTHS
+    shown = list(counts.items())[: None if is_whole else MOST_LENGTHS - 1]
+    return ", ".join(f"{count} x {keys}" for keys, count in shown) + ("" if is_whole else f", ... ({total} sequences)")
 
 
 def _shape(case: Case) -> str:

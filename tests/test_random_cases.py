@@ -118,7 +118,7 @@ def test_the_worst_come_first():
     assert [case["case"] for case in tables_random.worst(cases, "plain", 1.00)] == [1, 0]
     assert [case["case"] for case in tables_random.worst(cases, "planned", 1.00)] == [1]
     assert tables_random.listed(tables_random.worst(cases, "planned", 1.00), "planned").splitlines()[2] == (
-        "| 1x1 | 16/8 | 16 | 11.0 | 10.0 (FA3) | 1.100 |"
+        "| 1 x 1 | 16/8 | 16 | 11.0 | 10.0 (FA3) | 1.100 |"
     )
     assert tables_random.plain_share(cases) == (
         "100% of the plain calls take more than 1.03 times the best peer's time; all of them:"
@@ -132,7 +132,20 @@ def test_the_block(tmp_path, monkeypatch):
     text = json.dumps({"commit": "abc1234", "machine": {"gpu": "NVIDIA H200"}, "rows": rows})
     (tmp_path / "attention-random-cuda.json").write_text(text)
     block = tables_random.random_shapes()
-    assert block.count("\n| 1x1 | 16/8 | 16 | 11.0 ") == 26  # planned: all; it is not so for plain
-    assert block.count("\n| 1x1 | 16/8 | 16 | 11.5 ") == tables_random.NUM_WORST
+    assert block.count("\n| 1 x 1 | 16/8 | 16 | 11.0 ") == 26  # planned: all; it is not so for plain
+    assert block.count("\n| 1 x 1 | 16/8 | 16 | 11.5 ") == tables_random.NUM_WORST
     assert "the worst 20:" in block and "| 4.400 |" in block and "| 1.150 |" not in block
     assert block.endswith("NVIDIA H200, recorded at abc1234: `attention-random-cuda.json`.")
+
+
+def test_a_batch_is_named_by_its_lengths():
+    names = {
+        "512+245": "1 x 512+245",
+        "1+62,1+0,1+0,1+62": "2 x 1+62, 2 x 1+0",
+        "1x346": "1 x 346",
+        "3x5000,1x7,2x5000": "5 x 5000, 1 x 7",
+        "4+0,1+0,5+0,12+0,9+0": "1 x 4+0, 1 x 1+0, 1 x 5+0, ... (5 sequences)",
+        "64+0,8+0,8+0,6... (28 sequences)": "1 x 64+0, 2 x 8+0, ... (28 sequences)",
+        "64+0,8+0,8+0,...(101)": "1 x 64+0, 2 x 8+0, ... (101 sequences)",
+    }
+    assert {row: tables_random.batch(row) for row in names} == names

@@ -1,18 +1,19 @@
 /* attention_prefill_sm90.cu - paged attention with many query tokens per sequence, on Hopper's matrix and copy units.
  *
- * One CTA per SM takes items of 128 rows (attention_prefill.h).
+ * One CTA per SM takes items of 128 rows, or of 192 where that pays (attention_prefill.h).
  *
  *     warp 0        the list of items, Q by TMA             (128 threads that give their registers away)
  *     warps 1, 2    tiles of K, of V by TMA
  *     warpgroups    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
- *     1 and 2
- *     warpgroup 3   with an fp8 cache: tiles from e4m3 to 16 bits, two warps those of K, two those of V
+ *     1 to 2 or 3
+ *     the last one  with an fp8 cache: tiles from e4m3 to 16 bits, two warps those of K, two those of V
  *
- * A tile is 128 keys (64 for head_dim 256); three stages of K, two of V, two of Q. A page arrives by one TMA box: the
- * tensor map splits a slot into (slot / 8, slot % 8) and a head into columns of 64 elements, so that the box of any
- * page lands as groups of 8 swizzled rows at one stride, whatever the page size. A page that does not exist is a
- * coordinate outside of the tensor, which reads as zeros. Where a sequence has one page, which may be a dense tensor of
- * any length, a box is 8 slots from any one on.
+ * A tile is 128 keys; there are three stages of K, two of V, two of Q. With head_dim 256 a tile is 80 keys, in two
+ * stages of K and of V, and one of Q: products of 64 keys would ask for all that shared memory gives. A page, or as much
+ * of it as divides a tile, arrives by one TMA box: the tensor map splits a slot into (slot / 8, slot % 8) and a head
+ * into columns of 64 elements, so that a box lands as groups of 8 swizzled rows at one stride, whatever the page size. A
+ * page that does not exist is a coordinate outside of the tensor, which reads as zeros. Where a sequence has one page,
+ * which may be a dense tensor of any length, a box is 8 slots from any one on.
  *
  * Each warpgroup walks one chain of tiles, over the borders of items: issue S of the next tile, issue O of this one, do
  * the softmax of the next while O runs. The warpgroups take turns at issuing, so that the softmax of one lies under the

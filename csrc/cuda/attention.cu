@@ -5,6 +5,7 @@
  * sequences by their number of query rows, which it reads on the device.
  */
 #include "cuda/attention_route.h"
+#include "cuda/thresholds.h"
 
 /* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
 static bool fits_tensor_cores(const pk_attention_args *args)
@@ -31,9 +32,10 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
         return {false, {0, few}, {few, INT64_MAX}};
     }
 
-    /* Up to 16 rows the decode kernel is faster, up to 32 where there are too few sequences to fill the machine without
-     * splitting their keys; more, as long as tiles of 128 rows leave most of the machine idle, or where all tiles of 16
-     * rows run at once and see few keys: it starts in half the time of Hopper's prefill. */
+    using namespace thresholds;
+    /* With few rows the decode kernel is faster, with more where there are too few sequences to fill the machine without
+     * splitting their keys; with many as long as tiles of 128 rows leave most of the machine idle, or where all tiles of
+     * 16 rows run at once and see few keys: it starts in half the time of Hopper's prefill. */
     bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
     int64_t rows = args->num_tokens * group, items = pk_ceil_div(rows, 128) * args->num_kv_heads;
     int64_t tiles = (pk_ceil_div(rows, 16) + args->num_seqs) * args->num_kv_heads; /* at most */
@@ -42,9 +44,11 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     usual.softmax_scale = 1;
     usual.alibi_slopes = nullptr;
     bool is_hopper = pk_cuda_attention_prefill_sm90_applies(&usual, device);
-    bool is_thin = is_hopper ? items * 9 < device->num_sms : items * 3 < device->num_sms && most_keys > 1024;
-    bool is_small = is_hopper && tiles <= 4 * device->num_sms && most_keys <= 256;
-    if (most_rows <= (has_many_items ? 16 : 32) || is_thin || is_small || !fits_prefill) return {false, all, none};
+    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms
+                             : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
+    bool is_small = is_hopper && tiles <= SMALL_TILES_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
+    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || is_thin || is_small || !fits_prefill)
+        return {false, all, none};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or some of its rows are nobody's: then prefill takes all. */

@@ -2,6 +2,7 @@
  * those of attention_plan_units.h.
  */
 #include "cuda/attention_plan_units.h"
+#include "cuda/thresholds.h"
 
 #include <limits.h>
 
@@ -96,6 +97,7 @@ static int sign(std::initializer_list<int64_t> numbers)
 static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                             decode_shape *shape)
 {
+    using namespace thresholds;
     int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     int64_t heads = args->num_kv_heads;
     shape->filter = filter;
@@ -125,21 +127,20 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = call.device->num_sms * ctas / heads;
-        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= 2 * slots;
-        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < 8;
+        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
+        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
         bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half);
         if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
     }
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
-    /* A CTA reads 64 KB in 1.3 us, and takes 1.15 us for each round of its threads over a batch of parts. */
     int threads = 32 * warps / shape->ctas_per_sm, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
-    shape->merge_steps = 1.15f / 1.3f * (float)rounds * 65536.0f / (float)step_bytes;
-    shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= 2 * slots;
-    shape->quarters = 6; /* less is measured to pay (benchmarks/lab/engine/NOTES.md) */
-    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = 3;
-    if (bytes == 1 && segments >= 2 * slots) shape->quarters = 2;
+    shape->merge_steps = MERGE_US_OF_ROUND / STEP_US_OF_64_KB * (float)rounds * 65536.0f / (float)step_bytes;
+    shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots;
+    shape->quarters = QUARTERS;
+    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
+    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
     int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     if (shape->is_one_wave) units = slots;

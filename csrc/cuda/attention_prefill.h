@@ -8,6 +8,7 @@
 #define PK_CUDA_ATTENTION_PREFILL_H
 
 #include "cuda/attention.h"
+#include "cuda/thresholds.h"
 
 struct prefill_batch {
     pk_attention_args args;
@@ -51,29 +52,23 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
 
 /* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
  *
- * Time is counted in keys that a CTA goes through (128 of them take 1.4 us with 128 rows of 128 dims). The lengths are
+ * Time is counted in keys that a CTA goes through: 128 of them take 1.4 us with 128 rows of 128 dims. The lengths are
  * known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length of them, and
  * half a part more per item where lengths differ. They run in waves of one per CTA. The CTA that comes last merges the
  * parts of an item when the list is at its end, and it may be the last of as many items as there are waves. */
 struct prefill_parts {
-    enum {
-        START = 160,
-        LEAVE = 512,
-        MERGE = 128
-    };                           /* keys' time: of an item, of the way to merging, of a merged part */
-    enum { FEWEST_KEYS = 2048 }; /* of the longest item, where any is cut */
-    enum { MOST_WAVES = 8 };     /* of items: with more the longest matters little */
-    int length;                  /* keys of a part, or 0: items stay whole */
+    int length; /* keys of a part, or 0: items stay whole */
 
     /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of
      * their own sequence's queries, at least. */
     static bool may_pay(const pk_attention_args &args, double items)
     {
-        if (items > MOST_WAVES) return false;
+        if (items > thresholds::MOST_WAVES_TO_CUT) return false;
         int64_t longest = args.max_blocks_per_seq * args.block_size;
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
         double own_keys = 0.5 * (double)args.num_tokens / (double)args.num_seqs;
-        return longest >= FEWEST_KEYS && (double)longest > items * (own_keys + START);
+        return longest >= thresholds::FEWEST_KEYS_TO_CUT &&
+               (double)longest > items * (own_keys + thresholds::PART_START);
     }
 
     /* About as many as an item of the level goes through. */
@@ -98,13 +93,14 @@ struct prefill_parts {
         items *= batch.args.num_kv_heads;
         keys *= batch.args.num_kv_heads;
         length = 0;
-        if (items == 0 || items > MOST_WAVES * gridDim.x || longest < FEWEST_KEYS) return;
+        if (items == 0 || items > thresholds::MOST_WAVES_TO_CUT * gridDim.x || longest < thresholds::FEWEST_KEYS_TO_CUT)
+            return;
         int parts = (threadIdx.x & 31) + 1; /* of the longest */
         int mine = ((longest + parts - 1) / parts + batch.tile - 1) / batch.tile * batch.tile;
         float unevenness = 1 - keys / (items * longest);
         float units = parts == 1 ? items : keys / mine + items * fminf(4 * unevenness, 0.5f);
-        float time = fmaxf(mine, ceilf(units / gridDim.x) * (keys / units + START));
-        if (parts > 1) time += LEAVE + MERGE * (parts + ceilf(units / gridDim.x));
+        float time = fmaxf(mine, ceilf(units / gridDim.x) * (keys / units + thresholds::PART_START));
+        if (parts > 1) time += thresholds::PART_LEAVE + thresholds::PART_MERGE * (parts + ceilf(units / gridDim.x));
         /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
         if (parts > 1 && keys / mine + fminf(keys / mine, items) > batch.most_parts) time = INFINITY;
         float least = time;
@@ -231,12 +227,12 @@ struct prefill_schedule {
         scan_level();
         return true;
     }
-    /* Sections cost the end of the list some of its balance: not for less than four times what the cache holds. */
+    /* Sections cost the end of the list some of its balance. */
     __device__ int heads_at_once(const prefill_batch &batch) const
     {
         int all_heads = (int)batch.args.num_kv_heads, keys = __reduce_add_sync(~0u, num_items ? mine.context : 0);
         float share = batch.chunk_keys / (float)max(keys, 1);
-        return share < 0.25f ? max((int)(share * all_heads), 1) : all_heads;
+        return share < 1.0f / thresholds::WHOLE_HEADS_CACHES ? max((int)(share * all_heads), 1) : all_heads;
     }
     /* Of the chunk: its entries, and which of them are parts: those of the highest levels. */
     __device__ void count_parts(const prefill_batch &batch)

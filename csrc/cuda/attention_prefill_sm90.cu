@@ -200,7 +200,8 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
 {
     int64_t items = args.num_tokens * args.num_q_heads / 192;
-    return args.head_dim <= 64 && args.cache_dtype == args.dtype && args.max_seqlen_q >= 512 && items >= num_sms;
+    return args.head_dim <= 64 && args.cache_dtype == args.dtype && args.max_seqlen_q >= thresholds::TALL_QUERIES &&
+           items >= num_sms;
 }
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)

@@ -16,6 +16,7 @@
  * rows: benchmarks/lab/linear/NOTES-sm90.md.
  */
 #include "cuda/linear_sm90.h"
+#include "cuda/thresholds.h"
 
 #include <algorithm>
 
@@ -80,7 +81,7 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 {
     int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
-    while (splits < MAX_SPLITS && units > splits * EARLY_UNITS) {
+    while (splits < thresholds::SM90_MAX_SPLITS && units > splits * EARLY_UNITS) {
         bool all_is_early =
             args->num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
         if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
@@ -113,8 +114,8 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
     division all = divide(args, device);
-    bool is_faster =
-        args->num_rows >= MIN_ROWS && args->num_rows <= MAX_ROWS && (all.num_units <= MAX_UNITS || all.num_splits > 1);
+    bool is_faster = args->num_rows >= thresholds::SM90_MIN_ROWS && args->num_rows <= thresholds::SM90_MAX_ROWS &&
+                     (all.num_units <= thresholds::SM90_MAX_UNITS || all.num_splits > 1);
     return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->out_features <= 1 << 30 &&
            args->out_features % outputs == 0 && pk_are_multiples(8, args->bias) &&
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);

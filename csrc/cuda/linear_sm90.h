@@ -16,12 +16,8 @@ enum {
     STEP = 128 /* inputs of a stage */,
     WORKERS = 256 /* threads: the warpgroup that multiplies and the one that squares; both write */,
     THREADS = WORKERS + 32,
-    MIN_ROWS = 9, /* below, linear_few.cu is faster */
-    MAX_ROWS = 64,
     MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
-    MAX_SPLITS = 4,
     EARLY_UNITS = 4 /* of STEP inputs: at up to 32 rows they fit half of an SM's memory */,
-    MAX_UNITS = 8 /* a short way */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
     PITCH = TILE + 4 /* floats per row of sums, which spreads the banks; after them lies the sum of squares */,

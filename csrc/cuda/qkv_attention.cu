@@ -1,6 +1,7 @@
 /* qkv_attention.cu - qkv_attention_fwd on CUDA: in one kernel, or by way of memory for q. */
 #include "cuda/attention_route.h"
 #include "cuda/rope.h"
+#include "cuda/thresholds.h"
 #include "ops/qkv_attention.h"
 
 /* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
@@ -12,8 +13,9 @@ pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_
     const pk_qk_norm_rope_store_args *rope = &both->rope;
     bool is_decode = pk_has_queries(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
     int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
-    if (is_decode && args->num_seqs <= 64 && args->num_blocks * args->block_size <= INT32_MAX &&
-        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
+    if (is_decode && args->num_seqs <= thresholds::MOST_SEQS_OF_FUSED_HEADS &&
+        args->num_blocks * args->block_size <= INT32_MAX && group <= decode_rows(group) &&
+        makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
         attention_route route = choose_route(args, call.device);
         if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }

@@ -1,0 +1,51 @@
+/* thresholds.h - the numbers that measurements chose: which kernel answers, and how its work is divided.
+ *
+ * All were measured on an H200; where another card would want others, nobody has looked. What follows from registers
+ * or from the room in shared memory stands with its kernel instead. Each group names the notes in benchmarks/lab that
+ * have the figures.
+ */
+#ifndef PK_CUDA_THRESHOLDS_H
+#define PK_CUDA_THRESHOLDS_H
+
+namespace thresholds
+{
+
+/* attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
+constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
+constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
+constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs */
+constexpr int THIN_SHARE_SM80 = 3;     /* beside the prefill kernel for older GPUs: fewer than a third, */
+constexpr int THIN_KEYS_SM80 = 1024;   /* and a table for more keys than that */
+constexpr int SMALL_TILES_AN_SM = 4;   /* tiles of 16 rows that run at once, */
+constexpr int SMALL_KEYS = 256;        /* and a table for so many keys at most */
+
+/* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). */
+constexpr int MOST_SEQS_OF_FUSED_HEADS = 64;
+
+/* attention_plan.cu: how large CTAs are, and the longest part (engine/NOTES.md, "A step beyond its keys"). */
+constexpr int FILLED_THIRDS = 2;           /* of the places of CTAs, that equal parts fill */
+constexpr int FEW_PARTS = 8;               /* per tile of 8 rows: not worth CTAs of a whole SM */
+constexpr int ONE_WAVE_THIRDS = 2;         /* of the places: with more tiles, parts run in several waves */
+constexpr int QUARTERS = 6;                /* of a place's share of all steps: the longest part */
+constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
+constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
+constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
+constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
+
+/* attention_prefill.h: what cutting items costs, in keys' time, and where it may pay (prefill/NOTES.md #15, #16). */
+constexpr int PART_START = 160, PART_LEAVE = 512, PART_MERGE = 128;
+constexpr int FEWEST_KEYS_TO_CUT = 2048; /* of the longest item */
+constexpr int MOST_WAVES_TO_CUT = 8;     /* of items: with more the longest matters little */
+constexpr int WHOLE_HEADS_CACHES = 4;    /* all heads at once, up to so many times what the cache holds (#14) */
+
+/* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
+constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */
+
+/* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
+constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 64;
+constexpr int SM90_MAX_SPLITS = 4; /* CTAs that divide the inputs of a tile */
+constexpr int SM90_MAX_UNITS = 8;  /* of 128 inputs, that one CTA goes through without being slower */
+
+}  // namespace thresholds
+
+#endif

@@ -401,6 +401,21 @@ def test_num_splits_makes_bits_independent_of_the_batch_for_any_queries(torch, r
                 assert torch.equal(out, together[seq]), (num_queries[seq], seqs)
 
 
+def test_num_splits_makes_bits_independent_of_long_prompts_beside(torch, rng):
+    """With head_dim 64 long prompts may be taken in larger items, and a sink shows where an item begins."""
+    queries = [700, 130, 900, 800]
+    contexts = [n + int(rng.integers(0, 300)) for n in queries]
+    (q, k_cache, v_cache, tables, lens), ends = make_chunks(torch, rng, queries, contexts, (16, 8), 64, 16)
+    options = {"sinks": torch.randn(16, device="cuda"), "num_splits": 1}
+    together = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **ends, **options)
+    for seq, (own_q, expected) in enumerate(zip(q.split(queries), together.split(queries), strict=True)):
+        own = slice(seq, seq + 1)
+        starts = torch.tensor([0, queries[seq]], device="cuda", dtype=torch.int32)
+        alone = pagedkv.paged_attention_fwd(own_q, k_cache, v_cache, tables[own], lens[own], cu_seqlens_q=starts,
+                                            max_seqlen_q=queries[seq], **options)  # fmt: skip
+        assert torch.equal(alone, expected)
+
+
 def test_a_split_batch_gives_the_same_bits_every_time(torch):
     tensors = make_pool(torch, 3, 20000, 16, 8, 128, 16)
     lens = torch.tensor([20000, 700, 9000], device="cuda", dtype=torch.int32)

@@ -196,12 +196,13 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 }
 
 /* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
- * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. */
+ * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. With
+ * num_splits a row's item may not depend on the batch: where there are sinks its bits would. */
 static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
 {
     int64_t items = args.num_tokens * args.num_q_heads / 192;
-    return args.head_dim <= 64 && args.cache_dtype == args.dtype && args.max_seqlen_q >= thresholds::TALL_QUERIES &&
-           items >= num_sms;
+    return !args.num_splits && args.head_dim <= 64 && args.cache_dtype == args.dtype &&
+           args.max_seqlen_q >= thresholds::TALL_QUERIES && items >= num_sms;
 }
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)

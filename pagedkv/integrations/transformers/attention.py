@@ -58,7 +58,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers' AttentionInterface calls it (5.17, 5.23).
+    """An attention function as transformers' AttentionInterface calls it (5.17 to 5.24).
 
     query: [batch, q_heads, queries, head_dim]; key, value: [batch, kv_heads, keys, head_dim], of any strides but the
     last. attention_mask: what `masks.make_mask` returned, or None. scaling: None is 1 / sqrt(head_dim). s_aux: the

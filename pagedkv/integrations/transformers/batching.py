@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching import cache as cache_module
 from transformers.generation.continuous_batching import continuous_api, initialization
@@ -85,7 +86,8 @@ def _update_ring(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor,
     """The cache's own update: copies of the keys and values that the queries may see, [num_keys, kv_heads, head_dim],
     those of each request one after the other; then the new ones are written."""
     if hasattr(cache, "layer_to_allocator"):
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=dict(options))
+        options = options | {"cache": cache}  # 5.24: this call is attention's own, see install()
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
     index = {name: options[name] for name in ("read_index", "write_index")}
     return cache.update(key_states=key, value_states=value, layer_idx=layer, **index)
@@ -136,7 +138,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as continuous batching calls it (5.17, 5.23).
+    """An attention function as continuous batching calls it (5.17 to 5.24).
 
     query: [1, q_heads, num_tokens, head_dim]; key, value: [1, kv_heads, num_tokens, head_dim], the new ones, which are
     written to the cache, which knows the layer's window. cu_seq_lens_q, cu_seq_lens_k: [num_requests + 1] int32, the
@@ -180,7 +182,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if original is None:
         release = transformers.__version__
         raise NotImplementedError(
-            f"transformers {release} has no {owner.__name__}.{name}: pagedkv was written for 5.17 and 5.23"
+            f"transformers {release} has no {owner.__name__}.{name}: pagedkv was written for 5.17, 5.23 and 5.24"
         )
     if not hasattr(original, "is_pagedkv"):
         replacement = make(original)
@@ -191,8 +193,9 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def install(name: str) -> None:
     """Lets models whose attn_implementation is `name` run in continuous batching.
 
-    transformers accepts a fixed list of names there, and takes any name with "flash" in it for one of its own. So three
-    of its functions are replaced; for all other names they do what they did before.
+    transformers accepts a fixed list of names there, and takes any name with "flash" in it for one of its own. And from
+    5.24 on models update the cache before they call attention. So some of its functions are replaced; for all other
+    names they do what they did before.
     """
 
     def switch(original: Any) -> Any:
@@ -219,8 +222,20 @@ def install(name: str) -> None:
 
         return ensure_decode_fast_path_is_available
 
+    def leaves_update_to_attention(original: Any) -> Any:
+        @torch.compiler.disable
+        def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+            if self.config._attn_implementation != NAME or "cache" in kwargs:
+                return original(self, key_states, value_states, layer_idx, kwargs=kwargs)
+            kwargs["cache"] = self  # attention is called with what is in there
+            return key_states, value_states
+
+        return update
+
     _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
     _replace(initialization, "is_flash_attention_requested", needs_no_mask)
     _replace(cache_module, "is_flash_attention_requested", needs_no_mask)
     _replace(initialization, "ensure_decode_fast_path_is_available", takes_block_tables)
+    if Version(transformers.__version__) >= Version("5.24"):
+        _replace(cache_module.PagedAttentionCache, "update", leaves_update_to_attention)
     AttentionInterface.register(NAME, torch.compiler.disable(attend))  # pages are views of one tensor

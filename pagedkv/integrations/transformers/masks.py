@@ -103,7 +103,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **unused: Any,
 ) -> torch.Tensor:
-    """A mask function as transformers' AttentionMaskInterface calls it (5.17, 5.23).
+    """A mask function as transformers' AttentionMaskInterface calls it (5.17 to 5.24).
 
     attention_mask: bool [batch, keys since the first], True where there is no padding, or None. q_offset and kv_offset
     are the positions of the first query and key; a static cache has slots after the last key, and its q_offset is a

@@ -223,14 +223,13 @@ def install(name: str) -> None:
         return ensure_decode_fast_path_is_available
 
     def leaves_update_to_attention(original: Any) -> Any:
-        @torch.compiler.disable
         def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
             if self.config._attn_implementation != NAME or "cache" in kwargs:
                 return original(self, key_states, value_states, layer_idx, kwargs=kwargs)
             kwargs["cache"] = self  # attention is called with what is in there
             return key_states, value_states
 
-        return update
+        return torch.compiler.disable(update)
 
     _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
     _replace(initialization, "is_flash_attention_requested", needs_no_mask)

@@ -128,17 +128,18 @@ struct prefill_schedule {
     int first_slot, chunk_slots;      /* parts before the section; of a KV head: these are a section's first entries */
     int index;                        /* of the entry taken last, or -1 */
 
-    /* About as many sequences as fit in the cache together, at most one per lane. Lengths are taken as they are: what is
-     * not sound is recorded when its turn comes. */
+    /* About as many sequences as fit in the cache together, at most one per lane. Lengths are only brought into their
+     * range, so that no sum goes wrong: what is not sound is recorded when its turn comes. */
     __device__ void start(const prefill_batch &batch)
     {
         const pk_attention_args &args = batch.args;
+        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
         float context_keys = 0, items = 0, keys = 0;
         int longest = 0;
         if (CUTS || !batch.reads_keys_once())
 #pragma unroll 4
             for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
-                int context = args.context_lens[seq];
+                int context = min(max(args.context_lens[seq], 0), most_keys);
                 context_keys += context;
                 if constexpr (!CUTS) continue;
                 int queries = (int)args.max_seqlen_q;

@@ -19,6 +19,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def measure(rounds: int, cases: list[str]) -> list[dict]:
                 times = in_turns(contestants | reads, rounds)
             rows.append(read_share(row_of(case, count, times), ours.weight_bytes))
     info = ops.build_info()
-    common = {"isa": info["isa"], "torch_isa": torch.backends.cpu.get_cpu_capability(), "blas": info["blas"]}
+    blas = re.sub(r"\(\S*/", "(", info["blas"])  # its file without the folders, which are this machine's own business
+    common = {"isa": info["isa"], "torch_isa": torch.backends.cpu.get_cpu_capability(), "blas": blas}
     return [common | row for row in rows]
 
 

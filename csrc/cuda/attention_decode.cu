@@ -21,6 +21,7 @@
  */
 #include "cuda/attention_decode_loader.h"
 #include "cuda/rope.h"
+#include "cuda/thresholds.h"
 
 // --- kernels
 
@@ -162,7 +163,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         if (!starts_early) begin();
         /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs.
          * A large weight would only stand in the way of the few bytes that are waited for here. */
-        bool is_small = args.num_q_heads * args.head_dim <= 2048;
+        bool is_small = args.num_q_heads * args.head_dim <= thresholds::FEW_HEADS;
         if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;

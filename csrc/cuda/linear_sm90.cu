@@ -1,8 +1,8 @@
-/* linear_sm90.cu - linear for 9 to 64 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
+/* linear_sm90.cu - linear for 9 to 96 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
  * once.
  *
- * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16, 32,
- * 48 or 64; rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
+ * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 96;
+ * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
  * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
  * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
  * the other CTAs' sums of these rows and adds all of them in order. How many CTAs divide a tile depends on the weight
@@ -56,10 +56,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         pk_vec<T, 4> before[2];
         writer.load_before(before, first_row, num_rows, output);
 
-        float acc[N / 2] = {};
-        if (!squares_x || params.args.divides_by_rms) cta.multiply(acc, squares_x, stage, parity);
-        named_sync(1, WORKERS); /* the sums may lie where the ring is */
-        cta.leave_sums(acc, writer.sums, squares_x);
+        cta.fill_sums(writer.sums, squares_x, stage, parity);
         if (is_split) fence_async_proxy();
         named_sync(1, WORKERS);
         if (is_split) cta.exchange_sums();
@@ -75,6 +72,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 /* How a product is divided. */
 struct division {
     int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
+    bool is_short() const { return num_units <= num_splits * thresholds::SM90_MAX_UNITS; } /* a CTA's way */
 };
 
 static division divide(const pk_linear_args *args, const pk_cuda_device *device)
@@ -114,8 +112,9 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
     division all = divide(args, device);
-    bool is_faster = args->num_rows >= thresholds::SM90_MIN_ROWS && args->num_rows <= thresholds::SM90_MAX_ROWS &&
-                     (all.num_units <= thresholds::SM90_MAX_UNITS || all.num_splits > 1);
+    int64_t most_rows = thresholds::SM90_MAX_ROWS;
+    if (!all.is_short()) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
+    bool is_faster = args->num_rows >= thresholds::SM90_MIN_ROWS && args->num_rows <= most_rows;
     return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->out_features <= 1 << 30 &&
            args->out_features % outputs == 0 && pk_are_multiples(8, args->bias) &&
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
@@ -159,13 +158,18 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
     instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>, instance<__nv_bfloat16, 64>,
-    instance<__half, 16>,        instance<__half, 32>,        instance<__half, 48>,        instance<__half, 64>,
+    instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>, instance<__half, 16>,        instance<__half, 32>,
+    instance<__half, 48>,        instance<__half, 64>,        instance<__half, 80>,        instance<__half, 96>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
+    /* On a long way a deep ring is worth more than room for the next kernel; of few rows there is room for both. */
+    int64_t rows = args->num_rows;
+    if (rows > thresholds::SM90_FEW_ROWS && !divide(args, call.device).is_short())
+        rows = std::max(rows, (int64_t)MOST_ROWS_OF_TWO + 1);
     for (const auto &each : INSTANCES)
-        if (each.shown.reads == args->dtype && each.shown.rows >= args->num_rows) return each.launch(args, call);
+        if (each.shown.reads == args->dtype && each.shown.rows >= rows) return each.launch(args, call);
     return pk_cuda_no_instance(call, "linear_sm90_kernel");
 }

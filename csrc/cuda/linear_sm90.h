@@ -31,7 +31,7 @@ struct linear_sm90_params {
     int sums_at, inbox_at;     /* bytes from the ring's start; the sums may lie where the ring is */
 };
 
-/* x lies first: as operand A it has 64 rows, too, and those beyond N must lie in memory, whatever is there. */
+/* x lies first: as operand A it has 64 or 128 rows, and those beyond N must lie in memory, whatever is there. */
 template <int N>
 static constexpr int stage_bytes = STEP * 2 * N + WEIGHT_BYTES;
 
@@ -122,9 +122,17 @@ struct sm90_cta {
         fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
     }
 
+    __device__ __forceinline__ void release(int stage) const
+    {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
+    }
+    /* Of 16 inputs from the k-th of a stage on, in units of a descriptor's address. */
+    static constexpr int offset(int k, int rows) { return (k / LINE * rows * LINE + k % LINE) * 2 / 16; }
+
     /* The second warpgroup multiplies every row by every row: the squares are on the diagonal. */
     __device__ __forceinline__ bool squares_x() const { return warp >= 4; }
-    /* The products of a tile, or the squares, in acc. The ring's `stage` and `parity` go on. */
+    /* The products of a tile, or the squares, in acc. */
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], bool squares_x, int &stage, int &parity) const
     {
         auto multiply = [&](int step) {
@@ -134,16 +142,10 @@ struct sm90_cta {
             barrier_wait(smem_address(&x_full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < STEP; k += 16)
-                wgmma<T, N>::smem_smem(acc, a + (k / LINE * (squares_x ? N : TILE) * LINE + k % LINE) * 2 / 16,
-                                       b + (k / LINE * N * LINE + k % LINE) * 2 / 16, step > 0 || k > 0);
+                wgmma<T, N>::smem_smem(acc, a + offset(k, squares_x ? N : TILE), b + offset(k, N), step > 0 || k > 0);
         };
-        auto release = [&](int stage) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
-        };
-        multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, release);
+        multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, [&](int stage) { release(stage); });
     }
-
     /* Row by row, PITCH apart; after a row's sums lies its sum of squares. */
     __device__ __forceinline__ void leave_sums(const float (&acc)[N / 2], float *sums, bool squares_x) const
     {
@@ -151,6 +153,50 @@ struct sm90_cta {
             const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, output = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
             if (!squares_x || output == row) sums[row * PITCH + (squares_x ? TILE : output)] = acc[i];
         }
+    }
+    /* The squares of more than TILE rows, which operand A has no room for: of TILE rows, and of the rest. */
+    __device__ __forceinline__ void square_more_rows(float *sums, int &stage, int &parity) const
+    {
+        constexpr int REST = N > TILE ? N - TILE : TILE;
+        float first[TILE / 2] = {}, rest[REST / 2] = {};
+#pragma unroll 1
+        for (int step = 0; step < num_steps; step++) {
+            const uint64_t x = descriptor<128>(ring + stage * stage_bytes<N>, 16, 1024);
+            barrier_wait(smem_address(&x_full[stage]), parity);
+            wgmma_fence();
+            for (int k = 0; k < STEP; k += 16) {
+                const uint64_t at = x + offset(k, N), other = at + TILE * LINE * 2 / 16;
+                wgmma<T, TILE>::smem_smem(first, at, at, step > 0 || k > 0);
+                wgmma<T, REST>::smem_smem(rest, other, other, step > 0 || k > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(first), pin(rest);
+            release(stage);
+            if (++stage == num_stages) stage = 0, parity ^= 1;
+        }
+        named_sync(1, WORKERS);
+        leave_squares(first, sums);
+        leave_squares(rest, sums + TILE * PITCH);
+    }
+    template <int count>
+    __device__ __forceinline__ void leave_squares(const float (&acc)[count], float *sums) const
+    {
+        for (int i = 0; i < count; i++) {
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, other = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
+            if (other == row) sums[row * PITCH + TILE] = acc[i];
+        }
+    }
+    /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
+    __device__ __forceinline__ void fill_sums(float *sums, bool squares_x, int &stage, int &parity) const
+    {
+        if (N > TILE && squares_x && args.divides_by_rms) return square_more_rows(sums, stage, parity);
+        float acc[N / 2] = {};
+        const bool squares_with_products = N <= TILE && squares_x;
+        if (!squares_x || (squares_with_products && args.divides_by_rms))
+            multiply(acc, squares_with_products, stage, parity);
+        named_sync(1, WORKERS); /* the sums may lie where the ring is */
+        if (N <= TILE || !squares_x) leave_sums(acc, sums, squares_with_products);
     }
     /* Sends the other CTAs of the cluster the sums of the rows that they write, and waits for theirs. */
     __device__ __forceinline__ void exchange_sums() const

@@ -5,17 +5,19 @@
 #include "ops/qkv_attention.h"
 
 /* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
- * itself: after a projection that lets it start early (linear_few.cu, linear_sm90.cu). With more tokens than those
- * take nothing can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
+ * itself: after a projection that lets it start early (linear_few.cu, linear_sm90.cu). After one by cuBLASLt nothing can
+ * start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
 pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_cuda_call &call)
 {
     const pk_attention_args *args = &both->attention;
     const pk_qk_norm_rope_store_args *rope = &both->rope;
     bool is_decode = pk_has_queries(args) && !args->cu_seqlens_q && args->max_seqlen_q == 1;
     int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
-    if (is_decode && args->num_seqs <= thresholds::MOST_SEQS_OF_FUSED_HEADS &&
-        args->num_blocks * args->block_size <= INT32_MAX && group <= decode_rows(group) &&
-        makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
+    using namespace thresholds;
+    bool are_few_heads = args->num_q_heads * args->head_dim <= FEW_HEADS;
+    int most_seqs = are_few_heads ? MOST_SEQS_OF_FEW_HEADS : MOST_SEQS_OF_MORE_HEADS;
+    if (is_decode && args->num_seqs <= most_seqs && args->num_blocks * args->block_size <= INT32_MAX &&
+        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
         attention_route route = choose_route(args, call.device);
         if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }

@@ -19,8 +19,11 @@ constexpr int THIN_KEYS_SM80 = 1024;   /* and a table for more keys than that */
 constexpr int SMALL_TILES_AN_SM = 4;   /* tiles of 16 rows that run at once, */
 constexpr int SMALL_KEYS = 256;        /* and a table for so many keys at most */
 
-/* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). */
-constexpr int MOST_SEQS_OF_FUSED_HEADS = 64;
+/* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
+ * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
+constexpr int FEW_HEADS = 2048; /* elements of a token's queries, at most; attention_decode.cu asks, too */
+constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
+constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention_plan.cu: how large CTAs are, and the longest part (engine/NOTES.md, "A step beyond its keys"). */
 constexpr int FILLED_THIRDS = 2;           /* of the places of CTAs, that equal parts fill */
@@ -42,9 +45,11 @@ constexpr int WHOLE_HEADS_CACHES = 4;    /* all heads at once, up to so many tim
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */
 
 /* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
-constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 64;
-constexpr int SM90_MAX_SPLITS = 4; /* CTAs that divide the inputs of a tile */
-constexpr int SM90_MAX_UNITS = 8;  /* of 128 inputs, that one CTA goes through without being slower */
+constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 96; /* #20 */
+constexpr int SM90_MAX_SPLITS = 4;                   /* CTAs that divide the inputs of a tile */
+constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower; with more: */
+constexpr int SM90_MAX_ROWS_OF_LONG = 64;
+constexpr int SM90_FEW_ROWS = 32; /* from there on one CTA an SM (#21) */
 
 }  // namespace thresholds
 

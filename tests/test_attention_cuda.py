@@ -59,6 +59,31 @@ def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
         torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
 
 
+def parts_of(torch, tensors, lens):
+    """Of each sequence that has keys, by the plan."""
+    plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda()).cpu().numpy()
+    units = plan[plan[:, 0] != 0]
+    return {int(seq): int(parts) for _, seq, _, _, _, _, _, _, _, parts, *_ in units if lens[seq]}
+
+
+def test_sequences_of_one_length_are_not_cut(torch):
+    """Where they nearly fill the GPU, or more than once, even beside padding: each would be merged, and none ends sooner.
+    A long one among them is cut all the same."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    for count in (17, 19, 24, 33, 36, 39, 50, 100):
+        rows = -(-count // 8) * 8
+        tensors = make_pool(torch, rows, 1500, 16, 8, 128, 16)
+        for length in (640, 1500):
+            lens = np.where(np.arange(rows) < count, length, 0).astype(np.int32)
+            assert set(parts_of(torch, tensors, lens).values()) == {1}, (count, length)
+    for count in (24, 40, 200):
+        lens = np.full(count, 100, np.int32)
+        lens[count // 2] = 30000
+        parts = parts_of(torch, make_pool(torch, count, 30000, 16, 8, 128, 16), lens)
+        assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
+
+
 def test_a_plan_covers_every_key_once(torch, rng):
     """Read back: the parts of every sequence follow each other, from its first step to its last."""
     for batch, longest in ((1, 30000), (5, 5000), (300, 2000), (2000, 300)):

@@ -16,28 +16,34 @@ __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
-    __shared__ int total, longest, length, num_units, next_unit[UNIT_BUCKETS];
+    __shared__ int total, long_steps, num_long, longest, length, num_units, next_unit[UNIT_BUCKETS];
     __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto sequence = [&](int seq) { return seq < THREADS ? first[seq] : measure(args, shape, seq, bad_id, false); };
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
-    if (threadIdx.x == 0) total = 0, longest = 1, length = INT_MAX;
+    if (threadIdx.x == 0) total = long_steps = num_long = 0, longest = 1, length = INT_MAX;
     if (threadIdx.x < UNIT_BUCKETS) next_unit[threadIdx.x] = 0;
     __syncthreads();
 
     int steps = 0, most = 1;
+    int2 cut = {0, 0};
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = measure(args, shape, seq, bad_id, true);
         if (seq < THREADS) first[seq] = it;
         if (it.num_tiles == 0) continue;
         steps += it.num_tiles * it.num_steps;
+        cut.x += cuttable(it).x, cut.y += cuttable(it).y;
         most = max(most, it.num_steps);
     }
     steps = __reduce_add_sync(~0u, steps);
     most = __reduce_max_sync(~0u, most);
-    if (lane == 0) atomicAdd(&total, steps), atomicMax(&longest, most);
+    cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
+    if (lane == 0) {
+        atomicAdd(&total, steps), atomicMax(&longest, most);
+        atomicAdd(&long_steps, cut.x), atomicAdd(&num_long, cut.y);
+    }
     __syncthreads();
 
     if (shape.is_one_wave) { /* each warp tries a length; the last of them surely fits */
@@ -50,7 +56,7 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         if (threadIdx.x == 0) length = length_to_merge(shape, longest, length);
     } else if (threadIdx.x == 0) {
-        length = length_of_share(shape, total);
+        length = length_of_share(shape, total, longest, long_steps / max(num_long, 1));
     }
     __syncthreads();
 

@@ -12,6 +12,7 @@
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
 
 #include "cuda/attention_plan.h"
+#include "cuda/thresholds.h"
 
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
@@ -63,10 +64,21 @@ __device__ static inline int length_to_merge(const decode_shape &shape, int long
     }
     return best;
 }
-/* And where there are more waves than one. */
-__device__ static inline int length_of_share(const decode_shape &shape, int total)
+/* And else. Merging has its price: with more sequences than run at once, nothing is cut that is no longer than the
+ * others; else what is hardly longer than a part stays whole, if the others are as long, or CTAs have a whole SM.
+ * `mean`: of those long enough to be cut. */
+__device__ static inline int length_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
-    return ((total / shape.slots + 1) * shape.quarters + 3) / 4;
+    int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;
+    if (shape.num_segments > shape.slots) return max(length, min(mean, share));
+    bool is_little = 5 * longest <= thresholds::LITTLE_FIFTHS * length;
+    return is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length;
+}
+/* What a tile, or none, adds to the sum and to the number that the mean is of. */
+__device__ static inline int2 cuttable(const planned_sequence &it)
+{
+    bool is_long = it.num_steps > DECODE_STAGES;
+    return {is_long ? it.num_tiles * it.num_steps : 0, is_long ? it.num_tiles : 0};
 }
 
 /* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
@@ -102,7 +114,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     planned_sequence it = {};
     if (lane < num_seqs) it = measure(args, shape, lane, bad_id, is_recorder);
     int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
-    int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1), length = length_of_share(shape, total);
+    int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1), length;
     if (shape.is_one_wave) { /* the longer the parts, the fewer there are */
         int least = 0, most = LENGTHS_TRIED - 1;
         while (least < most) {
@@ -112,6 +124,10 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
             (fits ? most : least) = fits ? middle : middle + 1;
         }
         length = length_to_merge(shape, longest, length_to_try(shape, total, least));
+    } else {
+        int2 mine = cuttable(it);
+        int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
+        length = length_of_share(shape, total, longest, sum / max(count, 1));
     }
     int num_parts = count_parts(shape, it.num_steps, length), num_units = it.num_tiles * num_parts;
     int bucket = bucket_of(num_parts, it.num_steps, longest), before = 0;

@@ -32,6 +32,7 @@ constexpr int ONE_WAVE_THIRDS = 2;         /* of the places: with more tiles, pa
 constexpr int QUARTERS = 6;                /* of a place's share of all steps: the longest part */
 constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
 constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
+constexpr int LITTLE_FIFTHS = 6;           /* of a part: a sequence up to that is not worth a cut (#62) */
 constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
 constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
 

@@ -188,6 +188,12 @@ class FakeStream:
 
     def __exit__(self, *exc: object) -> None: ...
 
+    def synchronize(self) -> None:
+        self.on.synchronize()
+
+    def watch_launches(self) -> None:
+        self.on.happened["look"] += 1
+
 
 class FakeGraph:
     @contextmanager

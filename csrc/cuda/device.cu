@@ -5,7 +5,6 @@
  */
 #include "cuda/cuda.h"
 
-#include <cuda.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -151,25 +150,6 @@ pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
 {
     const pk_cuda_pause pause;
     return PK_ON_DEVICE(device, err, cudaDeviceSynchronize());
-}
-
-/* Once kernels of several streams have taken turns (16 times were enough), every launch costs the card 0.2 us more, one
- * of cuBLASLt 1 us, until another context has been on it (benchmarks/lab/engine/NOTES.md). Making one is enough. Where
- * none can be made, nothing is lost but that time. */
-pk_status pk_cuda_reload_context(pk_device device, pk_error *err)
-{
-    CUresult (*create)(CUcontext *, unsigned int flags, CUdevice) = nullptr;
-    CUresult (*destroy)(CUcontext) = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    CUcontext other;
-    PK_TRY(pk_cuda_synchronize(device, err));
-    pk_cuda_call call(device, nullptr, err);
-    PK_TRY(call.status);
-    PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxCreate", (void **)&create, 3020, cudaEnableDefault, &found));
-    PK_CUDA(err, cudaGetDriverEntryPointByVersion("cuCtxDestroy", (void **)&destroy, 4000, cudaEnableDefault, &found));
-    if (create && destroy && create(&other, 0, device.index) == CUDA_SUCCESS)
-        destroy(other); /* ours is current again */
-    return PK_OK;
 }
 
 pk_status pk_cuda_check_errors(pk_device device, pk_error *err)

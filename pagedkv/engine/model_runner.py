@@ -25,6 +25,7 @@ from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
 from .decode_graphs import GRAPH_BYTES, DecodeGraphs, batch_sizes
 from .kv_caches import KVCaches
+from .launch_watch import LaunchWatch
 from .launched import Launched
 from .prompt_outputs import PromptOutputs
 from .sampler import Sampler
@@ -68,6 +69,7 @@ class ModelRunner:
             max_model_len=max_model_len, plans=self.plans,
         )  # fmt: skip
         self.graphs = DecodeGraphs(self.stream) if self.is_gpu and not enforce_eager else None
+        self.launches = LaunchWatch(self.stream)
 
     # --- before the first step
 
@@ -108,7 +110,7 @@ class ModelRunner:
                 self.run(inputs)  # so that an operation's first use, which may choose and allocate, is not captured
                 self.graphs.capture(inputs, self._compute)
         ops.reload_context(self.device)  # a launch is faster then than after all this
-        ops.synchronize(self.device)
+        self.launches.calibrate()
 
     # --- a step
 
@@ -126,6 +128,7 @@ class ModelRunner:
                 if self.graphs is not None and step.only_decodes:
                     graph = self.graphs.find(len(inputs.batch.token_ids), needs_logits=inputs.needs_logits)
                 if graph is not None:
+                    self.launches.step(len(step.sequences))
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
                     prompt_outputs = self._compute_prompts(inputs, step)

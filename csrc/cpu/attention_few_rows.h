@@ -27,9 +27,9 @@ static void find_ahead(const tile_walk *walk, int64_t head, int64_t bytes, const
         if (i >= tile->count) continue;
         if (tile->k_offsets[key] != MASKED) {
             int64_t kv_head = walk->first_head + h;
-            ahead[i] = (const char *)args->k_cache + (tile->k_offsets[key] + kv_head * args->k_head_stride) * bytes;
+            ahead[i] = (const char *)args->k_cache + (tile->k_offsets[key] + kv_head * args->k_strides.head) * bytes;
             ahead[FEW_TILE + i] =
-                (const char *)args->v_cache + (tile->v_offsets[key] + kv_head * args->v_head_stride) * bytes;
+                (const char *)args->v_cache + (tile->v_offsets[key] + kv_head * args->v_strides.head) * bytes;
         }
         if (++h == walk->num_heads) h = 0, key++;
     }

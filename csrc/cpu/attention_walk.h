@@ -129,8 +129,8 @@ static void find_tile(const tile_walk *walk, int64_t first, int64_t end, key_til
     for (int64_t key = 0; key < tile->count; block++, slot = 0) {
         int64_t page = table[block];
         for (; slot < args->block_size && key < tile->count; slot++, key++) {
-            tile->k_offsets[key] = page < 0 ? MASKED : page * args->k_block_stride + slot * args->k_slot_stride;
-            tile->v_offsets[key] = page < 0 ? MASKED : page * args->v_block_stride + slot * args->v_slot_stride;
+            tile->k_offsets[key] = page < 0 ? MASKED : page * args->k_strides.block + slot * args->k_strides.slot;
+            tile->v_offsets[key] = page < 0 ? MASKED : page * args->v_strides.block + slot * args->v_strides.slot;
         }
         tile->has_masked_page |= page < 0;
     }

@@ -162,15 +162,15 @@ __global__ void __launch_bounds__(256)
     const T *key = (const T *)store.key + token * store.key_token_stride;
     const T *value = (const T *)store.value + token * store.value_token_stride + dim;
     Cache *k_cache =
-        (Cache *)store.k_cache + pk_cache_offset(store, place.slot, store.k_block_stride, store.k_slot_stride);
+        (Cache *)store.k_cache + pk_cache_offset(store, place.slot, store.k_strides.block, store.k_strides.slot);
     Cache *v_cache =
-        (Cache *)store.v_cache + pk_cache_offset(store, place.slot, store.v_block_stride, store.v_slot_stride);
+        (Cache *)store.v_cache + pk_cache_offset(store, place.slot, store.v_strides.block, store.v_strides.slot);
     for (int head = threadIdx.y; head < store.num_kv_heads; head += blockDim.y) {
         packed k = turner.turn(key + head * store.key_head_stride);
         packed v = packed::template load<IS_ALIGNED>(value + head * store.value_head_stride, turner.count);
         pk_cache_divisor k_divisor(store.k_scale, IS_SCALED, head), v_divisor(store.v_scale, IS_SCALED, head);
-        pk_write_cache<IS_ALIGNED>(k_cache + head * store.k_head_stride + dim, k, turner.count, k_divisor);
-        pk_write_cache<IS_ALIGNED>(v_cache + head * store.v_head_stride + dim, v, turner.count, v_divisor);
+        pk_write_cache<IS_ALIGNED>(k_cache + head * store.k_strides.head + dim, k, turner.count, k_divisor);
+        pk_write_cache<IS_ALIGNED>(v_cache + head * store.v_strides.head + dim, v, turner.count, v_divisor);
     }
 }
 

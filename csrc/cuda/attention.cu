@@ -15,8 +15,8 @@ static bool fits_tensor_cores(const pk_attention_args *args)
            pk_are_multiples(16, args->q, args->out, args->k_cache, args->v_cache) &&
            pk_are_multiples(8, args->q_token_stride, args->q_head_stride, args->out_token_stride,
                             args->out_head_stride) &&
-           pk_are_multiples(per_vector, args->head_dim, args->k_block_stride, args->k_slot_stride, args->k_head_stride,
-                            args->v_block_stride, args->v_slot_stride, args->v_head_stride);
+           pk_are_multiples(per_vector, args->head_dim, args->k_strides.block, args->k_strides.slot,
+                            args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head);
 }
 
 attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)

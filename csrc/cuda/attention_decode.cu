@@ -134,8 +134,8 @@ struct decode_cta : decode_loader<Kind, D, NT> {
     __device__ void put_new_rows(int new_slot, int stage, int in_chunk) const
     {
         row_offsets at = offsets_of(params.block_size.divide(new_slot), slot_of(new_slot));
-        char *k_row = (char *)args.k_cache + rows.head * args.k_head_stride * Kind::CACHE_BYTES + at.k;
-        char *v_row = (char *)args.v_cache + rows.head * args.v_head_stride * Kind::CACHE_BYTES + at.v;
+        char *k_row = (char *)args.k_cache + rows.head * args.k_strides.head * Kind::CACHE_BYTES + at.k;
+        char *v_row = (char *)args.v_cache + rows.head * args.v_strides.head * Kind::CACHE_BYTES + at.v;
         for (int i = lane; i < 2 * tile::PIECES; i += 32) {
             int piece = i % tile::PIECES, is_value = i / tile::PIECES;
             if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;

@@ -62,9 +62,9 @@ struct decode_loader : decode_warp<Kind, D, NT> {
         }
         int in_row = lane / tile::PIECES, piece = is_in_row() ? lane % tile::PIECES * 16 : 0;
         k_lane = (const char *)args.k_cache + piece +
-                 (rows.head * args.k_head_stride + in_row * args.k_slot_stride) * Kind::CACHE_BYTES;
+                 (rows.head * args.k_strides.head + in_row * args.k_strides.slot) * Kind::CACHE_BYTES;
         v_lane = (const char *)args.v_cache + piece +
-                 (rows.head * args.v_head_stride + in_row * args.v_slot_stride) * Kind::CACHE_BYTES;
+                 (rows.head * args.v_strides.head + in_row * args.v_strides.slot) * Kind::CACHE_BYTES;
         int slot = unit_index - unit.part;
         /* & and |: with && the compiler would put what it reads after a branch, another way to L2 and back. */
         bool is_sound =
@@ -122,11 +122,11 @@ struct decode_loader : decode_warp<Kind, D, NT> {
 
     __device__ row_offsets offsets_of(int page, int64_t slot) const
     {
-        int64_t k = slot * args.k_slot_stride, v = slot * args.v_slot_stride;
+        int64_t k = slot * args.k_strides.slot, v = slot * args.v_strides.slot;
         if (page >= 0) page = checked_page(args, page, rows.unit.seq, params.bad_id);
         int64_t there = max(page, 0);
-        return {(there * args.k_block_stride + k) * Kind::CACHE_BYTES,
-                (there * args.v_block_stride + v) * Kind::CACHE_BYTES, page >= 0};
+        return {(there * args.k_strides.block + k) * Kind::CACHE_BYTES,
+                (there * args.v_strides.block + v) * Kind::CACHE_BYTES, page >= 0};
     }
 
     /* Copies a chunk; the result is the mask of its keys that are there. */
@@ -154,8 +154,8 @@ struct decode_loader : decode_warp<Kind, D, NT> {
             copy_async_16(its_to + TILE_BYTES, v, bytes, policy);
         };
         if (params.are_16_in_a_page) {
-            int64_t k_step = ROWS_AT_ONCE * args.k_slot_stride * Kind::CACHE_BYTES;
-            int64_t v_step = ROWS_AT_ONCE * args.v_slot_stride * Kind::CACHE_BYTES;
+            int64_t k_step = ROWS_AT_ONCE * args.k_strides.slot * Kind::CACHE_BYTES;
+            int64_t v_step = ROWS_AT_ONCE * args.v_strides.slot * Kind::CACHE_BYTES;
             for (int t = 0; t < KEY_TILES; t++) {
                 const char *k = k_lane + __shfl_sync(~0u, from.k, first_lane + t);
                 const char *v = v_lane + __shfl_sync(~0u, from.v, first_lane + t);

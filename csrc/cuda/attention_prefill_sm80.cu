@@ -109,9 +109,9 @@ struct prefill_sm80_cta {
         if (lane == 0) shared.key_masks[to_slot][warp] = mask & ((1u << WARP_KEYS) - 1);
         int page_slot = first_slot + key_of(n), in_page = page_slot - block_of(page_slot) * (int)args.block_size;
         bool is_value = lane >= 16;
-        int64_t at = max(page, 0) * (is_value ? args.v_block_stride : args.k_block_stride) +
-                     in_page * (is_value ? args.v_slot_stride : args.k_slot_stride) +
-                     item.kv_head * (is_value ? args.v_head_stride : args.k_head_stride);
+        int64_t at = max(page, 0) * (is_value ? args.v_strides.block : args.k_strides.block) +
+                     in_page * (is_value ? args.v_strides.slot : args.k_strides.slot) +
+                     item.kv_head * (is_value ? args.v_strides.head : args.k_strides.head);
         uint64_t row = (uint64_t)(is_value ? args.v_cache : args.k_cache) + at * Kind::CACHE_BYTES;
         shared.rows[warp][lane] = {(uint32_t)row, (uint32_t)(row >> 32), page >= 0 ? 16u : 0u, 0};
         __syncwarp();

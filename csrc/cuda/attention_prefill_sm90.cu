@@ -119,8 +119,8 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
            most_rows % (2 << params.box_shift) == 0)
         params.box_shift++;
     params.box_rows = 1 << params.box_shift;
-    params.k_head_columns = (int)(args->k_head_stride / shape::column);
-    params.v_head_columns = (int)(args->v_head_stride / shape::column);
+    params.k_head_columns = (int)(args->k_strides.head / shape::column);
+    params.v_head_columns = (int)(args->v_strides.head / shape::column);
     if (args->softcap > 0) params.cap_scale = args->softmax_scale / args->softcap * 2 * PK_LOG2E;
 
     int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
@@ -137,10 +137,10 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
         int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
         return pk_cuda_tensor_map(map, name, args->cache_dtype, data, 5, sizes, strides, box, call.err);
     };
-    PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_block_stride, args->k_slot_stride,
-                     args->k_head_stride));
-    PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_block_stride, args->v_slot_stride,
-                     args->v_head_stride));
+    PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_strides.block, args->k_strides.slot,
+                     args->k_strides.head));
+    PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_strides.block, args->v_strides.slot,
+                     args->v_strides.head));
     int64_t num_ctas = call.device->num_sms;
     if (!CUTS) num_ctas = std::min(num_ctas, most_items(params.batch));
     auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS, WARPGROUPS>;
@@ -183,13 +183,13 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 {
     int64_t dim = args->head_dim;
     bool is_fp8 = args->cache_dtype == PK_F8E4M3;
-    for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->k_block_stride, args->k_slot_stride,
-                           args->k_head_stride, args->v_block_stride, args->v_slot_stride, args->v_head_stride})
+    for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->k_strides.block, args->k_strides.slot,
+                           args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head})
         if (stride <= 0) return false; /* the tensor maps want them so */
     return device->compute_capability == 90 && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
            (args->cache_dtype == args->dtype || is_fp8) &&
            (args->max_blocks_per_seq == 1 || (args->block_size % 8 == 0 && !args->key_starts)) &&
-           pk_are_multiples(dim % 64 ? 32 : 64, args->k_head_stride, args->v_head_stride) && args->num_blocks > 0 &&
+           pk_are_multiples(dim % 64 ? 32 : 64, args->k_strides.head, args->v_strides.head) && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
            args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&
            args->num_q_heads / args->num_kv_heads <= 128 && args->softmax_scale > 0 && !args->alibi_slopes;

@@ -39,10 +39,10 @@ __global__ void __launch_bounds__(WARPS * 32)
         int page = args.block_tables[seq * args.block_table_stride + block];
         if (page >= args.num_blocks && lane == 0) checked_page(args, page, seq, bad_id);
         if (page < 0 || page >= args.num_blocks) continue;
-        const Cache *k = (const Cache *)args.k_cache + page * args.k_block_stride + slot * args.k_slot_stride +
-                         head * args.k_head_stride;
-        const Cache *v = (const Cache *)args.v_cache + page * args.v_block_stride + slot * args.v_slot_stride +
-                         head * args.v_head_stride;
+        const Cache *k = (const Cache *)args.k_cache + page * args.k_strides.block + slot * args.k_strides.slot +
+                         head * args.k_strides.head;
+        const Cache *v = (const Cache *)args.v_cache + page * args.v_strides.block + slot * args.v_strides.slot +
+                         head * args.v_strides.head;
         float score = 0;
         for (int i = 0; i < DIMS_PER_LANE; i++)
             if (i * 32 + lane < args.head_dim) score += q[i] * pk_to_float(k[i * 32 + lane]);

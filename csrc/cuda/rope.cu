@@ -24,10 +24,10 @@ template <typename Cache, bool IS_ALIGNED, typename T>
 __device__ __forceinline__ void write_to_cache(const pk_store_args &store, bool is_key, int64_t slot, int kv_head,
                                                int dim, int half, int count, const head_piece<T> &x)
 {
-    int64_t at =
-        is_key
-            ? pk_cache_offset(store, slot, store.k_block_stride, store.k_slot_stride) + kv_head * store.k_head_stride
-            : pk_cache_offset(store, slot, store.v_block_stride, store.v_slot_stride) + kv_head * store.v_head_stride;
+    int64_t at = is_key ? pk_cache_offset(store, slot, store.k_strides.block, store.k_strides.slot) +
+                              kv_head * store.k_strides.head
+                        : pk_cache_offset(store, slot, store.v_strides.block, store.v_strides.slot) +
+                              kv_head * store.v_strides.head;
     Cache *to = (Cache *)(is_key ? store.k_cache : store.v_cache) + at + dim;
     pk_cache_divisor divisor(is_key ? store.k_scale : store.v_scale, sizeof(Cache) < sizeof(T), kv_head);
     pk_write_cache<IS_ALIGNED>(to, x.low, count, divisor);

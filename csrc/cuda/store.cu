@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(128, IS_ALIGNED && sizeof(Cache) == sizeof(T) 
         packed v = packed::template load<IS_ALIGNED>(value, count);
         pk_cache_divisor k_divisor(args.k_scale, IS_SCALED, head), v_divisor(args.v_scale, IS_SCALED, head);
         if (!is_slot) break;
-        int64_t k_at = pk_cache_offset(args, slot, args.k_block_stride, args.k_slot_stride);
-        int64_t v_at = pk_cache_offset(args, slot, args.v_block_stride, args.v_slot_stride);
-        Cache *k_cache = (Cache *)args.k_cache + k_at + head * args.k_head_stride + dim;
-        Cache *v_cache = (Cache *)args.v_cache + v_at + head * args.v_head_stride + dim;
+        int64_t k_at = pk_cache_offset(args, slot, args.k_strides.block, args.k_strides.slot);
+        int64_t v_at = pk_cache_offset(args, slot, args.v_strides.block, args.v_strides.slot);
+        Cache *k_cache = (Cache *)args.k_cache + k_at + head * args.k_strides.head + dim;
+        Cache *v_cache = (Cache *)args.v_cache + v_at + head * args.v_strides.head + dim;
         pk_write_cache<IS_ALIGNED>(k_cache, k, count, k_divisor);
         pk_write_cache<IS_ALIGNED>(v_cache, v, count, v_divisor);
     }

@@ -79,8 +79,8 @@ __device__ static inline void pk_write_cache(Cache *to, const pk_packed<T> &x, i
 /* Whether pieces of `vec` elements are whole and aligned in both caches. */
 static inline bool pk_caches_take(const pk_store_args *args, int64_t vec)
 {
-    return pk_are_multiples((size_t)vec, args->k_block_stride, args->k_slot_stride, args->k_head_stride,
-                            args->v_block_stride, args->v_slot_stride, args->v_head_stride) &&
+    return pk_are_multiples((size_t)vec, args->k_strides.block, args->k_strides.slot, args->k_strides.head,
+                            args->v_strides.block, args->v_strides.slot, args->v_strides.head) &&
            pk_are_multiples((size_t)vec * pk_dtype_bytes(args->cache_dtype), args->k_cache, args->v_cache);
 }
 

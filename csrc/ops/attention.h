@@ -27,8 +27,7 @@ typedef struct pk_attention_args {
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
     int64_t max_seqlen_q; /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
-    int64_t k_block_stride, k_slot_stride, k_head_stride;
-    int64_t v_block_stride, v_slot_stride, v_head_stride;
+    pk_cache_strides k_strides, v_strides;
     int64_t block_table_stride;
     int64_t alibi_seq_stride; /* 0 where the slopes are shared by all sequences */
     int64_t lse_head_stride;

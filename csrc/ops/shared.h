@@ -13,6 +13,7 @@
 /* Both caches ("N B H D" of the env's dtype or fp8, the same dtype for both). `flags` adds PK_WRITABLE.
  * `heads` is the letter of the KV heads. */
 pk_status pk_expect_caches(pk_env *env, const pk_view *k_cache, const pk_view *v_cache, char heads, unsigned flags);
+pk_cache_strides pk_cache_strides_of(const pk_view *cache);
 
 /* A scale of a cache: absent, a number, or float32 of shape [1], [KV heads] or, `per_seq`, [num_seqs (S), KV heads].
  * Refused beside a cache that is not fp8, where it would silently do nothing. */

@@ -24,6 +24,11 @@ pk_status pk_expect_caches(pk_env *env, const pk_view *k_cache, const pk_view *v
     return PK_OK;
 }
 
+pk_cache_strides pk_cache_strides_of(const pk_view *cache)
+{
+    return (pk_cache_strides){.block = cache->stride[0], .slot = cache->stride[1], .head = cache->stride[2]};
+}
+
 pk_status pk_expect_scale(pk_env *env, const char *name, pk_scale scale, pk_dtype cache_dtype, char heads, bool per_seq,
                           pk_scale_arg *result)
 {
@@ -66,12 +71,8 @@ pk_status pk_expect_store(pk_env *env, const pk_view *k_cache, const pk_view *v_
         .head_dim = pk_dim(env, 'D'),
         .num_blocks = pk_dim(env, 'N'),
         .block_size = pk_dim(env, 'B'),
-        .k_block_stride = k_cache->stride[0],
-        .k_slot_stride = k_cache->stride[1],
-        .k_head_stride = k_cache->stride[2],
-        .v_block_stride = v_cache->stride[0],
-        .v_slot_stride = v_cache->stride[1],
-        .v_head_stride = v_cache->stride[2],
+        .k_strides = pk_cache_strides_of(k_cache),
+        .v_strides = pk_cache_strides_of(v_cache),
         .dtype = (pk_dtype)env->dtype,
         .cache_dtype = k_cache->dtype,
         .slots_are_int64 = slot_mapping && slot_mapping->dtype == PK_I64,

@@ -22,6 +22,11 @@ typedef struct pk_scale_arg {
     float value;
 } pk_scale_arg;
 
+/* Of a cache, in elements; those of head_dim are dense. */
+typedef struct pk_cache_strides {
+    int64_t block, slot, head;
+} pk_cache_strides;
+
 /* store_kvcache: cache[slot_mapping[t]] = (key[t], value[t]) */
 typedef struct pk_store_args {
     const void *key, *value;  /* [num_tokens, num_kv_heads, head_dim], last dimension dense */
@@ -29,8 +34,7 @@ typedef struct pk_store_args {
     const void *slot_mapping; /* [num_tokens] int32 or int64 (slots_are_int64), negative = skip */
     int64_t num_tokens, num_kv_heads, head_dim, num_blocks, block_size;
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
-    int64_t k_block_stride, k_slot_stride, k_head_stride;
-    int64_t v_block_stride, v_slot_stride, v_head_stride;
+    pk_cache_strides k_strides, v_strides;
     pk_scale_arg k_scale, v_scale; /* used where cache_dtype is fp8 */
     pk_dtype dtype, cache_dtype;   /* cache_dtype is dtype or PK_F8E4M3 */
     bool slots_are_int64;

@@ -81,8 +81,8 @@ __global__ void fill_owned(pk_attention_args a, uint64_t seed)
         if (page < 0 || page >= a.num_blocks) continue;
         for (int i = threadIdx.x; i < a.num_kv_heads * a.head_dim; i += blockDim.x) {
             int64_t head = i / a.head_dim, dim = i % a.head_dim, slot = key % a.block_size;
-            int64_t k = page * a.k_block_stride + slot * a.k_slot_stride + head * a.k_head_stride + dim;
-            int64_t v = page * a.v_block_stride + slot * a.v_slot_stride + head * a.v_head_stride + dim;
+            int64_t k = page * a.k_strides.block + slot * a.k_strides.slot + head * a.k_strides.head + dim;
+            int64_t v = page * a.v_strides.block + slot * a.v_strides.slot + head * a.v_strides.head + dim;
             put((void *)a.k_cache, a.cache_dtype, k, random_normal(k, seed + 1));
             put((void *)a.v_cache, a.cache_dtype, v, random_normal(v, seed + 2));
         }
@@ -110,8 +110,8 @@ __global__ void oracle(pk_attention_args a, const int *seq_of_token, const int *
         int page = a.block_tables[seq * a.block_table_stride + key / a.block_size];
         if (page < 0 || page >= a.num_blocks) continue;
         int64_t slot = key % a.block_size;
-        int64_t k = page * a.k_block_stride + slot * a.k_slot_stride + head * a.k_head_stride;
-        int64_t v = page * a.v_block_stride + slot * a.v_slot_stride + head * a.v_head_stride;
+        int64_t k = page * a.k_strides.block + slot * a.k_strides.slot + head * a.k_strides.head;
+        int64_t v = page * a.v_strides.block + slot * a.v_strides.slot + head * a.v_strides.head;
         partial[dim] = dim < a.head_dim ? get(a.q, a.dtype, token * a.q_token_stride + q_head * a.q_head_stride + dim) *
                                               get(a.k_cache, a.cache_dtype, k + dim)
                                         : 0;
@@ -163,8 +163,8 @@ static void set_dims(pk_attention_args &a, const shape &s, int64_t num_blocks, i
     a.num_blocks = num_blocks, a.block_size = s.block_size, a.max_blocks_per_seq = a.block_table_stride = max_blocks;
     a.q_head_stride = a.out_head_stride = s.head_dim,
     a.q_token_stride = a.out_token_stride = a.num_q_heads * s.head_dim;
-    a.k_head_stride = a.v_head_stride = s.head_dim, a.k_slot_stride = a.v_slot_stride = s.num_kv_heads * s.head_dim;
-    a.k_block_stride = a.v_block_stride = s.block_size * a.k_slot_stride;
+    a.k_strides.head = a.v_strides.head = s.head_dim, a.k_strides.slot = a.v_strides.slot = s.num_kv_heads * s.head_dim;
+    a.k_strides.block = a.v_strides.block = s.block_size * a.k_strides.slot;
     a.lse_head_stride = a.num_tokens;
     a.window_left = -1, a.window_right = 0, a.is_causal = true;
     a.softmax_scale = 1 / sqrtf((float)s.head_dim), a.k_scale.value = a.v_scale.value = 1;
@@ -200,8 +200,8 @@ static bool check_one(uint64_t seed, int max_queries)
     set_dims(a, s, num_blocks, max_blocks);
     bool is_strided = rng() % 3 == 0; /* views of something larger */
     if (is_strided)
-        a.q_token_stride += 8 * s.head_dim, a.out_token_stride += 16, a.k_slot_stride += 16 * s.head_dim,
-            a.k_block_stride = a.k_slot_stride * s.block_size + 64;
+        a.q_token_stride += 8 * s.head_dim, a.out_token_stride += 16, a.k_strides.slot += 16 * s.head_dim,
+            a.k_strides.block = a.k_strides.slot * s.block_size + 64;
     if (rng() % 3 == 0) a.window_left = between(0, longest);
     if (rng() % 3 == 0) a.is_causal = false, a.window_right = rng() % 2 ? -1 : between(0, 50);
     if (rng() % 4 == 0) a.softcap = 2.0f;
@@ -236,7 +236,7 @@ static bool check_one(uint64_t seed, int max_queries)
         a.k_scale = {upload(scales), a.num_kv_heads, 1, 0}, a.v_scale = {a.k_scale.data, 0, 1, 0};
 
     size_t q_count = (size_t)(a.num_tokens * a.q_token_stride),
-           cache_count = (size_t)(num_blocks * std::max(a.k_block_stride, a.v_block_stride));
+           cache_count = (size_t)(num_blocks * std::max(a.k_strides.block, a.v_strides.block));
     size_t out_bytes = (size_t)(a.num_tokens * a.out_token_stride + 64) * 4;
     void *q, *k, *v, *out, *lse, *seqs = upload(seq_of), *queries = upload(query_of), *counts = upload(s.queries);
     MUST(cudaMalloc(&q, q_count * 4 + 4)), MUST(cudaMalloc(&k, cache_count * 4 + 4)),
@@ -342,9 +342,9 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     pk_attention_args a;
     set_dims(a, s, blocks * copies, max_blocks);
     if (getenv("PK_HEADS_FIRST"))
-        a.k_slot_stride = a.v_slot_stride = head_dim, a.k_head_stride = a.v_head_stride = block_size * head_dim;
+        a.k_strides.slot = a.v_strides.slot = head_dim, a.k_strides.head = a.v_strides.head = block_size * head_dim;
     a.num_splits = num_splits, a.past_is_constant = is_planned && !getenv("PK_PAST_MAY_CHANGE");
-    size_t cache_count = (size_t)(a.num_blocks * a.k_block_stride);
+    size_t cache_count = (size_t)(a.num_blocks * a.k_strides.block);
     void *q, *k, *v, *out;
     MUST(cudaMalloc(&q, (size_t)(a.num_tokens * a.q_token_stride) * 2)),
         MUST(cudaMalloc(&out, (size_t)(a.num_tokens * a.q_token_stride) * 2));
@@ -384,9 +384,9 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     pk_store_args &store = rope.store;
     store.k_cache = k, store.v_cache = v, store.num_tokens = r.batch, store.num_kv_heads = kv_heads;
     store.head_dim = head_dim, store.num_blocks = a.num_blocks, store.block_size = block_size;
-    store.k_block_stride = store.v_block_stride = a.k_block_stride;
-    store.k_slot_stride = store.v_slot_stride = a.k_slot_stride;
-    store.k_head_stride = store.v_head_stride = a.k_head_stride;
+    store.k_strides.block = store.v_strides.block = a.k_strides.block;
+    store.k_strides.slot = store.v_strides.slot = a.k_strides.slot;
+    store.k_strides.head = store.v_strides.head = a.k_strides.head;
     store.k_scale.value = store.v_scale.value = 1, store.dtype = PK_BF16, store.cache_dtype = cache_dtype;
     const char *layer = getenv("PK_LAYER");
     int launches = std::max(copies, (int)std::ceil(3e-3 / (bytes / 4.3e12 + 2e-6)));

@@ -65,7 +65,7 @@ __global__ void fill_cache(pk_attention_args args, T *cache, uint32_t seed)
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t key = i / row, page = args.block_tables[seq * args.block_table_stride + key / args.block_size];
         if (page < 0 || page >= args.num_blocks) continue;
-        cache[page * args.k_block_stride + key % args.block_size * args.k_slot_stride + i % row] =
+        cache[page * args.k_strides.block + key % args.block_size * args.k_strides.slot + i % row] =
             pk_from_float<T>(random_at(i, seed + seq * 7919));
     }
 }
@@ -91,10 +91,10 @@ __global__ void reference(pk_attention_args args, const int32_t *token_seq, int 
         int64_t page = args.block_tables[seq * args.block_table_stride + key / args.block_size];
         if (page < 0 || page >= args.num_blocks) continue;
         int64_t slot = key % args.block_size;
-        const T *k = (const T *)args.k_cache + page * args.k_block_stride + slot * args.k_slot_stride +
-                     kv_head * args.k_head_stride;
-        const T *v = (const T *)args.v_cache + page * args.v_block_stride + slot * args.v_slot_stride +
-                     kv_head * args.v_head_stride;
+        const T *k = (const T *)args.k_cache + page * args.k_strides.block + slot * args.k_strides.slot +
+                     kv_head * args.k_strides.head;
+        const T *v = (const T *)args.v_cache + page * args.v_strides.block + slot * args.v_strides.slot +
+                     kv_head * args.v_strides.head;
         float dot = 0;
         for (int i = 0; i < parts; i++) dot += q[i] * pk_to_float(k[i * 32 + lane]);
         for (int w = 16; w; w /= 2) dot += __shfl_xor_sync(~0u, dot, w);
@@ -167,8 +167,8 @@ static instance make(const test_case &c, uint32_t seed)
     a.head_dim = c.head_dim, a.num_blocks = num_blocks, a.block_size = c.page, a.max_blocks_per_seq = width;
     a.max_seqlen_q = most_query, a.q_token_stride = q_row, a.q_head_stride = c.head_dim;
     a.out_token_stride = q_row, a.out_head_stride = c.head_dim;
-    a.k_block_stride = a.v_block_stride = c.page * row, a.k_slot_stride = a.v_slot_stride = row;
-    a.k_head_stride = a.v_head_stride = c.head_dim, a.block_table_stride = width, a.lse_head_stride = tokens;
+    a.k_strides.block = a.v_strides.block = c.page * row, a.k_strides.slot = a.v_strides.slot = row;
+    a.k_strides.head = a.v_strides.head = c.head_dim, a.block_table_stride = width, a.lse_head_stride = tokens;
     a.window_left = c.window_left, a.window_right = c.causal ? 0 : -1, a.softmax_scale = 1 / sqrtf(c.head_dim);
     a.softcap = c.softcap, a.k_scale.value = a.v_scale.value = 1, a.is_causal = c.causal,
     a.dtype = a.cache_dtype = c.dtype;

@@ -29,15 +29,14 @@ void pk_cpu_store_at(const pk_store_args *args, int64_t slot, const void *key, i
 {
     int64_t block = slot / args->block_size, offset = slot % args->block_size;
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), cache_bytes = (int64_t)pk_dtype_bytes(args->cache_dtype);
-    char *k_slot =
-        (char *)args->k_cache + (block * args->k_strides.block + offset * args->k_strides.slot) * cache_bytes;
-    char *v_slot =
-        (char *)args->v_cache + (block * args->v_strides.block + offset * args->v_strides.slot) * cache_bytes;
+    const pk_cache_strides *k = &args->k_strides, *v = &args->v_strides;
+    char *k_slot = (char *)args->k_cache + (block * k->block + offset * k->slot) * cache_bytes;
+    char *v_slot = (char *)args->v_cache + (block * v->block + offset * v->slot) * cache_bytes;
     for (int64_t head = 0; head < args->num_kv_heads; head++) {
-        pk_cpu_store_row(k_slot + head * args->k_strides.head * cache_bytes, args->cache_dtype,
+        pk_cpu_store_row(k_slot + head * k->head * cache_bytes, args->cache_dtype,
                          (const char *)key + head * key_head_stride * bytes, args->dtype, args->head_dim,
                          pk_cpu_scale_at(&args->k_scale, 0, head));
-        pk_cpu_store_row(v_slot + head * args->v_strides.head * cache_bytes, args->cache_dtype,
+        pk_cpu_store_row(v_slot + head * v->head * cache_bytes, args->cache_dtype,
                          (const char *)value + head * value_head_stride * bytes, args->dtype, args->head_dim,
                          pk_cpu_scale_at(&args->v_scale, 0, head));
     }

@@ -127,20 +127,17 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
     int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
     PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, call.err));
-    auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, int64_t block_stride,
-                         int64_t slot_stride, int64_t head_stride) {
-        int64_t head_columns = head_stride / shape::column;
+    auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, const pk_cache_strides &cache) {
+        int64_t head_columns = cache.head / shape::column;
         int64_t rows = params.is_one_page ? args->block_size : 8;
         int64_t sizes[5] = {shape::column, rows, (args->num_kv_heads - 1) * head_columns + shape::columns,
                             args->block_size / rows, args->num_blocks};
-        int64_t strides[5] = {1, slot_stride, shape::column, 8 * slot_stride, block_stride};
+        int64_t strides[5] = {1, cache.slot, shape::column, 8 * cache.slot, cache.block};
         int box[5] = {shape::column, 8, shape::columns, params.box_rows / 8, 1};
         return pk_cuda_tensor_map(map, name, args->cache_dtype, data, 5, sizes, strides, box, call.err);
     };
-    PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_strides.block, args->k_strides.slot,
-                     args->k_strides.head));
-    PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_strides.block, args->v_strides.slot,
-                     args->v_strides.head));
+    PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_strides));
+    PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_strides));
     int64_t num_ctas = call.device->num_sms;
     if (!CUTS) num_ctas = std::min(num_ctas, most_items(params.batch));
     auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS, WARPGROUPS>;

@@ -384,9 +384,7 @@ static void time_row(const row &r, int q_heads, int kv_heads, int head_dim, int 
     pk_store_args &store = rope.store;
     store.k_cache = k, store.v_cache = v, store.num_tokens = r.batch, store.num_kv_heads = kv_heads;
     store.head_dim = head_dim, store.num_blocks = a.num_blocks, store.block_size = block_size;
-    store.k_strides.block = store.v_strides.block = a.k_strides.block;
-    store.k_strides.slot = store.v_strides.slot = a.k_strides.slot;
-    store.k_strides.head = store.v_strides.head = a.k_strides.head;
+    store.k_strides = store.v_strides = a.k_strides;
     store.k_scale.value = store.v_scale.value = 1, store.dtype = PK_BF16, store.cache_dtype = cache_dtype;
     const char *layer = getenv("PK_LAYER");
     int launches = std::max(copies, (int)std::ceil(3e-3 / (bytes / 4.3e12 + 2e-6)));

@@ -20,10 +20,9 @@ from collections.abc import Callable
 
 import torch
 from peers import best_decode_us
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 import pagedkv
-from pagedkv import ops
 
 # batch, context (0: ragged, 100 to 2048)
 ROWS = {
@@ -181,10 +180,7 @@ def main() -> None:
             results.append(measure(case, medians))
             print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
             torch.cuda.empty_cache()
-    ops.check_errors()
-    if not args.no_record:
-        record("attention-cuda-decode", results, machine={"gpu": torch.cuda.get_device_name()},
-               versions={"torch": torch.__version__, "cuda": torch.version.cuda})
+    record_run(args, "attention-cuda-decode", results)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ import statistics
 import torch
 from attention_cuda import burst_us, capture, time_us
 from peers import figures
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 import pagedkv
-from pagedkv import ops
 
 PAGE, HEAD_DIM = 16, 128
 RAGGED = random.Random(0).sample([100 + round(924 * (i + 0.5) / 16) for i in range(16)], 16)
@@ -93,11 +92,7 @@ def main() -> None:
         results.append(measure(*case, args.cache_dtype))
         print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
         torch.cuda.empty_cache()
-    ops.check_errors()
-    if not args.no_record:
-        record(args.name, results, machine={"gpu": torch.cuda.get_device_name()},
-               versions={"torch": torch.__version__, "cuda": torch.version.cuda,
-                         "max_cc": os.environ.get("PAGEDKV_CUDA_MAX_CC", "")})
+    record_run(args, args.name, results, versions={"max_cc": os.environ.get("PAGEDKV_CUDA_MAX_CC", "")})
 
 
 if __name__ == "__main__":

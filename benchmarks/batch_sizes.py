@@ -26,9 +26,8 @@ from pathlib import Path
 
 import checks
 import numpy as np
-from engine import device_name
 from probe import replay_us, step_graph
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
@@ -150,8 +149,7 @@ def main() -> None:
                 rows.append({"model": model, "kv_cache_dtype": llm.kv_cache_dtype}
                             | measure(llm, context, counts(args.most, args.every), args.passes, args.replays))
                 show(name, rows[-1])
-                if not args.no_record:  # at once: what comes next may not end
-                    record(name, rows, machine=device_name(args.device))
+                record_run(args, name, rows, args.device)  # at once: what comes next may not end
 
 
 if __name__ == "__main__":

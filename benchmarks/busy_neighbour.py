@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import device_name
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -85,8 +84,7 @@ def main() -> None:
             )
     if not all(row["same_tokens"] for row in rows):
         raise SystemExit("a neighbour changed the tokens")
-    if not args.no_record:
-        record("busy_neighbour", rows, machine=device_name(args.device), device=args.device)
+    record_run(args, "busy_neighbour", rows, args.device, device=args.device)
 
 
 if __name__ == "__main__":

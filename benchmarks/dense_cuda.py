@@ -23,7 +23,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from record import add_record_option, record, version
+from record import add_record_option, record_run
 
 import pagedkv
 
@@ -325,10 +325,7 @@ def main() -> None:
             + (f"  beside {row['us_beside']:.2f}" if options.beside else ""),
             flush=True,
         )
-    if not options.no_record:
-        gpu = torch.cuda.get_device_properties(0)
-        machine = {"gpu": gpu.name, "sms": gpu.multi_processor_count}
-        record(options.name, results, machine=machine, versions={"torch": version("torch")})
+    record_run(options, options.name, results)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 import nano_run
 from peers import figures
 from probe import Probe, print_table, probe
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -101,17 +101,8 @@ def main() -> None:
                     row["nano_bench"] = measure_nano(llm, model, ceiling, args.runs)
                 else:
                     row["decode_step"] = measure_steps(llm, model, args.device)
-                if not args.no_record:  # at once: what comes next may not end
-                    name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
-                    record(name, [row], machine=device_name(args.device), ceiling=vars(ceiling))
-
-
-def device_name(device: str) -> dict[str, str]:
-    if device == "cpu":
-        return {}
-    import torch
-
-    return {"gpu": torch.cuda.get_device_name()}
+                name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
+                record_run(args, name, [row], args.device, ceiling=vars(ceiling))  # at once: what comes next may not end
 
 
 if __name__ == "__main__":

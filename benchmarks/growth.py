@@ -23,9 +23,7 @@ from collections.abc import Iterator
 
 import torch
 from attention_cuda import Inputs, burst_us, time_us
-from record import add_record_option, record
-
-from pagedkv import ops
+from record import add_record_option, record_run
 
 HEADS, HEAD_DIM, PAGE = (16, 8), 128, 16
 PAGE_ELEMENTS = PAGE * HEADS[1] * HEAD_DIM  # of a cache
@@ -88,13 +86,7 @@ def main() -> None:
         print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
         if args.device != "cpu":
             torch.cuda.empty_cache()
-    if args.device == "cpu":
-        machine, versions = {}, {}
-    else:
-        ops.check_errors()
-        machine, versions = {"gpu": torch.cuda.get_device_name()}, {"cuda": torch.version.cuda}
-    if not args.no_record:
-        record(f"growth-{args.device}", rows, machine=machine, versions={"torch": torch.__version__} | versions)
+    record_run(args, f"growth-{args.device}", rows, args.device)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from engine import device_name
 from peers import figures
 from probe import print_table, probe
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -135,8 +134,7 @@ def main() -> None:
                       max_model_len=16384)  # fmt: skip
         with llm:
             row = measure(llm, model, args.device, args.parts)
-        if not args.no_record:
-            record(f"latency-{args.device}-{model}", [row], machine=device_name(args.device))
+        record_run(args, f"latency-{args.device}-{model}", [row], args.device)
 
 
 if __name__ == "__main__":

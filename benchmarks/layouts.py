@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 import pagedkv
 
@@ -103,8 +103,7 @@ def main() -> None:
         for row in source:
             rows.append(row)
             print(*row.values(), sep="  ", flush=True)
-    if not options.no_record:
-        record("layouts-cuda", rows, machine={"gpu": torch.cuda.get_device_name()}, versions={"torch": torch.__version__})
+    record_run(options, "layouts-cuda", rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import argparse
 import torch
 from dense_cuda import ROTATE_BYTES, VOCAB, Call, measure, normal
 from peers import figures
-from record import add_record_option, record, version
+from record import add_record_option, record_run
 
 from pagedkv import ops
 
@@ -104,10 +104,7 @@ def main() -> None:
                 print(f"{row['case']:40} {row['us']:9.2f} us  floor {row['us_floor']:8.2f}  torch.mm {row['us_torch']:9.2f}", flush=True)
             results += found
             torch.cuda.empty_cache()
-    if not options.no_record:
-        gpu = torch.cuda.get_device_properties(0)
-        record("linear-cuda", results, machine={"gpu": gpu.name, "sms": gpu.multi_processor_count}, versions={"torch": version("torch")},
-               peers={"us_torch": "torch.mm, cuBLAS by its default choice"})  # fmt: skip
+    record_run(options, "linear-cuda", results, peers={"us_torch": "torch.mm, cuBLAS by its default choice"})
 
 
 if __name__ == "__main__":

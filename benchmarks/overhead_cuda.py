@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from record import add_record_option, record, version
+from record import add_record_option, record_run, version
 
 import pagedkv
 from pagedkv import ops
@@ -94,9 +94,7 @@ def main() -> None:
         measure(call, 5)
         rows.append({"call": name, **measure(call, options.repeats)})
         print(f"{rows[-1]['us']:8.2f} us  (least {rows[-1]['least_us']:7.2f})  {name}", flush=True)
-    if not options.no_record:
-        versions = {"torch": torch.__version__, "vllm": version("vllm")}
-        record("overhead-cuda", rows, machine={"gpu": torch.cuda.get_device_name()}, versions=versions)
+    record_run(options, "overhead-cuda", rows, versions={"vllm": version("vllm")})
 
 
 if __name__ == "__main__":

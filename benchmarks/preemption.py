@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 import nano_run
-from engine import device_name
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import SamplingParams
 from pagedkv.cli import nano_bench
@@ -86,8 +85,7 @@ def main() -> None:
         shape, options = parts[part]
         print(f"{part}: {shape}, {options.get('dtype', 'bfloat16')}")
         rows.append({"part": part, "shape": shape, **measure(shape, workload, device=args.device, **options)})
-        if not args.no_record:  # at once: what comes next may not end
-            record(f"preemption-{args.device}", rows, machine=device_name(args.device))
+        record_run(args, f"preemption-{args.device}", rows, args.device)  # at once: what comes next may not end
 
 
 if __name__ == "__main__":

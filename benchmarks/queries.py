@@ -16,9 +16,7 @@ import argparse
 import checks
 import torch
 from attention_cuda import measure
-from record import add_record_option, record
-
-from pagedkv import ops
+from record import add_record_option, record_run
 
 HEADS = (32, 8), (16, 8)
 QUERIES = (1, *checks.MOST_OF_ONE_QUERY)
@@ -40,12 +38,7 @@ def main() -> None:
         for queries, (multiple, is_low) in checks.of_one_query(times).items():
             print(f"{heads[0]}/{heads[1]} {args.row}, {queries:2} queries: {times[queries]:.1f} us, {multiple:.3f} of one query; "
                   f"{checks.MOST_OF_ONE_QUERY[queries]:.2f} asked{'' if is_low else ': MISSED'}", flush=True)
-    machine, versions = {}, {}
-    if args.device != "cpu":
-        ops.check_errors()
-        machine, versions = {"gpu": torch.cuda.get_device_name()}, {"cuda": torch.version.cuda}
-    if not args.no_record:
-        record(f"queries-{args.device}", rows, machine=machine, versions={"torch": torch.__version__} | versions)
+    record_run(args, f"queries-{args.device}", rows, args.device)
 
 
 if __name__ == "__main__":

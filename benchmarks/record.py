@@ -79,3 +79,21 @@ def record(name: str, rows: list[dict], *, machine: dict | None = None, versions
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
     return path
+
+
+def record_run(args: argparse.Namespace, name: str, rows: list[dict], device: str = "cuda", /, *,
+               versions: dict | None = None, **extra) -> None:
+    """Ends a run on a device of PyTorch's: raises what kernels found there, and records the rows, unless args.no_record,
+    with the GPU and PyTorch's version. The rest is as in record."""
+    import torch  # only here: not every benchmark needs it
+
+    from pagedkv import ops
+
+    machine, versions = {}, {"torch": torch.__version__} | (versions or {})
+    if device != "cpu":
+        ops.check_errors(device)
+        gpu = torch.cuda.get_device_properties(device)
+        machine = {"gpu": gpu.name, "sms": gpu.multi_processor_count}
+        versions["cuda"] = torch.version.cuda
+    if not args.no_record:
+        record(name, rows, machine=machine, versions=versions, **extra)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import traces
-from engine import device_name
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -104,8 +103,8 @@ def main() -> None:
     )
     for name, key in (("first token", "first_token_ms"), ("a token", "token_ms")):
         print(f"{name:<12}" + ", ".join(f"{p} {ms:.1f} ms" for p, ms in row[key].items()))
-    if args.trace and not args.no_record:
-        record(f"serve_trace-{args.device}", [row], machine=device_name(args.device), trace=args.trace.name)
+    if args.trace:
+        record_run(args, f"serve_trace-{args.device}", [row], args.device, trace=args.trace.name)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from engine import device_name
-from record import add_record_option, record
+from record import add_record_option, record_run
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
@@ -159,8 +158,7 @@ def main() -> None:
             rows += measure_first(folder, args.device, 4 * args.runs)
         if "host" in args.parts:
             rows += measure_host(args.runs)
-    if not args.no_record:
-        record(f"ways-in-{args.device}-{args.model}", rows, machine={"device": device_name(args.device)})
+    record_run(args, f"ways-in-{args.device}-{args.model}", rows, args.device)
 
 
 if __name__ == "__main__":

@@ -131,10 +131,7 @@ def draw_count(d: Draw) -> dict:
 
 
 def expect_count(a) -> dict:
-    prompt, output, vocab = numbers(a.prompt_ids), numbers(a.output_ids), a.counts.shape[0]
-    counts = 2 * np.bincount(output, minlength=vocab)
-    counts[prompt] += 1 - np.zeros(len(prompt), int)  # once, however often it is there
-    return {"counts": Outcome(counts)}
+    return {"counts": Outcome(oracle.token_counts(numbers(a.prompt_ids), numbers(a.output_ids), a.counts.shape[0]))}
 
 
 def draw_logprobs(d: Draw) -> dict:

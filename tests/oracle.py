@@ -243,8 +243,14 @@ def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndar
     return (logits - logits.max()) / temperature + gumbel(len(logits), seed, position)
 
 
+def token_counts(prompt_ids, output_ids, vocab_size: int) -> np.ndarray:
+    """Twice the times that a token was generated, plus 1 where the prompt holds it."""
+    counts = 2 * np.bincount(output_ids, minlength=vocab_size)
+    counts[prompt_ids] += 1  # once, however often it is there
+    return counts
+
+
 def penalized(logits, counts, repetition: float, presence: float, frequency: float) -> np.ndarray:
-    """counts: twice the times that a token was generated, plus 1 where the prompt holds it."""
     x, seen, times = np.asarray(logits, np.float64), np.asarray(counts) > 0, np.asarray(counts) // 2
     x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
     return x - frequency * times - presence * (times > 0)

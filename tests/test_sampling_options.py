@@ -86,8 +86,7 @@ def check(llm, prompts, outputs, params):
         assert output.finish_reason == ("stop" if stops else "length")
         for n, token in enumerate(output.token_ids):
             logits = llm.logits[i, len(prompt) + n].astype(np.float64)
-            counts = 2 * np.bincount(output.token_ids[:n], minlength=VOCAB_SIZE)
-            counts[prompt] += 1
+            counts = oracle.token_counts(prompt, output.token_ids[:n], VOCAB_SIZE)
             x = oracle.penalized(edited(logits, one, output.token_ids[:n]), counts, one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
             keys = oracle.sample_keys(x, one.temperature, one.seed, len(prompt) + n)
             sure = maybe = np.ones(VOCAB_SIZE, bool)  # kept: what rounding may change is told apart

@@ -7,6 +7,8 @@ CLANG ?= $(firstword $(shell command -v clang clang-19 clang-18 clang-17 clang-1
 CLANG_FORMAT ?= $(firstword $(shell command -v clang-format-14 clang-format 2>/dev/null))
 C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu \
     tests/*.c benchmarks/lab/*/*.cu))
+# The tests of the operations: each topic of csrc/ops has one (tests/test_layout.py).
+TOPIC_TESTS := $(wildcard $(patsubst csrc/ops/%.c,tests/test_%.py,$(wildcard csrc/ops/*.c)))
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -21,10 +23,8 @@ test: build ## the tests, of the extension in place (`pytest` by itself tests th
 # C code itself; leaks are tests/test_leaks.py's, because the interpreter never frees everything.
 ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
-ASAN_TESTS := test_tensor.py test_interop.py test_bad_calls.py $(notdir $(wildcard tests/test_block_manager*.py)) \
-              test_store.py test_append.py test_blocks.py test_merge.py test_dense.py test_sample.py test_linear.py test_attention.py \
-              test_overlap.py test_overlap_views.py test_hostile_views.py test_qkv_attention.py test_all_parameters.py \
-              test_fuzz_calls.py test_threads.py test_elastic.py
+ASAN_TESTS := $(TOPIC_TESTS) $(wildcard tests/test_block_manager*.py) $(patsubst %,tests/test_%.py,tensor interop bad_calls \
+              overlap overlap_views hostile_views all_parameters fuzz_calls threads elastic)
 ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
                ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
                LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(PYTHON)
@@ -33,7 +33,7 @@ build-asan:
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
 
 asan: build-asan ## the C core and the extension's tests under ASan and UBSan
-	$(ASAN_PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(wildcard $(addprefix tests/,$(ASAN_TESTS)))
+	$(ASAN_PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(ASAN_TESTS)
 
 fuzz-calls: build-asan ## FUZZ_CALLS random calls of everything (default 20000) under ASan and UBSan, against the oracles
 	$(ASAN_PYTHON) tests/fuzz_calls.py --calls $(FUZZ_CALLS)
@@ -76,10 +76,10 @@ lint: ## what .ci/run says of the sources: clang-format 14, ruff, mypy
 # with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
 BARRIERS := --num-cuda-barriers 65536
-OPERATIONS := $(patsubst %,tests/test_%.py,store append blocks merge dense sample logits sample_linear linear zero_rows)
+ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
+OPERATIONS := $(filter-out $(ATTENTION),$(TOPIC_TESTS)) tests/test_zero_rows.py
 SMALL := not large and (bfloat16 or not sample and not linear)
 LIFETIMES := (repeats or give or holds or replay or gone or programs) and not given_stream
-ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
 CASES := (case or oracle) and (cuda:0 or fp8 or bfloat16)
 sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitialised memory, races, barriers
 	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"

@@ -1,6 +1,7 @@
 """A folder is a dependency rule: what may include what, and what the built binary needs and shows."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,13 +85,38 @@ def test_a_topic_has_the_same_name_in_every_folder(topic):
     assert topic == "copy" or (ROOT / "csrc" / "py" / f"{topic}.c").exists()  # copy is a method of Tensor
 
 
-def test_every_operation_is_in_the_file_of_its_topic():
+def operations() -> dict[str, str]:
+    """Every name of PK_OPS, and the file of csrc/py that has it."""
     text = (ROOT / "csrc" / "ops" / "backend.h").read_text()
-    entries = re.findall(r"\b(?:OP|VIA)\((\w+)", text.partition("#define PK_OPS(OP, VIA)")[2].partition("\n\n")[0])
-    assert len(entries) > 20
-    for entry in entries:
-        (home,) = {p.stem for p in (ROOT / "csrc" / "py").glob("*.c") if re.search(rf"\*py_{entry}\(", p.read_text())}
-        assert home in TOPICS, f"{entry} is in csrc/py/{home}.c"
+    names = re.findall(r"\b(?:OP|VIA)\((\w+)", text.partition("#define PK_OPS(OP, VIA)")[2].partition("\n\n")[0])
+    assert len(names) > 20
+    homes = {p.stem: p.read_text() for p in (ROOT / "csrc" / "py").glob("*.c")}
+    found = {name: [home for home, code in homes.items() if re.search(rf"\*py_{name}\(", code)] for name in names}
+    return {name: home for name, (home,) in found.items()}
+
+
+def test_every_operation_is_in_the_file_of_its_topic():
+    assert not {name: home for name, home in operations().items() if home not in TOPICS}
+
+
+def test_every_operation_is_called_by_the_tests_of_its_topic():
+    """They are what the Makefile runs under the sanitizers."""
+    for name, topic in operations().items():
+        tests = [p for p in (ROOT / "tests" / f"test_{topic}.py", ROOT / "tests" / f"test_{topic}_cuda.py") if p.exists()]
+        assert any(re.search(rf"\b(ops|pagedkv)\.{name}\b", p.read_text()) for p in tests), (
+            f"tests/test_{topic}.py does not call {name}, so `make asan` and `make sanitize-gpu` do not, either"
+        )
+
+
+def test_every_topic_is_run_under_the_sanitizers():
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    for target in ("asan", "sanitize-gpu"):
+        command = ["make", "--dry-run", "--silent", target]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        run = set(re.findall(r"tests/test_\w+\.py", said))
+        assert {f"tests/test_{topic}.py" for topic in operations().values()} <= run
+        assert all((ROOT / path).exists() for path in run)
 
 
 # --- no circle: which file calls which, by the functions and variables that it defines and that others name

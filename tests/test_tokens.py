@@ -28,7 +28,7 @@ def test_count_tokens_refuses_an_id_out_of_range(device):
 
 
 @pytest.mark.parametrize("num_tokens, num_rows", [(0, 0), (1, 1), (7, 3), (1000, 600)])
-def test_take_sampled(rng, device, num_tokens, num_rows):
+def test_negative_ids_become_tokens(rng, device, num_tokens, num_rows):
     sampled = rng.integers(-1, 1000, num_rows, dtype=np.int32)
     ids = rng.integers(-num_rows, 1000, num_tokens, dtype=np.int32)
     expected = [max(int(sampled[-1 - i]), 0) if i < 0 else int(i) for i in ids]
@@ -37,7 +37,7 @@ def test_take_sampled(rng, device, num_tokens, num_rows):
     assert pagedkv.asarray(there, device="cpu").tolist() == expected
 
 
-def test_take_sampled_refuses_a_row_that_is_not_there(device):
+def test_a_row_that_is_not_there(device):
     ids = put(np.array([-1, 5, -4, -(2**31)], np.int32), device)
     sampled = put(np.array([7, 8, 9], np.int32), device)
     if device == "cpu":

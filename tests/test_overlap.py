@@ -126,14 +126,18 @@ def name_of(operation: Callable) -> str:
     return (operation.func if isinstance(operation, partial) else operation).__name__
 
 
+def operations() -> dict[str, Callable]:
+    """Those of the module that take a stream."""
+    return {name: f for name, f in vars(ops).items() if inspect.isbuiltin(f) and "stream=" in str(f.__text_signature__)}
+
+
 def test_the_table_has_every_operation_and_every_tensor():
     given: dict[str, set] = {}
     for operation, tensors, _, _ in TABLE:
         given.setdefault(name_of(operation), set()).update(name.partition("[")[0] for name in tensors)
     del given["copy"]
-    operations = {name: f for name, f in vars(ops).items() if inspect.isbuiltin(f) and "stream=" in str(f.__text_signature__)}
-    assert given.keys() == operations.keys()
-    for name, operation in operations.items():
+    assert given.keys() == operations().keys()
+    for name, operation in operations().items():
         assert given[name] - NOT_TENSORS == set(inspect.signature(operation).parameters) - NOT_TENSORS, name
 
 

@@ -9,8 +9,6 @@ extern "C" {
 #endif
 
 /* csrc/ops/attention.c has the semantics of every field. */
-enum { PK_PLAN_COLUMNS = 12 };
-
 typedef struct pk_attention_args {
     const void *q;                 /* [num_tokens, num_q_heads, head_dim] */
     const void *k_cache, *v_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */
@@ -23,7 +21,7 @@ typedef struct pk_attention_args {
     const float *sinks;            /* [num_q_heads] or NULL: a logit that joins the softmax with no value */
     void *out;                     /* [num_tokens, num_q_heads, head_dim] */
     float *lse;                    /* [num_q_heads, num_tokens] natural log, or NULL */
-    int32_t *plan;                 /* [num_rows, PK_PLAN_COLUMNS] dense, or NULL; plan_attention writes it */
+    int32_t *plan;                 /* [num_rows, 12] dense, or NULL; plan_attention writes it */
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks_per_seq;
     int64_t max_seqlen_q; /* an upper bound of the queries of one sequence */
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;

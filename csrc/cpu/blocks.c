@@ -11,8 +11,7 @@ enum { PARALLEL_BYTES = 1 << 18 };
 
 static int64_t pair_at(const pk_blocks_args *args, int64_t pair, int side)
 {
-    int64_t at = 2 * pair + side;
-    return args->pairs_are_int64 ? ((const int64_t *)args->pairs)[at] : ((const int32_t *)args->pairs)[at];
+    return pk_cpu_id_at(args->pairs, args->pairs_are_int64, 2 * pair + side);
 }
 
 pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_stream stream, pk_error *err)

@@ -6,8 +6,7 @@ enum { PARALLEL_ELEMENTS = 1 << 16 };
 
 static int64_t slot_of(const pk_store_args *args, int64_t token)
 {
-    if (args->slots_are_int64) return ((const int64_t *)args->slot_mapping)[token];
-    return ((const int32_t *)args->slot_mapping)[token];
+    return pk_cpu_id_at(args->slot_mapping, args->slots_are_int64, token);
 }
 
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err)

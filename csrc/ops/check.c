@@ -100,19 +100,22 @@ static pk_status expect_layout(pk_env *env, const char *name, const pk_view *vie
     return PK_OK;
 }
 
-static pk_status expect_dim(pk_env *env, const char *name, int dim, int64_t size, const char **cursor)
+/* Reads the next of the dimensions, such as "T", "S+1" or "12": returns its letter or 0, and what is added to that. */
+static char next_dim(const char **cursor, int64_t *number)
 {
     const char *at = *cursor;
-    char letter = 0;
-    int64_t number = 0;
-    if (isupper((unsigned char)*at)) {
-        letter = *at++;
-        if (*at == '+') at++;
-    }
-    while (isdigit((unsigned char)*at)) number = number * 10 + (*at++ - '0');
+    char letter = isupper((unsigned char)*at) ? *at++ : 0;
+    if (*at == '+') at++;
+    for (*number = 0; isdigit((unsigned char)*at); at++) *number = *number * 10 + (*at - '0');
     while (*at == ' ') at++;
     *cursor = at;
+    return letter;
+}
 
+static pk_status expect_dim(pk_env *env, const char *name, int dim, int64_t size, const char **cursor)
+{
+    int64_t number;
+    char letter = next_dim(cursor, &number);
     if (!letter) {
         if (size == number) return PK_OK;
         return pk_fail(env->err, PK_ESHAPE, "%s: dim %d is %lld but must be %lld", name, dim, (long long)size,
@@ -196,14 +199,9 @@ pk_status pk_expect_output(pk_env *env, const char *name, pk_output *output, con
     pk_view made = {.ndim = count_dims(dims), .dtype = dtype};
     const char *at = dims;
     for (int i = 0; i < made.ndim; i++) {
-        int64_t number = 0;
-        if (isupper((unsigned char)*at)) {
-            made.shape[i] = pk_dim(env, *at++);
-            if (*at == '+') at++;
-        }
-        while (isdigit((unsigned char)*at)) number = number * 10 + (*at++ - '0');
-        while (*at == ' ') at++;
-        made.shape[i] += number;
+        int64_t number;
+        char letter = next_dim(&at, &number);
+        made.shape[i] = (letter ? pk_dim(env, letter) : 0) + number;
     }
     uintptr_t low, high;
     if (!pk_view_extent(&made, &low, &high))

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from attention_cuda import capture, time_us
 from record import add_record_option, record_run
 
 import pagedkv
@@ -41,23 +42,12 @@ def int32(values) -> torch.Tensor:
 def timed(count: int, *tensors: torch.Tensor, **options: torch.Tensor) -> float:
     """us of a call of paged_attention_fwd, of so many in a graph."""
 
-    def call() -> None:
+    def call(_: int) -> None:
         pagedkv.paged_attention_fwd(*tensors, **options)
 
-    for _ in range(3):
-        call()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / count * 1e3)
-    return round(statistics.median(times[1:]), 1)
+    graph = capture(call, count)
+    time_us(graph, count, 1)
+    return round(statistics.median(time_us(graph, count, 1) for _ in range(5)), 1)
 
 
 def decodes(dtype: torch.dtype):

@@ -8,8 +8,7 @@ so. Hence a look now and then, which also brings the other context (Stream.watch
 from __future__ import annotations
 
 import time
-
-from pagedkv import Stream
+from typing import Any
 
 STEPS = 256  # between two looks, where steps follow each other
 MOST_STEPS = 1 << 16  # the same, where the GPU was slow again each time
@@ -18,9 +17,9 @@ MOST_SEQUENCES = 32  # larger steps draw so much power that the clock falls, whi
 
 
 class LaunchWatch:
-    """Of the steps that are launched on one stream."""
+    """Of the steps that are launched on one stream, a pagedkv.Stream."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._interval = STEPS
         self._since = 0  # steps, since the last look

@@ -296,28 +296,32 @@ def test_reload_context_changes_nothing(cuda, rng):
 def test_launches_become_fast_again(cuda):
     """Kernels of several streams in turn make launches slow; a look notices, and the next one finds them fast."""
     ops.reload_context("cuda:0")
-    stream, others = Stream(), [Stream() for _ in range(8)]
-    x = on_gpu(np.ones((1, 8), np.float32))
+    streams = [Stream() for _ in range(9)]
+    rows = [(on_gpu(np.ones((1, 8), np.float32)), pagedkv.empty((1, 4), device="cuda")) for _ in streams]
+    ops.synchronize("cuda")
 
-    def look():
-        assert stream.watch_launches() is None  # begun
-        stream.synchronize()
-        return stream.watch_launches()
+    def take_turns() -> None:
+        for i in [*range(1, 9)] * 4:
+            for number in (i, 0):
+                with streams[number]:
+                    ops.silu_and_mul(rows[number][0], out=rows[number][1])
+                streams[number].synchronize()
 
-    looks = [look() for _ in range(8)]  # the first ones may find the clock low
-    assert looks[-1] is False
-    found = []
+    def look() -> bool | None:
+        assert streams[0].watch_launches() is None  # begun
+        streams[0].synchronize()
+        return streams[0].watch_launches()
+
+    before = [look() for _ in range(8)]  # the first ones may find the clock low
+    assert before[-1] is False
+    after = []
     for _ in range(8):
-        for other in (*others, *others, *others, *others):
-            for each in (other, stream):
-                with each:
-                    ops.silu_and_mul(x)
-                each.synchronize()
-        found.append((look(), look()))
-    print(found)
-    if not any(slow for slow, _ in found):
+        take_turns()
+        after.append((look(), look()))
+    print(before, after)
+    if not any(is_slow for is_slow, _ in after):
         pytest.skip("this driver has no slow state")
-    assert (True, False) in found
+    assert (True, False) in after
 
 
 @pytest.mark.gpu

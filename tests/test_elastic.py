@@ -197,6 +197,7 @@ def test_more_than_the_host_has_changes_nothing(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(to_numpy(buffer.tensor(MIB, "uint8")), expected)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_more_than_the_gpu_has_changes_nothing(cuda: str, rng: np.random.Generator) -> None:
     total = ops.memory_info(cuda)[1]
@@ -410,6 +411,7 @@ def test_no_shrinking_in_a_capture(cuda: str) -> None:
     buffer.resize(0)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_many_gigabytes_take_no_seconds(cuda: str) -> None:
     """All the GPU can spare up to 100 GB, in 72 buffers as the caches of a model."""

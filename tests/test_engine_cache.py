@@ -93,6 +93,7 @@ def test_memory_comes_back(folder):
         assert resident() - before < 50 << 20
 
 
+@pytest.mark.alone
 def test_graphs_read_the_pool_after_it_grew(folder, cuda, seed):
     """They were captured over a pool of 30 pages; later requests lie behind those. And the GPU has its memory back."""
     prompts = draw_prompts(seed, 8)

@@ -231,6 +231,7 @@ def test_a_request_without_finite_logits_fails_alone(folder):
 # --- memory
 
 
+@pytest.mark.alone
 def test_the_pool_is_what_is_left(tmp_path):
     """Sized from free memory after weights, workspaces and graphs; close() gives all of it back."""
     folder = write_model(tmp_path, num_hidden_layers=8, hidden_size=512, intermediate_size=1024, dtype="bfloat16")

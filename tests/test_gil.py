@@ -206,6 +206,7 @@ report("numbers", lambda: kept.append(pagedkv.asarray(host[:512], device="cuda")
 """
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_what_a_gpu_does_lets_others_run(cuda):
     """In a fresh process, so that everything is a first use."""

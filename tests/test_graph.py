@@ -261,6 +261,7 @@ def test_pinned_memory_is_given_back(cuda):
     pagedkv.empty(0, pinned=True)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_memory_info(cuda):
     def is_exact() -> bool:
@@ -275,6 +276,7 @@ def test_memory_info(cuda):
     assert any(is_exact() for _ in range(50))  # other processes may take and give back memory between two looks
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_reload_context_changes_nothing(cuda, rng):
     x, out = on_gpu(rng.standard_normal((3, 8)).astype(np.float32)), pagedkv.empty((3, 4), device="cuda")
@@ -315,6 +317,7 @@ class EmptyKernel:
         self.check(self.driver.cuLaunchKernel(self.function, 1, 1, 1, 32, 1, 1, 0, handle, None, None))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_launches_become_fast_again(cuda):
     """Kernels of several streams in turn make launches slow; a look notices, and the next one finds them fast."""
@@ -341,6 +344,7 @@ def test_launches_become_fast_again(cuda):
     assert (True, False) in after
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_stream_gives_its_workspaces_back(cuda):
     def use() -> None:
@@ -421,6 +425,7 @@ def test_an_error_inside_a_capture_comes_out_as_it_is(cuda):
         stream.__exit__(None, None, None)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_graphs_give_their_memory_back(cuda):
     stream = Stream()

@@ -28,8 +28,10 @@ static struct {
     CUresult (*pop)(CUcontext *);
     CUresult (*allocate)(CUdeviceptr *, size_t);
     CUresult (*fill)(CUdeviceptr, unsigned int value, size_t count, CUstream);
+    bool is_complete;
 } driver;
 
+/* `lock` is held. */
 static pk_status load_driver(pk_error *err)
 {
     cudaDriverEntryPointQueryResult found;
@@ -40,9 +42,13 @@ static pk_status load_driver(pk_error *err)
     } needed[] = {{"cuCtxCreate", (void **)&driver.create, 3020},    {"cuCtxDestroy", (void **)&driver.destroy, 4000},
                   {"cuCtxPushCurrent", (void **)&driver.push, 4000}, {"cuCtxPopCurrent", (void **)&driver.pop, 4000},
                   {"cuMemAlloc", (void **)&driver.allocate, 3020},   {"cuMemsetD32Async", (void **)&driver.fill, 3020}};
-    for (const auto &each : needed)
+    bool are_all_there = true;
+    for (const auto &each : needed) {
         PK_CUDA(err,
                 cudaGetDriverEntryPointByVersion(each.name, each.function, each.version, cudaEnableDefault, &found));
+        are_all_there = are_all_there && *each.function;
+    }
+    driver.is_complete = are_all_there;
     return PK_OK;
 }
 
@@ -52,8 +58,10 @@ pk_status pk_cuda_reload_context(pk_device device, pk_error *err)
     PK_TRY(pk_cuda_synchronize(device, err));
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
+    const pk_cuda_pause pause;
+    const pk_cuda_lock held(&lock);
     PK_TRY(load_driver(err));
-    if (driver.create && driver.destroy && driver.create(&other, 0, device.index) == CUDA_SUCCESS)
+    if (driver.is_complete && driver.create(&other, 0, device.index) == CUDA_SUCCESS)
         driver.destroy(other); /* ours is current again */
     return PK_OK;
 }
@@ -70,8 +78,8 @@ static pk_status prepare(launch_state *state, pk_error *err)
     params.func = (void *)empty_kernel;
     params.gridDim = params.blockDim = dim3(1);
     PK_TRY(load_driver(err));
-    PK_CUDA(err, cudaEventCreate(&state->begin));
-    PK_CUDA(err, cudaEventCreate(&state->end));
+    for (cudaEvent_t *event : {&state->begin, &state->end})
+        if (!*event) PK_CUDA(err, cudaEventCreate(event));
     PK_CUDA(err, cudaGraphCreate(&graph, 0));
     cudaError_t error = cudaSuccess;
     for (int i = 0; i < KERNELS_OF_A_LOOK && error == cudaSuccess; i++)
@@ -92,9 +100,11 @@ static pk_status begin_look(launch_state *state, const pk_cuda_call &call)
     return PK_OK;
 }
 
+/* Gives another context something to do. Where there can be none, the slow state stays. */
 static void give_way(launch_state *state, int device)
 {
     CUcontext popped;
+    if (!driver.is_complete) return;
     if (state->other) {
         if (driver.push(state->other) != CUDA_SUCCESS) return;
         driver.fill(state->word, 0, 1, nullptr);
@@ -102,7 +112,7 @@ static void give_way(launch_state *state, int device)
         return;
     }
     const pk_cuda_pause pause;
-    if (!driver.create || !driver.pop || driver.create(&state->other, 0, device) != CUDA_SUCCESS) {
+    if (driver.create(&state->other, 0, device) != CUDA_SUCCESS) {
         state->other = nullptr;
         return;
     }

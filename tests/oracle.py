@@ -251,7 +251,7 @@ def token_counts(prompt_ids, output_ids, vocab_size: int) -> np.ndarray:
 
 
 def penalized(logits, counts, repetition: float, presence: float, frequency: float) -> np.ndarray:
-    x, seen, times = np.asarray(logits, np.float64), np.asarray(counts) > 0, np.asarray(counts) // 2
+    x, seen, times = np.asarray(logits, np.float64), np.asarray(counts) > 0, np.maximum(counts, 0) // 2
     x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
     return x - frequency * times - presence * (times > 0)
 

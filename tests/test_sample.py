@@ -271,6 +271,20 @@ def test_penalties_of_a_sequence(device):
     assert (counts[:2] == 0).all() and (counts[2, 10:15] == 4).all() and counts.sum() == 20
 
 
+def test_counts_below_zero_are_none(rng, device):
+    """They make no sense, and a greedy row shows at once what they did. Found by fuzz_calls.py."""
+    logits = rng.standard_normal((4, 64)).astype(np.float32)
+    counts = draw_counts(rng, 4, 64)
+    below = np.where(counts == 0, rng.choice([-1, -2, -7, -(1 << 31)], counts.shape), counts).astype(np.int32)
+    penalties = dict(repetition_penalties=1.7, frequency_penalties=0.5, presence_penalties=-1.0)
+    for temperature in (0.0, 0.8):
+        tokens = [
+            draw(logits, temperature, 3, 5, device, counts=put(table.copy(), device), **penalties)
+            for table in (counts, below)
+        ]
+        np.testing.assert_array_equal(*tokens)
+
+
 def test_rows_with_neutral_penalties_are_plain_and_counted(rng, device):
     logits = rng.standard_normal((4, 100)).astype(np.float32)
     counts = draw_counts(rng, 4, 100)

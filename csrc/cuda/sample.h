@@ -91,7 +91,7 @@ struct pk_row_of_logits {
     {
         if (HAS_OPTIONS && penalties) {
             int32_t count = token < vocab_size ? penalties->counts[token] : 0;
-            if (count != 0) x = pk_penalized_apart(x, count, penalties);
+            if (count > 0) x = pk_penalized_apart(x, count, penalties);
         }
         return HAS_OPTIONS && pk_ordered(x) < threshold ? -INFINITY : x;
     }

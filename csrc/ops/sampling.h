@@ -117,11 +117,12 @@ PK_SAMPLING_FN bool pk_has_filters(const pk_sample_row *row)
     return row->temperature > 0 && (row->top_k > 0 || row->top_p < 1 || row->min_p > 0);
 }
 
-/* `count` is an entry of counts: twice the times that the token was generated, plus 1 where the prompt holds it. */
+/* `count` is an entry of counts: twice the times that the token was generated, plus 1 where the prompt holds it. Below 0
+ * it is as 0. */
 PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *row)
 {
     int32_t times = count >> 1;
-    if (count == 0) return x;
+    if (count <= 0) return x;
     x = x > 0 ? PK_DIV(x, row->repetition) : PK_MUL(x, row->repetition);
     return times > 0 ? PK_ADD(PK_ADD(x, -PK_MUL(row->frequency, (float)times)), -row->presence) : x;
 }

@@ -29,8 +29,8 @@ const char py_sample_doc[] = PyDoc_STR(
     "        2019; transformers).\n"
     "    frequency_penalties, presence_penalties: float32 (0). x - frequency * n - presence, of tokens generated n >\n"
     "        0 times (OpenAI's API).\n"
-    "    counts: [num_slots, vocab_size] int32, the tokens seen by each sequence, as count_tokens makes them. The\n"
-    "        penalties need it; sample adds each new token to its row.\n"
+    "    counts: [num_slots, vocab_size] int32, the tokens seen by each sequence, as count_tokens makes them (below 0: as\n"
+    "        0). The penalties need it; sample adds each new token to its row.\n"
     "    slots: [num_rows] int32, the row of counts; left out, row i's is i. Negative: none, and no penalties. Two\n"
     "        rows of a call must not share a slot.\n" PY_DOC_OUT PY_DOC_STREAM
     "\n"

@@ -33,7 +33,7 @@ build-asan:
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
 
 asan: build-asan ## the C core and the extension's tests under ASan and UBSan
-	$(ASAN_PYTHON) -P -m pytest -x -k "not qwen3s" --durations=5 $(ASAN_TESTS)
+	$(ASAN_PYTHON) -P -m pytest -x -m "not gpu" -k "not qwen3s" --durations=5 $(ASAN_TESTS)
 
 fuzz-calls: build-asan ## FUZZ_CALLS random calls of everything (default 20000) under ASan and UBSan, against the oracles
 	$(ASAN_PYTHON) tests/fuzz_calls.py --calls $(FUZZ_CALLS)

@@ -2,6 +2,7 @@
 
 seed, rng   fresh random input for every test and every run; a failure prints the seed, PAGEDKV_TEST_SEED=n repeats it
 device      "cpu" and "cuda:0" in turn (the second has the mark gpu and skips where there is none)
+lesser_isa  an instruction set below the CPU's own, for PAGEDKV_CPU_ISA, which caps the choice; skips what is none
 cuda        "cuda:0", for tests with the mark gpu; skips where there is none
 torch       PyTorch, for tests with the mark gpu; no bad id may be recorded before or behind them that they do not
             expect
@@ -42,6 +43,14 @@ def seed(request) -> int:
 @pytest.fixture
 def rng(seed) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["generic", "avx2"])
+def lesser_isa(request) -> str:
+    own = ops.build_info()["isa"]
+    if own == "generic" or own == request.param:
+        pytest.skip(f"the other tests run {own} here")
+    return request.param
 
 
 @pytest.fixture

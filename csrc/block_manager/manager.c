@@ -78,6 +78,7 @@ static pk_status check_ids(pk_tokens tokens, pk_error *err)
 pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err)
 {
     int64_t num_pages = 0, num_tokens = 0;
+    announce(manager, count, 0);  // to count is work, too
     for (int64_t i = 0; i < count; i++) {
         num_pages += blocks_for(manager, tokens[i].count);
         num_tokens += tokens[i].count;

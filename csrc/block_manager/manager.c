@@ -164,6 +164,15 @@ static void fill_prompt(pk_block_manager *manager, pk_seq *seq, pk_tokens prompt
     }
 }
 
+/* glibc joins the small pieces of what was freed at the next large request or free. With many of them that takes
+ * milliseconds, which would be somebody else's, under the caller's lock. */
+static void join_freed_memory(int64_t num_seqs)
+{
+    if (num_seqs < LONG_WORK) return;
+    void *volatile large = malloc(1 << 16);  // volatile: compilers leave out a pair that nobody uses
+    free(large);
+}
+
 pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, const pk_tokens *prompts,
                          pk_salt salt, int64_t *hits, pk_error *err)
 {
@@ -179,7 +188,8 @@ pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t
     if (status == PK_OK) status = find_hits(manager, count, prompts, err);
     salt_release(manager, salt_number);  // the sequences have their own references
     if (status != PK_OK) {
-        while (num_made) seq_destroy(manager, manager->named[--num_made]);
+        for (int64_t i = num_made; i > 0; i--) seq_destroy(manager, manager->named[i - 1]);
+        join_freed_memory(num_made);
         return status;
     }
 
@@ -295,6 +305,7 @@ pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *se
             seq_shrink(manager, seq, 0);
         seq_destroy(manager, seq);
     }
+    join_freed_memory(count);
     return PK_OK;
 }
 

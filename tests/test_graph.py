@@ -323,25 +323,40 @@ def test_launches_become_fast_again(cuda):
     """Kernels of several streams in turn make launches slow; a look notices, and the next one finds them fast."""
     ops.reload_context("cuda:0")
     streams, kernel = [Stream() for _ in range(9)], EmptyKernel()
+    graph, begin, end = Graph(), Event(timing=True), Event(timing=True)
+    with graph.capture(streams[0]):
+        for _ in range(100):
+            kernel.launch(streams[0])
 
-    def look() -> bool | None:
-        assert streams[0].watch_launches() is None  # begun
-        streams[0].synchronize()
-        return streams[0].watch_launches()
+    def graph_ms() -> float:
+        times = []
+        for _ in range(5):
+            graph.replay(streams[0])
+            begin.record(streams[0])
+            graph.replay(streams[0])
+            end.record(streams[0]).synchronize()
+            times.append(begin.elapsed_ms(end))
+        return min(times)
 
-    before = [look() for _ in range(8)]  # the first ones may find the clock low
-    assert before[-1] is False
-    after = []
+    def look() -> bool:
+        while (is_slow := streams[0].watch_launches()) is None:
+            streams[0].synchronize()
+        return is_slow
+
+    looks = [look() for _ in range(8)]  # the first ones may find the clock low
+    assert looks[-1] is False
+    fast = graph_ms()
     for _ in range(4):
         for other in streams[1:] * 4:
             for stream in (other, streams[0]):
                 kernel.launch(stream)
                 stream.synchronize()
-        after.append((look(), look()))
-    print(before, after)
-    if not any(is_slow for is_slow, _ in after):
-        pytest.skip("this driver has no slow state")
-    assert (True, False) in after
+        slow = graph_ms()
+        print(f"{fast * 1e3:.1f} us, after turns {slow * 1e3:.1f} us")
+        if slow < 1.15 * fast:
+            pytest.skip("this driver has no slow state")
+        assert look() is True
+        assert look() is False and graph_ms() < 1.1 * fast
 
 
 @pytest.mark.alone

@@ -14,6 +14,7 @@ pk_status pk_cuda_event_query(pk_device device, pk_event event, bool *is_done, p
 {
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
+    const pk_cuda_outside_capture relaxed; /* of another thread, too */
     cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *is_done = error == cudaSuccess;
     if (error == cudaSuccess || error == cudaErrorNotReady) return PK_OK;

@@ -183,11 +183,12 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *unused)
 PyDoc_STRVAR(
     stream_watch_launches_doc,
     "watch_launches($self, /)\n--\n\n"
-    "For who launches the same kernels again and again, to be called between them now and then: begins a look at how\n"
-    "long the GPU takes to start kernels (20 us of the stream), or takes the result of the one that was begun. None: it\n"
-    "was begun or has not ended. False: as short as ever. True: longer, as after kernels of several streams have taken\n"
-    "turns; another context was given something to do then, which ends that state (see ops.reload_context). The first\n"
-    "time makes that context, which takes 0.13 s, and 0.5 GB of the GPU to the end of the process.");
+    "For a loop that launches the same kernels again and again, to be called now and then: begins a look at how long\n"
+    "this stream's GPU takes to start kernels (30 us of the stream), or takes the result of the look that was begun,\n"
+    "on whatever stream of the GPU. None: a look was begun or has not ended. False: no slower than the fastest look so\n"
+    "far. True: slower, twice in a row, as after kernels of several streams have taken turns. Then another context, where\n"
+    "one can be made, was given something to do, which ends that state (see ops.reload_context). The first slow look of\n"
+    "a process makes it, which takes 0.13 s, and 0.5 GB of the GPU to the end of the process.");
 static PyObject *stream_watch_launches(PyObject *object, PyObject *unused)
 {
     (void)unused;

@@ -1,6 +1,6 @@
 """Keeps a GPU starting kernels as fast as it can, whatever else the process does with it.
 
-After kernels of several streams have taken turns, which PyTorch beside the engine or a second engine may cause, every
+After kernels of several streams have taken turns, which PyTorch beside the engine may cause, every
 launch takes longer until another context has been on the GPU: 2 % of a step of one sequence. The driver does not say
 so. Hence a look now and then, which also brings the other context (Stream.watch_launches).
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 STEPS = 256  # between two looks, where steps follow each other
 MOST_STEPS = 1 << 16  # the same, where the GPU was slow again each time
-PAUSE = 0.01  # seconds without a step, in which somebody else may have used the GPU
+PAUSE = 0.01  # seconds without such a step, in which somebody else may have used the GPU
 MOST_SEQUENCES = 32  # larger steps draw so much power that the clock falls, which looks the same
 
 
@@ -28,9 +28,9 @@ class LaunchWatch:
 
     def calibrate(self) -> None:
         """Looks while all is as it should be: after reload_context, with nothing else on the GPU."""
-        for _ in range(8):
-            self._stream.watch_launches()
-            self._stream.synchronize()
+        for _ in range(4):  # the first ones may find the clock low
+            while self._stream.watch_launches() is None:
+                self._stream.synchronize()
 
     def step(self, num_sequences: int) -> None:
         """Before the graph of a step is launched."""

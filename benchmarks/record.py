@@ -85,12 +85,12 @@ def record_run(args: argparse.Namespace, name: str, rows: list[dict], device: st
                versions: dict | None = None, **extra) -> None:
     """Ends a run on a device of PyTorch's: raises what kernels found there, and records the rows, unless args.no_record,
     with the GPU and PyTorch's version. The rest is as in record."""
-    import torch  # only here: not every benchmark needs it
-
     from pagedkv import ops
 
-    machine, versions = {}, {"torch": torch.__version__} | (versions or {})
+    machine, versions = {}, {"torch": version("torch")} | (versions or {})
     if device != "cpu":
+        import torch  # only here: on the CPU not every benchmark needs it
+
         ops.check_errors(device)
         gpu = torch.cuda.get_device_properties(device)
         machine = {"gpu": gpu.name, "sms": gpu.multi_processor_count}

@@ -3,10 +3,10 @@
  * CTA of the decode kernel itself, which saves the launch before it.
  *
  * Few sequences: the shortest part length with which all parts still fill the machine once. Many: a sequence is split
- * only when it exceeds 1.5 times a CTA's average share. When the last wave would be nearly empty we split finer,
- * because merging costs less than the idle SMs. The hardware hands out the CTAs, longest first, and those that still
- * run at the end draw the whole bandwidth. What a CTA has under way at once is never cut. With num_splits every
- * sequence has up to that many parts, whose number and borders depend on its own length alone.
+ * only when it exceeds some 1.5 times a CTA's average share (length_of_share). When the last wave would be nearly empty
+ * we split finer, because merging costs less than the idle SMs. The hardware hands out the CTAs, longest first, and
+ * those that still run at the end draw the whole bandwidth. What a CTA has under way at once is never cut. With
+ * num_splits every sequence has up to that many parts, whose number and borders depend on its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
@@ -64,9 +64,9 @@ __device__ static inline int length_to_merge(const decode_shape &shape, int long
     }
     return best;
 }
-/* And else. Merging has its price: with more sequences than run at once, nothing is cut that is no longer than the
- * others; else what is hardly longer than a part stays whole, if the others are as long, or CTAs have a whole SM.
- * `mean`: of those long enough to be cut. */
+/* And else. Merging has its price. With more sequences than run at once, the longest part has at least a place's share, or
+ * the `mean` of the sequences long enough to be cut, whichever is less. With fewer, what is hardly longer than a part
+ * stays whole, if the others are as long, or CTAs have a whole SM. */
 __device__ static inline int length_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
     int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;
@@ -74,7 +74,7 @@ __device__ static inline int length_of_share(const decode_shape &shape, int tota
     bool is_little = 5 * longest <= thresholds::LITTLE_FIFTHS * length;
     return is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length;
 }
-/* What a tile, or none, adds to the sum and to the number that the mean is of. */
+/* What a sequence's tiles add to the sum and to the number that the mean is of. */
 __device__ static inline int2 cuttable(const planned_sequence &it)
 {
     bool is_long = it.num_steps > DECODE_STAGES;

@@ -10,7 +10,7 @@
  * rows.
  *
  * As in linear_few.cu, copies start before the previous kernel has ended, and some of the work between two products is
- * done here. Two CTAs have room on an SM, one of this kernel and one of the next, which may start at once.
+ * done here. Of up to 48 rows two CTAs have room on an SM, this kernel's and the next one's, which may start at once.
  *
  * No fence covers a cluster's global memory, because such a fence takes half a microsecond. Attempts, and why not more
  * rows: benchmarks/lab/linear/NOTES-sm90.md.

@@ -50,7 +50,7 @@ constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 96; /* #20 */
 constexpr int SM90_MAX_SPLITS = 4;                   /* CTAs that divide the inputs of a tile */
 constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower; with more: */
 constexpr int SM90_MAX_ROWS_OF_LONG = 64;
-constexpr int SM90_FEW_ROWS = 32; /* from there on one CTA an SM (#21) */
+constexpr int SM90_FEW_ROWS = 32; /* with more rows on such a way, one CTA an SM (#21) */
 
 }  // namespace thresholds
 

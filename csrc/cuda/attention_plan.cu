@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(THREADS)
         if (seq < THREADS) first[seq] = it;
         if (it.num_tiles == 0) continue;
         steps += it.num_tiles * it.num_steps;
-        cut.x += cuttable(it).x, cut.y += cuttable(it).y;
+        int2 its_cut = cuttable(it);
+        cut.x += its_cut.x, cut.y += its_cut.y;
         most = max(most, it.num_steps);
     }
     steps = __reduce_add_sync(~0u, steps);

@@ -146,15 +146,20 @@ struct sm90_cta {
         };
         multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, [&](int stage) { release(stage); });
     }
+    /* Which row of x (operand B) and which row of operand A the i-th accumulator of a thread belongs to. */
+    __device__ __forceinline__ int row_of(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+    __device__ __forceinline__ int output_of(int i) const { return warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4; }
+
     /* Row by row, PITCH apart; after a row's sums lies its sum of squares. */
     __device__ __forceinline__ void leave_sums(const float (&acc)[N / 2], float *sums, bool squares_x) const
     {
         for (int i = 0; i < N / 2; i++) {
-            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, output = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
+            const int row = row_of(i), output = output_of(i);
             if (!squares_x || output == row) sums[row * PITCH + (squares_x ? TILE : output)] = acc[i];
         }
     }
-    /* The squares of more than TILE rows, which operand A has no room for: of TILE rows, and of the rest. */
+    /* The squares of more rows than operand A takes: those of the first TILE rows, and those of the rest. In
+     * multiply_stages, or in the loop of the products, the compiler serialised these wgmma (C7511). */
     __device__ __forceinline__ void square_more_rows(float *sums, int &stage, int &parity) const
     {
         constexpr int REST = N > TILE ? N - TILE : TILE;
@@ -183,8 +188,8 @@ struct sm90_cta {
     __device__ __forceinline__ void leave_squares(const float (&acc)[count], float *sums) const
     {
         for (int i = 0; i < count; i++) {
-            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, other = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
-            if (other == row) sums[row * PITCH + TILE] = acc[i];
+            const int row = row_of(i);
+            if (output_of(i) == row) sums[row * PITCH + TILE] = acc[i];
         }
     }
     /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */

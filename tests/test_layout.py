@@ -100,7 +100,7 @@ def test_every_operation_is_in_the_file_of_its_topic():
 
 
 def test_every_operation_is_called_by_the_tests_of_its_topic():
-    """They are what the Makefile runs under the sanitizers."""
+    """The Makefile runs test_<topic>.py under the sanitizers. What has no such call needs a GPU for all it does."""
     for name, topic in operations().items():
         tests = [p for p in (ROOT / "tests" / f"test_{topic}.py", ROOT / "tests" / f"test_{topic}_cuda.py") if p.exists()]
         assert any(re.search(rf"\b(ops|pagedkv)\.{name}\b", p.read_text()) for p in tests), (

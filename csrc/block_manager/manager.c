@@ -78,7 +78,7 @@ static pk_status check_ids(pk_tokens tokens, pk_error *err)
 pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err)
 {
     int64_t num_pages = 0, num_tokens = 0;
-    announce(manager, count, 0);  // to count is work, too
+    announce(manager, count, 0);  // the loop below is long, too
     for (int64_t i = 0; i < count; i++) {
         num_pages += blocks_for(manager, tokens[i].count);
         num_tokens += tokens[i].count;
@@ -164,8 +164,8 @@ static void fill_prompt(pk_block_manager *manager, pk_seq *seq, pk_tokens prompt
     }
 }
 
-/* glibc joins the small pieces of what was freed at the next large request or free. With many of them that takes
- * milliseconds, which would be somebody else's, under the caller's lock. */
+/* glibc does not join small pieces of memory when they are freed, but at the next large malloc or free. With many pieces
+ * that takes milliseconds. It is done here, before the caller has its lock again. */
 static void join_freed_memory(int64_t num_seqs)
 {
     if (num_seqs < LONG_WORK) return;

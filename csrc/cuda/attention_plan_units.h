@@ -64,9 +64,10 @@ __device__ static inline int length_to_merge(const decode_shape &shape, int long
     }
     return best;
 }
-/* And else. Merging has its price. With more sequences than run at once, the longest part has at least a place's share, or
- * the `mean` of the sequences long enough to be cut, whichever is less. With fewer, what is hardly longer than a part
- * stays whole, if the others are as long, or CTAs have a whole SM. */
+/* The longest part where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole. Where
+ * there are more tiles than places: those no longer than a place's share, or than `mean`, whichever is less; that is the
+ * mean length of what is long enough to be cut. Else: all of them, if the longest is hardly longer than a part, and
+ * either most are as long as a part or a CTA has an SM to itself. */
 __device__ static inline int length_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
     int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;

@@ -165,7 +165,8 @@ const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    /* On a long way a deep ring is worth more than room for the next kernel; of few rows there is room for both. */
+    /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
+     * room for both. */
     int64_t rows = args->num_rows;
     if (rows > thresholds::SM90_FEW_ROWS && !divide(args, call.device).is_short())
         rows = std::max(rows, (int64_t)MOST_ROWS_OF_TWO + 1);

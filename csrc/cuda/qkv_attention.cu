@@ -5,8 +5,8 @@
 #include "ops/qkv_attention.h"
 
 /* Where every sequence has one token, whose query heads of a KV head are one tile, the decode kernel makes the heads
- * itself: after a projection that lets it start early (linear_few.cu, linear_sm90.cu). After one by cuBLASLt nothing can
- * start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
+ * itself: after a projection that lets it start early (linear_few.cu, linear_sm90.cu). After one by cuBLASLt nothing
+ * can start before the projection's end, and qk_norm_rope_store runs beside attention's own start. */
 pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_cuda_call &call)
 {
     const pk_attention_args *args = &both->attention;

@@ -21,7 +21,7 @@ constexpr int SMALL_KEYS = 256;        /* and a table for so many keys at most *
 
 /* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
  * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
-constexpr int FEW_HEADS = 2048; /* elements of a token's queries, at most; attention_decode.cu asks, too */
+constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention_decode.cu uses it, too */
 constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
@@ -32,7 +32,7 @@ constexpr int ONE_WAVE_THIRDS = 2;         /* of the places: with more tiles, pa
 constexpr int QUARTERS = 6;                /* of a place's share of all steps: the longest part */
 constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
 constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
-constexpr int LITTLE_FIFTHS = 6;           /* of a part: a sequence up to that is not worth a cut (#62) */
+constexpr int LITTLE_FIFTHS = 6;           /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
 constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
 
@@ -48,9 +48,10 @@ constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */
 /* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
 constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 96; /* #20 */
 constexpr int SM90_MAX_SPLITS = 4;                   /* CTAs that divide the inputs of a tile */
-constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower; with more: */
+constexpr int SM90_MAX_UNITS = 8;                    /* of 128 inputs, that one CTA goes through without being slower */
+/* Where a CTA goes through more than SM90_MAX_UNITS: */
 constexpr int SM90_MAX_ROWS_OF_LONG = 64;
-constexpr int SM90_FEW_ROWS = 32; /* with more rows on such a way, one CTA an SM (#21) */
+constexpr int SM90_FEW_ROWS = 32; /* up to which two CTAs an SM are faster than one (#21) */
 
 }  // namespace thresholds
 

@@ -1,8 +1,8 @@
 """Keeps a GPU starting kernels as fast as it can, whatever else the process does with it.
 
-After kernels of several streams have taken turns, which PyTorch beside the engine may cause, every
-launch takes longer until another context has been on the GPU: 2 % of a step of one sequence. The driver does not say
-so. Hence a look now and then, which also brings the other context (Stream.watch_launches).
+After kernels of several streams have taken turns, which PyTorch beside the engine may cause, every launch takes longer
+until another context has been on the GPU: 2 % of a step of one sequence. The driver reports nothing of it. So the time
+of launches is measured now and then, and another context is used where they have become slow (Stream.watch_launches).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 STEPS = 256  # between two looks, where steps follow each other
-MOST_STEPS = 1 << 16  # the same, where the GPU was slow again each time
+MOST_STEPS = 1 << 16  # the most between two looks: they become rarer while the GPU is slow again each time
 PAUSE = 0.01  # seconds without such a step, in which somebody else may have used the GPU
 MOST_SEQUENCES = 32  # larger steps draw so much power that the clock falls, which looks the same
 

@@ -291,6 +291,7 @@ def test_mixed_devices_are_refused(torch, name, rng):
         inputs.run()
 
 
+@pytest.mark.alone
 def test_out_of_memory_is_a_memory_error_and_all_goes_on(torch, rng):
     batch = make_batch(MIXED, rng)
     inputs = Inputs(torch, MIXED).set(batch)

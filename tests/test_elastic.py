@@ -118,6 +118,7 @@ def test_random_resizes(device: str, rng: np.random.Generator) -> None:
         assert address(buffer) == start
 
 
+@pytest.mark.alone
 def test_memory_comes_back(device: str) -> None:
     def used() -> int:
         return bytes_in_use(device, start, capacity) - before

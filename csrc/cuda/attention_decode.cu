@@ -33,7 +33,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
     using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGES,
         loading::STAGE_BYTES, loading::RING_BYTES;
-    using loading::read_unit, loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
+    using loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
     using typename loading::tile;
     /* A warp's results come in the place of its stages at the end. */
     static constexpr int OUTPUT_STRIDE = D + 4;
@@ -167,7 +167,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
         int unit_index = params.num_heads.divide(blockIdx.x);
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
-        if (!read_unit(unit_index)) {
+        if (!this->template read_unit<TAKES_HEADS>(unit_index)) {
             /* A row that is no unit makes room for the next kernels at once; the first CTA waits for all. */
             if (rows.unit.signature == 0 && blockIdx.x > 0) return;
             begin();

@@ -144,5 +144,12 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
     return unit;
 }
+/* The same out of the way, for kernels which have a plan as a rule: inline, this code would stand between their start
+ * and their first copy, and be fetched in vain. */
+__device__ static __noinline__ attention_unit plan_unit_apart(const pk_attention_args &args, const decode_shape &shape,
+                                                              int number, pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    return plan_unit(args, shape, number, bad_id, is_recorder);
+}
 
 #endif

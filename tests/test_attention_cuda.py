@@ -84,6 +84,32 @@ def test_sequences_of_one_length_are_not_cut(torch):
         assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
 
 
+@pytest.mark.parametrize("page", [16, 256])
+def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, page):
+    """A share is what every place of a CTA would have of all steps, if it were even: no part may keep all waiting."""
+    longest, num_long, num_short = 30_000, 4, 200
+    where = rng.permutation(num_long + num_short)
+    lens = rng.integers(1, 65, len(where)).astype(np.int32)
+    lens[where[:num_long]] = longest - rng.integers(0, 40, num_long)
+    q, *pool = make_pool(torch, num_long + 1, longest, 16, 8, 128, page)
+    q = torch.randn(len(where), 16, 128, device="cuda", dtype=torch.bfloat16)
+    tables = pool[2].new_zeros(len(where), pool[2].shape[1])
+    tables[where[:num_long]] = pool[2][:num_long]
+    few = -(-64 // page)  # pages, which the short ones share
+    tables[where[num_long:], :few] = pool[2][num_long, :few]
+    tensors = (q, *pool[:2], tables)
+    expected = simple_kernel(*tensors, torch.from_numpy(lens).cuda())
+    for plan in (None, pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda())):
+        out = pagedkv.paged_attention_fwd(*tensors, torch.from_numpy(lens).cuda(), plan=plan)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    step, places = 32, torch.cuda.get_device_properties(0).multi_processor_count * 4 // 8  # CTAs of two warps
+    steps = -(-lens // step)
+    share = steps.sum() // places + 1
+    parts = parts_of(torch, tensors, lens)
+    assert {parts[seq] for seq in where[:num_long]} == {-(-steps.max() // share)}
+    assert {parts[seq] for seq in where[num_long:]} == {1}
+
+
 def test_a_plan_covers_every_key_once(torch, rng):
     """Read back: the parts of every sequence follow each other, from its first step to its last."""
     for batch, longest in ((1, 30000), (5, 5000), (300, 2000), (2000, 300)):

@@ -4,30 +4,32 @@
 #include "cuda/attention_plan_units.h"
 #include "cuda/thresholds.h"
 
-#include <limits.h>
-
 #include <initializer_list>
 
 // --- kernels
 
-enum { THREADS = 32 * LENGTHS_TRIED };
+enum { THREADS = 512 };
+static_assert(LENGTHS_TRIED == 32, "a lane each");
 
 __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
-    __shared__ int total, long_steps, num_long, longest, length, num_units, next_unit[UNIT_BUCKETS];
+    __shared__ int total, long_steps, num_long, longest, num_units, next_unit[UNIT_BUCKETS];
+    __shared__ int tried_units[LENGTHS_TRIED];
+    __shared__ part_lengths most;
     __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto sequence = [&](int seq) { return seq < THREADS ? first[seq] : measure(args, shape, seq, bad_id, false); };
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
-    if (threadIdx.x == 0) total = long_steps = num_long = 0, longest = 1, length = INT_MAX;
+    if (threadIdx.x == 0) total = long_steps = num_long = 0, longest = 1;
     if (threadIdx.x < UNIT_BUCKETS) next_unit[threadIdx.x] = 0;
+    if (threadIdx.x < LENGTHS_TRIED) tried_units[threadIdx.x] = 0;
     __syncthreads();
 
-    int steps = 0, most = 1;
+    int steps = 0, its_longest = 1;
     int2 cut = {0, 0};
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = measure(args, shape, seq, bad_id, true);
@@ -36,34 +38,36 @@ __global__ void __launch_bounds__(THREADS)
         steps += it.num_tiles * it.num_steps;
         int2 its_cut = cuttable(it);
         cut.x += its_cut.x, cut.y += its_cut.y;
-        most = max(most, it.num_steps);
+        its_longest = max(its_longest, it.num_steps);
     }
     steps = __reduce_add_sync(~0u, steps);
-    most = __reduce_max_sync(~0u, most);
+    its_longest = __reduce_max_sync(~0u, its_longest);
     cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
     if (lane == 0) {
-        atomicAdd(&total, steps), atomicMax(&longest, most);
+        atomicAdd(&total, steps), atomicMax(&longest, its_longest);
         atomicAdd(&long_steps, cut.x), atomicAdd(&num_long, cut.y);
     }
     __syncthreads();
 
-    if (shape.is_one_wave) { /* each warp tries a length; the last of them surely fits */
-        int mine = length_to_try(shape, total, warp), parts = 0;
-        for (int seq = lane; seq < args.num_seqs; seq += 32) {
+    if (shape.is_one_wave) {
+        int length = length_to_try(shape, total, longest, lane), units = 0;
+        float inverse = __frcp_rd((float)length);
+        for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
             planned_sequence it = sequence(seq);
-            parts += it.num_tiles * count_parts(shape, it.num_steps, mine);
+            units += it.num_tiles * count_tried(it.num_steps, length, inverse);
         }
-        if ((int)__reduce_add_sync(~0u, parts) <= shape.slots && lane == 0) atomicMin(&length, mine);
+        atomicAdd(&tried_units[lane], units);
         __syncthreads();
-        if (threadIdx.x == 0) length = length_to_merge(shape, longest, length);
+        length = best_length(shape, longest, length, tried_units[lane]);
+        if (threadIdx.x == 0) most = {length, length};
     } else if (threadIdx.x == 0) {
-        length = length_of_share(shape, total, longest, long_steps / max(num_long, 1));
+        most = lengths_of_share(shape, total, longest, long_steps / max(num_long, 1));
     }
     __syncthreads();
 
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = sequence(seq);
-        int num_parts = count_parts(shape, it.num_steps, length);
+        int num_parts = count_parts(shape, it.num_steps, most);
         if (it.num_tiles > 0)
             atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
     }
@@ -82,7 +86,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = sequence(seq);
         if (it.num_tiles == 0) continue;
-        int num_parts = count_parts(shape, it.num_steps, length);
+        int num_parts = count_parts(shape, it.num_steps, most);
         int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
         for (int i = 0; i < it.num_tiles * num_parts && at < shape.num_units; i++, at++)
             workspace.units[at] = unit_of(shape, it, seq, num_parts, i);
@@ -148,7 +152,9 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->quarters = QUARTERS;
     if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
-    int64_t lengths = slots * 4 / shape->quarters; /* of a part, that go into all steps */
+    int64_t most_share = segments * pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step) / slots + 1;
+    shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
+    int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     if (shape->is_one_wave) units = slots;
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;

@@ -24,20 +24,21 @@ static_assert(sizeof(attention_unit) == 12 * sizeof(int32_t), "a row of the plan
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;      /* padded: 64, 128 or 256 */
-    int rows;          /* of a tile: 8 or 16 */
-    int ctas_per_sm;   /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
-    int chunk, step;   /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;         /* query heads of a KV head */
-    int slots;         /* units that fill the machine once, per head */
-    int max_slots;     /* an upper bound of the parts, per head */
-    int num_segments;  /* at most, per head: tiles of all sequences */
-    int num_units;     /* rows of the plan */
-    bool is_one_wave;  /* few sequences: their parts fill the machine once and no more */
-    float merge_steps; /* in whose time the last CTA merges MERGE_BATCH parts */
-    int quarters;      /* else of a slot's share of all steps: the longest part */
-    int num_splits;    /* parts of every sequence, or 0 */
-    int signature;     /* never 0 */
+    int head_dim;        /* padded: 64, 128 or 256 */
+    int rows;            /* of a tile: 8 or 16 */
+    int ctas_per_sm;     /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
+    int chunk, step;     /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;           /* query heads of a KV head */
+    int slots;           /* units that fill the machine once, per head */
+    int max_slots;       /* an upper bound of the parts, per head */
+    int num_segments;    /* at most, per head: tiles of all sequences */
+    int num_units;       /* rows of the plan */
+    bool is_one_wave;    /* few sequences: their parts fill the machine once and no more */
+    float merge_steps;   /* in whose time the last CTA merges MERGE_BATCH parts */
+    int quarters;        /* else of a slot's share of all steps: the longest sequence that is not cut */
+    bool cuts_to_shares; /* parts of the others are no longer than a share, where that is worth it */
+    int num_splits;      /* parts of every sequence, or 0 */
+    int signature;       /* never 0 */
     row_filter filter;
 };
 

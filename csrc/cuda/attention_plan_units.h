@@ -2,11 +2,12 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: the shortest part length with which all parts still fill the machine once. Many: a sequence is split
- * only when it exceeds some 1.5 times a CTA's average share (length_of_share). When the last wave would be nearly empty
- * we split finer, because merging costs less than the idle SMs. The hardware hands out the CTAs, longest first, and
- * those that still run at the end draw the whole bandwidth. What a CTA has under way at once is never cut. With
- * num_splits every sequence has up to that many parts, whose number and borders depend on its own length alone.
+ * Few sequences: all parts run at once, and of some lengths we take that which should end first (best_length). Many: a
+ * sequence is split only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share.
+ * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
+ * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
+ * way at once is never cut. With num_splits every sequence has up to that many parts, whose number and borders depend on
+ * its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
@@ -16,7 +17,7 @@
 
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
-    LENGTHS_TRIED = 16, /* of parts, from what would fit without any ends to what surely fits */
+    LENGTHS_TRIED = 32, /* of parts: a lane each */
     FEWEST_KEYS = 1024  /* of a part, with num_splits */
 };
 
@@ -38,42 +39,55 @@ __device__ static inline planned_sequence measure(const pk_attention_args &args,
     return it;
 }
 
-__device__ static inline int count_parts(const decode_shape &shape, int num_steps, int length)
+/* In steps: the longest sequence that is not cut, and the longest part of one that is. */
+struct part_lengths {
+    int uncut, cut;
+};
+
+__device__ static inline int count_parts(const decode_shape &shape, int num_steps, part_lengths most)
 {
-    if (shape.num_splits == 0) return num_steps <= DECODE_STAGES ? 1 : (num_steps + length - 1) / length;
+    if (shape.num_splits == 0)
+        return num_steps <= max(DECODE_STAGES, most.uncut) ? 1 : (num_steps + most.cut - 1) / most.cut;
     return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
 }
 
-/* The i-th length to try where parts are to fill the machine once; `total`: steps of all sequences. */
-__device__ static inline int length_to_try(const decode_shape &shape, int total, int i)
+/* Where parts are to fill the machine once, a length to try. The longest sequence has one part with the first, and with
+ * the last as many as would fit if all sequences were cut to the same length. */
+__device__ static inline int length_to_try(const decode_shape &shape, int total, int longest, int i)
 {
-    int spare = shape.slots - shape.num_segments;
-    int shortest = (total + shape.slots - 1) / shape.slots, surest = (total + spare - 1) / spare;
-    return max(1, shortest + (surest - shortest) * i / (LENGTHS_TRIED - 1));
+    float most = fmaxf(1, (float)longest * shape.slots / max(total, 1));
+    return (int)ceilf(longest / (1 + (most - 1) * i / (LENGTHS_TRIED - 1)));
 }
-/* The same, but no shorter than merging is worth: the last CTA of a sequence loads its parts a batch at a time. Time is
- * counted in steps of a CTA; that all SMs share the memory's bandwidth makes it longer, but for any parts alike. */
-__device__ static inline int length_to_merge(const decode_shape &shape, int longest, int length)
+/* Parts of a sequence, as count_parts has it: up to 2^22 steps the product is no more than an exact quotient. */
+__device__ static inline int count_tried(int num_steps, int length, float inverse /* rounded down */)
 {
-    int best = length, most_batches = (longest / length + MERGE_BATCH - 1) / MERGE_BATCH;
-    float least = INFINITY;
-    for (int batches = 1; batches <= most_batches; batches++) {
-        int parts = batches * MERGE_BATCH, its_length = max((longest + parts - 1) / parts, length);
-        float time = (float)its_length + (float)batches * shape.merge_steps;
-        if (time < least) least = time, best = its_length;
-    }
-    return best;
+    return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* The longest part where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole. Where
- * there are more tiles than places: those no longer than a place's share, or than `mean`, whichever is less; that is the
- * mean length of what is long enough to be cut. Else: all of them, if the longest is hardly longer than a part, and
- * either most are as long as a part or a CTA has an SM to itself. */
-__device__ static inline int length_of_share(const decode_shape &shape, int total, int longest, int mean)
+/* An estimate, counted in steps of a CTA; INFINITY where not all units run at once. The last CTA of a sequence merges its
+ * parts a batch at a time. That all SMs share the memory's bandwidth makes it longer, but for any parts alike. */
+__device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int num_units)
+{
+    int parts = count_parts(shape, longest, {length, length}), batches = (parts + MERGE_BATCH - 1) / MERGE_BATCH;
+    return num_units > shape.slots ? INFINITY : (float)length + (float)batches * shape.merge_steps;
+}
+/* A warp, with a length a lane: the one that takes least time, and of those the longest. */
+__device__ static inline int best_length(const decode_shape &shape, int longest, int length, int num_units)
+{
+    unsigned int steps = __float_as_uint(steps_of(shape, longest, length, num_units)); /* in the same order */
+    unsigned int lanes = __ballot_sync(~0u, steps == __reduce_min_sync(~0u, steps));
+    return __shfl_sync(~0u, length, __ffs(lanes) - 1);
+}
+/* Where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole. Where there are more
+ * tiles than places: those no longer than a place's share, or than `mean`, whichever is less; that is the mean length of
+ * what is long enough to be cut. Else: all of them, if the longest is hardly longer than a part, and either most are as
+ * long as a part or a CTA has an SM to itself. */
+__device__ static inline part_lengths lengths_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
     int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;
-    if (shape.num_segments > shape.slots) return max(length, min(mean, share));
-    bool is_little = 5 * longest <= thresholds::LITTLE_FIFTHS * length;
-    return is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length;
+    int cut = shape.cuts_to_shares && length - share >= thresholds::FEWEST_STEPS_SAVED ? share : length;
+    if (shape.num_segments > shape.slots) length = max(length, min(mean, share)), cut = max(cut, min(mean, share));
+    bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
+    return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut};
 }
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */
 __device__ static inline int2 cuttable(const planned_sequence &it)
@@ -115,22 +129,24 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     planned_sequence it = {};
     if (lane < num_seqs) it = measure(args, shape, lane, bad_id, is_recorder);
     int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
-    int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1), length;
-    if (shape.is_one_wave) { /* the longer the parts, the fewer there are */
-        int least = 0, most = LENGTHS_TRIED - 1;
-        while (least < most) {
-            int middle = (least + most) / 2;
-            int parts = it.num_tiles * count_parts(shape, it.num_steps, length_to_try(shape, total, middle));
-            bool fits = (int)__reduce_add_sync(~0u, parts) <= shape.slots;
-            (fits ? most : least) = fits ? middle : middle + 1;
-        }
-        length = length_to_merge(shape, longest, length_to_try(shape, total, least));
+    int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
+    part_lengths most;
+    if (longest <= DECODE_STAGES) {
+        most = {longest, longest}; /* none is cut */
+    } else if (shape.is_one_wave) {
+        int length = length_to_try(shape, total, longest, lane), units = 0;
+        float inverse = __frcp_rd((float)length);
+        for (int seq = 0; seq < num_seqs; seq++)
+            units +=
+                __shfl_sync(~0u, it.num_tiles, seq) * count_tried(__shfl_sync(~0u, it.num_steps, seq), length, inverse);
+        length = best_length(shape, longest, length, units);
+        most = {length, length};
     } else {
         int2 mine = cuttable(it);
         int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
-        length = length_of_share(shape, total, longest, sum / max(count, 1));
+        most = lengths_of_share(shape, total, longest, sum / max(count, 1));
     }
-    int num_parts = count_parts(shape, it.num_steps, length), num_units = it.num_tiles * num_parts;
+    int num_parts = count_parts(shape, it.num_steps, most), num_units = it.num_tiles * num_parts;
     int bucket = bucket_of(num_parts, it.num_steps, longest), before = 0;
     for (int other = 0; other < num_seqs; other++) {
         int its_bucket = __shfl_sync(~0u, bucket, other), its_units = __shfl_sync(~0u, num_units, other);

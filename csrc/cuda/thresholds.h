@@ -33,6 +33,7 @@ constexpr int QUARTERS = 6;                /* of a place's share of all steps: t
 constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
 constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;           /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
+constexpr int FEWEST_STEPS_SAVED = 16;     /* by parts of a share instead of the longest part (#69) */
 constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
 constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
 

@@ -38,7 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "queries": tables_growth.queries,
     "growth": tables_growth.growth,
     "random-shapes": tables_random.random_shapes,
-    "two-lengths": attention.two_lengths,
+    "few-and-two-lengths": attention.few_and_two_lengths,
     "prefill": attention.prefill,
     "prefill-more": attention.prefill_more,
 }

@@ -100,10 +100,11 @@ def prefill_more() -> str:
     return f"{table}\n\n{provenance(*files.values())}"
 
 
-def two_lengths() -> str:
-    both = figures("vllm-flash-attention-3")
+def few_and_two_lengths() -> str:
     rows = []
-    for heads, theirs in both["decode_planned_us"].items():
-        ours = both["pagedkv_8c36230_decode_planned_us"][heads]
-        rows.append((heads, number(theirs), number(ours), f"{ours / theirs:.2f}"))
-    return markdown("| 16 x 32,768 and 240 x 128, heads | best peer, us | pagedkv, us | share |", rows)
+    for batch, by_heads in figures("vllm-flash-attention-3")["decode_us"].items():
+        for heads, (theirs, *ours) in by_heads.items():
+            shares = [f"{us / theirs:.2f}" for us in ours]
+            rows.append((batch, heads, *map(number, (theirs, *ours)), *shares))
+    columns = "FA3, us | no plan, us | planned and overlapped, us | share: no plan | overlapped"
+    return markdown(f"| batch x keys | heads | {columns} |", rows)

@@ -84,30 +84,39 @@ def test_sequences_of_one_length_are_not_cut(torch):
         assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
 
 
-@pytest.mark.parametrize("page", [16, 256])
-def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, page):
-    """A share is what every place of a CTA would have of all steps, if it were even: no part may keep all waiting."""
-    longest, num_long, num_short = 30_000, 4, 200
-    where = rng.permutation(num_long + num_short)
-    lens = rng.integers(1, 65, len(where)).astype(np.int32)
-    lens[where[:num_long]] = longest - rng.integers(0, 40, num_long)
-    q, *pool = make_pool(torch, num_long + 1, longest, 16, 8, 128, page)
+# CTAs an SM, which follow from the number of sequences: at most 32 are planned by each CTA itself, more by a kernel
+@pytest.mark.parametrize(("num_short", "ctas"), [(200, 4), (20, 2)])
+def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short, ctas):
+    """A share is all steps divided by the places for CTAs. A part is no longer, or everything waits for it."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    num_long, longest, step, places = 4, 30_000, 128 // ctas, 132 * ctas // 8
+    where = rng.permutation(num_long + 1 + num_short)
+    long, middle, short = where[:num_long], where[num_long], where[num_long + 1 :]
+    lens = np.zeros(len(where), np.int32)
+    lens[long] = longest - rng.integers(0, 40, num_long)
+    lens[short] = rng.integers(1, 65, num_short)
+    lens[middle] = int(1.2 * (-(-lens // step)).sum() / places) * step  # longer than a share, but not to be cut
+    _, k_cache, v_cache, pages = make_pool(torch, num_long + 2, longest, 16, 8, 128, 16)
+    tables = pages[num_long + 1].repeat(len(where), 1)  # the short ones share theirs
+    tables[[*long, middle]] = pages[: num_long + 1]
     q = torch.randn(len(where), 16, 128, device="cuda", dtype=torch.bfloat16)
-    tables = pool[2].new_zeros(len(where), pool[2].shape[1])
-    tables[where[:num_long]] = pool[2][:num_long]
-    few = -(-64 // page)  # pages, which the short ones share
-    tables[where[num_long:], :few] = pool[2][num_long, :few]
-    tensors = (q, *pool[:2], tables)
-    expected = simple_kernel(*tensors, torch.from_numpy(lens).cuda())
-    for plan in (None, pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda())):
-        out = pagedkv.paged_attention_fwd(*tensors, torch.from_numpy(lens).cuda(), plan=plan)
-        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-    step, places = 32, torch.cuda.get_device_properties(0).multi_processor_count * 4 // 8  # CTAs of two warps
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+
+    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
+    unplanned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, return_lse=True)
+    plan = pagedkv.plan_attention(*tensors, on_gpu)
+    planned = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
+    torch.testing.assert_close(unplanned.float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(planned[0], unplanned) and torch.equal(planned[1], lse)
+
     steps = -(-lens // step)
     share = steps.sum() // places + 1
     parts = parts_of(torch, tensors, lens)
-    assert {parts[seq] for seq in where[:num_long]} == {-(-steps.max() // share)}
-    assert {parts[seq] for seq in where[num_long:]} == {1}
+    assert {seq: parts[seq] for seq in long} == {seq: -(-steps[seq] // share) for seq in long}
+    assert share < steps[middle] and parts[middle] == 1
+    assert {parts[seq] for seq in short} == {1}
 
 
 def test_a_plan_covers_every_key_once(torch, rng):

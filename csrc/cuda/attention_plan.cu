@@ -148,11 +148,13 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int threads = 32 * warps / shape->ctas_per_sm, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
     shape->merge_steps = MERGE_US_OF_ROUND / STEP_US_OF_64_KB * (float)rounds * 65536.0f / (float)step_bytes;
-    shape->is_one_wave = shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots;
+    int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
+    shape->is_one_wave =
+        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
     shape->quarters = QUARTERS;
     if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
-    int64_t most_share = segments * pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step) / slots + 1;
+    int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;

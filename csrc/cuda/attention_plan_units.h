@@ -2,8 +2,9 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: all parts run at once, and of some lengths we take that which should end first (best_length). Many: a
- * sequence is split only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share.
+ * Few sequences: all parts run at once, and we try 32 lengths of parts and take the one that should end first
+ * (best_length). Many: a sequence is cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share),
+ * into parts of a share where that saves some steps.
  * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
  * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
  * way at once is never cut. With num_splits every sequence has up to that many parts, whose number and borders depend on
@@ -58,13 +59,13 @@ __device__ static inline int length_to_try(const decode_shape &shape, int total,
     float most = fmaxf(1, (float)longest * shape.slots / max(total, 1));
     return (int)ceilf(longest / (1 + (most - 1) * i / (LENGTHS_TRIED - 1)));
 }
-/* Parts of a sequence, as count_parts has it: up to 2^22 steps the product is no more than an exact quotient. */
+/* Parts of a sequence, as count_parts has it. Beyond MOST_STEPS_TRIED it may be one too few. */
 __device__ static inline int count_tried(int num_steps, int length, float inverse /* rounded down */)
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
 /* An estimate, counted in steps of a CTA; INFINITY where not all units run at once. The last CTA of a sequence merges its
- * parts a batch at a time. That all SMs share the memory's bandwidth makes it longer, but for any parts alike. */
+ * parts a batch at a time. All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int num_units)
 {
     int parts = count_parts(shape, longest, {length, length}), batches = (parts + MERGE_BATCH - 1) / MERGE_BATCH;
@@ -77,10 +78,11 @@ __device__ static inline int best_length(const decode_shape &shape, int longest,
     unsigned int lanes = __ballot_sync(~0u, steps == __reduce_min_sync(~0u, steps));
     return __shfl_sync(~0u, length, __ffs(lanes) - 1);
 }
-/* Where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole. Where there are more
- * tiles than places: those no longer than a place's share, or than `mean`, whichever is less; that is the mean length of
- * what is long enough to be cut. Else: all of them, if the longest is hardly longer than a part, and either most are as
- * long as a part or a CTA has an SM to itself. */
+/* Where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole: those up to `length`.
+ * Where there are more tiles than places also those up to a place's share, or up to `mean`, whichever is less; that is
+ * the mean length of what is long enough to be cut. Else all, if the longest is hardly longer than `length`, and either
+ * most are as long as that or a CTA has an SM to itself. A part of the others is a share at most, where that saves some
+ * steps of what is waited for at the end. */
 __device__ static inline part_lengths lengths_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
     int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;
@@ -160,8 +162,8 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
     return unit;
 }
-/* The same out of the way, for kernels which have a plan as a rule: inline, this code would stand between their start
- * and their first copy, and be fetched in vain. */
+/* The same out of the way, for kernels which have a plan as a rule. If it were inline, their CTAs would fetch these
+ * instructions before the first copy and not use them. */
 __device__ static __noinline__ attention_unit plan_unit_apart(const pk_attention_args &args, const decode_shape &shape,
                                                               int number, pk_cuda_bad_id *bad_id, bool is_recorder)
 {

@@ -25,11 +25,11 @@ constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention
 constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
-/* attention_plan.cu: how large CTAs are, and the longest part (engine/NOTES.md, "A step beyond its keys"). */
+/* attention_plan.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
 constexpr int FILLED_THIRDS = 2;           /* of the places of CTAs, that equal parts fill */
 constexpr int FEW_PARTS = 8;               /* per tile of 8 rows: not worth CTAs of a whole SM */
 constexpr int ONE_WAVE_THIRDS = 2;         /* of the places: with more tiles, parts run in several waves */
-constexpr int QUARTERS = 6;                /* of a place's share of all steps: the longest part */
+constexpr int QUARTERS = 6;                /* of a place's share of all steps: so long is not cut */
 constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
 constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;           /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */

@@ -7,7 +7,7 @@ nano   256 requests at once (pagedkv/cli/nano_bench.py), random weights: a few t
 steps  decode steps of 256 sequences of about 650 tokens and of one of 128: kernels by class (torch's profiler), time in
        which the device computes nothing of a step, the host's parts
 
-Writes results/engine-<device>-<model>.json, one for each model.
+Writes results/engine-<device>-<model>.json, one for each model, after a run of both parts.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def main() -> None:
                     row["nano_bench"] = measure_nano(llm, model, ceiling, args.runs)
                 else:
                     row["decode_step"] = measure_steps(llm, model, args.device)
-                name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
-                record_run(args, name, [row], args.device, ceiling=vars(ceiling))  # at once: what comes next may not end
+        args.no_record |= not {"nano_bench", "decode_step"} <= row.keys()
+        name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
+        record_run(args, name, [row], args.device, ceiling=vars(ceiling))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ build-asan:
 	PAGEDKV_CUDA=0 CFLAGS="-O1 -g $(ASAN_FLAGS) $(CFLAGS) -Wno-error" LDFLAGS="$(ASAN_FLAGS)" \
 	    $(PYTHON) setup.py -q build --build-base=$(ASAN) --build-lib=$(ASAN)/lib
 
-asan: build-asan ## the C core and the extension's tests under ASan and UBSan
-	$(ASAN_PYTHON) -P -m pytest -x -m "not gpu" -k "not qwen3s" --durations=5 $(ASAN_TESTS)
+asan: build-asan ## the C core and the extension's tests under ASan and UBSan; PROCESSES=2 at once needs pytest-xdist
+	PYTHONSAFEPATH=1 $(ASAN_PYTHON) -m pytest -x -m "not gpu" -k "not qwen3s" --durations=5 $(if $(PROCESSES),-n $(PROCESSES)) $(ASAN_TESTS)
 
 fuzz-calls: build-asan ## FUZZ_CALLS random calls of everything (default 20000) under ASan and UBSan, against the oracles
 	$(ASAN_PYTHON) tests/fuzz_calls.py --calls $(FUZZ_CALLS)

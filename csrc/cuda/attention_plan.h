@@ -45,10 +45,10 @@ struct decode_shape {
 /* Keys that a warp takes at a time, and how many warps fill an SM's shared memory with three such stages. */
 constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
-constexpr int DECODE_FEWEST_WARPS = 2; /* of a CTA */
-constexpr int DECODE_STAGES = 3;       /* chunks that a warp has room for in shared memory */
+constexpr int DECODE_FEWEST_WARPS = 2;    /* of a CTA */
+constexpr int DECODE_STAGES = 3;          /* chunks that a warp has room for in shared memory */
 constexpr int MOST_STEPS_TRIED = 1 << 22; /* of a sequence: up to there floats count parts exactly */
-constexpr int MERGE_BATCH = 17;        /* parts whose loads are under way at once: 132 SMs are 33 for each of 4 heads */
+constexpr int MERGE_BATCH = 17; /* parts whose loads are under way at once: 132 SMs are 33 for each of 4 heads */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
 /* Whether a tile's heads may come from the projection: there is room for them in shared memory. */

@@ -49,7 +49,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
     }
 
     /* The unit of this CTA, and whether it is sound: a plan is only memory, and checked before anything hangs on it. */
-    template <bool HAS_PLAN_AS_A_RULE>
+    template <bool IS_USUALLY_PLANNED>
     __device__ bool read_unit(int unit_index)
     {
         attention_unit &unit = rows.unit;
@@ -60,7 +60,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
             *(int4 *)&unit.part = __ldcg(from + 2);
         } else {
             bool is_recorder = blockIdx.x == 0 && warp == 0;
-            unit = HAS_PLAN_AS_A_RULE ? plan_unit_apart(args, params.shape, unit_index, params.bad_id, is_recorder)
+            unit = IS_USUALLY_PLANNED ? plan_unit_apart(args, params.shape, unit_index, params.bad_id, is_recorder)
                                       : plan_unit(args, params.shape, unit_index, params.bad_id, is_recorder);
         }
         int in_row = lane / tile::PIECES, piece = is_in_row() ? lane % tile::PIECES * 16 : 0;

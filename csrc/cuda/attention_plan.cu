@@ -154,6 +154,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->quarters = QUARTERS;
     if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
+    /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */

@@ -162,8 +162,8 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
     return unit;
 }
-/* The same out of the way, for kernels which have a plan as a rule. If it were inline, their CTAs would fetch these
- * instructions before the first copy and not use them. */
+/* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
+ * these instructions before the first copy and not use them. */
 __device__ static __noinline__ attention_unit plan_unit_apart(const pk_attention_args &args, const decode_shape &shape,
                                                               int number, pk_cuda_bad_id *bad_id, bool is_recorder)
 {

@@ -300,6 +300,7 @@ def test_out_of_memory_is_a_memory_error_and_all_goes_on(torch, rng):
     inputs.run()
     inputs.check(batch)
 
+    stream = torch.cuda.Stream()  # torch's first one takes memory; our first call on it needs scratch memory
     torch.cuda.empty_cache()
     taken, size = [], torch.cuda.mem_get_info()[0]
     while size >= 1 << 20:
@@ -307,7 +308,6 @@ def test_out_of_memory_is_a_memory_error_and_all_goes_on(torch, rng):
             taken.append(pagedkv.empty((size,), "uint8", "cuda:0"))
         except MemoryError:
             size //= 2
-    stream = torch.cuda.Stream()  # its first call needs scratch memory
     with torch.cuda.stream(stream), pytest.raises(MemoryError, match="cudaMalloc: cudaErrorMemoryAllocation"):
         inputs.run()
     inputs.run()  # has what it needs

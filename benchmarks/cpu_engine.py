@@ -9,7 +9,8 @@ with where a CPU has no instructions for bfloat16. All take turns, each in phase
 other's threads fall asleep. Decodes are held against a plain read of memory as well, by two threads, in the same turns.
 
 Each instruction set is a process of its own (torch is held to it, too). With --onednn, the folder of a libdnnl.so.3
-(lib of the unpacked wheel onednn-cpu-gomp), each runs a second time with oneDNN.
+(lib of the unpacked wheel onednn-cpu-gomp), each runs a second time with oneDNN, which pagedkv takes only on CPUs with
+AVX-512 and without AMX.
 """
 
 from __future__ import annotations

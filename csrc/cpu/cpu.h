@@ -27,7 +27,9 @@ float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype);
 const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
-bool pk_cpu_has_avx512bf16(void); /* beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without */
+/* Beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without both. */
+bool pk_cpu_has_avx512bf16(void);
+bool pk_cpu_has_amx(void); /* for bf16; asks the kernel for this process's leave to use it */
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);

@@ -1,9 +1,16 @@
 /* isa.c - which instruction set the kernels of this process use. */
+#define _GNU_SOURCE /* syscall */
 #include "cpu/cpu.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static const char *const names[] = {[PK_ISA_GENERIC] = "generic", [PK_ISA_AVX2] = "avx2", [PK_ISA_AVX512] = "avx512"};
 
@@ -45,11 +52,42 @@ pk_isa pk_cpu_isa_level(void)
 
 const char *pk_cpu_isa(void) { return names[pk_cpu_isa_level()]; }
 
+static bool is_capped(void)
+{
+    const char *cap = getenv("PAGEDKV_CPU_ISA");
+    return cap && *cap;
+}
+
 bool pk_cpu_has_avx512bf16(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    const char *cap = getenv("PAGEDKV_CPU_ISA");
-    return (!cap || !*cap) && pk_cpu_isa_level() == PK_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
+    return !is_capped() && pk_cpu_isa_level() == PK_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+#ifdef __x86_64__
+static bool may_use_tiles;
+
+/* Tiles are 8 KB more of each thread's state, so Linux (from 5.16 on) wants to be asked:
+ * https://docs.kernel.org/arch/x86/xstate.html */
+static void ask_for_tiles(void)
+{
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return;
+    may_use_tiles = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
+
+bool pk_cpu_has_amx(void)
+{
+#ifdef __x86_64__
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (is_capped() || pk_cpu_isa_level() != PK_ISA_AVX512) return false;
+    pthread_once(&once, ask_for_tiles);
+    return may_use_tiles;
 #else
     return false;
 #endif

@@ -6,7 +6,7 @@
 
 /* sums[r, c] = dot(x[r], weight[c]) in fp32 */
 typedef struct {
-    const void *x;      /* [num_rows, size]: fp32, or the weight's dtype (see below) */
+    const void *x;      /* [num_rows, size]: fp32, the weight's dtype, or tiles (see below) */
     const void *weight; /* [num_outputs, size] */
     float *sums;        /* [num_rows, num_outputs] */
     int64_t num_rows, num_outputs, size, x_stride, weight_stride, sums_stride;
@@ -24,5 +24,10 @@ void pk_dot_avx512(const pk_dot_args *args);
 void pk_dot_bf16_avx2(const pk_dot_args *args);
 void pk_dot_bf16_avx512(const pk_dot_args *args);
 void pk_dot_avx512bf16(const pk_dot_args *args);
+/* x in tiles of PK_AMX_LINES rows, x_stride elements a row; sums are written for whole PK_AMX_ROWS rows and outputs. */
+enum { PK_AMX_LINES = 16, PK_AMX_ROWS = 32, PK_AMX_STEP = 32 /* x_stride is size, rounded up to it */ };
+void pk_dot_amx(const pk_dot_args *args);
+/* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
+void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
 #endif

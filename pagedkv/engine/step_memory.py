@@ -79,6 +79,8 @@ class StepMemory:
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._upload(host, turn)
         tables = self._upload_tables(arrays.block_tables, size)
+        if not step.only_decodes:  # attention chooses its kernel by what the tables have room for
+            tables = tables[:, : arrays.block_tables.shape[1]]
         return there.inputs(tables, arrays.max_seqlen_q, self._plans, needs_logits=needs_logits)
 
     @staticmethod
@@ -123,8 +125,8 @@ class StepMemory:
             self._there[: host.num_bytes].copy_(self._host[turn][: host.num_bytes])
 
     def _upload_tables(self, tables: np.ndarray, num_rows: int) -> Any:
-        """The block tables on the device. Their rows are as long as max_model_len needs, so that graphs need not
-        change. Only what is in use is copied, and nothing if the tables have not changed."""
+        """The block tables on the device. Their rows are as long as max_model_len needs, so that graphs of decodes
+        need not change. Only what is in use is copied, and nothing if the tables have not changed."""
         if not self._is_gpu:
             return tables
         if not np.array_equal(tables, self._table_there):

@@ -15,7 +15,7 @@ enum { BLOCK_VECTORS = VW == 16 ? 4 : 2 }; /* columns of a block: with BLOCK_ROW
 PK_INLINE void pack_keys_as(const pk_dtype dtype, const tile_walk *walk, const char *const *keys, int64_t count)
 {
     const int bytes = dtype_bytes(dtype);
-    for (int64_t key = 0; key < round_up(count, VW); key += VW) {
+    for (int64_t key = 0; key < pk_cpu_round_up(count, VW); key += VW) {
         for (int64_t d = 0; d < walk->head_dim; d += VW) {
             vf rows[VW];
             int64_t dims = walk->head_dim - d < VW ? walk->head_dim - d : VW;

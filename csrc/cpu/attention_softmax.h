@@ -29,7 +29,7 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
     const key_tile *tile = walk->tile;
     int64_t first = tile->first, count = tile->count;
     float *logits = walk->scores + row * KEY_TILE;
-    int64_t padded = round_up(count, VW), at = head * walk->padded_rows + row;
+    int64_t padded = pk_cpu_round_up(count, VW), at = head * walk->padded_rows + row;
     pk_softmax_state *state = &walk->states[at];
     pk_key_range seen = pk_visible_keys(walk->args, walk->seq, walk->first_query + row / walk->group);
     int64_t seen_first = seen.first - first < 0 ? 0 : seen.first - first;

@@ -19,8 +19,6 @@ enum {
     BLOCK_ROWS = VW == 4 ? 4 : 6, /* of a block in attention_many_rows.h; rows are padded to it */
 };
 
-PK_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
 static const float zero_row[MAX_DIM]; /* zeros in every dtype */
 
 PK_INLINE int dtype_bytes(const pk_dtype dtype) { return dtype == PK_F32 ? 4 : dtype == PK_F8E4M3 ? 1 : 2; }
@@ -62,10 +60,10 @@ PK_INLINE bool is_few(const tile_walk *walk) { return walk->num_rows <= FEW_ROWS
 
 static size_t scratch_bytes(int64_t num_heads, int64_t rows_per_head, int64_t head_dim)
 {
-    int64_t rows = round_up(rows_per_head, BLOCK_ROWS), row_size = round_up(head_dim, VW);
+    int64_t rows = pk_cpu_round_up(rows_per_head, BLOCK_ROWS), row_size = pk_cpu_round_up(head_dim, VW);
     int64_t packed = rows_per_head > FEW_ROWS ? KEY_TILE * (head_dim + row_size) : 0;
     int64_t floats = 2 * num_heads * rows * row_size + rows * KEY_TILE + packed + 2 * num_heads * rows;
-    return (size_t)round_up(floats * (int64_t)sizeof(float), 64) + round_up(sizeof(tile_walk), 64);
+    return (size_t)pk_cpu_round_up(floats * (int64_t)sizeof(float), 64) + pk_cpu_round_up(sizeof(tile_walk), 64);
 }
 
 static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item *item, void *scratch)
@@ -73,9 +71,9 @@ static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item 
     const pk_attention_args *args = plan->args;
     tile_walk *walk = scratch;
     int64_t group = args->num_q_heads / args->num_kv_heads, rows = item->num_queries * group;
-    int64_t padded_rows = round_up(rows, BLOCK_ROWS), row_size = round_up(args->head_dim, VW);
+    int64_t padded_rows = pk_cpu_round_up(rows, BLOCK_ROWS), row_size = pk_cpu_round_up(args->head_dim, VW);
     int64_t all_rows = item->num_heads * padded_rows;
-    float *next = (float *)((char *)scratch + round_up(sizeof *walk, 64));
+    float *next = (float *)((char *)scratch + pk_cpu_round_up(sizeof *walk, 64));
     walk->args = args;
     walk->seq = &plan->seqs[item->seq];
     walk->group = group;
@@ -134,7 +132,7 @@ static void find_tile(const tile_walk *walk, int64_t first, int64_t end, key_til
         }
         tile->has_masked_page |= page < 0;
     }
-    for (int64_t key = tile->count; key < round_up(tile->count, VW); key++) tile->k_offsets[key] = MASKED;
+    for (int64_t key = tile->count; key < pk_cpu_round_up(tile->count, VW); key++) tile->k_offsets[key] = MASKED;
 }
 
 static void find_rows(const int64_t *offsets, int64_t count, const void *cache, int64_t head_offset, int64_t bytes,

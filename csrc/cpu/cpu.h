@@ -29,7 +29,7 @@ typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
 /* Beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without both. */
 bool pk_cpu_has_avx512bf16(void);
-bool pk_cpu_has_amx(void); /* for bf16; asks the kernel for this process's leave to use it */
+bool pk_cpu_has_amx(void); /* for bf16; the first call asks Linux to let this process use it */
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);
@@ -61,6 +61,9 @@ pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stre
 pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err);
 pk_status pk_cpu_range_resize(pk_range *range, size_t bytes, pk_error *err);
 pk_status pk_cpu_range_release(pk_range *range, pk_error *err);
+
+/* To the next multiple of `step`, which x may be. */
+static inline int64_t pk_cpu_round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 /* An id of an array of int32 or int64. */
 static inline int64_t pk_cpu_id_at(const void *ids, bool are_int64, int64_t i)

@@ -52,16 +52,17 @@ pk_isa pk_cpu_isa_level(void)
 
 const char *pk_cpu_isa(void) { return names[pk_cpu_isa_level()]; }
 
-static bool is_capped(void)
+/* Whether what some CPUs have beside AVX-512 may be used. */
+static bool may_go_beyond_avx512(void)
 {
     const char *cap = getenv("PAGEDKV_CPU_ISA");
-    return cap && *cap;
+    return (!cap || !*cap) && pk_cpu_isa_level() == PK_ISA_AVX512;
 }
 
 bool pk_cpu_has_avx512bf16(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    return !is_capped() && pk_cpu_isa_level() == PK_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
+    return may_go_beyond_avx512() && __builtin_cpu_supports("avx512bf16");
 #else
     return false;
 #endif
@@ -70,7 +71,7 @@ bool pk_cpu_has_avx512bf16(void)
 #ifdef __x86_64__
 static bool may_use_tiles;
 
-/* Tiles are 8 KB more of each thread's state, so Linux (from 5.16 on) wants to be asked:
+/* A thread that uses tiles has 8 KB more for Linux to save, so a process must ask for them first (from 5.16 on):
  * https://docs.kernel.org/arch/x86/xstate.html */
 static void ask_for_tiles(void)
 {
@@ -85,7 +86,7 @@ bool pk_cpu_has_amx(void)
 {
 #ifdef __x86_64__
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    if (is_capped() || pk_cpu_isa_level() != PK_ISA_AVX512) return false;
+    if (!may_go_beyond_avx512()) return false;
     pthread_once(&once, ask_for_tiles);
     return may_use_tiles;
 #else

@@ -83,8 +83,6 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
 static int64_t block_rows(int64_t row_bytes)
 {
     return larger(8, smaller(MAX_BLOCK, BLOCK_BYTES / larger(1, row_bytes) / 8 * 8));
@@ -219,14 +217,14 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
     if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;
-    int64_t x_stride = plan.x_order == X_AS_IT_IS ? args->x_stride : round_up(size, PK_AMX_STEP);
-    int64_t converted = plan.x_order == X_AS_IT_IS ? 0 : round_up(num_rows, PK_AMX_LINES) * x_stride;
+    int64_t x_stride = plan.x_order == X_AS_IT_IS ? args->x_stride : pk_cpu_round_up(size, PK_AMX_STEP);
+    int64_t converted = plan.x_order == X_AS_IT_IS ? 0 : pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;
     int64_t scratch_bytes = num_threads * thread_floats * 4 + converted * x_bytes(&plan, args->dtype);
-    char *scratch = aligned_alloc(CACHE_LINE, (size_t)round_up(scratch_bytes, CACHE_LINE));
+    char *scratch = aligned_alloc(CACHE_LINE, (size_t)pk_cpu_round_up(scratch_bytes, CACHE_LINE));
     if (!scratch)
         return pk_fail(err, PK_ENOMEM, "linear: cannot allocate scratch for %lld x %lld", (long long)num_rows,
                        (long long)size);
-    char *x = scratch; /* whole lines: a tile's lines would lie in two each */
+    char *x = scratch; /* begins with a cache line, or each line of a tile would lie in two */
     if (converted) convert_x(args, &plan, x, x_stride, num_threads);
     float *sums = (float *)(scratch + converted * x_bytes(&plan, args->dtype));
     if (plan.is_sgemm) pk_cpu_sgemm_begin();

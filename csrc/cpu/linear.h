@@ -24,7 +24,8 @@ void pk_dot_avx512(const pk_dot_args *args);
 void pk_dot_bf16_avx2(const pk_dot_args *args);
 void pk_dot_bf16_avx512(const pk_dot_args *args);
 void pk_dot_avx512bf16(const pk_dot_args *args);
-/* x in tiles of PK_AMX_LINES rows, x_stride elements a row; sums are written for whole PK_AMX_ROWS rows and outputs. */
+/* x in tiles of PK_AMX_LINES rows, x_stride elements a row. Writes sums for rows and outputs up to the next multiples of
+ * PK_AMX_ROWS. */
 enum { PK_AMX_LINES = 16, PK_AMX_ROWS = 32, PK_AMX_STEP = 32 /* x_stride is size, rounded up to it */ };
 void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */

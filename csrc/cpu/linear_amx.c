@@ -26,8 +26,9 @@ enum {
 
 typedef uint32_t v16 __attribute__((vector_size(64)));
 
-/* Of lines of 16 elements of 32 bits, in four rounds: in each, elements whose index has a bit set change places with
- * those of the line that is so far on and have not. */
+/* Lines of 16 elements of 32 bits. Round `bit` swaps, in every pair of lines that are `bit` apart, the upper elements of
+ * the first with the lower ones of the second: those whose index has the bit, and has it not. (vf_transpose of simd.h is
+ * as wide only where AVX-512 is compiled for; the test of this file compiles without.) */
 static inline void transpose(v16 lines[LINES])
 {
     const v16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

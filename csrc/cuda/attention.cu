@@ -33,10 +33,10 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     }
 
     using namespace thresholds;
-    /* With few rows the decode kernel is faster, with more where there are too few sequences to fill the machine without
-     * splitting their keys; with many as long as tiles of 128 rows leave most of the machine idle and keys are not so many
-     * that it pays to cut such tiles, or where all tiles of 16 rows run at once and see few keys: it starts in half the
-     * time of Hopper's prefill. */
+    /* The decode kernel starts in half the time of Hopper's prefill. It is faster for few rows, and for some more where
+     * too few sequences fill the machine without splitting their keys. It is faster for many rows in two cases: tiles of
+     * 128 rows leave most of the machine idle, and their keys are too few to be worth cutting; or all tiles of 16 rows
+     * run at once and see few keys. */
     bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
     int64_t rows = args->num_tokens * group, items = pk_ceil_div(rows, 128) * args->num_kv_heads;
     int64_t tiles = (pk_ceil_div(rows, 16) + args->num_seqs) * args->num_kv_heads; /* at most */
@@ -45,10 +45,10 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     usual.softmax_scale = 1;
     usual.alibi_slopes = nullptr;
     bool is_hopper = pk_cuda_attention_prefill_sm90_applies(&usual, device);
-    int64_t longest = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q; /* prompt */
-    double work = (double)(longest * args->num_q_heads * args->head_dim) * (double)most_keys;
-    bool is_cut = work * (double)(items < THIN_ITEMS ? items : THIN_ITEMS) > THIN_WORK;
-    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && !is_cut
+    int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
+    double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
+    bool pays_to_cut = work * (double)(items < THIN_ITEMS ? items : THIN_ITEMS) > THIN_WORK;
+    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && !pays_to_cut
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
     bool is_small = is_hopper && tiles <= SMALL_TILES_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
     if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || is_thin || is_small || !fits_prefill)

@@ -14,12 +14,13 @@ namespace thresholds
 constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
 constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
 constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs, */
-constexpr int THIN_ITEMS = 7;          /* and rows * keys * head_dim of the longest prompt times items, or so many, */
-constexpr double THIN_WORK = 3.5e9;    /* no more: from there on prefill, which cuts them, is faster (#23) */
-constexpr int THIN_SHARE_SM80 = 3;     /* beside the prefill kernel for older GPUs: fewer than a third, */
-constexpr int THIN_KEYS_SM80 = 1024;   /* and a table for more keys than that */
-constexpr int SMALL_TILES_AN_SM = 4;   /* tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;        /* and a table for so many keys at most */
+constexpr double THIN_WORK =
+    3.5e9;                         /* and no more than this of rows * keys * head_dim * items (prefill/NOTES.md #23), */
+constexpr int THIN_ITEMS = 7;      /* of which so many count at most; with more work prefill cuts its items */
+constexpr int THIN_SHARE_SM80 = 3; /* beside the prefill kernel for older GPUs: fewer than a third, */
+constexpr int THIN_KEYS_SM80 = 1024; /* and a table for more keys than that */
+constexpr int SMALL_TILES_AN_SM = 4; /* tiles of 16 rows that run at once, */
+constexpr int SMALL_KEYS = 256;      /* and a table for so many keys at most */
 
 /* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
  * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */

@@ -127,6 +127,25 @@ def test_infinities_and_nan_stay_in_their_rows(rng, device):
     np.testing.assert_allclose(out[[0, 2, 4]], oracle.linear(x[[0, 2, 4]], weight), atol=2e-5)
 
 
+def test_narrow_rows_need_no_wide_scratch():
+    """Two million rows of one element, which are converted to fp32 before: 8 MB, and 8 MB of results."""
+    code = """if True:
+        import resource
+        import numpy as np
+        from pagedkv import ops
+        x, weight = np.ones((2_000_000, 1), np.float16), np.full((2, 1), 3, np.float16)
+        ops.linear(x[:100], weight)  # loads what is loaded once
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        out = ops.linear(x, weight)
+        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        print((out == 3).all(), more // 1024)
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    is_right, megabytes = run.stdout.split()
+    assert is_right == "True"
+    assert int(megabytes) < 64
+
+
 def test_threads_of_python_may_call_at_once(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
     alone, results = ops.linear(x, weight), []

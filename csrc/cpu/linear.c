@@ -217,8 +217,12 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
     if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;
-    int64_t x_stride = plan.x_order == X_AS_IT_IS ? args->x_stride : pk_cpu_round_up(size, PK_AMX_STEP);
-    int64_t converted = plan.x_order == X_AS_IT_IS ? 0 : pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;
+    int64_t x_stride = args->x_stride, converted = 0; /* elements */
+    if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
+    if (plan.x_order == X_IN_TILES) {
+        x_stride = pk_cpu_round_up(size, PK_AMX_STEP);
+        converted = pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;
+    }
     int64_t scratch_bytes = num_threads * thread_floats * 4 + converted * x_bytes(&plan, args->dtype);
     char *scratch = aligned_alloc(CACHE_LINE, (size_t)pk_cpu_round_up(scratch_bytes, CACHE_LINE));
     if (!scratch)

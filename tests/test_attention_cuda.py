@@ -146,7 +146,8 @@ def test_a_plan_in_memory_that_steps_share(torch, rng, heads):
     q, *tensors = make_pool(torch, 300, longest, *heads, 64, 16)
     queries = ([1] * 300, [300, 1, 77, 1, 1], [1] * 40, [3] * 100, [1999] + [1] * 250, [17], [40, 0, 1, 2], [9] * 60,
                [100] + [1] * 20, [0], [1])  # fmt: skip
-    rows_of = {i: sum(lens) * group // 8 + len(lens) + 4096 for i, lens in enumerate(queries)}
+    rows_of = {i: len(lens) * (1 + heads[1]) + sum(lens) * group * (8 + heads[1]) // 64 + 5120
+               for i, lens in enumerate(queries)}  # fmt: skip
     memory = torch.full((max(rows_of.values()), 12), -7, device="cuda", dtype=torch.int32)
     for i, lens_q in enumerate(queries):
         q = torch.randn(sum(lens_q), *q.shape[1:], device="cuda", dtype=torch.bfloat16)

@@ -22,14 +22,18 @@ static bool fits_tensor_cores(const pk_attention_args *args)
 attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
 {
     row_filter all = {0, INT64_MAX}, none = {0, 0};
-    if (!fits_tensor_cores(args)) return {true, none, none};
+    if (!fits_tensor_cores(args)) return {true, none, none, false};
+    pk_attention_args usual = *args; /* a plan must be good for any of these */
+    usual.softmax_scale = 1;
+    usual.alibi_slopes = nullptr;
+    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(&usual, device);
 
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
     int64_t few = pk_ceil_div(group, 8) * 8;                        /* no fewer rows than those of one new token */
     bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
     if (args->num_splits > 0) { /* a sequence's kernel may not depend on the others */
-        if (!fits_prefill || most_rows <= few) return {false, all, none};
-        return {false, {0, few}, {few, INT64_MAX}};
+        if (!fits_prefill || most_rows <= few) return {false, all, none, is_hopper};
+        return {false, {0, few}, {few, INT64_MAX}, is_hopper};
     }
 
     using namespace thresholds;
@@ -41,24 +45,29 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     int64_t rows = args->num_tokens * group, items = pk_ceil_div(rows, 128) * args->num_kv_heads;
     int64_t tiles = (pk_ceil_div(rows, 16) + args->num_seqs) * args->num_kv_heads; /* at most */
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    pk_attention_args usual = *args; /* a plan knows nothing of these, and must be good for any */
-    usual.softmax_scale = 1;
-    usual.alibi_slopes = nullptr;
-    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(&usual, device);
     int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
     double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
-    bool pays_to_cut = work * (double)(items < THIN_ITEMS ? items : THIN_ITEMS) > THIN_WORK;
-    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && !pays_to_cut
+    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= THIN_WORK
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
     bool is_small = is_hopper && tiles <= SMALL_TILES_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
     if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || is_thin || is_small || !fits_prefill)
-        return {false, all, none};
+        return {false, all, none, is_hopper};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or some of its rows are nobody's: then prefill takes all. */
     bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
     if (args->num_seqs == 1 || !args->cu_seqlens_q || are_all_long) few = 0;
-    return {false, {0, few}, {few, INT64_MAX}};
+    return {false, {0, few}, {few, INT64_MAX}, is_hopper};
+}
+
+/* The rows of the plan: those of the decode kernel, then those of prefill. */
+static pk_status count_rows(const pk_attention_args *args, const attention_route &route, const pk_cuda_call &call,
+                            int64_t *decode, int64_t *prefill)
+{
+    *decode = *prefill = 0;
+    if (route.decode.max_rows) PK_TRY(pk_cuda_count_units(args, route.decode, call, decode));
+    return route.prefill.max_rows && route.is_hopper ? pk_cuda_count_prefill_rows(args, route.prefill, call, prefill)
+                                                     : PK_OK;
 }
 
 pk_status pk_cuda_paged_attention_fwd(const pk_attention_args *args, const pk_cuda_call &call)
@@ -68,9 +77,15 @@ pk_status pk_cuda_paged_attention_fwd(const pk_attention_args *args, const pk_cu
     if (route.is_simple) return pk_cuda_attention_simple(args, call);
     if (route.decode.max_rows) PK_TRY(pk_cuda_attention_decode(args, route.decode, call));
     if (!route.prefill.max_rows) return PK_OK;
-    bool is_hopper = pk_cuda_attention_prefill_sm90_applies(args, call.device);
-    auto prefill = is_hopper ? pk_cuda_attention_prefill_sm90 : pk_cuda_attention_prefill_sm80;
-    return prefill(args, route.prefill, call);
+    if (!pk_cuda_attention_prefill_sm90_applies(args, call.device))
+        return pk_cuda_attention_prefill_sm80(args, route.prefill, call);
+    pk_attention_args rest = *args;
+    int64_t decode_rows, prefill_rows;
+    if (args->plan) {
+        PK_TRY(count_rows(args, route, call, &decode_rows, &prefill_rows));
+        rest.plan += 12 * decode_rows;
+    }
+    return pk_cuda_attention_prefill_sm90(&rest, route.prefill, call);
 }
 
 pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err)
@@ -79,14 +94,21 @@ pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *arg
     if (!pk_has_queries(args)) return PK_OK;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    attention_route route = choose_route(args, call.device);
-    return route.decode.max_rows ? pk_cuda_count_units(args, route.decode, call, num_rows) : PK_OK;
+    int64_t decode_rows, prefill_rows;
+    PK_TRY(count_rows(args, choose_route(args, call.device), call, &decode_rows, &prefill_rows));
+    *num_rows = decode_rows + prefill_rows;
+    return PK_OK;
 }
 
-/* The plan: what the decode kernels need once per step. */
+/* The plan: what the kernels need once per step. */
 pk_status pk_cuda_plan_attention(const pk_attention_args *args, const pk_cuda_call &call)
 {
     if (!pk_has_queries(args)) return PK_OK;
     attention_route route = choose_route(args, call.device);
-    return route.decode.max_rows ? pk_cuda_plan_decode(args, route.decode, call) : PK_OK;
+    int64_t decode_rows, prefill_rows;
+    PK_TRY(count_rows(args, route, call, &decode_rows, &prefill_rows));
+    if (decode_rows) PK_TRY(pk_cuda_plan_decode(args, route.decode, call));
+    pk_attention_args rest = *args;
+    rest.plan += 12 * decode_rows;
+    return prefill_rows ? pk_cuda_plan_prefill(&rest, route.prefill, call) : PK_OK;
 }

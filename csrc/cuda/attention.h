@@ -19,6 +19,8 @@
 #include "cuda/pack.h"
 #include "ops/attention.h"
 
+#include <initializer_list>
+
 /* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
 struct row_filter {
     int64_t min_rows, max_rows;
@@ -33,10 +35,19 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
                                    const pk_qk_norm_rope_store_args *rope = nullptr);
 bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_attention_simple(const pk_attention_args *args, const pk_cuda_call &call);
-/* The rows of the decode kernel's plan, and the plan itself, into args->plan. */
-pk_status pk_cuda_count_units(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                              int64_t *num_units);
-pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call);
+/* The rows of the kernels' plans, and the plans themselves, into args->plan. */
+typedef pk_status attention_plan_counter(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                         int64_t *num_rows);
+attention_plan_counter pk_cuda_count_units, pk_cuda_count_prefill_rows;
+attention_launcher pk_cuda_plan_decode, pk_cuda_plan_prefill;
+
+/* A row of a plan has a mix of the numbers that it depends on. Never 0, which marks a row that is none. */
+static inline int pk_sign_plan(std::initializer_list<int64_t> numbers)
+{
+    uint64_t hash = 0;
+    for (int64_t number : numbers) hash = (hash ^ (uint64_t)number) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    return (int)((uint32_t)hash | 1);
+}
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f

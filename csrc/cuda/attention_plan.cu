@@ -4,8 +4,6 @@
 #include "cuda/attention_plan_units.h"
 #include "cuda/thresholds.h"
 
-#include <initializer_list>
-
 // --- kernels
 
 enum { THREADS = 512 };
@@ -97,14 +95,6 @@ __global__ void __launch_bounds__(THREADS)
 
 // --- launchers
 
-/* Mixes the numbers that a plan depends on. Never 0, which marks a row that is no unit. */
-static int sign(std::initializer_list<int64_t> numbers)
-{
-    uint64_t hash = 0;
-    for (int64_t number : numbers) hash = (hash ^ (uint64_t)number) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
-    return (int)((uint32_t)hash | 1);
-}
-
 static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                             decode_shape *shape)
 {
@@ -168,10 +158,10 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->num_segments = (int)segments;
     shape->num_units = (int)units;
     shape->max_slots = (int)parts;
-    shape->signature =
-        sign({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows, shape->step,
-              slots, units, filter.min_rows, filter.max_rows, args->window_left, args->num_splits,
-              args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr, args->table_starts != nullptr});
+    shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
+                                     shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
+                                     args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,
+                                     args->key_starts != nullptr, args->table_starts != nullptr});
     return PK_OK;
 }
 

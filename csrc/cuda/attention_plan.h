@@ -8,7 +8,8 @@
 #ifndef PK_CUDA_ATTENTION_PLAN_H
 #define PK_CUDA_ATTENTION_PLAN_H
 
-#include "cuda/attention.h"
+#include "cuda/attention_states.h"
+#include "cuda/divider.h"
 #include "ops/rope.h"
 
 /* A row of the plan tensor, [num_units, 12] int32. A row without the signature of its shapes is no unit. */
@@ -48,7 +49,6 @@ constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_d
 constexpr int DECODE_FEWEST_WARPS = 2;    /* of a CTA */
 constexpr int DECODE_STAGES = 3;          /* chunks that a warp has room for in shared memory */
 constexpr int MOST_STEPS_TRIED = 1 << 22; /* of a sequence: up to there floats count parts exactly */
-constexpr int MERGE_BATCH = 17; /* parts whose loads are under way at once: 132 SMs are 33 for each of 4 heads */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
 /* Whether a tile's heads may come from the projection: there is room for them in shared memory. */
@@ -64,22 +64,6 @@ struct decode_workspace {
 /* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace);
-
-/* Divides numbers below 2^31 by one that the host knows, rounding down. */
-struct divider {
-    int divisor;
-    unsigned int factor, shift; /* 2^(31 + shift) / divisor, rounded up; 2^shift >= divisor */
-
-    __device__ int divide(int n) const { return (int)(__umulhi(2u * (unsigned)n, factor) >> shift); }
-};
-
-static inline divider make_divider(int64_t divisor)
-{
-    divider it = {divisor < INT32_MAX ? (int)divisor : INT32_MAX, 0, 0};
-    while (1ll << it.shift < it.divisor) it.shift++;
-    it.factor = (unsigned)(((1ull << (31 + it.shift)) + it.divisor - 1) / it.divisor);
-    return it;
-}
 
 /* What a decode kernel gets beside the arguments. */
 struct decode_params {

@@ -38,10 +38,10 @@ struct prefill_sm80_cta {
         char slots[SLOTS][SLOT_BYTES];
         uint4 queries[WARPS][M_TILES][D / 16][32];
         uint4 rows[WARPS][32]; /* of the tile to load, a warp's share, keys and from 16 on values: address, bytes */
-        unsigned int key_masks[SLOTS][WARPS];  /* which keys of a K tile are there; a warp loads WARP_KEYS of them */
-        prefill_schedule<false> schedules[32]; /* of warp 0 */
-        prefill_item item;                     /* not in registers, which O and S fill */
-        int2 wholly_seen[WARPS];               /* the keys that all rows of a warp see: [x, y) */
+        unsigned int key_masks[SLOTS][WARPS]; /* which keys of a K tile are there; a warp loads WARP_KEYS of them */
+        prefill_queue<prefill_schedule<0>> schedules[32]; /* of warp 0 */
+        prefill_item item;                                /* not in registers, which O and S fill */
+        int2 wholly_seen[WARPS];                          /* the keys that all rows of a warp see: [x, y) */
     };
 
     const prefill_batch &batch;
@@ -65,7 +65,7 @@ struct prefill_sm80_cta {
     {
         __syncthreads(); /* the item before is done */
         if (warp == 0) {
-            prefill_schedule<false> schedule = shared.schedules[lane];
+            prefill_queue<prefill_schedule<0>> schedule = shared.schedules[lane];
             prefill_item next = schedule.take_next(batch);
             shared.schedules[lane] = schedule;
             if (lane == 0) shared.item = next;
@@ -89,10 +89,7 @@ struct prefill_sm80_cta {
     // --- loading: tile n is the keys n * KEYS and on; there is none below item.begin
 
     __device__ int key_of(int n) const { return n * KEYS + warp * WARP_KEYS + lane % WARP_KEYS; }
-    __device__ int block_of(int slot) const
-    {
-        return batch.block_shift >= 0 ? slot >> batch.block_shift : slot / (int)args.block_size;
-    }
+    __device__ int block_of(int slot) const { return batch.by_block_size.divide(slot); }
 
     __device__ void look_up_pages(int n)
     {
@@ -358,14 +355,12 @@ __global__ void __launch_bounds__(prefill_sm80_cta<Kind, D>::THREADS, prefill_sm
 // --- launchers
 
 template <typename Kind, int D>
-static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &call)
 {
     using cta = prefill_sm80_cta<Kind, D>;
     static uint64_t done;
     auto kernel = attention_prefill_sm80_kernel<Kind, D>;
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
-    prefill_batch batch;
-    PK_TRY(make_prefill_batch(args, filter, call, cta::ROWS, cta::KEYS, &batch));
     int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
     if (most_items(batch) < num_ctas) num_ctas = most_items(batch);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));
@@ -389,8 +384,11 @@ const pk_cuda_kernel_table pk_cuda_attention_prefill_sm80_kernels = pk_cuda_tabl
 
 pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
+    prefill_batch batch;
     for (const prefill_instance &each : INSTANCES)
-        if (each.shown.reads == args->cache_dtype && each.shown.head_dim >= args->head_dim)
-            return each.launch(args, filter, call);
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim >= args->head_dim) {
+            PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, &batch));
+            return each.launch(batch, call);
+        }
     return pk_cuda_no_instance(call, "attention_prefill_sm80_kernel");
 }

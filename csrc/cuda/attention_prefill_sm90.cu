@@ -25,17 +25,41 @@
  * than bf16. e4m3 is exact in both; those who compute know only the scales. head_dim 256 is left to
  * attention_prefill_sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
  *
- * A part of an item (attention_prefill.h) leaves its sums in the order of its registers; the CTA whose part is the last
- * to arrive adds them all up, in the order of the keys.
+ * A part of an item (attention_prefill_parts.h) leaves its sums to the kernel of attention_prefill_merge.cu.
  *
  * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 753, 1 x 4096 616, 16 x 1024 480, ragged 16
  * of 100 to 1,024 tokens 312; over fp8 615, 494, 409, 289. Attempts: benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill_sm90_consumer.h"
 
-#include <algorithm>
-
 // --- kernels
+
+#ifdef PK_SM90A
+/* One thread. */
+template <typename Kind, typename shape>
+__device__ static void set_up(prefill_shared<shape> *shared)
+{
+    constexpr int consumer_warps = 4 * shape::warpgroups;
+    constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
+    constexpr int fillers = Kind::IS_FP8 ? 32 * converters / 2 : 1;     /* all lanes: racecheck sees no less */
+    auto init = [](auto &barriers, int arrivals) {
+        for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
+    };
+    init(shared->item_full, 1);
+    init(shared->q_full, 1);
+    init(shared->item_empty, 32 * (consumer_warps + tile_bringers + converters)); /* all lanes read the item */
+    init(shared->q_empty, 32 * consumer_warps);
+    init(shared->k.full, fillers);
+    init(shared->k.empty, consumer_warps);
+    init(shared->v.full, fillers);
+    init(shared->v.empty, Kind::IS_FP8 ? 32 * consumer_warps : consumer_warps);
+    if (Kind::IS_FP8) {
+        init(shared->k.converting, 1);
+        init(shared->v.converting, 1);
+    }
+    barrier_init_fence();
+}
+#endif
 
 /* CUTS: some items may be in parts. That code stands in the way of the others: 4 us of 40 in a ragged batch. */
 template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
@@ -49,50 +73,39 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
     uint32_t smem = (smem_address(dynamic_smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
     uint32_t k_smem = smem + shape::q_stages * shape::q_bytes, v_smem = k_smem + shape::k_stages * shape::kv_bytes;
 
-    constexpr int consumer_warps = 4 * shape::warpgroups;
-    if (threadIdx.x == 0) {
-        constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
-        constexpr int fillers = Kind::IS_FP8 ? 32 * converters / 2 : 1;     /* all lanes: racecheck sees no less */
-        auto init = [](auto &barriers, int arrivals) {
-            for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
-        };
-        init(shared.item_full, 1);
-        init(shared.q_full, 1);
-        init(shared.item_empty, 32 * (consumer_warps + tile_bringers + converters)); /* all lanes read the item */
-        init(shared.q_empty, 32 * consumer_warps);
-        init(shared.k.full, fillers);
-        init(shared.k.empty, consumer_warps);
-        init(shared.v.full, fillers);
-        init(shared.v.empty, Kind::IS_FP8 ? 32 * consumer_warps : consumer_warps);
-        if (Kind::IS_FP8) {
-            init(shared.k.converting, 1);
-            init(shared.v.converting, 1);
-        }
-        barrier_init_fence();
+    const int warp = (int)threadIdx.x / 32;
+    if (threadIdx.x == 96) {
+        set_up<Kind>(&shared);
         prefetch_tensor_map(&params.q_map);
         prefetch_tensor_map(&params.k_map);
         prefetch_tensor_map(&params.v_map);
     }
-    zero_idle_rows<shape>(params.batch, smem);
-    __syncthreads();
     if (params.batch.is_beside_decode())
         __threadfence(); /* its CTAs have all waited for what is ahead of it: nothing older is to be read */
     else
         pk_wait_for_previous_kernel();
-    if (threadIdx.x < 128) {
+    if (CUTS) pk_let_next_kernel_start(); /* which merges, and waits for all of this one */
+    constexpr int first_converter = 4 + 4 * shape::warpgroups;
+    if (warp < 4) {
         give_registers<shape::producer_registers>();
-        if (threadIdx.x < 32)
-            produce_items<CUTS>(params, &shared, smem);
-        else if (threadIdx.x < 64)
+        if (warp > 0) __syncthreads();
+        if (warp == 0 && params.batch.plan)
+            produce_items<prefill_planned>(params, &shared, smem);
+        else if (warp == 0)
+            produce_items<prefill_schedule<CUTS ? shape::tile : 0>>(params, &shared, smem);
+        else if (warp == 1)
             produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
-        else if (threadIdx.x < 96)
+        else if (warp == 2)
             produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
-    } else if (threadIdx.x < 32 * (4 + consumer_warps)) {
+    } else if (warp < first_converter) {
         take_registers<shape::consumer_registers>();
+        zero_idle_rows<shape>(params.batch, smem);
+        __syncthreads();
         consumer<head_dim, Kind, CUTS, WARPGROUPS>{params, &shared, smem}.run();
     } else if constexpr (Kind::IS_FP8) {
         give_registers<shape::producer_registers>();
-        if (threadIdx.x / 32 % 4 < 2)
+        __syncthreads();
+        if (warp % 4 < 2)
             convert_tiles<typename Kind::Element>(&shared, &shared.k, k_smem);
         else
             convert_tiles<__half>(&shared, &shared.v, v_smem);
@@ -105,13 +118,13 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
 // --- launchers
 
 template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
-static pk_status launch_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &call)
 {
     using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
     static uint64_t smem_allowed;
     prefill_params params = {};
-    PK_TRY(make_prefill_batch(args, filter, call, shape::rows, shape::tile, &params.batch));
-    params.batch.most_parts = PK_SCRATCH_BYTES / shape::partial_bytes;
+    const pk_attention_args *args = &params.batch.args;
+    params.batch = batch;
     params.is_one_page = args->max_blocks_per_seq == 1 && (args->key_starts || args->block_size % 8);
     params.box_shift = 3;
     constexpr int most_rows = shape::tile / (Kind::IS_FP8 ? 2 : 1); /* of a box: those of a warp that converts */
@@ -138,12 +151,11 @@ static pk_status launch_prefill(const pk_attention_args *args, row_filter filter
     };
     PK_TRY(map_cache(&params.k_map, "k_cache", args->k_cache, args->k_strides));
     PK_TRY(map_cache(&params.v_map, "v_cache", args->v_cache, args->v_strides));
-    int64_t num_ctas = call.device->num_sms;
-    if (!CUTS) num_ctas = std::min(num_ctas, most_items(params.batch));
     auto kernel = attention_prefill_kernel<head_dim, Kind, CUTS, WARPGROUPS>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
-    return pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)num_ctas),
-                                dim3(shape::threads), (size_t)shape::smem_bytes, params);
+    PK_TRY(pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)batch.num_ctas),
+                                dim3(shape::threads), (size_t)shape::smem_bytes, params));
+    return CUTS ? pk_cuda_merge_prefill_parts(params.batch, call) : PK_OK;
 }
 
 static constexpr char CUTS_ITEMS[] = "cuts items";
@@ -202,14 +214,49 @@ static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
            args.max_seqlen_q >= thresholds::TALL_QUERIES && items >= num_sms;
 }
 
-pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+/* The instance for a call, and its batch: a plan must be made for the same ones. */
+static pk_status choose_instance(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                 const prefill_instance **instance, prefill_batch *batch)
 {
     const bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
     const bool is_tall = may_be_tall(*args, call.device->num_sms) && !may_cut_items;
+    *instance = nullptr;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
             each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
-            (each.shown.rows > 128) == is_tall)
-            return each.launch(args, filter, call);
-    return pk_cuda_no_instance(call, "attention_prefill_kernel");
+            (each.shown.rows > 128) == is_tall) {
+            *instance = &each;
+            break;
+        }
+    if (!*instance) return pk_cuda_no_instance(call, "attention_prefill_kernel");
+    PK_TRY(make_prefill_batch(args, filter, call, (*instance)->shown.rows, batch));
+    plan_prefill_rows(batch, may_cut_items);
+    return PK_OK;
+}
+
+pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+{
+    const prefill_instance *instance;
+    prefill_batch batch;
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
+    return instance->launch(batch, call);
+}
+
+pk_status pk_cuda_count_prefill_rows(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                     int64_t *num_rows)
+{
+    const prefill_instance *instance;
+    prefill_batch batch;
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
+    *num_rows = batch.num_rows;
+    return PK_OK;
+}
+
+pk_status pk_cuda_plan_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+{
+    const prefill_instance *instance;
+    prefill_batch batch;
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
+    int tile = instance->shown.head_dim > 128 ? tiling<256, false>::tile : tiling<128, false>::tile;
+    return pk_cuda_list_prefill_items(batch, instance->shown.variant == CUTS_ITEMS ? tile : 0, call);
 }

@@ -4,7 +4,7 @@
 #ifndef PK_CUDA_ATTENTION_PREFILL_SM90_H
 #define PK_CUDA_ATTENTION_PREFILL_SM90_H
 
-#include "cuda/attention_prefill.h"
+#include "cuda/attention_prefill_plan.h"
 #include "cuda/sm90.h"
 
 enum { ITEM_SLOTS = 4 };
@@ -27,9 +27,7 @@ struct tiling {
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = rows * head_dim * 2, kv_bytes = tile * head_dim * 2;
-    static constexpr int part_bytes = kv_bytes / 4;                      /* of e4m3 in half a tile of keys */
-    static constexpr int partial_vectors = (head_dim / 8 + 1) * 128 + 2; /* of 16 bytes: see leave_part() */
-    static constexpr int partial_bytes = warpgroups * partial_vectors * 16;
+    static constexpr int part_bytes = kv_bytes / 4; /* of e4m3 in half a tile of keys */
     static constexpr int smem_bytes = q_stages * q_bytes + (k_stages + v_stages) * kv_bytes + 1024 /* alignment */;
 
     /* Tiles of keys that an item goes through. Rows that see nothing have one, too, and write zeros. */
@@ -62,7 +60,6 @@ struct prefill_shared {
     uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
-    bool is_last_part[shape::warpgroups]; /* of its item to arrive */
 };
 
 #ifdef PK_SM90A
@@ -83,14 +80,15 @@ struct ring_position {
     }
 };
 
-/* All threads, before the first item: a box of Q holds whole tokens, and the rows after it would keep what another
+/* The consumers, before the first item: a box of Q holds whole tokens, and the rows after it would keep what another
  * kernel left there. Nobody reads their results, but numbers that are NaN or huge take the slow path of the softmax. */
 template <typename shape>
 __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_smem)
 {
     int begin = batch.positions * batch.group * shape::row_bytes, bytes = shape::rows * shape::row_bytes - begin;
+    constexpr int threads = shape::consumers;
     for (int column = 0; column < shape::q_stages * shape::columns; column++)
-        for (int i = (int)threadIdx.x * 16; i < bytes; i += (int)blockDim.x * 16)
+        for (int i = ((int)threadIdx.x - 128) * 16; i < bytes; i += threads * 16)
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
                              q_smem + column * shape::rows * shape::row_bytes + begin + i),
                          "r"(0)
@@ -99,22 +97,29 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
 }
 
 /* One warp: decides what this CTA does next, tells the others and brings its queries. An item is told before there is
- * room for its queries: its keys may come as soon as there is room for them. */
-template <bool CUTS, typename shape>
+ * room for its queries: its keys may come. The next item but one is taken once the one in hand is done, or items would
+ * be dealt out before it is known who is late; but earlier where the one between them is so short that it would not
+ * cover the search. The first is found while the others set the barriers up. */
+template <typename List, typename shape>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<shape> *shared, uint32_t q_smem)
 {
     const prefill_batch &batch = params.batch;
-    prefill_schedule<CUTS> schedule;
-    schedule.start(batch);
+    prefill_queue<List> queue;
+    queue.start(batch);
     ring_position<ITEM_SLOTS> slot;
+    int keys_between = -1; /* of the item before; -1: there is none */
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {
-        prefill_item item = schedule.take_next(batch);
+        uint32_t q_empty = smem_address(&shared->q_empty[q.at]);
+        if (shape::q_stages > 1 && keys_between > thresholds::KEYS_OF_SEARCH) barrier_wait(q_empty, q.parity ^ 1);
+        prefill_item item = queue.take_next(batch);
+        if (keys_between < 0) __syncthreads();
+        keys_between = max(item.end - item.begin, 0);
         barrier_wait(smem_address(&shared->item_empty[slot.at]), slot.parity ^ 1);
         if (threadIdx.x == 0) {
             shared->item[slot.at] = item;
             barrier_arrive(smem_address(&shared->item_full[slot.at]));
         }
-        barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
+        barrier_wait(q_empty, q.parity ^ 1);
         if (threadIdx.x == 0) {
             uint32_t full = smem_address(&shared->q_full[q.at]), to = q_smem + q.at * shape::q_bytes;
             barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * shape::head_bytes : 0);
@@ -123,6 +128,7 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
                         item.first_token, c);
         }
         if (!item.num_positions) return;
+        if (threadIdx.x == 0) List::look_again(batch, item);
     }
 }
 
@@ -149,8 +155,8 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     page_lookup found = {-1, 0, false};
     /* An entry whose keys nobody sees is not looked at: what it holds may be anything. */
     if (n < 0 || key >= min((n + 1) * tile, item.end) || key + params.box_rows <= item.begin) return found;
-    unsigned slot = (unsigned)(first_slot + key), block_size = (unsigned)args.block_size, at = slot / block_size;
-    found.group = params.is_one_page ? (int)slot : (int)(slot - at * block_size) / 8;
+    int slot = first_slot + key, at = params.batch.by_block_size.divide(slot);
+    found.group = params.is_one_page ? slot : (int)(unsigned)(slot - at * (int)args.block_size) / 8;
     found.page = args.block_tables[item.seq * args.block_table_stride + at];
     found.page = checked_page(args, found.page, item.seq, params.batch.bad_id);
     found.is_bad = found.page < 0;

@@ -15,10 +15,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
     using base::slot, base::q, base::k, base::v, base::n, base::tile_begin, base::tail_tile, base::bad_boxes;
     using base::tile;
     using base::unmasked_begin, base::unmasked_end, base::offset, base::sum, base::s, base::o, base::p;
-    using base::warpgroup, base::lane, base::position, base::head, base::scale, base::k_scale;
+    using base::warpgroup, base::lane, base::first_row, base::position, base::head, base::scale, base::k_scale;
     using typename base::shape, typename base::T, typename base::V;
-
-    int last_left = -1; /* the part that was left last, and leads to the one before */
 
     /* One lane a warp tells the producers that it needs a tile no longer; or all do, where others write to it, too. */
     __device__ __forceinline__ void release(uint64_t &barrier, bool by_all = false)
@@ -46,7 +44,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
             if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
         }
         for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
-            float sink = args.sinks && (!CUTS || item.part == 0)
+            float sink = args.sinks && (!CUTS || item.num_parts == 1)
                              ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E
                              : -INFINITY;
             offset[r] = fmaxf(sink, PK_NO_SCORE);
@@ -136,25 +134,26 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         }
     }
 
-    /* What this warpgroup leaves of a part: its registers, a vector a thread each, then whose they are. */
-    __device__ __forceinline__ float4 *left_at(int slot) const
-    {
-        return (float4 *)batch.partials + ((int64_t)slot * shape::warpgroups + warpgroup) * shape::partial_vectors;
-    }
-
+    /* The rows of a part; and with the first one, for who merges them, whose they are. */
     __device__ __forceinline__ void leave_part(const prefill_item &item, const float (&offset)[2],
                                                const float (&sums)[2])
     {
-        int thread = threadIdx.x % 128, slot = item.first_slot + item.part;
-        float4 *to = left_at(slot) + thread;
-        for (int i = 0; i < head_dim / 8; i++, to += 128)
-            __stcg(to, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
-        __stcg(to, make_float4(offset[0], offset[1], sums[0], sums[1]));
-        if (thread == 0) {
-            __stcg((int4 *)to + 128, make_int4(item.seq, item.kv_head, item.first_token, item.num_positions));
-            __stcg((int4 *)to + 129, make_int4(item.first_slot, item.num_parts, last_left, 0));
+        static_assert(!CUTS || shape::rows == prefill_parts_room::ROWS, "rows of an item");
+        auto part = batch.parts.part_at(item.first_slot + item.part, head_dim);
+        for (int r = 0; r < 2; r++) {
+            int row = first_row + 8 * r;
+            float sum = quad_sum(sums[r]);
+            if (lane % 4 == 0) {
+                __stcg(part.max() + row, offset[r]);
+                __stcg(part.sum() + row, sum);
+            }
+            float *to = part.output(row) + lane % 4 * 2;
+            for (int i = 0; i < head_dim / 8; i++)
+                __stcg((float2 *)(to + 8 * i), make_float2(o[4 * i + 2 * r], o[4 * i + 2 * r + 1]));
         }
-        last_left = slot;
+        if (item.part == 0 && warpgroup == 0 && threadIdx.x % 128 == 0)
+            batch.parts.note(
+                {item.seq, item.kv_head, item.first_token, item.num_positions, item.first_slot, item.num_parts, {}});
     }
 
     __device__ __forceinline__ void finish_item(int slot, const float (&offset)[2], const float (&sums)[2])
@@ -165,58 +164,6 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         else
             store(item, offset, sums);
         barrier_arrive(smem_address(&shared->item_empty[slot]));
-    }
-
-    /* All parts of an item, in the order of their keys. */
-    __device__ __forceinline__ void add_parts(const prefill_item &item)
-    {
-        for (int r = 0; r < 2; r++) offset[r] = PK_NO_SCORE, sum[r] = 0;
-        for (int i = 0; i < head_dim / 2; i++) o[i] = 0;
-#pragma unroll 1
-        for (int part = 0; part < item.num_parts; part++) {
-            const float4 *from = left_at(item.first_slot + part) + threadIdx.x % 128;
-            float4 state = __ldcg(from + head_dim / 8 * 128);
-            float offsets[2] = {state.x, state.y}, sums[2] = {state.z, state.w}, shrink[2], weight[2];
-            for (int r = 0; r < 2; r++) {
-                float top = fmaxf(offset[r], offsets[r]);
-                shrink[r] = exp2_fast(offset[r] - top);
-                weight[r] = exp2_fast(offsets[r] - top);
-                sum[r] = sum[r] * shrink[r] + sums[r] * weight[r];
-                offset[r] = top;
-            }
-            for (int i = 0; i < head_dim / 8; i++) {
-                float4 x = __ldcg(from + i * 128);
-                o[4 * i] = o[4 * i] * shrink[0] + x.x * weight[0];
-                o[4 * i + 1] = o[4 * i + 1] * shrink[0] + x.y * weight[0];
-                o[4 * i + 2] = o[4 * i + 2] * shrink[1] + x.z * weight[1];
-                o[4 * i + 3] = o[4 * i + 3] * shrink[1] + x.w * weight[1];
-            }
-        }
-    }
-
-    /* At the end: who brings the last part of an item adds them up. Earlier, it would stand in the way of the next
-     * item's products. */
-    __device__ __forceinline__ void finish_parts()
-    {
-        bool &is_last = shared->is_last_part[warpgroup];
-        while (last_left >= 0) {
-            named_sync(1 + 2 * shape::warpgroups + warpgroup,
-                       128); /* what the others left, and what they read of the part before */
-            const int4 *from = (const int4 *)left_at(last_left) + (head_dim / 8 + 1) * 128;
-            int4 rows = __ldcg(from), place = __ldcg(from + 1);
-            prefill_item item = {rows.x, rows.y, rows.z, rows.w};
-            item.first_slot = place.x;
-            item.num_parts = place.y;
-            if (threadIdx.x % 128 == 0)
-                is_last =
-                    pk_arrive(batch.counters + 2 + item.first_slot * shape::warpgroups + warpgroup, item.num_parts);
-            named_sync(1 + 2 * shape::warpgroups + warpgroup, 128);
-            if (is_last) {
-                add_parts(item);
-                store(item, offset, sum);
-            }
-            last_left = place.z;
-        }
     }
 
     /* The products with V are done: frees their stage. */
@@ -293,7 +240,6 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         finish_values();
         finish_item(done_slot, offset, sum);
         if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
-        if constexpr (CUTS) finish_parts();
     }
 };
 #endif  // PK_SM90A

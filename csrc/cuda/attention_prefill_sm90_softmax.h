@@ -54,16 +54,19 @@ struct prefill_rows {
         }
         if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
         const prefill_item &item = shared->item[slot.at];
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < 2; r++) { /* of element i the column is i / 2 * 8 + i % 2 */
             int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
             int begin = visible_begin(batch, diagonal) - column;
             int end = visible_end(batch, diagonal, item.context_len) - column;
-            for (int i = 0; i < tile / 4; i++) {
-                int at = i / 2 * 8 + i % 2;
-                bool is_bad = bad_boxes >> (i / 2 * 8 >> params.box_shift) & 1;
-                if (at < begin || at >= end || is_bad) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
-            }
+            for (int i = 0; i < tile / 4; i++)
+                if (end <= i / 2 * 8 + i % 2) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+            if (batch.window_left >= 0)
+                for (int i = 0; i < tile / 4; i++)
+                    if (begin > i / 2 * 8 + i % 2) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
         }
+        if (bad_boxes)
+            for (int i = 0; i < tile / 2; i++)
+                if (bad_boxes >> (i / 4 * 8 >> params.box_shift) & 1) s[i] = -INFINITY;
     }
 
     /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */

@@ -8,6 +8,7 @@
 struct attention_route {
     bool is_simple; /* all of them by attention_simple.cu */
     row_filter decode, prefill;
+    bool is_hopper; /* prefill is that of Hopper, unless the scale or ALiBi forbid it, of which a plan knows nothing */
 };
 
 static inline bool pk_has_queries(const pk_attention_args *args)

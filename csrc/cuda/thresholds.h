@@ -14,10 +14,8 @@ namespace thresholds
 constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
 constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
 constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs, */
-constexpr double THIN_WORK =
-    3.5e9;                         /* and no more than this of rows * keys * head_dim * items (prefill/NOTES.md #23), */
-constexpr int THIN_ITEMS = 7;      /* of which so many count at most; with more work prefill cuts its items */
-constexpr int THIN_SHARE_SM80 = 3; /* beside the prefill kernel for older GPUs: fewer than a third, */
+constexpr double THIN_WORK = 2.5e8;  /* and no more than this of rows * keys * head_dim (#24); prefill cuts its items */
+constexpr int THIN_SHARE_SM80 = 3;   /* beside the prefill kernel for older GPUs: fewer than a third, */
 constexpr int THIN_KEYS_SM80 = 1024; /* and a table for more keys than that */
 constexpr int SMALL_TILES_AN_SM = 4; /* tiles of 16 rows that run at once, */
 constexpr int SMALL_KEYS = 256;      /* and a table for so many keys at most */
@@ -40,11 +38,16 @@ constexpr int FEWEST_STEPS_SAVED = 16;     /* of the longest part, or parts are 
 constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
 constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
 
-/* attention_prefill.h: what cutting items costs, in keys' time, and where it may pay (prefill/NOTES.md #15, #16). */
-constexpr int PART_START = 160, PART_LEAVE = 512, PART_MERGE = 128;
-constexpr int FEWEST_KEYS_TO_CUT = 2048; /* of the longest item */
-constexpr int MOST_WAVES_TO_CUT = 8;     /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4;    /* all heads at once, up to so many times what the cache holds (#14) */
+/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #16, #24). */
+constexpr float KEY_DIM_US = 1.4f / (128 * 128); /* of an item's key, per head_dim */
+constexpr float PART_US = 0.5f;                  /* to begin a part */
+constexpr float MERGE_US = 3.0f;                 /* the kernel that merges, */
+constexpr float MERGE_PART_US = 0.25f;           /* per part of an item */
+constexpr float MERGE_WAVE_US = 0.5f;            /* and per wave of parts */
+constexpr int FEWEST_KEYS_TO_CUT = 1024;         /* of the longest item */
+constexpr int MOST_WAVES_TO_CUT = 8;             /* of items: with more the longest matters little */
+constexpr int KEYS_OF_SEARCH = 512;              /* that are multiplied while the next item is found (#26) */
+constexpr int WHOLE_HEADS_CACHES = 4;            /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */

@@ -139,8 +139,8 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    int32 [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on the CPU. out\n"
-    "        may have more rows, which are left as they are. With num_splits=0, n is at most num_seqs + num_tokens *\n"
-    "        num_q_heads / num_kv_heads / 8 + 4096.\n" PY_DOC_RAISES
+    "        may have more rows, which are left as they are. With num_splits=0 and g = num_q_heads / num_kv_heads, n is\n"
+    "        at most num_seqs * (1 + num_kv_heads) + num_tokens * g * (1 / 8 + num_kv_heads / 64) + 5120.\n" PY_DOC_RAISES
     "        paged_attention_fwd refuses a plan for other shapes or lengths, or masks and records it for\n"
     "        check_errors().\n");
 PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)

@@ -87,7 +87,8 @@ def window_size(num_keys: int) -> tuple[int, int]:
 def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: str) -> dict[tuple[int, int], Tensor]:
     """Memory for attention's plans of a batch of up to this size (see plan_attention), by the windows of the layers.
     With it in the batch, forward() plans once for all layers; without, each call of attention plans for itself."""
-    num_rows = -(-num_tokens * config.num_q_heads // config.num_kv_heads // 8) + num_seqs + 4096  # see plan_attention
+    heads, group = config.num_kv_heads, config.num_q_heads // config.num_kv_heads
+    num_rows = num_seqs * (1 + heads) + -(-num_tokens * group * (8 + heads) // 64) + 5120  # see plan_attention
     return {window_size(window): ops.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
 
 

@@ -1,0 +1,189 @@
+/* attention_prefill_schedule.h - the order in which items of prefill are worked on, from the lengths on the device. */
+#ifndef PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
+#define PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
+
+#include "cuda/attention_prefill_parts.h"
+
+/* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
+ * chunks of neighbouring sequences (so that the keys in use stay in the L2 cache), sections of KV heads (all, or where
+ * one sequence's keys are far more than the cache holds, as many as fit), in a section falling levels, on a level
+ * sequence by sequence, its heads. An item's level is the number of its keys in units of `positions`; a sequence has at
+ * most one item of a level.
+ *
+ * Without a plan a CTA can do nothing before this has found its first item, and half of that time is the fetching of
+ * instructions that run once (prefill/NOTES.md #25): it has to be short. */
+template <int CUT_TILE>
+struct prefill_schedule {
+    static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
+    prefill_parts parts;                       /* of CUTS */
+    sequence_view mine;                        /* lane's sequence of the chunk */
+    int num_items, first_level;
+    int next_seq, first_seq, seqs_per_chunk;
+    int first_head, num_heads; /* of the section */
+    int section_begin;         /* entries of the list before the section */
+    int level, next_level;     /* the level in hand, and the next that has items, or -1 */
+    int before, count;         /* entries of a KV head above the level; items on it */
+    int num_parts;             /* of each of them */
+    int first_slot, num_slots; /* parts before the section; of a KV head: these are a section's first entries */
+
+    __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
+
+    /* About as many sequences as fit in the cache together, at most one per lane. Lengths are only brought into their
+     * range, so that no sum goes wrong: what is not sound is recorded when its turn comes. */
+    __device__ void start(const prefill_batch &batch)
+    {
+        const pk_attention_args &args = batch.args;
+        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
+        float context_keys = 0, items = 0, keys = 0;
+        int longest = 0;
+        if (CUTS || !batch.reads_keys_once())
+#pragma unroll 4
+            for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
+                int context = min(max(args.context_lens[seq], 0), most_keys);
+                context_keys += (float)context;
+                if constexpr (!CUTS) continue;
+                int queries = (int)args.max_seqlen_q;
+                if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
+                add_items(batch, queries, context, items, keys, longest);
+            }
+        for (int i = 16; i; i /= 2) context_keys += __shfl_xor_sync(~0u, context_keys, i);
+        float seqs = __fdividef(batch.chunk_keys * (float)args.num_seqs, fmaxf(context_keys, 1.0f));
+        seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
+        next_seq = 0;
+        section_begin = 0;
+        before = count = num_parts = 0;
+        next_level = -1;
+        first_head = num_heads = (int)args.num_kv_heads; /* behind the last one of no chunk */
+        first_slot = num_slots = 0;
+        if constexpr (CUTS) parts.choose(batch, items, keys, longest, CUT_TILE);
+    }
+
+    /* Of a sequence, to what prefill_parts wants to know. */
+    __device__ static void add_items(const prefill_batch &batch, int queries, int context, float &items, float &keys,
+                                     int &longest)
+    {
+        int64_t rows = (int64_t)queries * batch.group;
+        if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) return;
+        int count = batch.by_positions.divide_up(queries);
+        int level = batch.by_positions.divide(max(context - queries, 0)); /* of the first item */
+        float levels = (float)count * ((float)level + 0.5f + 0.5f * (float)count);
+        int most = prefill_parts::keys_of(batch, level + count - 1);
+        items += (float)count;
+        keys += fminf(levels * (float)batch.positions, (float)count * (float)most);
+        longest = max(longest, most);
+    }
+
+    /* The lane's sequence, and its items. */
+    __device__ void measure(const prefill_batch &batch, int seq)
+    {
+        mine = {};
+        num_items = 0;
+        if (seq < batch.args.num_seqs) {
+            mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
+            int64_t rows = (int64_t)mine.num_queries * batch.group;
+            if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
+                num_items = batch.by_positions.divide_up(mine.num_queries);
+        }
+        first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
+    }
+
+    /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
+     * each other, and the items of a sequence's heads. */
+    __device__ prefill_item find(const prefill_batch &batch, int index)
+    {
+        while (index - section_begin >= (before + count * num_parts) * num_heads) {
+            before += count * num_parts;
+            if (num_parts > 1) num_slots = before;
+            count = 0;
+            if (next_level >= 0)
+                scan_level(batch, next_level);
+            else if (!next_section(batch, index))
+                return prefill_end_of_list();
+        }
+        int at = index - section_begin;
+        int2 by_part = {at - before * num_heads, 0};
+        if constexpr (CUTS) by_part = divide_small(by_part.x, num_parts);
+        int2 by_head = divide_small(by_part.x, num_heads);
+        prefill_item item = describe(batch, by_head.x);
+        item.kv_head = first_head + by_head.y;
+        item.part = by_part.y;
+        item.num_parts = 1;
+        item.first_slot = first_slot + at - item.part; /* of parts, which come first */
+        if (CUTS && num_parts > 1) cut(item);
+        return item;
+    }
+
+    __device__ bool next_section(const prefill_batch &batch, int index)
+    {
+        int all_heads = (int)batch.args.num_kv_heads;
+        section_begin += before * num_heads;
+        first_slot += num_slots * num_heads;
+        first_head += num_heads;
+        if (first_head >= all_heads) {
+            if (next_seq >= batch.args.num_seqs) return false;
+            first_seq = next_seq;
+            next_seq += seqs_per_chunk;
+            int seq = first_seq + (threadIdx.x & 31);
+            measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
+            first_head = 0;
+            num_heads = heads_at_once(batch);
+        }
+        num_heads = min(num_heads, all_heads - first_head);
+        before = num_slots = 0;
+        next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
+        if constexpr (!CUTS) { /* a section that ends before the entry is passed at once */
+            int entries = __reduce_add_sync(~0u, num_items);
+            if (index - section_begin >= entries * num_heads) before = entries, next_level = -1;
+        }
+        return true;
+    }
+    /* Sections cost the end of the list some of its balance. */
+    __device__ int heads_at_once(const prefill_batch &batch) const
+    {
+        int all_heads = (int)batch.args.num_kv_heads;
+        float keys = (float)__reduce_add_sync(~0u, num_items ? mine.context : 0);
+        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return all_heads;
+        return max((int)(batch.chunk_keys / keys * (float)all_heads), 1);
+    }
+
+    __device__ void scan_level(const prefill_batch &batch, int new_level)
+    {
+        level = new_level;
+        int end = first_level + num_items;
+        count = __popc(__ballot_sync(~0u, first_level <= level && level < end));
+        next_level = __reduce_max_sync(~0u, num_items && first_level < level ? min(level, end) - 1 : -1);
+        num_parts = CUTS ? parts.count(batch, level) : 1;
+    }
+    /* Leaves the item the keys of its part. Parts are as long as each other, give or take a tile. */
+    __device__ void cut(prefill_item &item) const
+    {
+        constexpr unsigned int TILE = CUTS ? CUT_TILE : 1;
+        unsigned int first = (unsigned)item.begin / TILE,
+                     count = ((unsigned)max(item.end, 1) + TILE - 1) / TILE - first;
+        unsigned int parts = min((unsigned)num_parts, count), each = count / parts, part = item.part;
+        item.num_parts = (int)parts;
+        if (parts == 1) return;
+        unsigned int more = count - each * parts, begin = first + part * each + min(part, more); /* a tile each */
+        item.begin = max(item.begin, (int)(begin * TILE));
+        item.end = min(item.end, (int)((begin + each + (part < more)) * TILE));
+    }
+    /* The item of the rank-th sequence that has one on this level. */
+    __device__ prefill_item describe(const prefill_batch &batch, int rank)
+    {
+        int lane = threadIdx.x & 31, skipped = (level - first_level) * batch.positions;
+        bool is_here = first_level <= level && level < first_level + num_items;
+        unsigned here = __ballot_sync(~0u, is_here);
+        int owner = __ffs(__ballot_sync(~0u, is_here && __popc(here & ((1u << lane) - 1)) == rank)) - 1;
+        prefill_item item;
+        item.seq = first_seq + owner;
+        item.first_token = __shfl_sync(~0u, mine.first_query + skipped, owner);
+        item.num_positions = __shfl_sync(~0u, min(batch.positions, mine.num_queries - skipped), owner);
+        item.first_key = __shfl_sync(~0u, mine.context - mine.num_queries + skipped, owner);
+        item.context_len = __shfl_sync(~0u, mine.context, owner);
+        item.begin = visible_begin(batch, item.first_key);
+        item.end = visible_end(batch, item.first_key + item.num_positions - 1, item.context_len);
+        return item;
+    }
+};
+
+#endif

@@ -1,0 +1,152 @@
+"""Hopper's prefill attention: the list of its items in a plan, and the parts into which they are cut."""
+
+import numpy as np
+import pytest
+from pools import forget
+from test_attention_cuda import make_chunks, make_pool, simple_kernel
+
+import pagedkv
+from pagedkv import ops
+
+pytestmark = pytest.mark.gpu
+
+# Columns of a plan's row that is an item of prefill: attention_prefill_parts.h.
+COLUMNS = ("signature", "seq", "kv_head", "first_token", "num_positions", "first_key", "context_len", "begin", "end",
+           "part", "num_parts", "first_slot")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(torch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other devices have no list")
+
+
+def draw(torch, rng, *, longest=20000):
+    """A random batch in which something is prefill: prompts alone, on cached keys, or among decodes."""
+    kv_heads, head_dim = int(rng.integers(1, 9)), int(rng.choice([64, 96, 128, 256]))
+    heads = kv_heads * int(rng.integers(1, 17)), kv_heads
+    count = int(rng.choice([1, 2, 5, 33, 70]))
+    queries = rng.integers(1, 4000 // count + 2, count)
+    queries[rng.random(count) < rng.choice([0, 0.5, 0.9])] = 1
+    queries[rng.integers(count)] = int(rng.integers(200, 900))
+    past = rng.integers(0, longest // count + 1, count) * rng.integers(0, 2, count)
+    contexts = [int(n) for n in queries + past]
+    return make_chunks(torch, rng, queries.tolist(), contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256])))
+
+
+def test_a_planned_call_gives_the_same_bits(torch, rng):
+    """As one that lists its items itself; and a captured one, which plans for the lengths that it finds."""
+    for _ in range(25):
+        tensors, arguments = draw(torch, rng)
+        expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
+        plain, plain_lse = pagedkv.paged_attention_fwd(*tensors, **arguments, return_lse=True)
+        torch.testing.assert_close(plain.float(), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(plain_lse, expected_lse, rtol=1e-3, atol=1e-3)
+        plan = torch.full_like(pagedkv.plan_attention(*tensors, **arguments), -1)
+        assert pagedkv.plan_attention(*tensors, **arguments, out=plan) is plan
+        for _ in range(2):
+            out = torch.full_like(plain, float("nan"))
+            _, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, plan=plan, out=out, return_lse=True)
+            assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
+        ops.check_errors()
+
+
+def test_a_graph_lists_items_for_the_lengths_that_it_finds(torch, rng):
+    for _ in range(5):
+        tensors, arguments = draw(torch, rng)
+        lens = tensors[4]
+        plan = pagedkv.plan_attention(*tensors, **arguments)
+        out = torch.empty_like(tensors[0])
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            pagedkv.plan_attention(*tensors, **arguments, out=plan)
+            for _ in range(3):
+                pagedkv.paged_attention_fwd(*tensors, **arguments, plan=plan, out=out)
+        queries = arguments["cu_seqlens_q"].diff()
+        for _ in range(4):
+            shrunk = torch.from_numpy(rng.random(len(lens))).cuda() * (lens - queries)
+            lens.copy_(queries + shrunk.int())
+            out.fill_(float("nan"))
+            graph.replay()
+            torch.testing.assert_close(out.float(), simple_kernel(*tensors, **arguments), rtol=2e-2, atol=2e-2)
+        ops.check_errors()
+
+
+def test_items_cover_every_token_and_key_once(torch, rng):
+    """Read back, of sequences with as many queries each, which leave the decode kernel nothing."""
+    numbers_of_parts = set()
+    for _ in range(40):
+        kv_heads, group, count = int(rng.integers(1, 9)), int(rng.integers(1, 17)), int(rng.choice([1, 2, 7, 40]))
+        queries = int(rng.integers(33, 3000 // count + 40))
+        contexts = (queries + rng.integers(0, 40000 // count, count) * rng.integers(0, 2)).tolist()
+        if -(-count * queries * group // 128) * kv_heads < 15 or max(contexts) <= 256:
+            continue  # may be the decode kernel's as a whole
+        shape = [queries] * count, contexts, (kv_heads * group, kv_heads), int(rng.choice([64, 128, 256])), 16
+        tensors, arguments = make_chunks(torch, rng, *shape)
+        rows = pagedkv.plan_attention(*tensors, **arguments).cpu().numpy()
+        rows = rows[: np.flatnonzero(rows[:, 0]).max() + 1]
+        assert len(np.unique(rows[:, 0])) == 1
+        parts_of, slots = {}, []
+        for row in rows:
+            item = dict(zip(COLUMNS, row.tolist(), strict=True))
+            if item["part"] < item["num_parts"]:  # else nobody's: the item has fewer keys than parts
+                place = item["seq"], item["kv_head"], item["first_token"], item["num_positions"]
+                parts_of.setdefault(place, []).append(item)
+        seen = np.zeros((count * queries, kv_heads), int)
+        for (seq, head, first, positions), parts in parts_of.items():
+            seen[first : first + positions, head] += 1
+            assert seq * queries <= first and first + positions <= (seq + 1) * queries
+            parts.sort(key=lambda item: item["part"])
+            assert [item["part"] for item in parts] == list(range(parts[0]["num_parts"]))
+            borders = [0, *(item["end"] for item in parts)]
+            assert [item["begin"] for item in parts] == borders[:-1] and borders == sorted(set(borders))
+            assert borders[-1] == contexts[seq] - (seq + 1) * queries + first + positions  # what its last row sees
+            numbers_of_parts.add(len(parts))
+            if len(parts) > 1:
+                slots += range(parts[0]["first_slot"], parts[0]["first_slot"] + len(parts))
+        assert (seen == 1).all() and len(slots) == len(set(slots))
+    assert len(numbers_of_parts) > 3
+
+
+def test_a_list_that_is_broken_or_of_other_lengths(torch, rng):
+    """A plan is only memory: what does not fit is recorded, nothing outside is touched, and the next call is right."""
+    tensors, arguments = make_chunks(torch, rng, [300, 1, 500], [5000, 700, 500], (16, 4), 128, 16)
+    good = pagedkv.paged_attention_fwd(*tensors, **arguments)
+    plan = pagedkv.plan_attention(*tensors, **arguments)
+    for column in range(12):
+        for value in (-1, 7, 2**30, 2**31 - 1, -(2**31)):
+            broken = plan.clone()
+            broken[::3, column] = value
+            pagedkv.paged_attention_fwd(*tensors, **arguments, plan=broken)
+            torch.cuda.synchronize()
+            try:
+                ops.check_errors()
+            except ValueError as error:
+                assert str(error).startswith("plan: ")
+            assert torch.equal(pagedkv.paged_attention_fwd(*tensors, **arguments, plan=plan), good)
+            ops.check_errors()
+    shorter = [*tensors[:4], tensors[4] - 1]
+    pagedkv.paged_attention_fwd(*shorter, **arguments, plan=plan)
+    with pytest.raises(ValueError, match=r"plan: made when sequence \d had \d+ keys, but context_lens has \d+ now"):
+        ops.check_errors()
+    other = pagedkv.plan_attention(*tensors, **arguments, window_size=(100, 0))
+    if other.shape == plan.shape:
+        pagedkv.paged_attention_fwd(*tensors, **arguments, plan=other)
+        with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
+            ops.check_errors()
+
+
+def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng):
+    """One item, two, five: parts are counted in steps that reach as many as the GPU has processors."""
+    for kv_heads, queries, past in ((1, 64, 60000), (2, 60, 30000), (5, 33, 9000), (1, 100, 100000)):
+        q, k_cache, v_cache, tables = make_pool(torch, 1, past + queries, 2 * kv_heads, kv_heads, 128, 16)
+        lens = torch.tensor([past + queries], device="cuda", dtype=torch.int32)
+        forget((k_cache, v_cache), tables, lens)
+        q = torch.randn(queries, *q.shape[1:], device="cuda", dtype=torch.bfloat16)
+        starts = torch.tensor([0, queries], device="cuda", dtype=torch.int32)
+        arguments = dict(cu_seqlens_q=starts, max_seqlen_q=queries)
+        out, lse = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **arguments, return_lse=True)
+        expected, expected_lse = simple_kernel(q, k_cache, v_cache, tables, lens, **arguments, return_lse=True)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

@@ -53,8 +53,9 @@ static pk_status expect_dtype(pk_env *env, const char *name, pk_dtype dtype, uns
                        pk_dtype_name((pk_dtype)env->dtype));
     if (!(flags & PK_SAME) && !(accepted & (1u << dtype))) {
         char text[128];
-        return pk_fail(env->err, PK_EDTYPE, "%s: dtype is %s but must be one of %s", name, pk_dtype_name(dtype),
-                       accepted_text(accepted, text));
+        bool is_one = (accepted & (accepted - 1)) == 0;
+        return pk_fail(env->err, PK_EDTYPE, "%s: dtype is %s but must be %s%s", name, pk_dtype_name(dtype),
+                       is_one ? "" : "one of ", accepted_text(accepted, text));
     }
     if ((accepted & PK_ANY_FLOAT) == PK_ANY_FLOAT && env->dtype < 0) {
         env->dtype = (int)dtype;

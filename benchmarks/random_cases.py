@@ -112,8 +112,9 @@ def main() -> None:
     if args.no_record:
         return
     cards, torches = ({header[name] for header in found.headers} for name in ("card", "torch"))
-    record("attention-random-cuda", cases, commit=args.commit or commit(), machine={"gpu": ", ".join(sorted(cards))},
-           versions={"torch": ", ".join(sorted(torches)), "peers": PEER["version"]})
+    record("attention-random-cuda", cases, is_from_here=False, commit=args.commit or commit(),
+           machine={"gpu": ", ".join(sorted(cards))},
+           versions={"torch": ", ".join(sorted(torches)), "peers": PEER["version"]})  # fmt: skip
 
 
 if __name__ == "__main__":

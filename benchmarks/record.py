@@ -59,18 +59,22 @@ def add_record_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/<name>.json")
 
 
-def record(name: str, rows: list[dict], *, machine: dict | None = None, versions: dict | None = None, **extra) -> Path:
+def record(name: str, rows: list[dict], *, machine: dict | None = None, versions: dict | None = None,
+           is_from_here: bool = True, **extra) -> Path:
     """Writes the rows as JSON and returns the file's path.
 
-    `machine` and `versions` add to what is found out here (a GPU and its driver, say); `extra` becomes further fields
-    beside "rows".
+    `machine` and `versions` add to what is found out here (a GPU and its driver, say), or are all that is known of where
+    the rows are from. `extra` becomes further fields beside "rows".
     """
+    here, packages = {}, {}
+    if is_from_here:
+        here = {"cpu": cpu_name(), "cores": cores()}
+        packages = {"python": platform.python_version(), "numpy": version("numpy"), "pagedkv": pagedkv_version()}
     result = {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_name(), "cores": cores()} | (machine or {}),
-        "versions": {"python": platform.python_version(), "numpy": version("numpy"), "pagedkv": pagedkv_version()}
-        | (versions or {}),
+        "machine": here | (machine or {}),
+        "versions": packages | (versions or {}),
         **extra,
         "rows": rows,
     }

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from pools import forget
-from test_attention_cuda import make_chunks, make_pool, simple_kernel
+from test_attention_cuda import make_chunks, simple_kernel
 
 import pagedkv
 from pagedkv import ops
@@ -21,7 +20,7 @@ def on_hopper(torch):
         pytest.skip("other devices have no list")
 
 
-def draw(torch, rng, *, longest=20000):
+def draw(torch, rng):
     """A random batch in which something is prefill: prompts alone, on cached keys, or among decodes."""
     kv_heads, head_dim = int(rng.integers(1, 9)), int(rng.choice([64, 96, 128, 256]))
     heads = kv_heads * int(rng.integers(1, 17)), kv_heads
@@ -29,7 +28,7 @@ def draw(torch, rng, *, longest=20000):
     queries = rng.integers(1, 4000 // count + 2, count)
     queries[rng.random(count) < rng.choice([0, 0.5, 0.9])] = 1
     queries[rng.integers(count)] = int(rng.integers(200, 900))
-    past = rng.integers(0, longest // count + 1, count) * rng.integers(0, 2, count)
+    past = rng.integers(0, 20000 // count + 1, count) * rng.integers(0, 2, count)
     contexts = [int(n) for n in queries + past]
     return make_chunks(torch, rng, queries.tolist(), contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256])))
 
@@ -130,23 +129,21 @@ def test_a_list_that_is_broken_or_of_other_lengths(torch, rng):
     pagedkv.paged_attention_fwd(*shorter, **arguments, plan=plan)
     with pytest.raises(ValueError, match=r"plan: made when sequence \d had \d+ keys, but context_lens has \d+ now"):
         ops.check_errors()
-    other = pagedkv.plan_attention(*tensors, **arguments, window_size=(100, 0))
-    if other.shape == plan.shape:
-        pagedkv.paged_attention_fwd(*tensors, **arguments, plan=other)
-        with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
-            ops.check_errors()
+    whole = pagedkv.plan_attention(*tensors, **arguments, window_size=(100, 0))  # too few keys to cut items
+    with pytest.raises(ValueError, match=r"plan: has \d+ rows but a batch of these shapes needs \d+"):
+        pagedkv.paged_attention_fwd(*tensors, **arguments, plan=whole)
+    tensors, arguments = make_chunks(torch, rng, [300], [5000], (16, 4), 128, 16)  # nothing is the decode kernel's
+    other = pagedkv.plan_attention(*tensors, **arguments, window_size=(4000, 0))
+    pagedkv.paged_attention_fwd(*tensors, **arguments, plan=other)
+    with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
+        ops.check_errors()
 
 
 def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng):
     """One item, two, five: parts are counted in steps that reach as many as the GPU has processors."""
     for kv_heads, queries, past in ((1, 64, 60000), (2, 60, 30000), (5, 33, 9000), (1, 100, 100000)):
-        q, k_cache, v_cache, tables = make_pool(torch, 1, past + queries, 2 * kv_heads, kv_heads, 128, 16)
-        lens = torch.tensor([past + queries], device="cuda", dtype=torch.int32)
-        forget((k_cache, v_cache), tables, lens)
-        q = torch.randn(queries, *q.shape[1:], device="cuda", dtype=torch.bfloat16)
-        starts = torch.tensor([0, queries], device="cuda", dtype=torch.int32)
-        arguments = dict(cu_seqlens_q=starts, max_seqlen_q=queries)
-        out, lse = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **arguments, return_lse=True)
-        expected, expected_lse = simple_kernel(q, k_cache, v_cache, tables, lens, **arguments, return_lse=True)
+        tensors, arguments = make_chunks(torch, rng, [queries], [past + queries], (2 * kv_heads, kv_heads), 128, 16)
+        out, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, return_lse=True)
+        expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

@@ -60,14 +60,16 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     return {false, {0, few}, {few, INT64_MAX}, is_hopper};
 }
 
-/* The rows of the plan: those of the decode kernel, then those of prefill. */
-static pk_status count_rows(const pk_attention_args *args, const attention_route &route, const pk_cuda_call &call,
-                            int64_t *decode, int64_t *prefill)
+/* For Hopper's prefill, whose rows of the plan follow those of the decode kernel. */
+static pk_status args_of_prefill(const pk_attention_args *args, const attention_route &route, const pk_cuda_call &call,
+                                 pk_attention_args *for_prefill)
 {
-    *decode = *prefill = 0;
-    if (route.decode.max_rows) PK_TRY(pk_cuda_count_units(args, route.decode, call, decode));
-    return route.prefill.max_rows && route.is_hopper ? pk_cuda_count_prefill_rows(args, route.prefill, call, prefill)
-                                                     : PK_OK;
+    int64_t decode_rows = 0;
+    *for_prefill = *args;
+    if (!args->plan || !route.decode.max_rows) return PK_OK;
+    PK_TRY(pk_cuda_count_units(args, route.decode, call, &decode_rows));
+    for_prefill->plan += 12 * decode_rows;
+    return PK_OK;
 }
 
 pk_status pk_cuda_paged_attention_fwd(const pk_attention_args *args, const pk_cuda_call &call)
@@ -79,13 +81,9 @@ pk_status pk_cuda_paged_attention_fwd(const pk_attention_args *args, const pk_cu
     if (!route.prefill.max_rows) return PK_OK;
     if (!pk_cuda_attention_prefill_sm90_applies(args, call.device))
         return pk_cuda_attention_prefill_sm80(args, route.prefill, call);
-    pk_attention_args rest = *args;
-    int64_t decode_rows, prefill_rows;
-    if (args->plan) {
-        PK_TRY(count_rows(args, route, call, &decode_rows, &prefill_rows));
-        rest.plan += 12 * decode_rows;
-    }
-    return pk_cuda_attention_prefill_sm90(&rest, route.prefill, call);
+    pk_attention_args for_prefill;
+    PK_TRY(args_of_prefill(args, route, call, &for_prefill));
+    return pk_cuda_attention_prefill_sm90(&for_prefill, route.prefill, call);
 }
 
 pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err)
@@ -94,8 +92,10 @@ pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *arg
     if (!pk_has_queries(args)) return PK_OK;
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    int64_t decode_rows, prefill_rows;
-    PK_TRY(count_rows(args, choose_route(args, call.device), call, &decode_rows, &prefill_rows));
+    attention_route route = choose_route(args, call.device);
+    int64_t decode_rows = 0, prefill_rows = 0;
+    if (route.decode.max_rows) PK_TRY(pk_cuda_count_units(args, route.decode, call, &decode_rows));
+    if (route.plans_prefill()) PK_TRY(pk_cuda_count_prefill_rows(args, route.prefill, call, &prefill_rows));
     *num_rows = decode_rows + prefill_rows;
     return PK_OK;
 }
@@ -105,10 +105,9 @@ pk_status pk_cuda_plan_attention(const pk_attention_args *args, const pk_cuda_ca
 {
     if (!pk_has_queries(args)) return PK_OK;
     attention_route route = choose_route(args, call.device);
-    int64_t decode_rows, prefill_rows;
-    PK_TRY(count_rows(args, route, call, &decode_rows, &prefill_rows));
-    if (decode_rows) PK_TRY(pk_cuda_plan_decode(args, route.decode, call));
-    pk_attention_args rest = *args;
-    rest.plan += 12 * decode_rows;
-    return prefill_rows ? pk_cuda_plan_prefill(&rest, route.prefill, call) : PK_OK;
+    if (route.decode.max_rows) PK_TRY(pk_cuda_plan_decode(args, route.decode, call));
+    if (!route.plans_prefill()) return PK_OK;
+    pk_attention_args for_prefill;
+    PK_TRY(args_of_prefill(args, route, call, &for_prefill));
+    return pk_cuda_plan_prefill(&for_prefill, route.prefill, call);
 }

@@ -8,10 +8,10 @@
 #include "cuda/divider.h"
 #include "cuda/thresholds.h"
 
-/* What is left of items that were cut, for attention_prefill_merge.cu. */
+/* An item that was cut, as attention_prefill_merge.cu needs to know it. */
 struct prefill_cut_item {
     int seq, kv_head, first_token, num_positions;
-    int first_slot, num_parts; /* parts in a row */
+    int first_slot, num_parts; /* its parts, side by side in prefill_parts_room::rows */
     int unused[2];
 };
 struct prefill_parts_room {
@@ -21,7 +21,7 @@ struct prefill_parts_room {
     float *rows;             /* [most_parts, ROWS * (2 + head_dim)] */
     int most_parts;          /* that there is room for */
 
-    /* In what is left of a piece of scratch memory by the first two counters. */
+    /* In a piece of scratch memory, whose first two counters are prefill_queue's. */
     void make(const pk_cuda_scratch &scratch, int64_t head_dim)
     {
         int64_t part_bytes = ROWS * (2 + head_dim) * (int64_t)sizeof(float);
@@ -63,7 +63,8 @@ struct prefill_batch {
     __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
 };
 
-/* num_positions 0: beyond the end of the list. begin == end in a part: fewer keys than parts, and it is nobody's. */
+/* num_positions 0: beyond the end of the list. part >= num_parts: the item has fewer keys than parts, and this one is
+ * nobody's. */
 struct prefill_item {
     int seq, kv_head;
     int first_token, num_positions; /* rows of q */

@@ -35,9 +35,9 @@
 // --- kernels
 
 #ifdef PK_SM90A
-/* One thread. */
+/* By one thread, before any other uses them. */
 template <typename Kind, typename shape>
-__device__ static void set_up(prefill_shared<shape> *shared)
+__device__ static void set_barriers_up(prefill_shared<shape> *shared)
 {
     constexpr int consumer_warps = 4 * shape::warpgroups;
     constexpr int tile_bringers = 2, converters = Kind::IS_FP8 ? 4 : 0; /* warps */
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
 
     const int warp = (int)threadIdx.x / 32;
     if (threadIdx.x == 96) {
-        set_up<Kind>(&shared);
+        set_barriers_up<Kind>(&shared);
         prefetch_tensor_map(&params.q_map);
         prefetch_tensor_map(&params.k_map);
         prefetch_tensor_map(&params.v_map);
@@ -220,23 +220,21 @@ static pk_status choose_instance(const pk_attention_args *args, row_filter filte
 {
     const bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
     const bool is_tall = may_be_tall(*args, call.device->num_sms) && !may_cut_items;
-    *instance = nullptr;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
             each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
             (each.shown.rows > 128) == is_tall) {
             *instance = &each;
-            break;
+            PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, batch));
+            plan_prefill_rows(batch, may_cut_items);
+            return PK_OK;
         }
-    if (!*instance) return pk_cuda_no_instance(call, "attention_prefill_kernel");
-    PK_TRY(make_prefill_batch(args, filter, call, (*instance)->shown.rows, batch));
-    plan_prefill_rows(batch, may_cut_items);
-    return PK_OK;
+    return pk_cuda_no_instance(call, "attention_prefill_kernel");
 }
 
 pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    const prefill_instance *instance;
+    const prefill_instance *instance = nullptr;
     prefill_batch batch;
     PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     return instance->launch(batch, call);
@@ -245,7 +243,7 @@ pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filt
 pk_status pk_cuda_count_prefill_rows(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                      int64_t *num_rows)
 {
-    const prefill_instance *instance;
+    const prefill_instance *instance = nullptr;
     prefill_batch batch;
     PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     *num_rows = batch.num_rows;
@@ -254,7 +252,7 @@ pk_status pk_cuda_count_prefill_rows(const pk_attention_args *args, row_filter f
 
 pk_status pk_cuda_plan_prefill(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
-    const prefill_instance *instance;
+    const prefill_instance *instance = nullptr;
     prefill_batch batch;
     PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     int tile = instance->shown.head_dim > 128 ? tiling<256, false>::tile : tiling<128, false>::tile;

@@ -96,10 +96,11 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
     fence_async_proxy();
 }
 
-/* One warp: decides what this CTA does next, tells the others and brings its queries. An item is told before there is
- * room for its queries: its keys may come. The next item but one is taken once the one in hand is done, or items would
- * be dealt out before it is known who is late; but earlier where the one between them is so short that it would not
- * cover the search. The first is found while the others set the barriers up. */
+/* One warp: decides what this CTA does next, tells the other warps and brings the queries. It finds the first item while
+ * the others set the barriers up. Then it is one item ahead: while an item is computed, the next is told, so that its keys
+ * can be on their way before there is room for its queries. Of a third item it waits for the end of the first: taken
+ * earlier, items would be dealt out before it is known which CTA is late. Only where the second is so short that the
+ * search for the third would take longer, it does not wait. */
 template <typename List, typename shape>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<shape> *shared, uint32_t q_smem)
 {

@@ -9,6 +9,8 @@ struct attention_route {
     bool is_simple; /* all of them by attention_simple.cu */
     row_filter decode, prefill;
     bool is_hopper; /* prefill is that of Hopper, unless the scale or ALiBi forbid it, of which a plan knows nothing */
+
+    bool plans_prefill() const { return prefill.max_rows && is_hopper; }
 };
 
 static inline bool pk_has_queries(const pk_attention_args *args)

@@ -10,17 +10,22 @@
 
 #include "cuda/attention_prefill_schedule.h"
 
-/* The items of a CTA, of a list that is worked out or planned: the first by its number; the second backwards, so that who
- * has the longest gets the shortest; more by a counter, as it gets there (prefill/NOTES.md #26). */
+/* The items of a CTA, of a list that is worked out or planned: the first by its number, more by a counter. */
 template <typename List>
 struct prefill_queue {
     List list;
-    int index;
+    bool is_first;
 
     __device__ void start(const prefill_batch &batch)
     {
         list.start(batch);
-        index = -1;
+        is_first = true;
+    }
+
+    /* Of the search for the next item what can be done before it is to be taken. */
+    __device__ void look_ahead(const prefill_batch &batch)
+    {
+        list.walk_to(batch, (int)(gridDim.x + __ldcg(&batch.counters[0])));
     }
 
     /* To be called until there is none, once: then this CTA's part in the counters is done. */
@@ -29,12 +34,10 @@ struct prefill_queue {
         int lane = threadIdx.x & 31;
         prefill_item item;
         do {
-            if (index < 0)
-                index = (int)blockIdx.x;
-            else if (index == (int)blockIdx.x)
-                index = (int)(2 * gridDim.x - 1 - blockIdx.x);
-            else
-                index = (int)__shfl_sync(~0u, lane == 0 ? 2 * gridDim.x + atomicAdd(&batch.counters[0], 1u) : 0, 0);
+            int index = (int)blockIdx.x;
+            if (!is_first)
+                index = (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + atomicAdd(&batch.counters[0], 1u) : 0, 0);
+            is_first = false;
             item = list.find(batch, index);
         } while (item.part >= item.num_parts); /* it has fewer than its level says */
         if (item.num_positions == 0 && lane == 0 && atomicInc(&batch.counters[1], gridDim.x - 1) == gridDim.x - 1)

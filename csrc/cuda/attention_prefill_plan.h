@@ -18,6 +18,7 @@ static_assert(sizeof(prefill_plan_row) == 12 * sizeof(int32_t), "a row of the pl
 /* What prefill_queue reads instead of prefill_schedule. A plan is only memory, and checked before anything hangs on it. */
 struct prefill_planned {
     __device__ void start(const prefill_batch &) {}
+    __device__ void walk_to(const prefill_batch &, int) {}
 
     __device__ prefill_item find(const prefill_batch &batch, int index) const
     {

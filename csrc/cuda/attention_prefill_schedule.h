@@ -87,9 +87,8 @@ struct prefill_schedule {
         first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
     }
 
-    /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
-     * each other, and the items of a sequence's heads. */
-    __device__ prefill_item find(const prefill_batch &batch, int index)
+    /* To the level of entry `index` of the whole list, which does not go down from call to call; false behind the end. */
+    __device__ bool walk_to(const prefill_batch &batch, int index)
     {
         while (index - section_begin >= (before + count * num_parts) * num_heads) {
             before += count * num_parts;
@@ -98,8 +97,14 @@ struct prefill_schedule {
             if (next_level >= 0)
                 scan_level(batch, next_level);
             else if (!next_section(batch, index))
-                return prefill_end_of_list();
+                return false;
         }
+        return true;
+    }
+    /* On a level the parts of an item follow each other, and the items of a sequence's heads. */
+    __device__ prefill_item find(const prefill_batch &batch, int index)
+    {
+        if (!walk_to(batch, index)) return prefill_end_of_list();
         int at = index - section_begin;
         int2 by_part = {at - before * num_heads, 0};
         if constexpr (CUTS) by_part = divide_small(by_part.x, num_parts);
@@ -116,11 +121,11 @@ struct prefill_schedule {
     __device__ bool next_section(const prefill_batch &batch, int index)
     {
         int all_heads = (int)batch.args.num_kv_heads;
+        if (first_head + num_heads >= all_heads && next_seq >= batch.args.num_seqs) return false;
         section_begin += before * num_heads;
         first_slot += num_slots * num_heads;
         first_head += num_heads;
         if (first_head >= all_heads) {
-            if (next_seq >= batch.args.num_seqs) return false;
             first_seq = next_seq;
             next_seq += seqs_per_chunk;
             int seq = first_seq + (threadIdx.x & 31);

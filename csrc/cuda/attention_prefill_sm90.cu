@@ -46,6 +46,7 @@ __device__ static void set_barriers_up(prefill_shared<shape> *shared)
         for (uint64_t &barrier : barriers) barrier_init(smem_address(&barrier), arrivals);
     };
     init(shared->item_full, 1);
+    init(shared->item_loading, 1);
     init(shared->q_full, 1);
     init(shared->item_empty, 32 * (consumer_warps + tile_bringers + converters)); /* all lanes read the item */
     init(shared->q_empty, 32 * consumer_warps);
@@ -94,9 +95,10 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
         else if (warp == 0)
             produce_items<prefill_schedule<CUTS ? shape::tile : 0>>(params, &shared, smem);
         else if (warp == 1)
-            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, k_smem);
+            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, shared.item_loading,
+                          k_smem);
         else if (warp == 2)
-            produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, v_smem);
+            produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, nullptr, v_smem);
     } else if (warp < first_converter) {
         take_registers<shape::consumer_registers>();
         zero_idle_rows<shape>(params.batch, smem);

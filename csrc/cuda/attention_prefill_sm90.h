@@ -57,7 +57,9 @@ template <typename shape_>
 struct prefill_shared {
     using shape = shape_;
     prefill_item item[ITEM_SLOTS];
-    uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS], q_full[shape::q_stages], q_empty[shape::q_stages];
+    uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS];
+    uint64_t item_loading[ITEM_SLOTS]; /* all but its last tiles of keys have been asked for */
+    uint64_t q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
 };
@@ -97,10 +99,9 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
 }
 
 /* One warp: decides what this CTA does next, tells the other warps and brings the queries. It finds the first item while
- * the others set the barriers up. Then it is one item ahead: while an item is computed, the next is told, so that its keys
- * can be on their way before there is room for its queries. Of a third item it waits for the end of the first: taken
- * earlier, items would be dealt out before it is known which CTA is late. Only where the second is so short that the
- * search for the third would take longer, it does not wait. */
+ * the others set the barriers up. It takes another one when of the keys of the one before only the last tile is still to be
+ * asked for, so that tiles keep coming. Taken earlier, items would be dealt out before it is known which CTA is late.
+ * (prefill/NOTES.md #28) */
 template <typename List, typename shape>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<shape> *shared, uint32_t q_smem)
 {
@@ -108,19 +109,16 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
     prefill_queue<List> queue;
     queue.start(batch);
     ring_position<ITEM_SLOTS> slot;
-    int keys_between = -1; /* of the item before; -1: there is none */
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {
-        uint32_t q_empty = smem_address(&shared->q_empty[q.at]);
-        if (shape::q_stages > 1 && keys_between > thresholds::KEYS_OF_SEARCH) barrier_wait(q_empty, q.parity ^ 1);
+        bool is_first = queue.is_first;
         prefill_item item = queue.take_next(batch);
-        if (keys_between < 0) __syncthreads();
-        keys_between = max(item.end - item.begin, 0);
+        if (is_first) __syncthreads();
         barrier_wait(smem_address(&shared->item_empty[slot.at]), slot.parity ^ 1);
         if (threadIdx.x == 0) {
             shared->item[slot.at] = item;
             barrier_arrive(smem_address(&shared->item_full[slot.at]));
         }
-        barrier_wait(q_empty, q.parity ^ 1);
+        barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
         if (threadIdx.x == 0) {
             uint32_t full = smem_address(&shared->q_full[q.at]), to = q_smem + q.at * shape::q_bytes;
             barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * shape::head_bytes : 0);
@@ -130,6 +128,9 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
         }
         if (!item.num_positions) return;
         if (threadIdx.x == 0) List::look_again(batch, item);
+        if (shape::last_tile(item) > shape::first_tile(item))
+            while (!barrier_wait_up_to(1000, smem_address(&shared->item_loading[slot.at]), slot.parity))
+                queue.look_ahead(batch);
     }
 }
 
@@ -165,10 +166,12 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     return found;
 }
 
-/* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. */
+/* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. `loading`: what
+ * is told of an item when its last tile comes, or NULL. */
 template <typename shape, int stages>
 __device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
-                                     prefill_shared<shape> *shared, tile_ring<stages> *ring, uint32_t smem)
+                                     prefill_shared<shape> *shared, tile_ring<stages> *ring, uint64_t *loading,
+                                     uint32_t smem)
 {
     constexpr bool IS_FP8 = shape::is_fp8;
     constexpr int key_bytes = shape::head_bytes / (IS_FP8 ? 2 : 1);
@@ -184,6 +187,7 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
         for (; n >= shape::first_tile(item); n--, stage.advance()) {
             uint32_t full = smem_address(IS_FP8 ? &ring->converting[stage.at] : &ring->full[stage.at]);
             uint32_t to = smem + stage.at * shape::kv_bytes;
+            if (loading && n == shape::first_tile(item) && lane == 0) barrier_arrive(smem_address(&loading[slot.at]));
             unsigned bad = __ballot_sync(~0u, found.is_bad);
             barrier_wait(smem_address(&ring->empty[stage.at]), stage.parity ^ 1);
             if (lane == 0) {

@@ -55,6 +55,22 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
         : "memory");
 }
 
+/* The same, but gives up after some time. */
+__device__ __forceinline__ bool barrier_wait_up_to(int ns, uint32_t barrier, uint32_t parity)
+{
+    uint32_t is_done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(is_done)
+        : "r"(barrier), "r"(parity), "r"(ns)
+        : "memory");
+    return is_done;
+}
+
 /* Named barriers (1 to 15; 0 is __syncthreads) of `threads` threads. */
 __device__ __forceinline__ void named_sync(int id, int threads)
 {

@@ -95,8 +95,7 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
         else if (warp == 0)
             produce_items<prefill_schedule<CUTS ? shape::tile : 0>>(params, &shared, smem);
         else if (warp == 1)
-            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, shared.item_loading,
-                          k_smem);
+            produce_tiles(params, params.k_map, params.k_head_columns, &shared, &shared.k, shared.item_loading, k_smem);
         else if (warp == 2)
             produce_tiles(params, params.v_map, params.v_head_columns, &shared, &shared.v, nullptr, v_smem);
     } else if (warp < first_converter) {

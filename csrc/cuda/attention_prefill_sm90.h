@@ -62,6 +62,7 @@ struct prefill_shared {
     uint64_t q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
+    float2 done[shape::rows]; /* offset and sum of a row, whose item's last values are on their way */
 };
 
 #ifdef PK_SM90A

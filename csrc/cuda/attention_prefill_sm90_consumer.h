@@ -10,13 +10,15 @@
 template <int head_dim, typename Kind, bool CUTS, int WARPGROUPS>
 struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
     using base = prefill_rows<head_dim, Kind, WARPGROUPS>;
-    using base::cap_and_mask, base::softmax, base::pack_p, base::scale_o;
+    using base::first_position, base::last_position, base::scale, base::k_scale;
+    using base::kind_of_tile, base::prepare_scores, base::softmax, base::pack_p, base::shrink_o;
     using base::params, base::shared, base::q_smem, base::k_smem, base::v_smem, base::batch, base::args;
+    using base::PLAIN, base::MODIFIED, base::SHRUNK, base::FIRST, base::VERY_FIRST, base::NO_TILE;
     using base::slot, base::q, base::k, base::v, base::n, base::tile_begin, base::tail_tile, base::bad_boxes;
     using base::tile;
     using base::unmasked_begin, base::unmasked_end, base::offset, base::sum, base::s, base::o, base::p;
-    using base::warpgroup, base::lane, base::first_row, base::position, base::head, base::scale, base::k_scale;
-    using typename base::shape, typename base::T, typename base::V;
+    using base::warpgroup, base::lane, base::first_row, base::position, base::head;
+    using typename base::shape, typename base::T, typename base::V, typename base::tile_kind;
 
     /* One lane a warp tells the producers that it needs a tile no longer; or all do, where others write to it, too. */
     __device__ __forceinline__ void release(uint64_t &barrier, bool by_all = false)
@@ -25,20 +27,22 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         if (lane == 0 || by_all) barrier_arrive(smem_address(&barrier));
     }
 
+    /* What all lanes hold alike. The compiler does not see that, and its branches would provide for lanes that part. */
+    __device__ static int in_all_lanes(int x) { return __shfl_sync(~0u, x, 0); }
+
     /* Waits for the item at `slot` and starts its rows; false at the end of the list. An item stays in its slot until
      * its output is stored. */
     __device__ __forceinline__ bool begin_item()
     {
         barrier_wait(smem_address(&shared->q_full[q.at]), q.parity);
         const prefill_item &item = shared->item[slot.at];
-        if (!item.num_positions) return false;
-        int first = item.first_key + warpgroup * 64 / batch.group; /* diagonals of the warpgroup's first and last row */
-        int last = item.first_key + (warpgroup * 64 + 63) / batch.group;
-        n = shape::last_tile(item);
-        tile_begin = shape::first_tile(item);
-        unmasked_begin = (visible_begin(batch, last) + tile - 1) / tile;
-        unmasked_end = visible_end(batch, first, item.context_len) / tile;
-        tail_tile = item.context_len % tile ? item.context_len / tile : -1;
+        if (!in_all_lanes(item.num_positions)) return false;
+        int first = item.first_key + first_position, last = item.first_key + last_position; /* diagonals */
+        n = in_all_lanes(shape::last_tile(item));
+        tile_begin = in_all_lanes(shape::first_tile(item));
+        unmasked_begin = in_all_lanes((visible_begin(batch, last) + tile - 1) / tile);
+        unmasked_end = in_all_lanes(visible_end(batch, first, item.context_len) / tile);
+        tail_tile = in_all_lanes(item.context_len % tile ? item.context_len / tile : -1);
         if (Kind::IS_FP8) {
             k_scale = pk_scale_of(args.k_scale, item.seq, item.kv_head);
             if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
@@ -90,13 +94,16 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         wgmma_commit();
     }
 
-    /* What lies beyond the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN. Both warpgroups
+    /* What lies beyond the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN; boxes behind it are
+     * zeros. Both warpgroups
      * write the same zeros, each before its own products. */
     __device__ __forceinline__ void zero_tail(const prefill_item &item)
     {
         constexpr int row_vectors = head_dim / 8, column_vectors = shape::column / 8;
         uint32_t tile_smem = v_smem + v.at * shape::kv_bytes;
-        for (int i = item.context_len % tile * row_vectors + threadIdx.x % 128; i < tile * row_vectors; i += 128) {
+        int first = item.context_len % tile, end = (first + params.box_rows - 1) & -params.box_rows; /* of its box */
+#pragma unroll 1
+        for (int i = first * row_vectors + threadIdx.x % 128; i < end * row_vectors; i += 128) {
             int row = i / row_vectors, vector = i % row_vectors;
             uint32_t at = tile_smem + (row / 8 * shape::columns + vector / column_vectors) * shape::group_bytes +
                           row % 8 * shape::row_bytes + vector % column_vectors * 16;
@@ -106,17 +113,29 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         named_sync(1 + shape::warpgroups + warpgroup, 128);
     }
 
-    __device__ __forceinline__ void store(const prefill_item &item, const float (&offset)[2], const float (&sums)[2])
+    /* After the last softmax of an item's rows, which the next item's take the place of: what is needed of them once
+     * their last values are there. */
+    __device__ __forceinline__ void put_rows_by()
     {
         for (int r = 0; r < 2; r++) {
+            float total = quad_sum(sum[r]);
+            if (lane % 4 == 0) shared->done[first_row + 8 * r] = {offset[r], total};
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void store(const prefill_item &item)
+    {
+        for (int r = 0; r < 2; r++) {
+            float2 done = shared->done[first_row + 8 * r];
             float v_scale = Kind::IS_FP8 ? pk_scale_of(args.v_scale, item.seq, item.kv_head) : 1;
-            float sum = quad_sum(sums[r]), inverse = sum == 0 ? 0 : v_scale / sum; /* NaN shows */
+            float inverse = done.y == 0 ? 0 : __fdividef(v_scale, done.y); /* NaN shows */
             int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
             T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
             bool is_row = position[r] < item.num_positions;
             if (args.lse && lane % 4 == 0 && is_row)
                 args.lse[q_head * args.lse_head_stride + token] =
-                    sum == 0 ? -INFINITY : (offset[r] + log2f(sum)) * PK_LN2;
+                    done.y == 0 ? -INFINITY : (done.x + log2f(done.y)) * PK_LN2;
             for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
                 uint32_t x[4];
                 for (int i = 0; i < 4; i++)
@@ -135,17 +154,15 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
     }
 
     /* The rows of a part; and with the first one, for who merges them, whose they are. */
-    __device__ __forceinline__ void leave_part(const prefill_item &item, const float (&offset)[2],
-                                               const float (&sums)[2])
+    __device__ __forceinline__ void leave_part(const prefill_item &item)
     {
         static_assert(!CUTS || shape::rows == prefill_parts_room::ROWS, "rows of an item");
         auto part = batch.parts.part_at(item.first_slot + item.part, head_dim);
         for (int r = 0; r < 2; r++) {
             int row = first_row + 8 * r;
-            float sum = quad_sum(sums[r]);
             if (lane % 4 == 0) {
-                __stcg(part.max() + row, offset[r]);
-                __stcg(part.sum() + row, sum);
+                __stcg(part.max() + row, shared->done[row].x);
+                __stcg(part.sum() + row, shared->done[row].y);
             }
             float *to = part.output(row) + lane % 4 * 2;
             for (int i = 0; i < head_dim / 8; i++)
@@ -156,89 +173,95 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
                 {item.seq, item.kv_head, item.first_token, item.num_positions, item.first_slot, item.num_parts, {}});
     }
 
-    __device__ __forceinline__ void finish_item(int slot, const float (&offset)[2], const float (&sums)[2])
+    /* The outputs of an item. */
+    __device__ __forceinline__ void finish_item(int slot)
     {
         const prefill_item &item = shared->item[slot];
-        if (CUTS && item.num_parts > 1)
-            leave_part(item, offset, sums);
+        if (CUTS && in_all_lanes(item.num_parts) > 1)
+            leave_part(item);
         else
-            store(item, offset, sums);
+            store(item);
+        __syncwarp(); /* what was put by has been read */
         barrier_arrive(smem_address(&shared->item_empty[slot]));
     }
 
-    /* The products with V are done: frees their stage. */
-    __device__ __forceinline__ void finish_values()
+    /* From scores that are there to P; frees what they were made of. */
+    __device__ __forceinline__ tile_kind finish_scores(tile_kind kind)
     {
-        wgmma_wait<0>();
+        pin(s);
+        const bool is_prepared = kind != PLAIN;
+        if (is_prepared) {
+            if (kind == NO_TILE) return kind;
+            if (prepare_scores(kind >= FIRST) && kind == MODIFIED) kind = SHRUNK;
+        }
+        if (softmax(is_prepared) && kind < FIRST) kind = SHRUNK;
+        pin(s);
+        release(shared->k.empty[k.at]);
+        k.advance();
+        if (n == tile_begin) barrier_arrive(smem_address(&shared->q_empty[q.at]));
+        return kind;
+    }
+
+    /* Once P times V is there: frees the values. */
+    __device__ __forceinline__ void free_values()
+    {
         pin(o);
         release(shared->v.empty[v.at], Kind::IS_FP8); /* zero_tail() wrote to it, too: see fillers */
         v.advance();
     }
 
-    /* From scores that are done to P; frees what they were made of. */
-    __device__ __forceinline__ bool finish_scores(bool is_first, float (&shrink)[2])
+    __device__ __forceinline__ void wait_for_values(int tail_slot)
     {
-        pin(s);
-        cap_and_mask(s);
-        bool is_shrunk = softmax(is_first, shrink);
-        pin(s);
-        release(shared->k.empty[k.at]);
-        k.advance();
-        if (n == tile_begin) barrier_arrive(smem_address(&shared->q_empty[q.at]));
-        return is_shrunk;
+        barrier_wait(smem_address(&shared->v.full[v.at]), v.parity);
+        if (tail_slot >= 0) zero_tail(shared->item[tail_slot]);
     }
 
+    /* All tiles take one way: what a short item waits for is the fetching of instructions (prefill/NOTES.md #29). */
     __device__ __forceinline__ void run()
     {
         if (!begin_item()) return;
         if (warpgroup + 1 == shape::warpgroups) pass_turn(); /* warpgroup 0 issues first */
-        bool add = false, has_tail;
-        int done_slot;
-        float shrink[2];
+        tile_kind kind = VERY_FIRST;
         barrier_wait(smem_address(&shared->k.full[k.at]), k.parity);
         wait_turn();
         issue_scores();
         pass_turn();
         wgmma_wait<0>();
-        finish_scores(true, shrink);
-        pack_p();
-        while (true) { /* P of tile n is ready: the scores of the next tile, the values of this one */
-            bool is_last = n == tile_begin;
-            float done_offset[2] = {offset[0], offset[1]}, done_sum[2] = {sum[0], sum[1]};
-            done_slot = slot.at;
-            has_tail = n == tail_tile;
+        while (true) { /* the scores of tile n are there, the values of the one before are on their way */
+            kind = finish_scores(kind);
+            wgmma_wait<0>();
+            if (kind != VERY_FIRST) free_values();
+            if (kind >= SHRUNK) {
+                if (kind == SHRUNK) shrink_o();
+                if (kind == FIRST || kind == NO_TILE) finish_item((slot.at + ITEM_SLOTS - 1) % ITEM_SLOTS);
+                if (kind == NO_TILE) break;
+            }
+            pack_p();
+            bool add = kind < FIRST, is_last = n == tile_begin;
+            int tail_slot = n == tail_tile ? slot.at : -1;
             n--;
             if (is_last) {
+                put_rows_by();
                 slot.advance();
                 q.advance();
-                if (!begin_item()) break;
+                if (!begin_item()) {
+                    wait_for_values(tail_slot);
+                    wait_turn();
+                    issue_values(add);
+                    pass_turn();
+                    kind = NO_TILE;
+                    continue;
+                }
             }
             barrier_wait(smem_address(&shared->k.full[k.at]), k.parity);
             wait_turn();
             issue_scores();
-            barrier_wait(smem_address(&shared->v.full[v.at]), v.parity);
-            if (has_tail) zero_tail(shared->item[done_slot]);
+            wait_for_values(tail_slot);
             issue_values(add);
             pass_turn();
+            kind = is_last ? FIRST : kind_of_tile(); /* while the scores are being computed */
             wgmma_wait<1>();
-            bool is_shrunk = finish_scores(is_last, shrink);
-            if (is_last) { /* two waits: one before the branch would be moved up over the softmax by ptxas */
-                finish_values();
-                finish_item(done_slot, done_offset, done_sum);
-            } else {
-                finish_values();
-                if (is_shrunk) scale_o(shrink);
-            }
-            add = !is_last;
-            pack_p();
         }
-        barrier_wait(smem_address(&shared->v.full[v.at]), v.parity);
-        if (has_tail) zero_tail(shared->item[done_slot]);
-        wait_turn();
-        issue_values(add);
-        pass_turn();
-        finish_values();
-        finish_item(done_slot, offset, sum);
         if (warpgroup == 0) wait_turn(); /* takes the last turn that was passed: no barrier is left half full */
     }
 };

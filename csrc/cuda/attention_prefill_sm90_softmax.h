@@ -28,6 +28,7 @@ struct prefill_rows {
     int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
     int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
+    int first_position = warpgroup * 64 / batch.group, last_position = (warpgroup * 64 + 63) / batch.group; /* of all */
     float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
     float k_scale = 1;                                                               /* of the item, with fp8 */
 
@@ -38,10 +39,38 @@ struct prefill_rows {
     int n, tile_begin;                /* the tile whose scores are next, and the item's last one */
     int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
     int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
+    float shrink[2];                  /* what raised offsets leave of what was summed before */
     float offset[2], sum[2];          /* of the softmax, in base 2; the sum is of this thread's columns */
     unsigned bad_boxes;               /* of the tile: see tile_ring */
     float s[tile / 2], o[head_dim / 2];
     uint32_t p[tile / 4];
+
+    /* What the scores in hand are. Most are plain, and go through few branches: each costs the softmax a fetch of
+     * instructions that are not the next ones (prefill/NOTES.md #30). */
+    enum tile_kind {
+        PLAIN,      /* only exponentials are to be taken */
+        MODIFIED,   /* there are masks, a softcap, or rows that have seen nothing yet */
+        SHRUNK,     /* either of them after its softmax, where o is to be multiplied by `shrink` */
+        FIRST,      /* of an item, and treated as MODIFIED; o belongs to the item before */
+        VERY_FIRST, /* of the first item; o belongs to nobody */
+        NO_TILE,    /* there are no scores; o belongs to the last item */
+    };
+    /* Of tile n, which is not the first one of its item. */
+    __device__ tile_kind kind_of_tile() const
+    {
+        bool is_plain = sees_whole_tile() && args.softcap <= 0 && k_scale > 0 &&
+                        !__any_sync(~0u, offset[0] == PK_NO_SCORE || offset[1] == PK_NO_SCORE);
+        return is_plain ? PLAIN : MODIFIED;
+    }
+    __device__ bool sees_whole_tile() const { return n >= unmasked_begin && n < unmasked_end && !bad_boxes; }
+
+    /* Bits of this thread's keys of a tile, those that are ahead of `end`. Key i is i / 2 * 8 + i % 2 from the first. */
+    static_assert(tile / 4 <= 32, "a bit for each of a row's");
+    __device__ static uint32_t keys_ahead(int end)
+    {
+        int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
+        return count < 32 ? (1u << count) - 1 : ~0u;
+    }
 
     /* Softcap, and -inf where a row does not see a key. */
     __device__ __forceinline__ void cap_and_mask(float (&s)[tile / 2])
@@ -52,21 +81,21 @@ struct prefill_rows {
         } else if (!(k_scale > 0)) { /* offsets and masks want `scale` to be positive */
             for (int i = 0; i < tile / 2; i++) s[i] *= k_scale;
         }
-        if (n >= unmasked_begin && n < unmasked_end && !bad_boxes) return;
+        if (sees_whole_tile()) return;
         const prefill_item &item = shared->item[slot.at];
-        for (int r = 0; r < 2; r++) { /* of element i the column is i / 2 * 8 + i % 2 */
-            int diagonal = item.first_key + position[r], column = n * tile + 2 * (lane % 4);
-            int begin = visible_begin(batch, diagonal) - column;
-            int end = visible_end(batch, diagonal, item.context_len) - column;
-            for (int i = 0; i < tile / 4; i++)
-                if (end <= i / 2 * 8 + i % 2) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
-            if (batch.window_left >= 0)
-                for (int i = 0; i < tile / 4; i++)
-                    if (begin > i / 2 * 8 + i % 2) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        uint32_t bad_keys = 0;
+#pragma unroll 1
+        for (unsigned bad = bad_boxes; bad; bad &= bad - 1) {
+            int first = (__ffs(bad) - 1) << params.box_shift;
+            bad_keys |= keys_ahead(first + params.box_rows) & ~keys_ahead(first);
         }
-        if (bad_boxes)
-            for (int i = 0; i < tile / 2; i++)
-                if (bad_boxes >> (i / 4 * 8 >> params.box_shift) & 1) s[i] = -INFINITY;
+        for (int r = 0; r < 2; r++) {
+            int diagonal = item.first_key + position[r], first = n * tile + 2 * (lane % 4);
+            uint32_t seen = keys_ahead(visible_end(batch, diagonal, item.context_len) - first) &
+                            ~keys_ahead(visible_begin(batch, diagonal) - first) & ~bad_keys;
+            for (int i = 0; i < tile / 4; i++)
+                if (!(seen >> i & 1)) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
     }
 
     /* Scores of the rows of this warp once more, into s where wanted[r]: a rare path that needs no other warp. */
@@ -97,16 +126,22 @@ struct prefill_rows {
             if (wanted[i / 2 % 2]) s[i] = scores[i];
     }
 
-    /* Moves the offsets of some rows up to the greatest score of the tile in s; shrink: what that leaves of what was
-     * summed before. */
-    __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2], float (&shrink)[2])
+    /* Of a row: what was summed before its offset rose. */
+    __device__ __forceinline__ void shrink_sums(int r, float factor)
+    {
+        shrink[r] *= factor;
+        sum[r] *= factor;
+    }
+
+    /* Moves the offsets of some rows up to the greatest score of the tile in s. */
+    __device__ __forceinline__ void raise_offsets(const bool (&wanted)[2])
     {
         for (int r = 0; r < 2; r++) {
             float top = s[2 * r];
             for (int i = 2 * r; i < tile / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
             top = fmaxf(quad_max(top) * scale, offset[r]);
             if (!wanted[r]) continue;
-            shrink[r] = exp2_fast(offset[r] - top);
+            shrink_sums(r, exp2_fast(offset[r] - top));
             offset[r] = top;
         }
     }
@@ -125,13 +160,13 @@ struct prefill_rows {
 
     /* The exponentials in s are too large for the offsets of some rows. Mostly a power of two brings them down; where a
      * sum left the range of fp32 the scores are computed again. */
-    __device__ __forceinline__ void lower(float (&tile_sum)[2], float (&shrink)[2])
+    __device__ __forceinline__ void lower(float (&tile_sum)[2])
     {
         bool is_lost[2];
         for (int r = 0; r < 2; r++) is_lost[r] = quad_any(!(tile_sum[r] < all_that_fits));
         if (__any_sync(~0u, is_lost[0] || is_lost[1])) {
             score_again(is_lost);
-            raise_offsets(is_lost, shrink);
+            raise_offsets(is_lost);
             for (int r = 0; r < 2; r++)
                 if (is_lost[r]) tile_sum[r] = exponentials(r);
         }
@@ -143,7 +178,7 @@ struct prefill_rows {
                 offset[r] += (float)exponent;
             }
             tile_sum[r] *= factor;
-            shrink[r] *= factor;
+            shrink_sums(r, factor);
             for (int i = 2 * r; i < tile / 2; i += 4) {
                 s[i] *= factor;
                 s[i + 1] *= factor;
@@ -151,26 +186,35 @@ struct prefill_rows {
         }
     }
 
-    /* The softmax of the tile in s. A row's offset is the greatest score of its first tile and stays: finding every
-     * tile's maximum first costs a third of the softmax, and any offset gives the same quotient as long as nothing
-     * overflows or vanishes. Where exponentials sum to more than 2^13 (which fp16 still holds) the offset is raised. A
-     * row decides for itself: its bits do not depend on the rows beside it. Returns whether `shrink` must be applied
-     * to what was summed before. */
-    __device__ __forceinline__ bool softmax(bool is_first, float (&shrink)[2])
+    /* Softcap and masks, and offsets for rows that have none. Returns whether there were any. */
+    __device__ __forceinline__ bool prepare_scores(bool is_first)
     {
+        cap_and_mask(s);
         bool is_new[2];
-        float tile_sum[2];
         for (int r = 0; r < 2; r++) {
             is_new[r] = is_first || offset[r] == PK_NO_SCORE;
-            shrink[r] = 1.0f;
+            shrink[r] = 1;
         }
         bool any_new = __any_sync(~0u, is_new[0] || is_new[1]);
-        if (any_new) raise_offsets(is_new, shrink);
+        if (any_new) raise_offsets(is_new);
+        return any_new;
+    }
+
+    /* Exponentials of the tile in s, and their sums. A row's offset is the greatest score of its first tile and stays:
+     * finding every tile's maximum first costs a third of the softmax, and any offset gives the same quotient as long as
+     * nothing overflows or vanishes. Where exponentials sum to more than 2^13 (which fp16 still holds) the offset is
+     * raised. A row decides for itself: its bits do not depend on the rows beside it. Returns whether a row did. */
+    __device__ __forceinline__ bool softmax(bool is_prepared)
+    {
+        float tile_sum[2];
         for (int r = 0; r < 2; r++) tile_sum[r] = exponentials(r);
         bool any_over = __any_sync(~0u, !(tile_sum[0] + tile_sum[1] <= most_of_a_tile)); /* NaN too */
-        if (any_over) lower(tile_sum, shrink);
-        for (int r = 0; r < 2; r++) sum[r] = sum[r] * shrink[r] + tile_sum[r];
-        return any_new || any_over;
+        if (any_over) {
+            if (!is_prepared) shrink[0] = shrink[1] = 1;
+            lower(tile_sum);
+        }
+        for (int r = 0; r < 2; r++) sum[r] += tile_sum[r];
+        return any_over;
     }
 
     __device__ __forceinline__ void pack_p()
@@ -178,9 +222,9 @@ struct prefill_rows {
         for (int i = 0; i < tile / 4; i++) p[i] = pk_pack_pair<V>(s[2 * i], s[2 * i + 1]);
     }
 
-    __device__ __forceinline__ void scale_o(const float (&factor)[2])
+    __device__ __forceinline__ void shrink_o()
     {
-        for (int i = 0; i < head_dim / 2; i++) o[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < head_dim / 2; i++) o[i] *= shrink[i / 2 % 2];
     }
 };
 #endif  // PK_SM90A

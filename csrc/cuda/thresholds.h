@@ -46,7 +46,6 @@ constexpr float MERGE_PART_US = 0.25f;           /* per part of an item */
 constexpr float MERGE_WAVE_US = 0.5f;            /* and per wave of parts */
 constexpr int FEWEST_KEYS_TO_CUT = 1024;         /* of the longest item */
 constexpr int MOST_WAVES_TO_CUT = 8;             /* of items: with more the longest matters little */
-constexpr int KEYS_OF_SEARCH = 512;              /* that are multiplied while the next item is found (#26) */
 constexpr int WHOLE_HEADS_CACHES = 4;            /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */

@@ -75,10 +75,12 @@ def test_a_graph_lists_items_for_the_lengths_that_it_finds(torch, rng):
 def test_items_cover_every_token_and_key_once(torch, rng):
     """Read back, of sequences with as many queries each, which leave the decode kernel nothing."""
     numbers_of_parts = set()
-    for _ in range(40):
+    for i in range(40):
         kv_heads, group, count = int(rng.integers(1, 9)), int(rng.integers(1, 17)), int(rng.choice([1, 2, 7, 40]))
         queries = int(rng.integers(33, 3000 // count + 40))
         contexts = (queries + rng.integers(0, 40000 // count, count) * rng.integers(0, 2)).tolist()
+        if i < 2:  # one whose items are cut, and one whose are not
+            kv_heads, group, count, queries, contexts = 1, 8, 1, 300, [(300, 40000)[i]]
         if -(-count * queries * group // 128) * kv_heads < 15 or max(contexts) <= 256:
             continue  # may be the decode kernel's as a whole
         shape = [queries] * count, contexts, (kv_heads * group, kv_heads), int(rng.choice([64, 128, 256])), 16
@@ -105,7 +107,7 @@ def test_items_cover_every_token_and_key_once(torch, rng):
             if len(parts) > 1:
                 slots += range(parts[0]["first_slot"], parts[0]["first_slot"] + len(parts))
         assert (seen == 1).all() and len(slots) == len(set(slots))
-    assert len(numbers_of_parts) > 3
+    assert 1 in numbers_of_parts and max(numbers_of_parts) > 3
 
 
 def test_a_list_that_is_broken_or_of_other_lengths(torch, rng):
@@ -113,10 +115,13 @@ def test_a_list_that_is_broken_or_of_other_lengths(torch, rng):
     tensors, arguments = make_chunks(torch, rng, [300, 1, 500], [5000, 700, 500], (16, 4), 128, 16)
     good = pagedkv.paged_attention_fwd(*tensors, **arguments)
     plan = pagedkv.plan_attention(*tensors, **arguments)
+    signatures = plan[:, 0]
+    of_prefill = ((signatures != signatures[0]) & (signatures != 0)).nonzero()[:, 0]  # the decode's come first
+    assert len(of_prefill) > 30
     for column in range(12):
         for value in (-1, 7, 2**30, 2**31 - 1, -(2**31)):
             broken = plan.clone()
-            broken[::3, column] = value
+            broken[of_prefill[::3], column] = value
             pagedkv.paged_attention_fwd(*tensors, **arguments, plan=broken)
             torch.cuda.synchronize()
             try:

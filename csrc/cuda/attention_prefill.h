@@ -22,7 +22,7 @@ struct prefill_queue {
         is_first = true;
     }
 
-    /* Of the search for the next item what can be done before it is to be taken. */
+    /* That part of the search for the next item for which it need not be taken yet. */
     __device__ void look_ahead(const prefill_batch &batch)
     {
         list.walk_to(batch, (int)(gridDim.x + __ldcg(&batch.counters[0])));

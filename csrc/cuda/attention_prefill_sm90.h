@@ -58,11 +58,11 @@ struct prefill_shared {
     using shape = shape_;
     prefill_item item[ITEM_SLOTS];
     uint64_t item_full[ITEM_SLOTS], item_empty[ITEM_SLOTS];
-    uint64_t item_loading[ITEM_SLOTS]; /* all but its last tiles of keys have been asked for */
+    uint64_t item_loading[ITEM_SLOTS]; /* only its last tile of keys is still to be asked for */
     uint64_t q_full[shape::q_stages], q_empty[shape::q_stages];
     tile_ring<shape::k_stages> k;
     tile_ring<shape::v_stages> v;
-    float2 done[shape::rows]; /* offset and sum of a row, whose item's last values are on their way */
+    float2 done[shape::rows]; /* offset and sum of a row whose item waits for its last values */
 };
 
 #ifdef PK_SM90A
@@ -100,9 +100,9 @@ __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_sme
 }
 
 /* One warp: decides what this CTA does next, tells the other warps and brings the queries. It finds the first item while
- * the others set the barriers up. It takes another one when of the keys of the one before only the last tile is still to be
- * asked for, so that tiles keep coming. Taken earlier, items would be dealt out before it is known which CTA is late.
- * (prefill/NOTES.md #28) */
+ * the others set the barriers up. It takes the next one when only the last tile of keys of the one before is still to be
+ * asked for, so that tiles keep coming. Earlier, items would be dealt out before it is known which CTA is late
+ * (prefill/NOTES.md #28). */
 template <typename List, typename shape>
 __device__ static void produce_items(const prefill_params &params, prefill_shared<shape> *shared, uint32_t q_smem)
 {
@@ -167,8 +167,8 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
     return found;
 }
 
-/* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. `loading`: what
- * is told of an item when its last tile comes, or NULL. */
+/* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. `loading`:
+ * barriers of items at which it arrives before their last tile, or NULL. */
 template <typename shape, int stages>
 __device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
                                      prefill_shared<shape> *shared, tile_ring<stages> *ring, uint64_t *loading,

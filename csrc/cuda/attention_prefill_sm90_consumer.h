@@ -27,7 +27,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         if (lane == 0 || by_all) barrier_arrive(smem_address(&barrier));
     }
 
-    /* What all lanes hold alike. The compiler does not see that, and its branches would provide for lanes that part. */
+    /* A number that is the same in all lanes. The compiler cannot know, and would write branches for lanes that part. */
     __device__ static int in_all_lanes(int x) { return __shfl_sync(~0u, x, 0); }
 
     /* Waits for the item at `slot` and starts its rows; false at the end of the list. An item stays in its slot until
@@ -94,9 +94,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         wgmma_commit();
     }
 
-    /* What lies beyond the end of a sequence in its last page may be NaN, and 0 * NaN would be NaN; boxes behind it are
-     * zeros. Both warpgroups
-     * write the same zeros, each before its own products. */
+    /* What lies beyond the end of a sequence in its last box may be NaN, and 0 * NaN would be NaN; further boxes are
+     * zeros. Both warpgroups write the same zeros, each before its own products. */
     __device__ __forceinline__ void zero_tail(const prefill_item &item)
     {
         constexpr int row_vectors = head_dim / 8, column_vectors = shape::column / 8;
@@ -113,9 +112,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         named_sync(1 + shape::warpgroups + warpgroup, 128);
     }
 
-    /* After the last softmax of an item's rows, which the next item's take the place of: what is needed of them once
-     * their last values are there. */
-    __device__ __forceinline__ void put_rows_by()
+    /* After the last softmax of an item: what store() needs of its rows, whose place the next item's take before. */
+    __device__ __forceinline__ void set_rows_aside()
     {
         for (int r = 0; r < 2; r++) {
             float total = quad_sum(sum[r]);
@@ -181,11 +179,11 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
             leave_part(item);
         else
             store(item);
-        __syncwarp(); /* what was put by has been read */
+        __syncwarp(); /* what was set aside has been read */
         barrier_arrive(smem_address(&shared->item_empty[slot]));
     }
 
-    /* From scores that are there to P; frees what they were made of. */
+    /* From the scores in hand to P; frees what they were made of. */
     __device__ __forceinline__ tile_kind finish_scores(tile_kind kind)
     {
         pin(s);
@@ -202,7 +200,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         return kind;
     }
 
-    /* Once P times V is there: frees the values. */
+    /* Frees the values once they have been multiplied. */
     __device__ __forceinline__ void free_values()
     {
         pin(o);
@@ -241,7 +239,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
             int tail_slot = n == tail_tile ? slot.at : -1;
             n--;
             if (is_last) {
-                put_rows_by();
+                set_rows_aside();
                 slot.advance();
                 q.advance();
                 if (!begin_item()) {

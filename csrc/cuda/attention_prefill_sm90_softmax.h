@@ -28,7 +28,7 @@ struct prefill_rows {
     int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
     int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
-    int first_position = warpgroup * 64 / batch.group, last_position = (warpgroup * 64 + 63) / batch.group; /* of all */
+    int first_position = warpgroup * 64 / batch.group, last_position = (warpgroup * 64 + 63) / batch.group;
     float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
     float k_scale = 1;                                                               /* of the item, with fp8 */
 
@@ -45,8 +45,8 @@ struct prefill_rows {
     float s[tile / 2], o[head_dim / 2];
     uint32_t p[tile / 4];
 
-    /* What the scores in hand are. Most are plain, and go through few branches: each costs the softmax a fetch of
-     * instructions that are not the next ones (prefill/NOTES.md #30). */
+    /* What the scores in hand are. Most are plain, and take few branches: at each the softmax would wait for
+     * instructions (prefill/NOTES.md #30). */
     enum tile_kind {
         PLAIN,      /* only exponentials are to be taken */
         MODIFIED,   /* there are masks, a softcap, or rows that have seen nothing yet */
@@ -126,7 +126,7 @@ struct prefill_rows {
             if (wanted[i / 2 % 2]) s[i] = scores[i];
     }
 
-    /* Of a row: what was summed before its offset rose. */
+    /* Of row r, when its offset rises. */
     __device__ __forceinline__ void shrink_sums(int r, float factor)
     {
         shrink[r] *= factor;

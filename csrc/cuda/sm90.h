@@ -55,7 +55,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
         : "memory");
 }
 
-/* The same, but gives up after some time. */
+/* Whether it has ended, after a wait of up to so many ns. */
 __device__ __forceinline__ bool barrier_wait_up_to(int ns, uint32_t barrier, uint32_t parity)
 {
     uint32_t is_done;

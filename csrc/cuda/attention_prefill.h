@@ -25,7 +25,8 @@ struct prefill_queue {
     /* That part of the search for the next item for which it need not be taken yet. */
     __device__ void look_ahead(const prefill_batch &batch)
     {
-        list.walk_to(batch, (int)(gridDim.x + __ldcg(&batch.counters[0])));
+        int lane = threadIdx.x & 31;
+        list.walk_to(batch, (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + __ldcg(&batch.counters[0]) : 0, 0));
     }
 
     /* To be called until there is none, once: then this CTA's part in the counters is done. */

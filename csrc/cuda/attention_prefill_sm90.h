@@ -129,9 +129,9 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
         }
         if (!item.num_positions) return;
         if (threadIdx.x == 0) List::look_again(batch, item);
+        uint32_t loading = smem_address(&shared->item_loading[slot.at]);
         if (shape::last_tile(item) > shape::first_tile(item))
-            while (!barrier_wait_up_to(1000, smem_address(&shared->item_loading[slot.at]), slot.parity))
-                queue.look_ahead(batch);
+            while (!__all_sync(~0u, barrier_wait_up_to(1000, loading, slot.parity))) queue.look_ahead(batch);
     }
 }
 

@@ -22,7 +22,7 @@ struct prefill_queue {
         is_first = true;
     }
 
-    /* That part of the search for the next item for which it need not be taken yet. */
+    /* Walks towards the next item before it is taken, which cannot come before the one that the counter says now. */
     __device__ void look_ahead(const prefill_batch &batch)
     {
         int lane = threadIdx.x & 31;

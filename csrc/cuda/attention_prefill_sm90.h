@@ -168,7 +168,7 @@ __device__ static page_lookup look_up(const prefill_params &params, const prefil
 }
 
 /* Two warps: one brings the items' keys, the other their values. `head_columns`: from one head to the next. `loading`:
- * barriers of items at which it arrives before their last tile, or NULL. */
+ * a barrier for each slot of an item, at which it arrives before the item's last tile; or NULL. */
 template <typename shape, int stages>
 __device__ static void produce_tiles(const prefill_params &params, const CUtensorMap &map, int head_columns,
                                      prefill_shared<shape> *shared, tile_ring<stages> *ring, uint64_t *loading,

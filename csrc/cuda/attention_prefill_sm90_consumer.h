@@ -112,7 +112,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         named_sync(1 + shape::warpgroups + warpgroup, 128);
     }
 
-    /* After the last softmax of an item: what store() needs of its rows, whose place the next item's take before. */
+    /* Keeps offsets and sums of an item whose softmax is done: the next item's take their place before finish_item(). */
     __device__ __forceinline__ void set_rows_aside()
     {
         for (int r = 0; r < 2; r++) {

@@ -62,7 +62,7 @@ def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
 def parts_of(torch, tensors, lens):
     """Of each sequence that has keys, by the plan."""
     plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda()).cpu().numpy()
-    units = plan[plan[:, 0] != 0]
+    units = plan[plan[:, 9] != 0]
     return {int(seq): int(parts) for _, seq, _, _, _, _, _, _, _, parts, *_ in units if lens[seq]}
 
 
@@ -125,7 +125,7 @@ def test_a_plan_covers_every_key_once(torch, rng):
         tensors = make_pool(torch, batch, longest, 16, 8, 128, 16)
         lens = rng.integers(1, longest + 1, batch).astype(np.int32)
         plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda()).cpu().numpy()
-        units = plan[plan[:, 0] != 0]
+        units = plan[plan[:, 9] != 0]
         steps_of = {}
         for _, seq, tile, first_query, queries, context, first, end, part, parts, *_ in units:
             assert (tile, first_query, queries, context) == (0, seq, 1, lens[seq])
@@ -260,18 +260,55 @@ def test_a_plan_for_something_else(torch, rng):
     with pytest.raises(ValueError, match="had 1500 keys, but context_lens has 1499 now"):
         ops.check_errors()
 
-    for column in range(1, 10):
-        for value in (-1, 7, 2**30, 2**31 - 1, -(2**31)):
+
+def recorded_error():
+    try:
+        ops.check_errors()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def broken_plans(torch, rng, plan):
+    """Copies of a plan in which something is not as it was planned."""
+    for column in range(12):
+        for value in (-1, 0, 7, 2**30, 2**31 - 1, -(2**31), int(rng.integers(1, 4000))):
             broken = plan.clone()
-            broken[::3, column] = value
-            pagedkv.paged_attention_fwd(*tensors, lens, plan=broken)
-            torch.cuda.synchronize()
-            try:
-                ops.check_errors()
-            except ValueError as error:
-                assert str(error).startswith("plan: ")
-            fresh = pagedkv.plan_attention(*tensors, lens)
-            assert torch.equal(pagedkv.paged_attention_fwd(*tensors, lens, plan=fresh), good)
+            broken[int(rng.integers(3)) :: 3, column] = value
+            yield broken
+            broken = plan.clone()
+            broken[int(rng.integers(len(plan))), column] += value
+            yield broken
+    yield torch.zeros_like(plan)
+    for _ in range(10):
+        broken, (i, j) = plan.clone(), rng.choice(len(plan), 2, replace=False)
+        broken[[i, j]] = broken[[j, i]]  # sound rows in each other's place
+        yield broken
+
+
+@pytest.mark.parametrize("kind", ["decode", "few, cut", "mixed"])
+def test_a_plan_that_was_changed(torch, rng, kind):
+    """A plan is only memory: whatever was changed in it is recorded, nothing outside is touched, and after check_errors
+    calls are right again, with the plan or without, and with other queries, which find nothing of the call before."""
+    queries, contexts = {
+        "decode": ([1] * 20, [1500] * 20),
+        "few, cut": ([1] * 3, [20000, 700, 9000]),
+        "mixed": ([300, 1, 500, 1], [5000, 700, 500, 9000]),
+    }[kind]
+    (q, *others), arguments = make_chunks(torch, rng, queries, contexts, (16, 4), 128, 16)
+    batches = [(each, *others) for each in (q, torch.randn_like(q), torch.randn_like(q))]
+    plan = pagedkv.plan_attention(*batches[0], **arguments)
+    expected = [pagedkv.paged_attention_fwd(*each, **arguments, plan=plan) for each in batches]
+    plain = [pagedkv.paged_attention_fwd(*each, **arguments) for each in batches]
+    for i, broken in enumerate(broken_plans(torch, rng, plan)):
+        is_work_changed = (broken != plan).any(1)[plan[:, 4] > 0].any()  # few of the other rows are read
+        pagedkv.paged_attention_fwd(*batches[i % 3], **arguments, plan=broken)
+        error = recorded_error()
+        assert "was not made for these shapes or was changed" in error if error else not is_work_changed
+        for j in (i + 1, i + 2):
+            assert torch.equal(pagedkv.paged_attention_fwd(*batches[j % 3], **arguments, plan=plan), expected[j % 3])
+            assert torch.equal(pagedkv.paged_attention_fwd(*batches[j % 3], **arguments), plain[j % 3])
+        ops.check_errors()
 
 
 def make_chunks(torch, rng, queries, contexts, heads, head_dim, page):

@@ -41,12 +41,22 @@ typedef pk_status attention_plan_counter(const pk_attention_args *args, row_filt
 attention_plan_counter pk_cuda_count_units, pk_cuda_count_prefill_rows;
 attention_launcher pk_cuda_plan_decode, pk_cuda_plan_prefill;
 
-/* A row of a plan has a mix of the numbers that it depends on. Never 0, which marks a row that is none. */
+/* A plan is only memory. Each of its rows is signed: by a mix of the numbers that the plan depends on, of the row's place
+ * and of what stands in it. So a row of other shapes, that was overwritten or moved, is found before it is used. */
 static inline int pk_sign_plan(std::initializer_list<int64_t> numbers)
 {
     uint64_t hash = 0;
     for (int64_t number : numbers) hash = (hash ^ (uint64_t)number) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
-    return (int)((uint32_t)hash | 1);
+    return (int)(uint32_t)hash;
+}
+constexpr int PLAN_COLUMNS = 12; /* int32 of a row, of which the first is its signature */
+template <typename Row>
+__device__ static inline int pk_sign_row(int plan, int64_t place, const Row &row)
+{
+    static_assert(sizeof(Row) == PLAN_COLUMNS * sizeof(int), "a row of the plan tensor");
+    unsigned int hash = (unsigned)plan + (unsigned)place;
+    for (int i = 1; i < PLAN_COLUMNS; i++) hash = hash * 0x9E3779B1u + ((const unsigned int *)&row)[i];
+    return (int)hash;
 }
 
 #define PK_LOG2E 1.4426950408889634f

@@ -169,10 +169,12 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
         if (!this->template read_unit<TAKES_HEADS>(unit_index)) {
             /* A row that is no unit makes room for the next kernels at once; the first CTA waits for all. */
-            if (rows.unit.signature == 0 && blockIdx.x > 0) return;
+            bool is_no_unit = this->is_signed && rows.unit.num_parts == 0;
+            if (is_no_unit && blockIdx.x > 0) return;
             begin();
-            if (threadIdx.x == 0 && rows.unit.signature != 0)
-                pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature, params.shape.signature);
+            if (threadIdx.x == 0 && !is_no_unit)
+                pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature,
+                                 pk_sign_row(params.shape.signature, unit_index, rows.unit));
             return;
         }
         int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;

@@ -36,6 +36,8 @@ struct decode_loader : decode_warp<Kind, D, NT> {
     int step;                   /* keys of all warps' chunks */
     int first_seen, end_seen;   /* keys that some of the unit's queries sees */
 
+    bool is_signed = true; /* the unit, where a plan has it */
+
     int lookup_key, load_key, end_key; /* of this warp's chunks: where it looks up next, loads next, and ends */
     int num_loaded, next_page;         /* chunks; of this lane's 16 keys of the next 32 / KEY_TILES chunks */
     row_offsets table;                 /* of its keys of these chunks */
@@ -48,7 +50,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
         ring = smem_address(smem + warp * RING_BYTES);
     }
 
-    /* The unit of this CTA, and whether it is sound: a plan is only memory, and checked before anything hangs on it. */
+    /* The unit of this CTA, and whether there is one. */
     template <bool IS_USUALLY_PLANNED>
     __device__ bool read_unit(int unit_index)
     {
@@ -58,6 +60,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
             *(int4 *)&unit.signature = __ldcg(from);
             *(int4 *)&unit.num_queries = __ldcg(from + 1);
             *(int4 *)&unit.part = __ldcg(from + 2);
+            is_signed = unit.signature == pk_sign_row(params.shape.signature, unit_index, unit);
         } else {
             bool is_recorder = blockIdx.x == 0 && warp == 0;
             unit = IS_USUALLY_PLANNED ? plan_unit_apart(args, params.shape, unit_index, params.bad_id, is_recorder)
@@ -68,18 +71,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
                  (rows.head * args.k_strides.head + in_row * args.k_strides.slot) * Kind::CACHE_BYTES;
         v_lane = (const char *)args.v_cache + piece +
                  (rows.head * args.v_strides.head + in_row * args.v_strides.slot) * Kind::CACHE_BYTES;
-        int slot = unit_index - unit.part;
-        /* & and |: with && the compiler would put what it reads after a branch, another way to L2 and back. */
-        bool is_sound =
-            (unit.signature == params.shape.signature) & ((unsigned)unit.seq < args.num_seqs) & (unit.context >= 0) &
-            (unit.first_slot >= 0) & (unit.first_query >= 0) &
-            ((int64_t)unit.first_slot + unit.context <= args.max_blocks_per_seq * args.block_size) &
-            (unit.num_queries > 0) & (unit.tile >= 0) & (unit.first_step >= 0) &
-            ((int64_t)unit.first_query + unit.num_queries <= args.num_tokens) &
-            ((int64_t)unit.tile * ROWS < (int64_t)unit.num_queries * params.group.divisor) &
-            ((unsigned)unit.part < (unsigned)unit.num_parts) &
-            ((unit.num_parts == 1) | ((slot >= 0) & ((int64_t)slot + unit.num_parts <= params.shape.max_slots)));
-        if (!is_sound) return false;
+        if (!is_signed || unit.num_parts == 0) return false;
         int first_position = rows.position_of(0), last_position = min(unit.context - 1, rows.position_of(ROWS - 1));
         first_seen = args.window_left < 0 ? 0 : (int)max((int64_t)0, first_position - args.window_left);
         first_common = args.window_left < 0 ? 0 : (int)max((int64_t)0, last_position - args.window_left);
@@ -91,8 +83,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
         load_key = lookup_key;
         end_key = first_key + unit.end_step * step;
         num_loaded = 0;
-        return unit.first_step < unit.end_step &&
-               (unit.end_step - 1) * (int64_t)step < max(unit.context - first_key, 1);
+        return true;
     }
 
     // --- loading

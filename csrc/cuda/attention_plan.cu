@@ -18,6 +18,10 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ part_lengths most;
     __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto put = [&](int at, attention_unit unit) {
+        unit.signature = pk_sign_row(shape.signature, at, unit);
+        workspace.units[at] = unit;
+    };
     auto sequence = [&](int seq) { return seq < THREADS ? first[seq] : measure(args, shape, seq, bad_id, false); };
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
@@ -87,9 +91,9 @@ __global__ void __launch_bounds__(THREADS)
         int num_parts = count_parts(shape, it.num_steps, most);
         int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
         for (int i = 0; i < it.num_tiles * num_parts && at < shape.num_units; i++, at++)
-            workspace.units[at] = unit_of(shape, it, seq, num_parts, i);
+            put(at, unit_of(it, seq, num_parts, i));
     }
-    for (int i = num_units + threadIdx.x; i < shape.num_units; i += THREADS) workspace.units[i] = {};
+    for (int at = num_units + threadIdx.x; at < shape.num_units; at += THREADS) put(at, {});
     __threadfence();
 }
 

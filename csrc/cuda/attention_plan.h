@@ -12,16 +12,15 @@
 #include "cuda/divider.h"
 #include "ops/rope.h"
 
-/* A row of the plan tensor, [num_units, 12] int32. A row without the signature of its shapes is no unit. */
+/* A row of the plan tensor, [num_units, 12] int32. With num_parts 0 it is no unit. */
 struct alignas(16) attention_unit {
-    int signature, seq, tile; /* tile: which ROWS query rows of the sequence and head */
+    int signature, seq, tile; /* pk_sign_row's; which ROWS query rows of the sequence and head */
     int first_query, num_queries, context;
     int first_step, end_step; /* of the sequence's keys, from its first_key on */
     int part, num_parts;
     int first_slot; /* of the sequence's pages: where its first key lies */
     int unused;
 };
-static_assert(sizeof(attention_unit) == 12 * sizeof(int32_t), "a row of the plan tensor");
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
@@ -39,7 +38,7 @@ struct decode_shape {
     int quarters;        /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares; /* parts of the others are no longer than a share, where that is worth it */
     int num_splits;      /* parts of every sequence, or 0 */
-    int signature;       /* never 0 */
+    int signature;       /* of all of this */
     row_filter filter;
 };
 

@@ -105,11 +105,10 @@ __device__ static inline int bucket_of(int num_parts, int num_steps, int longest
     return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
 }
 
-/* A sequence's unit: tiles one after the other, in each the parts in the order of the keys. */
-__device__ static inline attention_unit unit_of(const decode_shape &shape, const planned_sequence &it, int seq,
-                                                int num_parts, int number)
+/* A sequence's unit, unsigned: tiles one after the other, in each the parts in the order of the keys. */
+__device__ static inline attention_unit unit_of(const planned_sequence &it, int seq, int num_parts, int number)
 {
-    attention_unit unit = {shape.signature, seq, number / num_parts, it.view.first_query};
+    attention_unit unit = {0, seq, number / num_parts, it.view.first_query};
     unit.num_queries = it.view.num_queries;
     unit.context = it.view.context;
     unit.first_slot = it.view.first_slot;
@@ -157,7 +156,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int mine = number - before, owner = __ffs(__ballot_sync(~0u, mine >= 0 && mine < num_units)) - 1;
     attention_unit unit = {};
     if (owner < 0) return unit;
-    unit = unit_of(shape, it, lane, num_parts, mine);
+    unit = unit_of(it, lane, num_parts, mine);
     for (int i = 0; i < (int)(sizeof(unit) / sizeof(int)); i++)
         ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
     return unit;

@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(THREADS) prefill_plan_kernel(const __grid_cons
     int lane = threadIdx.x & 31, at = (blockIdx.x * THREADS + threadIdx.x) / 32, step = gridDim.x * THREADS / 32;
     for (bool is_at_end = false; at < batch.num_rows; at += step) {
         prefill_plan_row row = {};
-        if (!is_at_end) row = {batch.signature, schedule.find(batch, at)};
+        if (!is_at_end) row.item = schedule.find(batch, at);
         is_at_end = row.item.num_positions == 0;
-        if (is_at_end) row = {};
+        row.signature = pk_sign_row(batch.signature, at, row);
         if (lane == 0)
             for (int i = 0; i < 3; i++) batch.plan[3 * (int64_t)at + i] = ((const int4 *)&row)[i];
     }

@@ -60,7 +60,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
     X(PK_BAD_TEMPERATURE, "temperatures: row %lld has one that is negative or not finite") \
     X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
-    X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes (its signature is %lld instead of %lld)") \
+    X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes or was changed (signed %lld instead of %lld)") \
     X(PK_STALE_PLAN, "plan: made when sequence %lld had %lld keys, but context_lens has %lld now") \
     X(PK_STALE_START, "plan: made when the keys of sequence %lld began at slot %lld, but it is %lld now")
 // clang-format on
@@ -168,6 +168,10 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
 
 /* Memory beside that, for the queries of a call that is made of two operations. */
 pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data);
+
+/* A call was given what its kernel could not use, and may have left counters that are not zero: where there are any, they
+ * are set to zero ahead of the next call on their stream that is not captured. */
+void pk_cuda_doubt_counters(pk_device device);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);

@@ -9,6 +9,9 @@ struct scratch_piece {
     pk_scratch_use use;
     pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
     size_t bytes;            /* of its data */
+    bool is_doubted;         /* its counters may not be zero */
+
+    size_t counter_bytes() const { return use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int); }
 };
 
 static struct device_pieces {
@@ -25,7 +28,7 @@ static const void *thread_of(cudaStream_t stream)
 
 static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk_cuda_call &call)
 {
-    const size_t counter_bytes = piece->use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int);
+    const size_t counter_bytes = piece->counter_bytes();
     if (state->count == MAX_PIECES)
         return pk_fail(call.err, PK_EUNSUPPORTED, "cuda:%d: too many streams need scratch memory (%d pieces)",
                        call.device->index, (int)MAX_PIECES);
@@ -42,13 +45,24 @@ static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk
     return PK_OK;
 }
 
+/* In the order of the stream, where another thread's calls on it may be under way. */
+static pk_status zero_counters(scratch_piece *piece, const pk_cuda_call &call)
+{
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    PK_CUDA(call.err, cudaStreamIsCapturing(call.stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone) return PK_OK;
+    PK_CUDA(call.err, cudaMemsetAsync(piece->scratch.counters, 0, piece->counter_bytes(), call.stream));
+    piece->is_doubted = false;
+    return PK_OK;
+}
+
 /* The first piece that is large enough, or a new one. */
 static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_pieces *state = &devices[call.device->index];
     scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes};
     const pk_cuda_lock held(&lock);
-    const scratch_piece *piece = state->pieces, *end = piece + state->count;
+    scratch_piece *piece = state->pieces, *end = piece + state->count;
     while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread && piece->use == use &&
                             piece->bytes >= bytes))
         piece++;
@@ -56,6 +70,7 @@ static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t
         PK_TRY(make_piece(&wanted, state, call));
         piece = &wanted;
     }
+    if (piece->is_doubted) PK_TRY(zero_counters(piece, call));
     *scratch = piece->scratch;
     return PK_OK;
 }
@@ -73,6 +88,13 @@ pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data
     PK_TRY(find_piece(call, PK_SCRATCH_QUERIES, room, &scratch));
     *data = scratch.data;
     return PK_OK;
+}
+
+void pk_cuda_doubt_counters(pk_device device)
+{
+    device_pieces *state = &devices[device.index];
+    const pk_cuda_lock held(&lock);
+    for (int i = 0; i < state->count; i++) state->pieces[i].is_doubted = state->pieces[i].use != PK_SCRATCH_QUERIES;
 }
 
 /* Work of a stream that was destroyed at this address may still use the scratch memory that is the new one's now. */

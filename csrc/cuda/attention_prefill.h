@@ -22,25 +22,29 @@ struct prefill_queue {
         is_first = true;
     }
 
-    /* Walks towards the next item before it is taken, which cannot come before the one that the counter says now. */
-    __device__ void look_ahead(const prefill_batch &batch)
+    __device__ static unsigned int next_of(unsigned int *counter, bool takes)
     {
-        int lane = threadIdx.x & 31;
-        list.walk_to(batch, (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + __ldcg(&batch.counters[0]) : 0, 0));
+        return takes ? atomicAdd(counter, 1u) : __ldcg(counter);
     }
 
-    /* To be called until there is none, once: then this CTA's part in the counters is done. */
-    __device__ prefill_item take_next(const prefill_batch &batch)
+    /* To be called until there is none, once: then this CTA's part in the counters is done. may_take() says whether an
+     * item may be taken yet, after a short wait. Until then a list that is worked out is walked to the item that would
+     * be next now: the one that will be is no earlier. */
+    template <typename MayTake>
+    __device__ prefill_item take_next(const prefill_batch &batch, MayTake may_take)
     {
         int lane = threadIdx.x & 31;
         prefill_item item;
+        bool is_taken;
         do {
+            do is_taken = is_first || may_take();
+            while (!is_taken && !List::WALKS);
             int index = (int)blockIdx.x;
             if (!is_first)
-                index = (int)__shfl_sync(~0u, lane == 0 ? gridDim.x + atomicAdd(&batch.counters[0], 1u) : 0, 0);
+                index = (int)(gridDim.x + __shfl_sync(~0u, lane == 0 ? next_of(batch.counters, is_taken) : 0, 0));
             is_first = false;
             item = list.find(batch, index);
-        } while (item.part >= item.num_parts); /* it has fewer than its level says */
+        } while (!is_taken || item.part >= item.num_parts); /* it has fewer than its level says */
         if (item.num_positions == 0 && lane == 0 && atomicInc(&batch.counters[1], gridDim.x - 1) == gridDim.x - 1)
             batch.counters[0] = 0; /* the last CTA: atomicInc has put its own back */
         return item;

@@ -16,8 +16,8 @@ struct alignas(16) prefill_plan_row {
 
 /* What prefill_queue reads instead of prefill_schedule. */
 struct prefill_planned {
+    static constexpr bool WALKS = false;
     __device__ void start(const prefill_batch &) {}
-    __device__ void walk_to(const prefill_batch &, int) {}
 
     __device__ prefill_item find(const prefill_batch &batch, int index) const
     {

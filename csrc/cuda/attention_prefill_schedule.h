@@ -8,12 +8,13 @@
  * chunks of neighbouring sequences (so that the keys in use stay in the L2 cache), sections of KV heads (all, or where
  * one sequence's keys are far more than the cache holds, as many as fit), in a section falling levels, on a level
  * sequence by sequence, its heads. An item's level is the number of its keys in units of `positions`; a sequence has at
- * most one item of a level.
+ * most one item of a level. So a run of levels has the same sequences, and is passed in one step.
  *
  * Without a plan a CTA can do nothing before this has found its first item, and half of that time is the fetching of
  * instructions that run once (prefill/NOTES.md #25): it has to be short. */
 template <int CUT_TILE>
 struct prefill_schedule {
+    static constexpr bool WALKS = true;
     static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
     prefill_parts parts;                       /* of CUTS */
     sequence_view mine;                        /* lane's sequence of the chunk */
@@ -21,8 +22,9 @@ struct prefill_schedule {
     int next_seq, first_seq, seqs_per_chunk;
     int first_head, num_heads; /* of the section */
     int section_begin;         /* entries of the list before the section */
-    int level, next_level;     /* the level in hand, and the next that has items, or -1 */
-    int before, count;         /* entries of a KV head above the level; items on it */
+    int level, num_levels;     /* the run in hand: its highest level, and how many there are */
+    int next_level;            /* the next below it that has items, or -1 */
+    int before, count;         /* entries of a KV head above the run; items on each of its levels */
     int num_parts;             /* of each of them */
     int first_slot, num_slots; /* parts before the section; of a KV head: these are a section's first entries */
 
@@ -51,7 +53,7 @@ struct prefill_schedule {
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
         next_seq = 0;
         section_begin = 0;
-        before = count = num_parts = 0;
+        before = count = num_levels = num_parts = 0;
         next_level = -1;
         first_head = num_heads = (int)args.num_kv_heads; /* behind the last one of no chunk */
         first_slot = num_slots = 0;
@@ -87,29 +89,25 @@ struct prefill_schedule {
         first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
     }
 
-    /* To the level of entry `index` of the whole list, which does not go down from call to call; false behind the end. */
-    __device__ bool walk_to(const prefill_batch &batch, int index)
-    {
-        while (index - section_begin >= (before + count * num_parts) * num_heads) {
-            before += count * num_parts;
-            if (num_parts > 1) num_slots = before;
-            count = 0;
-            if (next_level >= 0)
-                scan_level(batch, next_level);
-            else if (!next_section(batch, index))
-                return false;
-        }
-        return true;
-    }
-    /* On a level the parts of an item follow each other, and the items of a sequence's heads. */
+    /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
+     * each other, and the items of a sequence's heads. */
     __device__ prefill_item find(const prefill_batch &batch, int index)
     {
-        if (!walk_to(batch, index)) return prefill_end_of_list();
+        while (index - section_begin >= (before + num_levels * count * num_parts) * num_heads) {
+            before += num_levels * count * num_parts;
+            if (num_parts > 1) num_slots = before;
+            num_levels = 0;
+            if (next_level >= 0)
+                begin_run(batch, next_level);
+            else if (!next_section(batch, index))
+                return prefill_end_of_list();
+        }
         int at = index - section_begin;
-        int2 by_part = {at - before * num_heads, 0};
+        unsigned int in_run = at - before * num_heads, entries = count * num_parts * num_heads; /* of a level */
+        int2 by_part = {(int)(in_run % entries), 0};
         if constexpr (CUTS) by_part = divide_small(by_part.x, num_parts);
         int2 by_head = divide_small(by_part.x, num_heads);
-        prefill_item item = describe(batch, by_head.x);
+        prefill_item item = describe(batch, level - (int)(in_run / entries), by_head.x);
         item.kv_head = first_head + by_head.y;
         item.part = by_part.y;
         item.num_parts = 1;
@@ -151,13 +149,19 @@ struct prefill_schedule {
         return max((int)(batch.chunk_keys / keys * (float)all_heads), 1);
     }
 
-    __device__ void scan_level(const prefill_batch &batch, int new_level)
+    /* A run ends where a sequence's items begin or end; where items may be in parts, whose number depends on the level,
+     * it is one level. */
+    __device__ void begin_run(const prefill_batch &batch, int highest)
     {
-        level = new_level;
-        int end = first_level + num_items;
-        count = __popc(__ballot_sync(~0u, first_level <= level && level < end));
-        next_level = __reduce_max_sync(~0u, num_items && first_level < level ? min(level, end) - 1 : -1);
+        level = highest;
         num_parts = CUTS ? parts.count(batch, level) : 1;
+        int end = first_level + num_items;
+        bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
+        count = __popc(__ballot_sync(~0u, is_here));
+        int lowest = __reduce_max_sync(~0u, is_here ? first_level : is_below ? end : 0);
+        if (CUTS && parts.per_key > 0) lowest = level;
+        num_levels = level - lowest + 1;
+        next_level = __reduce_max_sync(~0u, num_items && first_level < lowest ? min(lowest, end) - 1 : -1);
     }
     /* Leaves the item the keys of its part. Parts are as long as each other, give or take a tile. */
     __device__ void cut(prefill_item &item) const
@@ -172,8 +176,8 @@ struct prefill_schedule {
         item.begin = max(item.begin, (int)(begin * TILE));
         item.end = min(item.end, (int)((begin + each + (part < more)) * TILE));
     }
-    /* The item of the rank-th sequence that has one on this level. */
-    __device__ prefill_item describe(const prefill_batch &batch, int rank)
+    /* The item of the rank-th sequence that has one on a level of the run. */
+    __device__ prefill_item describe(const prefill_batch &batch, int level, int rank)
     {
         int lane = threadIdx.x & 31, skipped = (level - first_level) * batch.positions;
         bool is_here = first_level <= level && level < first_level + num_items;

@@ -66,7 +66,7 @@ struct prefill_sm80_cta {
         __syncthreads(); /* the item before is done */
         if (warp == 0) {
             prefill_queue<prefill_schedule<0>> schedule = shared.schedules[lane];
-            prefill_item next = schedule.take_next(batch);
+            prefill_item next = schedule.take_next(batch, [] { return true; });
             shared.schedules[lane] = schedule;
             if (lane == 0) shared.item = next;
         }

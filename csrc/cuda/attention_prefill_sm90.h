@@ -110,9 +110,11 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
     prefill_queue<List> queue;
     queue.start(batch);
     ring_position<ITEM_SLOTS> slot;
+    uint32_t loading = 0, loading_parity = 0; /* of the item before, or 0: nothing to wait for */
+    auto may_take = [&] { return !loading || __all_sync(~0u, barrier_wait_up_to(1000, loading, loading_parity)); };
     for (ring_position<shape::q_stages> q;; q.advance(), slot.advance()) {
         bool is_first = queue.is_first;
-        prefill_item item = queue.take_next(batch);
+        prefill_item item = queue.take_next(batch, may_take);
         if (is_first) __syncthreads();
         barrier_wait(smem_address(&shared->item_empty[slot.at]), slot.parity ^ 1);
         if (threadIdx.x == 0) {
@@ -127,11 +129,14 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
                 copy_4d(to + c * shape::rows * shape::row_bytes, &params.q_map, full, 0, item.kv_head * batch.group,
                         item.first_token, c);
         }
-        if (!item.num_positions) return;
+        if (!item.num_positions) {
+            pk_let_next_kernel_start(); /* its CTAs follow those that end; earlier, they are in the way (#32) */
+            return;
+        }
         if (threadIdx.x == 0) List::look_again(batch, item);
-        uint32_t loading = smem_address(&shared->item_loading[slot.at]);
-        if (shape::last_tile(item) > shape::first_tile(item))
-            while (!__all_sync(~0u, barrier_wait_up_to(1000, loading, slot.parity))) queue.look_ahead(batch);
+        bool is_long = shape::last_tile(item) > shape::first_tile(item);
+        loading = is_long ? smem_address(&shared->item_loading[slot.at]) : 0;
+        loading_parity = slot.parity;
     }
 }
 

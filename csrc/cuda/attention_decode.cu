@@ -211,7 +211,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         }
         copy_async_wait<0>();
         __syncwarp();
-        this->leave_results({(float *)(smem + warp * RING_BYTES), OUTPUT_STRIDE}); /* where its keys were */
+        this->leave_results({(float *)(smem + warp * RING_BYTES), ROWS, OUTPUT_STRIDE}); /* where its keys were */
         __syncthreads();
         merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)
@@ -244,8 +244,9 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
     PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
     int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
-    return pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32),
-                                (size_t)cta::smem_bytes(warps), *args, params);
+    PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32),
+                                (size_t)cta::smem_bytes(warps), *args, params));
+    return shape.merges_apart ? pk_cuda_merge_parts(*args, params.workspace.parts, true, call) : PK_OK;
 }
 
 using decode_instance =

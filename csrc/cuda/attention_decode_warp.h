@@ -198,7 +198,7 @@ struct decode_warp {
         multiply_values(p, k_tile + TILE_BYTES);
     }
 
-    __device__ void leave_results(partial_rows<ROWS> to)
+    __device__ void leave_results(partial_rows to)
     {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)

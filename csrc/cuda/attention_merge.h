@@ -1,7 +1,8 @@
 /* attention_merge.h - the end of a unit of decode attention: its warps' results become one, and a cut tile's parts.
  *
  * Both are the same sum over softmax states (attention_states.h): first over the warps in shared memory, then, by the
- * last CTA to arrive, over the parts in the workspace, a batch of which is under way before the first is used.
+ * last CTA to arrive, over the parts in the workspace, a batch of which is under way before the first is used. Or the
+ * parts are left to another kernel (attention_parts.h).
  */
 #ifndef PK_CUDA_ATTENTION_MERGE_H
 #define PK_CUDA_ATTENTION_MERGE_H
@@ -41,40 +42,46 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
                                   int row_stride)
 {
     constexpr int QUADS = D / 4;
-    int num_items = tile.num_rows() * QUADS, num_heads = (int)tile.args.num_kv_heads;
+    int num_items = tile.num_rows() * QUADS;
     int num_parts = tile.unit.num_parts, first_unit = unit_index - tile.unit.part;
+    const decode_workspace &workspace = tile.params.workspace;
+    int first_slot = tile.head * tile.params.shape.max_slots + first_unit; /* of PK_SCRATCH_COUNTERS at most */
     auto part_at = [&](int part) {
-        unsigned slot = (first_unit + part) * num_heads + tile.head; /* of PK_SCRATCH_COUNTERS at most */
-        return partial_rows<ROWS>{tile.params.workspace.partials + (size_t)slot * (ROWS * (D + 2)), D};
+        return partial_rows{workspace.parts.data + (size_t)(first_slot + part) * (ROWS * (D + 2)), ROWS, D};
     };
 
     for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
         int row = item / QUADS, dim = item % QUADS * 4;
         row_state state = add_up(blockDim.x / 32, [&](int i) {
-            partial_rows<ROWS> from = {shared + i * warp_stride, row_stride};
+            partial_rows from = {shared + i * warp_stride, ROWS, row_stride};
             return row_state{from.max()[row], from.sum()[row], *(float4 *)(from.output(row) + dim)};
         });
         if (num_parts == 1) {
             write_row<Kind>(tile, row, dim, state);
             continue;
         }
-        partial_rows<ROWS> to = part_at(tile.unit.part);
+        partial_rows to = part_at(tile.unit.part);
         *(float4 *)(to.output(row) + dim) = state.output;
         if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
     }
     if (num_parts == 1) return;
+    if (tile.params.shape.merges_apart) {
+        if (threadIdx.x == 0 && tile.unit.part == 0)
+            workspace.parts.note({tile.unit.seq, tile.head, tile.unit.first_query, tile.unit.num_queries,
+                                  tile.unit.tile * ROWS, first_slot, num_parts, 0});
+        return;
+    }
 
     bool &is_last = *(bool *)shared; /* nobody needs what was there */
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned int *arrivals = tile.params.workspace.arrivals + (int64_t)first_unit * num_heads + tile.head;
-        is_last = pk_arrive(arrivals, num_parts);
+        is_last = pk_arrive(workspace.arrivals + first_slot, num_parts);
     }
     __syncthreads();
     if (!is_last) return;
     for (int item = threadIdx.x; item / 32 * 32 < num_items; item += blockDim.x) {
         int row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
-        row_state state = add_parts<D, ROWS>(num_parts, row, dim, part_at);
+        row_state state = add_parts<D>(num_parts, row, dim, part_at);
         if (item < num_items) write_row<Kind>(tile, row, dim, state);
     }
 }

@@ -141,10 +141,16 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     if (slots < 1) slots = 1;
     int threads = 32 * warps / shape->ctas_per_sm, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
-    shape->merge_steps = MERGE_US_OF_ROUND / STEP_US_OF_64_KB * (float)rounds * 65536.0f / (float)step_bytes;
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     shape->is_one_wave =
         shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
+    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
+    shape->merges_apart = shape->is_one_wave && most_steps > DECODE_STAGES &&
+                          segments * heads * shape->rows <= call.device->num_sms && /* a row each */
+                          rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
+    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
+    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
+    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
     shape->quarters = QUARTERS;
     if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
@@ -155,7 +161,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     if (shape->is_one_wave) units = slots;
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
-    if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS)
+    if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
     shape->slots = (int)slots;
@@ -173,13 +179,12 @@ static pk_status find_workspace(const pk_attention_args *args, const decode_shap
                                 decode_workspace *workspace)
 {
     size_t unit_bytes = shape.num_units * sizeof(attention_unit);
-    size_t slots = (size_t)shape.max_slots * args->num_kv_heads;
-    size_t partial_bytes = slots * (2 + shape.head_dim) * shape.rows * sizeof(float);
+    int64_t slots = shape.max_slots * args->num_kv_heads;
     pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(call, &scratch, unit_bytes + partial_bytes));
-    workspace->arrivals = scratch.counters;
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, unit_bytes + parts_room::bytes(slots, shape.rows, shape.head_dim)));
+    workspace->arrivals = scratch.counters + 2;
     workspace->units = (attention_unit *)(args->plan ? args->plan : scratch.data);
-    workspace->partials = (float *)((char *)scratch.data + unit_bytes);
+    workspace->parts.make(scratch.counters, (char *)scratch.data + unit_bytes, slots, shape.rows, shape.head_dim);
     return PK_OK;
 }
 

@@ -8,7 +8,7 @@
 #ifndef PK_CUDA_ATTENTION_PLAN_H
 #define PK_CUDA_ATTENTION_PLAN_H
 
-#include "cuda/attention_states.h"
+#include "cuda/attention_parts.h"
 #include "cuda/divider.h"
 #include "ops/rope.h"
 
@@ -34,7 +34,9 @@ struct decode_shape {
     int num_segments;    /* at most, per head: tiles of all sequences */
     int num_units;       /* rows of the plan */
     bool is_one_wave;    /* few sequences: their parts fill the machine once and no more */
-    float merge_steps;   /* in whose time the last CTA merges MERGE_BATCH parts */
+    bool merges_apart;   /* another kernel merges parts; else the last CTA of a tile */
+    float batch_steps;   /* in whose time the merging of MERGE_BATCH parts begins, */
+    float part_steps;    /* and one of them is merged */
     int quarters;        /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares; /* parts of the others are no longer than a share, where that is worth it */
     int num_splits;      /* parts of every sequence, or 0 */
@@ -53,11 +55,11 @@ constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
 /* Whether a tile's heads may come from the projection: there is room for them in shared memory. */
 constexpr bool makes_heads(int64_t head_dim, int rows) { return head_dim <= 128 || rows == 8; }
 
-/* Parts in flight: counters that are zero between calls, and room for partial results. */
+/* Parts in flight. Those of a head are side by side: slot head * max_slots + unit. */
 struct decode_workspace {
-    unsigned int *arrivals; /* [max_slots, num_kv_heads] */
-    float *partials;        /* [max_slots, num_kv_heads, (2 + head_dim) * rows] */
-    attention_unit *units;  /* [num_units], the caller's where there is a plan; NULL: each CTA works out its own */
+    unsigned int *arrivals; /* [num_kv_heads, max_slots], zero between calls */
+    parts_room parts;
+    attention_unit *units; /* [num_units], the caller's where there is a plan; NULL: each CTA works out its own */
 };
 
 /* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */

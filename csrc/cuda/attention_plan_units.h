@@ -64,12 +64,13 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* An estimate, counted in steps of a CTA; INFINITY where not all units run at once. The last CTA of a sequence merges its
- * parts a batch at a time. All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
+/* An estimate, counted in steps of a CTA; INFINITY where not all units run at once. Parts are merged a batch at a time.
+ * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int num_units)
 {
     int parts = count_parts(shape, longest, {length, length}), batches = (parts + MERGE_BATCH - 1) / MERGE_BATCH;
-    return num_units > shape.slots ? INFINITY : (float)length + (float)batches * shape.merge_steps;
+    float merging = parts > 1 ? (float)batches * shape.batch_steps + (float)parts * shape.part_steps : 0;
+    return num_units > shape.slots ? INFINITY : (float)length + merging;
 }
 /* A warp, with a length a lane: the one that takes least time, and of those the longest. */
 __device__ static inline int best_length(const decode_shape &shape, int longest, int length, int num_units)

@@ -71,7 +71,8 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->by_block_size = make_divider(args->block_size);
     batch->window_left = prefill_window(args->window_left);
     batch->window_right = prefill_window(args->window_right);
-    batch->parts.make(scratch, args->head_dim);
+    int64_t most_parts = PK_SCRATCH_BYTES / parts_room::bytes(1, PREFILL_PART_ROWS, (int)args->head_dim);
+    batch->parts.make(scratch.counters + 2, scratch.data, most_parts, PREFILL_PART_ROWS, (int)args->head_dim);
     int cache_bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
     /* No chunks, which a CTA walks through one after the other. */

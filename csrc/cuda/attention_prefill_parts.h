@@ -4,44 +4,11 @@
 #ifndef PK_CUDA_ATTENTION_PREFILL_PARTS_H
 #define PK_CUDA_ATTENTION_PREFILL_PARTS_H
 
-#include "cuda/attention_states.h"
+#include "cuda/attention_parts.h"
 #include "cuda/divider.h"
 #include "cuda/thresholds.h"
 
-/* An item that was cut, as attention_prefill_merge.cu needs to know it. */
-struct prefill_cut_item {
-    int seq, kv_head, first_token, num_positions;
-    int first_slot, num_parts; /* its parts, side by side in prefill_parts_room::rows */
-    int unused[2];
-};
-struct prefill_parts_room {
-    enum { ROWS = 128 };     /* of an item */
-    unsigned int *counters;  /* items that were cut, CTAs that have merged; zero between calls */
-    prefill_cut_item *items; /* in no order */
-    float *rows;             /* [most_parts, ROWS * (2 + head_dim)] */
-    int most_parts;          /* that there is room for */
-
-    /* In a piece of scratch memory, whose first two counters are prefill_queue's. */
-    void make(const pk_cuda_scratch &scratch, int64_t head_dim)
-    {
-        int64_t part_bytes = ROWS * (2 + head_dim) * (int64_t)sizeof(float);
-        most_parts = (int)(PK_SCRATCH_BYTES / (part_bytes + (int64_t)sizeof(prefill_cut_item)));
-        counters = scratch.counters + 2;
-        rows = (float *)scratch.data;
-        items = (prefill_cut_item *)((char *)scratch.data + most_parts * part_bytes);
-    }
-    /* A broken plan may have more of them than there is room for. */
-    __device__ void note(const prefill_cut_item &item) const
-    {
-        unsigned int at = atomicAdd(counters, 1u);
-        if (at < (unsigned)most_parts) items[at] = item;
-    }
-    __device__ int num_items() const { return (int)min(__ldcg(counters), (unsigned)most_parts); }
-    __device__ partial_rows<ROWS> part_at(int64_t slot, int head_dim) const
-    {
-        return {rows + slot * (ROWS * (2 + head_dim)), head_dim};
-    }
-};
+constexpr int PREFILL_PART_ROWS = 128; /* of an item that may be cut */
 
 struct prefill_batch {
     pk_attention_args args;
@@ -55,7 +22,7 @@ struct prefill_batch {
     divider by_positions, by_block_size;
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
-    prefill_parts_room parts;
+    parts_room parts;
 
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
     __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
@@ -161,8 +128,5 @@ struct prefill_parts {
         if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, mine, best));
     }
 };
-
-/* After the kernel that leaves parts, on the same stream: merges those of every item that was cut. */
-pk_status pk_cuda_merge_prefill_parts(const prefill_batch &batch, const pk_cuda_call &call);
 
 #endif

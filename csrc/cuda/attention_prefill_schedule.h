@@ -10,8 +10,8 @@
  * sequence by sequence, its heads. An item's level is the number of its keys in units of `positions`; a sequence has at
  * most one item of a level. So a run of levels has the same sequences, and is passed in one step.
  *
- * Without a plan a CTA can do nothing before this has found its first item, and half of that time is the fetching of
- * instructions that run once (prefill/NOTES.md #25): it has to be short. */
+ * Without a plan a CTA can do nothing before this has found its first item (prefill/NOTES.md #25, #33): it has to be
+ * short. */
 template <int CUT_TILE>
 struct prefill_schedule {
     static constexpr bool WALKS = true;

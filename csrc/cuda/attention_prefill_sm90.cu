@@ -25,7 +25,7 @@
  * than bf16. e4m3 is exact in both; those who compute know only the scales. head_dim 256 is left to
  * attention_prefill_sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
  *
- * A part of an item (attention_prefill_parts.h) leaves its sums to the kernel of attention_prefill_merge.cu.
+ * A part of an item (attention_prefill_parts.h) leaves its sums to the kernel of attention_parts.cu.
  *
  * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 753, 1 x 4096 616, 16 x 1024 480, ragged 16
  * of 100 to 1,024 tokens 312; over fp8 615, 494, 409, 289. Attempts: benchmarks/lab/prefill/NOTES.md.
@@ -156,7 +156,7 @@ static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
     PK_TRY(pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)batch.num_ctas),
                                 dim3(shape::threads), (size_t)shape::smem_bytes, params));
-    return CUTS ? pk_cuda_merge_prefill_parts(params.batch, call) : PK_OK;
+    return CUTS ? pk_cuda_merge_parts(batch.args, batch.parts, false, call) : PK_OK;
 }
 
 static constexpr char CUTS_ITEMS[] = "cuts items";

@@ -154,8 +154,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
     /* The rows of a part; and with the first one, for who merges them, whose they are. */
     __device__ __forceinline__ void leave_part(const prefill_item &item)
     {
-        static_assert(!CUTS || shape::rows == prefill_parts_room::ROWS, "rows of an item");
-        auto part = batch.parts.part_at(item.first_slot + item.part, head_dim);
+        static_assert(!CUTS || shape::rows == PREFILL_PART_ROWS, "rows of an item");
+        partial_rows part = batch.parts.part_at(item.first_slot + item.part);
         for (int r = 0; r < 2; r++) {
             int row = first_row + 8 * r;
             if (lane % 4 == 0) {
@@ -168,7 +168,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         }
         if (item.part == 0 && warpgroup == 0 && threadIdx.x % 128 == 0)
             batch.parts.note(
-                {item.seq, item.kv_head, item.first_token, item.num_positions, item.first_slot, item.num_parts, {}});
+                {item.seq, item.kv_head, item.first_token, item.num_positions, 0, item.first_slot, item.num_parts, 0});
     }
 
     /* The outputs of an item. */

@@ -76,21 +76,20 @@ __device__ static void write_state(const pk_attention_args &args, int seq, int k
             state.sum == 0 ? -INFINITY : state.max * PK_LN2 + logf(state.sum);
 }
 
-/* Where warps and parts leave what they have: max[ROWS], sum[ROWS], then the rows of `stride` floats. */
-template <int ROWS>
+/* Where warps and parts leave what they have: max[rows], sum[rows], then the rows of `stride` floats. */
 struct partial_rows {
     float *data;
-    int stride;
+    int rows, stride;
 
     __device__ float *max() const { return data; }
-    __device__ float *sum() const { return data + ROWS; }
-    __device__ float *output(int row) const { return data + 2 * ROWS + row * stride; }
+    __device__ float *sum() const { return data + rows; }
+    __device__ float *output(int row) const { return data + 2 * rows + row * stride; }
 };
 
 /* The parts of a row of D dims, whose quads are spread over neighbouring lanes. Whole warps call it. Beside full shared
  * memory the L1 has room for few loads under way: a lane asks for the state of one part, on behalf of its neighbours.
  */
-template <int D, int ROWS, int MOST = MERGE_BATCH, typename Place>
+template <int D, int MOST = MERGE_BATCH, typename Place>
 __device__ static inline row_state add_parts(int count, int row, int dim, Place part_at)
 {
     constexpr int LANES = D < 128 ? D / 4 : 32;
@@ -100,7 +99,7 @@ __device__ static inline row_state add_parts(int count, int row, int dim, Place 
     for (int begin = 0; begin < count; begin += BATCH) {
         float max = -INFINITY, sum = 0;
         if (lane < BATCH && begin + lane < count) {
-            partial_rows<ROWS> from = part_at(begin + lane);
+            partial_rows from = part_at(begin + lane);
             max = __ldcg(from.max() + row), sum = __ldcg(from.sum() + row);
         }
         float4 outputs[BATCH];

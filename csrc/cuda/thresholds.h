@@ -27,16 +27,19 @@ constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention_plan.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
-constexpr int FILLED_THIRDS = 2;           /* of the places of CTAs, that equal parts fill */
-constexpr int FEW_PARTS = 8;               /* per tile of 8 rows: not worth CTAs of a whole SM */
-constexpr int ONE_WAVE_THIRDS = 2;         /* of the places: with more tiles, parts run in several waves */
-constexpr int QUARTERS = 6;                /* of a place's share of all steps: a sequence up to that is not cut */
-constexpr int QUARTERS_OF_LAST_WAVE = 3;   /* where the last wave would be nearly empty */
-constexpr int QUARTERS_OF_FP8_WAVES = 2;   /* with fp8 and two waves or more */
-constexpr int LITTLE_FIFTHS = 6;           /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
-constexpr int FEWEST_STEPS_SAVED = 16;     /* of the longest part, or parts are not cut down to a share (#69) */
-constexpr float STEP_US_OF_64_KB = 1.3f;   /* a CTA reads (decode/NOTES.md #58) */
-constexpr float MERGE_US_OF_ROUND = 1.15f; /* its threads merge a batch of parts */
+constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
+constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
+constexpr int ONE_WAVE_THIRDS = 2;        /* of the places: with more tiles, parts run in several waves */
+constexpr int QUARTERS = 6;               /* of a place's share of all steps: a sequence up to that is not cut */
+constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly empty */
+constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
+constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
+constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
+constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58) */
+constexpr float BATCH_US = 0.45f;         /* of a batch of parts in a round of its threads: until the first comes, */
+constexpr float PART_US_OF_ROUND = 0.04f; /* and each of them; */
+constexpr float BATCH_US_APART = 0.2f;    /* another kernel merges */
+constexpr int ROUNDS_APART = 8;           /* where threads would have so many rounds in all (#73) */
 
 /* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #16, #24). */
 constexpr float KEY_DIM_US = 1.4f / (128 * 128); /* of an item's key, per head_dim */

@@ -99,32 +99,36 @@ __global__ void __launch_bounds__(THREADS)
 
 // --- launchers
 
-static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                            decode_shape *shape)
+/* Tiles, at most. */
+static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, decode_shape *shape)
 {
-    using namespace thresholds;
     int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
-    int64_t heads = args->num_kv_heads;
     shape->filter = filter;
     shape->num_splits = args->num_splits;
-    shape->group = (int)(args->num_q_heads / heads);
+    shape->group = (int)(args->num_q_heads / args->num_kv_heads);
     shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
+    shape->chunk = decode_chunk(shape->head_dim, bytes);
     int64_t most_rows = args->max_seqlen_q * shape->group;
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
     shape->rows = decode_rows(most_rows);
     int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
     int64_t most_segments = pk_ceil_div(args->num_tokens * shape->group, shape->rows) + args->num_seqs;
-    if (segments > most_segments) segments = most_segments; /* few sequences are as long as the longest */
+    return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
+}
 
-    /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less
-     * to gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the
-     * smallest CTAs would leave much of their last wave empty, those twice as large end sooner (fp8, whose steps are
-     * twice as long, gains less). With num_splits the bits may not depend on the batch, so the shape of a CTA may not,
-     * either. */
+/* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
+ * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
+ * CTAs would leave much of their last wave empty, those twice as large end sooner (fp8, whose steps are twice as long,
+ * gains less). With num_splits the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the
+ * places for them, per head. */
+static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
+                           decode_shape *shape)
+{
+    using namespace thresholds;
+    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
-    shape->chunk = decode_chunk(shape->head_dim, bytes);
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
-    int64_t slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
+    int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     auto waves_between = [&](int least_tenths, int most_tenths) {
         return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
     };
@@ -137,23 +141,41 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
         bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half);
         if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
     }
-    shape->step = shape->chunk * warps / shape->ctas_per_sm;
     if (slots < 1) slots = 1;
-    int threads = 32 * warps / shape->ctas_per_sm, step_bytes = shape->step * 2 * shape->head_dim * bytes;
+    shape->step = shape->chunk * warps / shape->ctas_per_sm;
+    shape->quarters = QUARTERS;
+    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
+    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
+    return slots;
+}
+
+/* Who merges parts, and what that takes. */
+static void choose_merging(const pk_attention_args *args, int64_t segments, int64_t slots, int64_t most_steps,
+                           const pk_cuda_call &call, decode_shape *shape)
+{
+    using namespace thresholds;
+    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
-    int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
-    shape->is_one_wave =
-        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
     shape->merges_apart = shape->is_one_wave && most_steps > DECODE_STAGES &&
-                          segments * heads * shape->rows <= call.device->num_sms && /* a row each */
+                          segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
                           rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
     float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
     shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
-    shape->quarters = QUARTERS;
-    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
-    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
+}
+
+static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                            decode_shape *shape)
+{
+    using namespace thresholds;
+    int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
+    int64_t slots = choose_ctas(args, segments, call, shape);
+    int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
+    shape->is_one_wave =
+        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
+    choose_merging(args, segments, slots, most_steps, call, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;

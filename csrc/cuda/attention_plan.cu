@@ -162,6 +162,7 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
                           segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
                           rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
     float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
+    if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
     shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
 }

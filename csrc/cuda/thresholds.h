@@ -35,11 +35,12 @@ constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly
 constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
-constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58) */
-constexpr float BATCH_US = 0.45f;         /* of a batch of parts in a round of its threads: until the first comes, */
-constexpr float PART_US_OF_ROUND = 0.04f; /* and each of them; */
-constexpr float BATCH_US_APART = 0.2f;    /* another kernel merges */
-constexpr int ROUNDS_APART = 8;           /* where threads would have so many rounds in all (#73) */
+constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), */
+constexpr float LEAST_STEP_US = 0.65f;    /* by latency, however few bytes they are; */
+constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
+constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
+constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges: */
+constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73) */
 
 /* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #16, #24). */
 constexpr float KEY_DIM_US = 1.4f / (128 * 128); /* of an item's key, per head_dim */

@@ -141,8 +141,9 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "    int32 [n, 12] on q's device, n by the shapes alone; 0 where there is nothing to divide, as on the CPU. out\n"
     "        may have more rows, which are left as they are. With num_splits=0 and g = num_q_heads / num_kv_heads, n is\n"
     "        at most num_seqs * (1 + num_kv_heads) + num_tokens * g * (1 / 8 + num_kv_heads / 64) + 5120.\n" PY_DOC_RAISES
-    "        paged_attention_fwd refuses a plan for other shapes or lengths, or masks and records it for\n"
-    "        check_errors().\n");
+    "        paged_attention_fwd refuses a plan for other shapes or lengths. What only the device can tell, such as\n"
+    "        a row that was overwritten, it masks and records for check_errors(); until that has raised, other\n"
+    "        results of the stream may be wrong.\n");
 PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     enum { CAUSAL = NUM_BATCH, WINDOW_SIZE, NUM_SPLITS, OUT, STREAM };

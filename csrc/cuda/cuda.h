@@ -92,6 +92,7 @@ struct pk_cuda_device {
     size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
     bool can_launch_early;   /* Hopper or newer, and our kernels are built for it: they know how to wait */
     pk_cuda_bad_id *bad_id;  /* device memory */
+    unsigned int num_errors; /* that check_errors has raised: atomic */
     cudaStream_t own_stream; /* never blocks with the legacy stream; for what belongs to no caller's stream */
 };
 
@@ -152,10 +153,12 @@ struct pk_cuda_lock {
 };
 
 /* Scratch memory of one stream of one device, for what lives within one call. The counters are zero between calls:
- * kernels must leave them so. `data` holds anything, `bytes` of it. It is made at a stream's first use, large enough
- * for all but num_splits of large batches, which makes a larger piece. Inside a capture too: the allocation is done at
- * once and is no part of the graph. What was outgrown is kept until the stream is destroyed, because graphs point to
- * it. Two graphs captured on one stream share its scratch memory and must not be replayed at the same time. */
+ * kernels must leave them so. After a plan that was changed they may not be; once check_errors has raised, they are set
+ * to zero ahead of the next call on their stream that is not captured. `data` holds anything, `bytes` of it. It is made
+ * at a stream's first use, large enough for all but num_splits of large batches, which makes a larger piece. Inside a
+ * capture too: the allocation is done at once and is no part of the graph. What was outgrown is kept until the stream is
+ * destroyed, because graphs point to it. Two graphs captured on one stream share its scratch memory and must not be
+ * replayed at the same time. */
 enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20 };
 /* Kernels that run beside each other have pieces of their own. */
 enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_QUERIES };
@@ -168,10 +171,6 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
 
 /* Memory beside that, for the queries of a call that is made of two operations. */
 pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data);
-
-/* A call was given what its kernel could not use, and may have left counters that are not zero: where there are any, they
- * are set to zero ahead of the next call on their stream that is not captured. */
-void pk_cuda_doubt_counters(pk_device device);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);

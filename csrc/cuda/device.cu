@@ -168,7 +168,7 @@ pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
     PK_CUDA(err, cudaStreamSynchronize(call.device->own_stream));
     const pk_cuda_bad_id bad_id = *host;
     if (bad_id.kind == 0) return PK_OK;
-    pk_cuda_doubt_counters(device);
+    __atomic_fetch_add(&state->device.num_errors, 1, __ATOMIC_RELEASE);
     pk_error what;
     pk_fail(&what, PK_EVALUE, formats[bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0], (long long)bad_id.index,
             (long long)bad_id.value, (long long)bad_id.limit);

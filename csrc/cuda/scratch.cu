@@ -9,7 +9,7 @@ struct scratch_piece {
     pk_scratch_use use;
     pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
     size_t bytes;            /* of its data */
-    bool is_doubted;         /* its counters may not be zero */
+    unsigned int num_errors; /* of the device, when its counters were set to zero */
 
     size_t counter_bytes() const { return use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int); }
 };
@@ -45,14 +45,14 @@ static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk
     return PK_OK;
 }
 
-/* In the order of the stream, where another thread's calls on it may be under way. */
-static pk_status zero_counters(scratch_piece *piece, const pk_cuda_call &call)
+/* In the order of the stream, where calls of before may be under way. */
+static pk_status zero_counters(scratch_piece *piece, unsigned int num_errors, const pk_cuda_call &call)
 {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     PK_CUDA(call.err, cudaStreamIsCapturing(call.stream, &capture));
     if (capture != cudaStreamCaptureStatusNone) return PK_OK;
     PK_CUDA(call.err, cudaMemsetAsync(piece->scratch.counters, 0, piece->counter_bytes(), call.stream));
-    piece->is_doubted = false;
+    piece->num_errors = num_errors;
     return PK_OK;
 }
 
@@ -60,7 +60,8 @@ static pk_status zero_counters(scratch_piece *piece, const pk_cuda_call &call)
 static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_pieces *state = &devices[call.device->index];
-    scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes};
+    unsigned int num_errors = __atomic_load_n(&call.device->num_errors, __ATOMIC_ACQUIRE);
+    scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes, num_errors};
     const pk_cuda_lock held(&lock);
     scratch_piece *piece = state->pieces, *end = piece + state->count;
     while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread && piece->use == use &&
@@ -70,7 +71,7 @@ static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t
         PK_TRY(make_piece(&wanted, state, call));
         piece = &wanted;
     }
-    if (piece->is_doubted) PK_TRY(zero_counters(piece, call));
+    if (piece->num_errors != num_errors && piece->counter_bytes()) PK_TRY(zero_counters(piece, num_errors, call));
     *scratch = piece->scratch;
     return PK_OK;
 }
@@ -88,13 +89,6 @@ pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data
     PK_TRY(find_piece(call, PK_SCRATCH_QUERIES, room, &scratch));
     *data = scratch.data;
     return PK_OK;
-}
-
-void pk_cuda_doubt_counters(pk_device device)
-{
-    device_pieces *state = &devices[device.index];
-    const pk_cuda_lock held(&lock);
-    for (int i = 0; i < state->count; i++) state->pieces[i].is_doubted = state->pieces[i].use != PK_SCRATCH_QUERIES;
 }
 
 /* Work of a stream that was destroyed at this address may still use the scratch memory that is the new one's now. */

@@ -1,9 +1,9 @@
 /* attention_plan.h - the decode kernels' work, cut into units: which keys of which sequence a CTA goes through.
  *
  * A unit is the same for every KV head: CTA = (unit, head), heads side by side because their keys are. A unit is either
- * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged by the last
- * CTA to arrive, in the order of the keys. attention_plan.cu makes the units on the device from the lengths, for a grid
- * that depends on shapes alone. A plan serves every layer of a step.
+ * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged in the order
+ * of the keys, by the last CTA to arrive or by another kernel. attention_plan.cu makes the units on the device from the
+ * lengths, for a grid that depends on shapes alone. A plan serves every layer of a step.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_H
 #define PK_CUDA_ATTENTION_PLAN_H

@@ -106,7 +106,7 @@ __device__ static inline int bucket_of(int num_parts, int num_steps, int longest
     return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
 }
 
-/* A sequence's unit, unsigned: tiles one after the other, in each the parts in the order of the keys. */
+/* A sequence's unit, not signed yet: tiles one after the other, in each the parts in the order of the keys. */
 __device__ static inline attention_unit unit_of(const planned_sequence &it, int seq, int num_parts, int number)
 {
     attention_unit unit = {0, seq, number / num_parts, it.view.first_query};

@@ -44,6 +44,7 @@ def simple_kernel(q, k_cache, v_cache, *rest, **arguments):
 @pytest.mark.parametrize("num_splits", [0, 4])
 @pytest.mark.parametrize(("batch", "context", "heads"), [
     (1, 1, (16, 8)), (1, 40000, (16, 8)), (1, 9000, (64, 4)), (1, 5000, (4, 4)), (2, 7000, (160, 1)), (9, 3000, (8, 2)),
+    (1, 60000, (8, 1)), (1, 30000, (12, 1)),  # merged by a kernel of its own
     (40, 0, (32, 8)), (72, 0, (16, 8)), (150, 0, (16, 8)), (250, 0, (16, 8)), (700, 0, (4, 2)),
     (1500, 0, (4, 1))])  # fmt: skip
 def test_decode_of_any_batch(torch, rng, batch, context, heads, num_splits):
@@ -280,22 +281,27 @@ def broken_plans(torch, rng, plan):
             broken[int(rng.integers(len(plan))), column] += value
             yield broken
     yield torch.zeros_like(plan)
+    yield plan ^ -(2**31)  # what a hash that is a sum does not see
+    broken = plan.clone()
+    broken[:, [3, 5]] ^= -(2**31)
+    yield broken
     for _ in range(10):
         broken, (i, j) = plan.clone(), rng.choice(len(plan), 2, replace=False)
         broken[[i, j]] = broken[[j, i]]  # sound rows in each other's place
         yield broken
 
 
-@pytest.mark.parametrize("kind", ["decode", "few, cut", "mixed"])
+@pytest.mark.parametrize("kind", ["decode", "few, cut", "merged apart", "mixed"])
 def test_a_plan_that_was_changed(torch, rng, kind):
     """A plan is only memory: whatever was changed in it is recorded, nothing outside is touched, and after check_errors
     calls are right again, with the plan or without, and with other queries, which find nothing of the call before."""
-    queries, contexts = {
-        "decode": ([1] * 20, [1500] * 20),
-        "few, cut": ([1] * 3, [20000, 700, 9000]),
-        "mixed": ([300, 1, 500, 1], [5000, 700, 500, 9000]),
+    shape = {
+        "decode": ([1] * 20, [1500] * 20, (16, 4), 128),
+        "few, cut": ([1] * 3, [20000, 700, 9000], (16, 4), 128),
+        "merged apart": ([1] * 3, [20000, 700, 9000], (12, 1), 256),
+        "mixed": ([300, 1, 500, 1], [5000, 700, 500, 9000], (16, 4), 128),
     }[kind]
-    (q, *others), arguments = make_chunks(torch, rng, queries, contexts, (16, 4), 128, 16)
+    (q, *others), arguments = make_chunks(torch, rng, *shape, 16)
     batches = [(each, *others) for each in (q, torch.randn_like(q), torch.randn_like(q))]
     plan = pagedkv.plan_attention(*batches[0], **arguments)
     expected = [pagedkv.paged_attention_fwd(*each, **arguments, plan=plan) for each in batches]

@@ -52,13 +52,20 @@ static inline int pk_sign_plan(std::initializer_list<int64_t> numbers)
     return (int)(uint32_t)hash;
 }
 constexpr int PLAN_COLUMNS = 12; /* int32 of a row, of which the first is its signature */
+/* The hash NH of UMAC (RFC 4418), over the place and the other columns: sums of products of pairs, so that changes of
+ * several columns do not make up for each other. It is on the way to a decode CTA's first copy, and has to be short. */
 template <typename Row>
-__device__ static inline int pk_sign_row(int plan, int64_t place, const Row &row)
+__host__ __device__ static inline int pk_sign_row(int plan, int place, const Row &row)
 {
     static_assert(sizeof(Row) == PLAN_COLUMNS * sizeof(int), "a row of the plan tensor");
-    unsigned int hash = (unsigned)plan + (unsigned)place;
-    for (int i = 1; i < PLAN_COLUMNS; i++) hash = hash * 0x9E3779B1u + ((const unsigned int *)&row)[i];
-    return (int)hash;
+    constexpr unsigned int keys[PLAN_COLUMNS] = {0x9E3779B9, 0x243F6A88, 0x85A308D3, 0x13198A2E,
+                                                 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98,
+                                                 0xEC4E6C89, 0x452821E6, 0x38D01377, 0xBE5466CF};
+    const unsigned int *words = (const unsigned int *)&row;
+    uint64_t sum = (unsigned)plan;
+    for (int i = 0; i < PLAN_COLUMNS; i += 2)
+        sum += (uint64_t)((i ? words[i] : (unsigned)place) + keys[i]) * (words[i + 1] + keys[i + 1]);
+    return (int)(unsigned)(sum ^ sum >> 32);
 }
 
 #define PK_LOG2E 1.4426950408889634f

@@ -36,7 +36,7 @@ struct parts_room {
         head_dim = its_head_dim;
         most_parts = (int)parts;
     }
-    /* A plan whose rows are of several may have more of them than there is room for. */
+    /* Rows of several sound plans, mixed, may note more than there is room for. */
     __device__ void note(const cut_rows &it) const
     {
         unsigned int at = atomicAdd(counters, 1u);

@@ -158,7 +158,8 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
     int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
-    shape->merges_apart = shape->is_one_wave && most_steps > DECODE_STAGES &&
+    bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
+    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > DECODE_STAGES &&
                           segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
                           rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
     float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;

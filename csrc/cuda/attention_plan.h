@@ -1,8 +1,8 @@
 /* attention_plan.h - the decode kernels' work, cut into units: which keys of which sequence a CTA goes through.
  *
  * A unit is the same for every KV head: CTA = (unit, head), heads side by side because their keys are. A unit is either
- * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged in the order
- * of the keys, by the last CTA to arrive or by another kernel. attention_plan.cu makes the units on the device from the
+ * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged in a
+ * fixed order, by the last CTA to arrive or by another kernel. attention_plan.cu makes the units on the device from the
  * lengths, for a grid that depends on shapes alone. A plan serves every layer of a step.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_H
@@ -40,7 +40,7 @@ struct decode_shape {
     int quarters;        /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares; /* parts of the others are no longer than a share, where that is worth it */
     int num_splits;      /* parts of every sequence, or 0 */
-    int signature;       /* of all of this */
+    int signature;       /* of what the rows of a plan depend on */
     row_filter filter;
 };
 

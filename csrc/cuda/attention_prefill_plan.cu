@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(THREADS) prefill_plan_kernel(const __grid_cons
     schedule.start(batch);
     int lane = threadIdx.x & 31, at = (blockIdx.x * THREADS + threadIdx.x) / 32, step = gridDim.x * THREADS / 32;
     for (bool is_at_end = false; at < batch.num_rows; at += step) {
-        prefill_plan_row row = {};
+        prefill_plan_row row = {0, prefill_end_of_list()};
         if (!is_at_end) row.item = schedule.find(batch, at);
         is_at_end = row.item.num_positions == 0;
         row.signature = pk_sign_row(batch.signature, at, row);

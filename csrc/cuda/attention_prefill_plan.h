@@ -25,19 +25,21 @@ struct prefill_planned {
         prefill_plan_row row;
         for (int i = 0; i < 3; i++) ((int4 *)&row)[i] = __ldcg(batch.plan + 3 * (int64_t)index + i);
         int signature = pk_sign_row(batch.signature, index, row);
-        bool is_signed = row.signature == signature, is_item = row.item.num_positions > 0;
-        if (is_signed && is_item && is_in_table(batch.args, row.item)) return row.item;
-        if ((!is_signed || is_item) && (threadIdx.x & 31) == 0)
-            pk_record_bad_id(batch.bad_id, PK_BAD_PLAN, index, row.signature, signature);
+        if (row.signature == signature) return is_in_table(batch, row.item) ? row.item : prefill_end_of_list();
+        if ((threadIdx.x & 31) == 0) pk_record_bad_id(batch.bad_id, PK_BAD_PLAN, index, row.signature, signature);
         return prefill_end_of_list();
     }
 
     /* Where keys begin is read again when they are loaded: they must still be inside the table. */
-    __device__ static bool is_in_table(const pk_attention_args &args, const prefill_item &item)
+    __device__ static bool is_in_table(const prefill_batch &batch, const prefill_item &item)
     {
-        if (!args.key_starts && !args.table_starts) return true;
+        const pk_attention_args &args = batch.args;
+        if (item.num_positions == 0 || (!args.key_starts && !args.table_starts)) return true;
         int64_t first_slot = first_slot_of(args, item.seq);
-        return first_slot >= 0 && first_slot + item.context_len <= args.max_blocks_per_seq * args.block_size;
+        int64_t limit = args.max_blocks_per_seq * args.block_size - item.context_len + 1;
+        if (first_slot >= 0 && first_slot < limit) return true;
+        if ((threadIdx.x & 31) == 0) pk_record_bad_id(batch.bad_id, PK_BAD_KEY_START, item.seq, first_slot, limit);
+        return false;
     }
 
     /* After an item was taken, where nothing waits for it: whether its sequence is as long as when it was planned. */

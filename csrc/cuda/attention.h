@@ -9,7 +9,7 @@
  *     attention_prefill_sm90.cu  many query rows, on Hopper's matrix unit, where shapes and dtypes allow
  *     attention_simple.cu        what the others cannot take (fp32, unaligned views): one warp per row, right and slow
  *
- * Behind the first and the third another one may merge parts (attention_parts.cu).
+ * After the decode kernel, or Hopper's prefill, the kernel of attention_parts.cu may merge the parts that they left.
  *
  * Inside a kernel, scores are in base 2: log2(e) is folded into the scale, so that a probability is one ex2.
  */

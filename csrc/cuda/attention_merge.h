@@ -46,9 +46,7 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
     int num_parts = tile.unit.num_parts, first_unit = unit_index - tile.unit.part;
     const decode_workspace &workspace = tile.params.workspace;
     int first_slot = tile.head * tile.params.shape.max_slots + first_unit; /* of PK_SCRATCH_COUNTERS at most */
-    auto part_at = [&](int part) {
-        return partial_rows{workspace.parts.data + (size_t)(first_slot + part) * (ROWS * (D + 2)), ROWS, D};
-    };
+    auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
 
     for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
         int row = item / QUADS, dim = item % QUADS * 4;

@@ -43,13 +43,15 @@ struct parts_room {
         if (at < (unsigned)most_parts) cut[at] = it;
     }
     __device__ int num_cut() const { return (int)min(__ldcg(counters), (unsigned)most_parts); }
-    __device__ partial_rows part_at(int64_t slot) const
+    __device__ partial_rows part_at(int64_t slot) const { return part_at(slot, rows, head_dim); }
+    /* The same for who knows the rows and the head_dim when it is compiled. */
+    __device__ partial_rows part_at(int64_t slot, int rows, int head_dim) const
     {
         return {data + slot * (rows * (2 + head_dim)), rows, head_dim};
     }
 };
 
-/* After the kernel that leaves parts, on the same stream. `are_many`: parts of each, rather than rows. */
+/* After the kernel that leaves parts, on the same stream. `are_many`: there are few rows, of many parts each. */
 pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, bool are_many,
                               const pk_cuda_call &call);
 

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS)
 /* Tiles, at most. */
 static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, decode_shape *shape)
 {
-    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
     shape->filter = filter;
     shape->num_splits = args->num_splits;
     shape->group = (int)(args->num_q_heads / args->num_kv_heads);
@@ -125,7 +125,7 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
                            decode_shape *shape)
 {
     using namespace thresholds;
-    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
@@ -154,7 +154,7 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
                            const pk_cuda_call &call, decode_shape *shape)
 {
     using namespace thresholds;
-    int bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
     int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
     int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */

@@ -35,8 +35,8 @@ struct decode_shape {
     int num_units;       /* rows of the plan */
     bool is_one_wave;    /* few sequences: their parts fill the machine once and no more */
     bool merges_apart;   /* another kernel merges parts; else the last CTA of a tile */
-    float batch_steps;   /* in whose time the merging of MERGE_BATCH parts begins, */
-    float part_steps;    /* and one of them is merged */
+    float batch_steps;   /* that take as long as the wait for a batch of parts to be merged, */
+    float part_steps;    /* and as the merging of one of them */
     int quarters;        /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares; /* parts of the others are no longer than a share, where that is worth it */
     int num_splits;      /* parts of every sequence, or 0 */

@@ -73,7 +73,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->window_right = prefill_window(args->window_right);
     int64_t most_parts = PK_SCRATCH_BYTES / parts_room::bytes(1, PREFILL_PART_ROWS, (int)args->head_dim);
     batch->parts.make(scratch.counters + 2, scratch.data, most_parts, PREFILL_PART_ROWS, (int)args->head_dim);
-    int cache_bytes = args->cache_dtype == PK_F8E4M3 ? 1 : 2;
+    int cache_bytes = (int)pk_dtype_bytes(args->cache_dtype);
     batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
     /* No chunks, which a CTA walks through one after the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;

@@ -7,11 +7,15 @@
 
 enum { THREADS = 256, MANY = 4 };
 
+/* CTAs an SM. With few parts a thread has few loads under way, so that there must be many threads. For MANY one CTA has
+ * to find room beside decode's registers. */
+constexpr int CTAS = 3, CTAS_OF_MANY = 1;
+
 // --- kernels
 
 /* Four dims of a row a thread, or GROUPS threads, each with every GROUPS-th part. */
 template <typename T, int D, int GROUPS>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : 2)
     attention_parts_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ parts_room room)
 {
     constexpr int QUADS = D / 4, AT_ONCE = THREADS / GROUPS; /* quads of a CTA */
@@ -19,7 +23,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     __shared__ row_state states[GROUPS][AT_ONCE];
     const int head_dim = (int)args.head_dim, group = (int)(args.num_q_heads / args.num_kv_heads);
     const int own = threadIdx.x % AT_ONCE, part_group = threadIdx.x / AT_ONCE;
-    if (GROUPS > 1) pk_let_next_kernel_start(); /* the next layer's decode has its keys to load */
+    pk_let_next_kernel_start(); /* the next layer's decode has its keys to load */
     pk_wait_for_previous_kernel();
     const int num_quads = room.num_cut() * room.rows * QUADS;
     for (int first = blockIdx.x * AT_ONCE; first < num_quads; first += gridDim.x * AT_ONCE) {
@@ -52,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, bool are_many,
                               const pk_cuda_call &call)
 {
-    const int ctas = (are_many ? 1 : 2) * call.device->num_sms; /* one: there is room beside decode's registers */
+    const int ctas = (are_many ? CTAS_OF_MANY : CTAS) * call.device->num_sms;
     auto launch = [&](auto kernel) {
         return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, dim3(ctas), dim3(THREADS), 0, args, room);
     };

@@ -59,30 +59,59 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
     return batch.window_right < 0 ? context_len : max(min(context_len, diagonal + batch.window_right + 1), 0);
 }
 
+/* What is known of items when it is decided how to cut them. */
+struct prefill_sums {
+    float items, keys, squares; /* of the items' keys */
+    int longest;                /* keys of an item */
+
+    /* `count` items of a sequence, of which the first goes through `before` + 1 times `positions` keys, and each after
+     * it through `positions` more, but none through more than `most`. */
+    __device__ void add(float count, float before, float positions, int most)
+    {
+        float ends = count * (before + 0.5f * (count + 1));
+        float squares_of_ends = count * (before * (before + count + 1) + (count + 1) * (2 * count + 1) / 6);
+        items += count;
+        keys += fminf(ends * positions, count * (float)most);
+        squares += fminf(squares_of_ends * positions * positions, count * (float)most * (float)most);
+        longest = max(longest, most);
+    }
+    /* Over the lanes, and for all KV heads. */
+    __device__ void add_up(float num_kv_heads)
+    {
+        for (int i = 16; i; i /= 2) {
+            items += __shfl_xor_sync(~0u, items, i);
+            keys += __shfl_xor_sync(~0u, keys, i);
+            squares += __shfl_xor_sync(~0u, squares, i);
+        }
+        items *= num_kv_heads, keys *= num_kv_heads, squares *= num_kv_heads;
+        longest = __reduce_max_sync(~0u, longest);
+    }
+};
+
 /* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
  *
- * The lengths are known by their sum and maximum alone: with parts of at most `length` keys there are about sum / length
- * of them, and half a part more per item; or as many of each item where lengths hardly differ. They run in waves of one
- * per CTA, and another kernel merges them. Times are in us. */
+ * A part has at most so many keys; another kernel merges. The estimate of what that takes, in us, knows sums alone.
+ * Weighted by their keys, items have squares / keys of them on average: where that is nearly the longest's, keys lie in
+ * keys * keys / squares items of one length, whose parts run in full waves of one per CTA. Else there are about
+ * keys / length parts and half a part more per item (prefill/NOTES.md #34). */
 struct prefill_parts {
     float per_key; /* 1 / keys of a part, or 0: items stay whole */
 
     /* A CTA with 128 rows goes through it. */
     __host__ __device__ static float us_of_key(const pk_attention_args &args)
     {
-        return thresholds::KEY_DIM_US * (float)args.head_dim;
+        return thresholds::KEY_US + thresholds::KEY_DIM_US * (float)args.head_dim;
     }
 
-    /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of
-     * their own sequence's queries, at least. */
+    /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of the
+     * longest prompt on average. Kernels that cut are slower for items that stay whole. */
     static bool may_pay(const pk_attention_args &args, double items)
     {
-        if (items > thresholds::MOST_WAVES_TO_CUT) return false;
         int64_t longest = args.max_blocks_per_seq * args.block_size;
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
-        double own_keys = 0.5 * (double)args.num_tokens / (double)args.num_seqs;
-        double start_keys = thresholds::PART_US / us_of_key(args);
-        return longest >= thresholds::FEWEST_KEYS_TO_CUT && (double)longest > items * (own_keys + start_keys);
+        double queries = (double)(args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q);
+        double key_us = us_of_key(args), us = items * (0.5 * queries * key_us + thresholds::PART_US);
+        return items <= thresholds::MOST_WAVES_TO_CUT && (double)longest * key_us > us + thresholds::CUTTING_US;
     }
 
     /* About as many as an item of the level goes through. */
@@ -96,36 +125,43 @@ struct prefill_parts {
         return max((int)ceilf((float)keys_of(batch, level) * per_key), 1);
     }
 
-    /* One warp. Each lane has some of the items: their number, the sum and the maximum of their keys. The borders of
-     * parts are multiples of `tile`. */
-    __device__ void choose(const prefill_batch &batch, float items, float keys, int longest, float tile)
+    /* us, with parts of `length` keys, `count` of them in the longest item. */
+    __device__ static float estimate(const prefill_batch &batch, const prefill_sums &sums, float count, float length)
     {
-        for (int i = 16; i; i /= 2) {
-            items += __shfl_xor_sync(~0u, items, i);
-            keys += __shfl_xor_sync(~0u, keys, i);
-        }
-        longest = __reduce_max_sync(~0u, longest);
-        items *= (float)batch.args.num_kv_heads;
-        keys *= (float)batch.args.num_kv_heads;
+        const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
+        float many = fminf(__fdividef(sums.keys * sums.keys, sums.squares), sums.items); /* of the usual length */
+        bool are_even = sums.squares > 0.85f * sums.keys * (float)sums.longest;
+        float cut = are_even ? many * count : __fdividef(sums.keys, length) + 0.5f * many;
+        float units = cut + (are_even ? sums.items - many : 0.5f * (sums.items - many));
+        if (count == 1) cut = 0, units = sums.items;
+        float part_us = thresholds::PART_US + (count > 1 ? thresholds::LEAVE_US : 0);
+        float longest_us = length * key_us + part_us, all_us = sums.keys * key_us + units * part_us;
+        float waves = ceilf(__fdividef(are_even ? many * count : units, ctas) - 0.03f); /* `many` is not exact */
+        float us = fmaxf(waves * (are_even ? longest_us : __fdividef(all_us, units)), __fdividef(all_us, ctas));
+        us = fmaxf(us, longest_us);
+        if (count == 1) return us;
+        float merged = __fdividef(cut, ctas) * (float)batch.args.head_dim; /* parts a CTA, and dims */
+        return us + thresholds::MERGE_US + thresholds::MERGE_PART_US * count + thresholds::MERGE_DIM_US * merged;
+    }
+
+    /* One warp, of which each lane has the sums of some of the items. The borders of parts are multiples of `tile`. */
+    __device__ void choose(const prefill_batch &batch, prefill_sums sums, float tile)
+    {
+        sums.add_up((float)batch.args.num_kv_heads);
         per_key = 0;
-        const float most = (float)longest, ctas = (float)batch.num_ctas;
-        if (items == 0 || items > thresholds::MOST_WAVES_TO_CUT * ctas || longest < thresholds::FEWEST_KEYS_TO_CUT)
-            return;
-        float step = ceilf(__fdividef(ctas, 32 * items)); /* 32 numbers are tried, up to what fills the machine */
-        float parts = (threadIdx.x & 31) * step + 1;      /* of the longest */
-        float mine = ceilf(__fdividef(most, parts * tile)) * tile, of_mine = __fdividef(keys, mine);
-        bool are_even = keys > 0.9f * items * most;
-        float units = parts == 1 ? items : are_even ? items * parts : of_mine + 0.5f * items;
-        float waves = ceilf(__fdividef(units, ctas)), key_us = us_of_key(batch.args);
-        float us = fmaxf(mine * key_us, waves * (__fdividef(keys, units) * key_us + thresholds::PART_US));
-        if (parts > 1)
-            us += thresholds::MERGE_US + thresholds::MERGE_PART_US * parts + thresholds::MERGE_WAVE_US * waves;
+        const float ctas = (float)batch.num_ctas;
+        if (sums.items == 0 || sums.items > thresholds::MOST_WAVES_TO_CUT * ctas) return;
+        float step = ceilf(__fdividef(ctas, 32 * sums.items)); /* 32 numbers are tried, up to what fills the machine */
+        float parts = (threadIdx.x & 31) * step + 1;           /* of the longest */
+        float length = ceilf(__fdividef((float)sums.longest, parts * tile)) * tile;
+        float us = estimate(batch, sums, parts, length);
         /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
-        if (parts > 1 && of_mine + fminf(of_mine, items) > (float)batch.parts.most_parts) us = INFINITY;
+        float of_length = __fdividef(sums.keys, length);
+        if (parts > 1 && of_length + fminf(of_length, sums.items) > (float)batch.parts.most_parts) us = INFINITY;
         /* Positive floats are in the order of their bits. */
         unsigned int least = __reduce_min_sync(~0u, __float_as_uint(us));
         int best = __ffs(__ballot_sync(~0u, __float_as_uint(us) == least)) - 1;
-        if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, mine, best));
+        if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
     }
 };
 

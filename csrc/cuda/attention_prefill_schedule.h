@@ -36,8 +36,8 @@ struct prefill_schedule {
     {
         const pk_attention_args &args = batch.args;
         const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
-        float context_keys = 0, items = 0, keys = 0;
-        int longest = 0;
+        float context_keys = 0;
+        prefill_sums sums = {};
         if (CUTS || !batch.reads_keys_once())
 #pragma unroll 4
             for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
@@ -46,7 +46,7 @@ struct prefill_schedule {
                 if constexpr (!CUTS) continue;
                 int queries = (int)args.max_seqlen_q;
                 if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
-                add_items(batch, queries, context, items, keys, longest);
+                add_items(batch, queries, context, sums);
             }
         for (int i = 16; i; i /= 2) context_keys += __shfl_xor_sync(~0u, context_keys, i);
         float seqs = __fdividef(batch.chunk_keys * (float)args.num_seqs, fmaxf(context_keys, 1.0f));
@@ -57,22 +57,18 @@ struct prefill_schedule {
         next_level = -1;
         first_head = num_heads = (int)args.num_kv_heads; /* behind the last one of no chunk */
         first_slot = num_slots = 0;
-        if constexpr (CUTS) parts.choose(batch, items, keys, longest, CUT_TILE);
+        if constexpr (CUTS) parts.choose(batch, sums, CUT_TILE);
     }
 
     /* Of a sequence, to what prefill_parts wants to know. */
-    __device__ static void add_items(const prefill_batch &batch, int queries, int context, float &items, float &keys,
-                                     int &longest)
+    __device__ static void add_items(const prefill_batch &batch, int queries, int context, prefill_sums &sums)
     {
         int64_t rows = (int64_t)queries * batch.group;
         if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) return;
         int count = batch.by_positions.divide_up(queries);
         int level = batch.by_positions.divide(max(context - queries, 0)); /* of the first item */
-        float levels = (float)count * ((float)level + 0.5f + 0.5f * (float)count);
         int most = prefill_parts::keys_of(batch, level + count - 1);
-        items += (float)count;
-        keys += fminf(levels * (float)batch.positions, (float)count * (float)most);
-        longest = max(longest, most);
+        sums.add((float)count, (float)level, (float)batch.positions, most);
     }
 
     /* The lane's sequence, and its items. */

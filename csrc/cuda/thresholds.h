@@ -17,8 +17,12 @@ constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth 
 constexpr double THIN_WORK = 2.5e8;  /* and no more than this of rows * keys * head_dim (#24); prefill cuts its items */
 constexpr int THIN_SHARE_SM80 = 3;   /* beside the prefill kernel for older GPUs: fewer than a third, */
 constexpr int THIN_KEYS_SM80 = 1024; /* and a table for more keys than that */
-constexpr int SMALL_TILES_AN_SM = 4; /* tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;      /* and a table for so many keys at most */
+constexpr int SMALL_DIMS_AN_SM = 256; /* head_dim of all tiles of 16 rows that run at once, */
+constexpr int SMALL_KEYS = 256;       /* and a table for so many keys at most */
+
+/* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
+constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
+constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
 
 /* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
  * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
@@ -35,22 +39,27 @@ constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly
 constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
+constexpr int FEWEST_STEPS_OF_SHARE = 16; /* of a slot, or short sequences have one each (#78) */
+constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78) */
 constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), */
 constexpr float LEAST_STEP_US = 0.65f;    /* by latency, however few bytes they are; */
 constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
 constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
+constexpr float LEVEL_US = 1.0f;          /* from one level of merging to the next, */
+constexpr int MOST_QUADS_AT_ONCE = 64;    /* a thread, or there are two levels (#79); */
 constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges: */
 constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73) */
 
-/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #16, #24). */
-constexpr float KEY_DIM_US = 1.4f / (128 * 128); /* of an item's key, per head_dim */
-constexpr float PART_US = 0.5f;                  /* to begin a part */
-constexpr float MERGE_US = 3.0f;                 /* the kernel that merges, */
-constexpr float MERGE_PART_US = 0.25f;           /* per part of an item */
-constexpr float MERGE_WAVE_US = 0.5f;            /* and per wave of parts */
-constexpr int FEWEST_KEYS_TO_CUT = 1024;         /* of the longest item */
-constexpr int MOST_WAVES_TO_CUT = 8;             /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4;            /* all heads at once, up to so many times what the cache holds (#14) */
+/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34). */
+constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
+constexpr float PART_US = 1.0f;                         /* to begin a part, or an item that stays whole */
+constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be merged */
+constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
+constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
+constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
+constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
+constexpr int MOST_WAVES_TO_CUT = 8;                    /* of items: with more the longest matters little */
+constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */

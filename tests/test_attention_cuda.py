@@ -120,6 +120,31 @@ def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short,
     assert {parts[seq] for seq in short} == {1}
 
 
+@pytest.mark.parametrize("num_seqs", [9, 40])  # planned by each CTA itself, and by a kernel
+def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
+    """Where each had a slot of its own, most of the GPU would wait for the parts of the long one."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("this number of slots is for 132 SMs")
+    longest, heads, slots = 400_000, (20, 2), 132 if num_seqs > 32 else 66
+    lens = rng.integers(300, 1500, num_seqs).astype(np.int32)
+    where = int(rng.integers(num_seqs))
+    lens[where] = longest
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    tables = pages[1].repeat(num_seqs, 1)  # the short ones share theirs
+    tables[where] = pages[0]
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    parts = parts_of(torch, tensors, lens)
+    assert parts.pop(where) > slots - (num_seqs - 1) and set(parts.values()) == {1}
+
+    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
+    plan = pagedkv.plan_attention(*tensors, on_gpu)
+    planned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
+    torch.testing.assert_close(planned.float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(pagedkv.paged_attention_fwd(*tensors, on_gpu), planned)
+
+
 def test_a_plan_covers_every_key_once(torch, rng):
     """Read back: the parts of every sequence follow each other, from its first step to its last."""
     for batch, longest in ((1, 30000), (5, 5000), (300, 2000), (2000, 300)):
@@ -361,12 +386,13 @@ def test_prompts_whose_keys_are_cut_into_parts(torch, rng, kind):
             assert torch.equal(again, out)
 
 
-def test_layers_that_mix_prompts_and_decodes(torch, rng):
-    """Two kernels beside each other answer a layer, and what comes behind them waits for both: what a layer gives is the
-    next one's queries and new keys, in a graph and without one."""
+@pytest.mark.parametrize("past", [4000, 200])
+def test_layers_that_mix_prompts_and_decodes(torch, rng, past):
+    """Two kernels beside each other answer a layer, or one where there are few keys, and what comes behind waits: what a
+    layer gives is the next one's queries and new keys, in a graph and without one."""
     for _ in range(6):
         queries = [1] * int(rng.integers(1, 60)) + rng.integers(2, 300, rng.integers(1, 4)).tolist()
-        contexts = [n + int(rng.integers(0, 4000)) for n in queries]
+        contexts = [n + int(rng.integers(0, past)) for n in queries]
         tensors, arguments = make_chunks(torch, rng, queries, contexts, (16, 8), 128, 16)
         q, k_cache, v_cache, tables, lens = tensors
         starts, seqs = arguments["cu_seqlens_q"].tolist(), len(queries)

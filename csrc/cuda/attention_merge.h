@@ -1,7 +1,7 @@
 /* attention_merge.h - the end of a unit of decode attention: its warps' results become one, and a cut tile's parts.
  *
  * Both are the same sum over softmax states (attention_states.h): first over the warps in shared memory, then, by the
- * last CTA to arrive, over the parts in the workspace, a batch of which is under way before the first is used. Or the
+ * last CTAs to arrive, over the parts in the workspace, a batch of which is under way before the first is used. Or the
  * parts are left to another kernel (attention_parts.h).
  */
 #ifndef PK_CUDA_ATTENTION_MERGE_H
@@ -36,7 +36,53 @@ __device__ static void write_row(const decode_tile &tile, int row, int dim, row_
     write_state<Kind>(tile.args, tile.unit.seq, tile.head, token, tile.q_head_of(row), dim, state);
 }
 
-/* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA is the last. */
+__device__ static inline void leave(const partial_rows &to, int row, int dim, const row_state &state)
+{
+    *(float4 *)(to.output(row) + dim) = state.output;
+    if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
+}
+
+/* Whether this CTA is the last of `count` to arrive. `shared` is anybody's. */
+__device__ static inline bool comes_last(unsigned int *arrivals, int count, float *shared)
+{
+    bool &is_last = *(bool *)shared;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = pk_arrive(arrivals, count);
+    __syncthreads();
+    return is_last;
+}
+
+/* Many parts: each group of them by the CTA that comes last with one, and then the groups' sums, which stand where the
+ * groups' first parts did. (Inline, since called as a function it takes 1 to 3 us longer.) */
+template <typename Kind, int D, int ROWS>
+__device__ static __forceinline__ void merge_on_two_levels(const decode_tile tile, int first_slot, float *shared)
+{
+    constexpr int QUADS = D / 4;
+    const int num_items = tile.num_rows() * QUADS, num_parts = tile.unit.num_parts;
+    const int group = parts_of_group(tile.params.shape, num_parts), first = tile.unit.part / group * group;
+    const int num_groups = (num_parts + group - 1) / group, rounds = (num_items + blockDim.x - 1) / blockDim.x;
+    const decode_workspace &workspace = tile.params.workspace;
+    /* A group's stands where its first part does; that of the groups is the second, which is nobody's. */
+    unsigned int *arrivals = workspace.arrivals + first_slot;
+    auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
+
+    if (!comes_last(arrivals + first, min(group, num_parts - first), shared)) return;
+    for (int i = 0; i < rounds; i++) {
+        int item = i * blockDim.x + threadIdx.x, row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
+        row_state state =
+            add_parts<D>(min(group, num_parts - first), row, dim, [&](int part) { return part_at(first + part); });
+        __syncthreads(); /* the states of these rows have been read */
+        if (item < num_items) leave(part_at(first), row, dim, state);
+    }
+    if (!comes_last(arrivals + 1, num_groups, shared)) return;
+    for (int i = 0; i < rounds; i++) {
+        int item = i * blockDim.x + threadIdx.x, row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
+        row_state state = add_parts<D>(num_groups, row, dim, [&](int part) { return part_at(part * group); });
+        if (item < num_items) write_row<Kind>(tile, row, dim, state);
+    }
+}
+
+/* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA comes last with one. */
 template <typename Kind, int D, int ROWS>
 __device__ static void merge_unit(const decode_tile &tile, int unit_index, float *shared, int warp_stride,
                                   int row_stride)
@@ -58,9 +104,7 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
             write_row<Kind>(tile, row, dim, state);
             continue;
         }
-        partial_rows to = part_at(tile.unit.part);
-        *(float4 *)(to.output(row) + dim) = state.output;
-        if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
+        leave(part_at(tile.unit.part), row, dim, state);
     }
     if (num_parts == 1) return;
     if (tile.params.shape.merges_apart) {
@@ -70,13 +114,9 @@ __device__ static void merge_unit(const decode_tile &tile, int unit_index, float
         return;
     }
 
-    bool &is_last = *(bool *)shared; /* nobody needs what was there */
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = pk_arrive(workspace.arrivals + first_slot, num_parts);
-    }
-    __syncthreads();
-    if (!is_last) return;
+    if (__builtin_expect(num_parts > tile.params.shape.most_at_once, 0))
+        return merge_on_two_levels<Kind, D, ROWS>(tile, first_slot, shared);
+    if (!comes_last(workspace.arrivals + first_slot, num_parts, shared)) return;
     for (int item = threadIdx.x; item / 32 * 32 < num_items; item += blockDim.x) {
         int row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
         row_state state = add_parts<D>(num_parts, row, dim, part_at);

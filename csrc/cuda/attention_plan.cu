@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(THREADS)
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
     __shared__ int total, long_steps, num_long, longest, num_units, next_unit[UNIT_BUCKETS];
-    __shared__ int tried_units[LENGTHS_TRIED];
+    __shared__ int tried_slots[LENGTHS_TRIED];
     __shared__ part_lengths most;
     __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0) total = long_steps = num_long = 0, longest = 1;
     if (threadIdx.x < UNIT_BUCKETS) next_unit[threadIdx.x] = 0;
-    if (threadIdx.x < LENGTHS_TRIED) tried_units[threadIdx.x] = 0;
+    if (threadIdx.x < LENGTHS_TRIED) tried_slots[threadIdx.x] = 0;
     __syncthreads();
 
     int steps = 0, its_longest = 1;
@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     if (shape.is_one_wave) {
-        int length = length_to_try(shape, total, longest, lane), units = 0;
+        int length = length_to_try(shape, total, longest, lane), slots = 0;
         float inverse = __frcp_rd((float)length);
         for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
             planned_sequence it = sequence(seq);
-            units += it.num_tiles * count_tried(it.num_steps, length, inverse);
+            slots += it.num_tiles * slots_tried(shape, shares_slots(shape, total), it.num_steps, length, inverse);
         }
-        atomicAdd(&tried_units[lane], units);
+        atomicAdd(&tried_slots[lane], slots);
         __syncthreads();
-        length = best_length(shape, longest, length, tried_units[lane]);
+        length = best_length(shape, longest, length, tried_slots[lane]);
         if (threadIdx.x == 0) most = {length, length};
     } else if (threadIdx.x == 0) {
         most = lengths_of_share(shape, total, longest, long_steps / max(num_long, 1));
@@ -156,16 +156,20 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
     using namespace thresholds;
     int bytes = (int)pk_dtype_bytes(args->cache_dtype);
     int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
-    int64_t rounds = pk_ceil_div(shape->rows * shape->head_dim / 4, threads);
+    int quads = shape->rows * shape->head_dim / 4, most_at_once = MOST_QUADS_AT_ONCE * threads / quads;
+    int64_t rounds = pk_ceil_div(quads, threads);
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
     bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
     shape->merges_apart = shape->is_one_wave && is_alone && most_steps > DECODE_STAGES &&
                           segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
                           rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
+    shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
     float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
     if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
     shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
+    shape->level_steps = LEVEL_US / step_us;
+    shape->start_steps = START_US / step_us;
 }
 
 static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -183,7 +187,8 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    if (shape->is_one_wave) units = slots;
+    shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
+    if (shape->is_one_wave) units = slots + (shape->may_share_slots ? segments : 0);
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",

@@ -2,8 +2,8 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: all parts run at once, and we try 32 lengths of parts and take the one that should end first
- * (best_length). Many: a sequence is cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share),
+ * Few sequences: all parts run at once, but for short ones that follow each other where that saves enough; we try 32
+ * lengths of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share),
  * into parts of a share where that saves some steps.
  * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
  * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
@@ -19,6 +19,7 @@
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
     LENGTHS_TRIED = 32, /* of parts: a lane each */
+    SLOT = 64,          /* so many parts of one are counted */
     FEWEST_KEYS = 1024  /* of a part, with num_splits */
 };
 
@@ -64,18 +65,38 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* An estimate, counted in steps of a CTA; INFINITY where not all units run at once. Parts are merged a batch at a time.
- * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
-__device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int num_units)
+/* Whether short sequences follow each other in a slot: each has a start of its own, so there must be some steps. */
+__device__ static inline bool shares_slots(const decode_shape &shape, int total)
 {
-    int parts = count_parts(shape, longest, {length, length}), batches = (parts + MERGE_BATCH - 1) / MERGE_BATCH;
-    float merging = parts > 1 ? (float)batches * shape.batch_steps + (float)parts * shape.part_steps : 0;
-    return num_units > shape.slots ? INFINITY : (float)length + merging;
+    return shape.may_share_slots && total >= thresholds::FEWEST_STEPS_OF_SHARE * shape.slots;
+}
+/* Then a sequence that is not cut takes so many SLOT-ths of a slot. */
+__device__ static inline int part_of_slot(const decode_shape &shape, int num_steps, int length)
+{
+    float in_slot = floorf(__fdividef((float)length, (float)num_steps + shape.start_steps));
+    return __float2int_ru(__fdividef(SLOT, fmaxf(in_slot, 1)));
+}
+__device__ static inline int slots_tried(const decode_shape &shape, bool shares, int num_steps, int length,
+                                         float inverse)
+{
+    int parts = count_tried(num_steps, length, inverse);
+    return shares && parts == 1 ? part_of_slot(shape, num_steps, length) : parts * SLOT;
+}
+/* An estimate, counted in steps of a CTA; INFINITY where there are too few slots. Parts are merged on a level or two.
+ * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
+__device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int slots)
+{
+    int parts = count_parts(shape, longest, {length, length}), group = parts_of_group(shape, parts);
+    int batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
+    float merging = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
+    if (parts > group) merging = 2 * merging + shape.level_steps;
+    if (parts == 1) merging = 0;
+    return slots > SLOT * shape.slots ? INFINITY : (float)length + merging;
 }
 /* A warp, with a length a lane: the one that takes least time, and of those the longest. */
-__device__ static inline int best_length(const decode_shape &shape, int longest, int length, int num_units)
+__device__ static inline int best_length(const decode_shape &shape, int longest, int length, int slots)
 {
-    unsigned int steps = __float_as_uint(steps_of(shape, longest, length, num_units)); /* in the same order */
+    unsigned int steps = __float_as_uint(steps_of(shape, longest, length, slots)); /* in the same order */
     unsigned int lanes = __ballot_sync(~0u, steps == __reduce_min_sync(~0u, steps));
     return __shfl_sync(~0u, length, __ffs(lanes) - 1);
 }
@@ -123,6 +144,20 @@ __device__ static inline attention_unit unit_of(const planned_sequence &it, int 
 
 constexpr int MOST_SEQS_OF_A_WARP = 32;
 
+/* What all take with a length, in SLOT-ths; a sequence a lane. */
+template <bool SHARES>
+__device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int num_seqs,
+                                          int length)
+{
+    float inverse = __frcp_rd((float)length);
+    int slots = 0;
+#pragma unroll(SHARES ? 1 : 4)
+    for (int seq = 0; seq < num_seqs; seq++)
+        slots += __shfl_sync(~0u, num_tiles, seq) *
+                 slots_tried(shape, SHARES, __shfl_sync(~0u, num_steps, seq), length, inverse);
+    return slots;
+}
+
 /* A warp, with a sequence a lane: the unit of that number of a batch without a plan. */
 __device__ static inline attention_unit plan_unit(const pk_attention_args &args, const decode_shape &shape, int number,
                                                   pk_cuda_bad_id *bad_id, bool is_recorder)
@@ -136,12 +171,11 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     if (longest <= DECODE_STAGES) {
         most = {longest, longest}; /* none is cut */
     } else if (shape.is_one_wave) {
-        int length = length_to_try(shape, total, longest, lane), units = 0;
-        float inverse = __frcp_rd((float)length);
-        for (int seq = 0; seq < num_seqs; seq++)
-            units +=
-                __shfl_sync(~0u, it.num_tiles, seq) * count_tried(__shfl_sync(~0u, it.num_steps, seq), length, inverse);
-        length = best_length(shape, longest, length, units);
+        int length = length_to_try(shape, total, longest, lane);
+        int slots = shares_slots(shape, total)
+                        ? sum_of_slots<true>(shape, it.num_tiles, it.num_steps, num_seqs, length)
+                        : sum_of_slots<false>(shape, it.num_tiles, it.num_steps, num_seqs, length);
+        length = best_length(shape, longest, length, slots);
         most = {length, length};
     } else {
         int2 mine = cuttable(it);

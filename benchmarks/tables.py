@@ -72,7 +72,8 @@ class Row:
     file: str
     value: Callable[[dict], float]  # of the file's only row
     form: str  # of a figure
-    peer: float | None
+    nano_vllm: float | None
+    vllm: float | None
     floor: float | None
     is_speed: bool = True  # the higher the better
 
@@ -101,38 +102,40 @@ def _nano_idle(batch: str) -> float:
 
 
 _NANO_SPEED, _NANO_ONE = NANO["nano_bench_tokens_per_second"], NANO["one_tokens_per_second"]
+_VLLM_SPEED, _VLLM_ONE = VLLM["nano_bench_tokens_per_second"], VLLM["one_tokens_per_second"]
 _FLOOR_SPEED, _FLOOR_ONE = FLOOR["nano_bench_tokens_per_second"], FLOOR["one_tokens_per_second"]
 ROWS = [
     Row("256 requests at once (nano-bench), 0.6B", "engine-cuda-0.6B", _speed, "{:,.0f} tok/s",
-        _NANO_SPEED["0.6B"], _FLOOR_SPEED["0.6B"]),
+        _NANO_SPEED["0.6B"], _VLLM_SPEED["0.6B"], _FLOOR_SPEED["0.6B"]),
     Row("the same with fp8 KV", "engine-cuda-0.6B-fp8", _speed, "{:,.0f} tok/s",
-        None, _FLOOR_SPEED["0.6B fp8"]),
+        None, _VLLM_SPEED["0.6B fp8"], _FLOOR_SPEED["0.6B fp8"]),
     Row("256 requests at once (nano-bench), 8B", "engine-cuda-8B", _speed, "{:,.0f} tok/s",
-        _NANO_SPEED["8B"], _FLOOR_SPEED["8B"]),
+        _NANO_SPEED["8B"], _VLLM_SPEED["8B"], _FLOOR_SPEED["8B"]),
     Row("one request, 128 in, 512 out, 0.6B", "latency-cuda-0.6B", _one, "{:,.0f} tok/s",
-        _NANO_ONE["0.6B"], _FLOOR_ONE["0.6B"]),
+        _NANO_ONE["0.6B"], _VLLM_ONE["0.6B"], _FLOOR_ONE["0.6B"]),
     Row("one request, 128 in, 512 out, 8B", "latency-cuda-8B", _one, "{:,.0f} tok/s",
-        _NANO_ONE["8B"], _FLOOR_ONE["8B"]),
+        _NANO_ONE["8B"], _VLLM_ONE["8B"], _FLOOR_ONE["8B"]),
     Row("decode step, 32 sequences of 1,000 tokens, 0.6B", "latency-cuda-0.6B",
         lambda row: row["decode_step"]["batch 32"]["wall_us"], "{:,.0f} us",
-        None, FLOOR["step_32x1000_us"]["0.6B"], False),
+        None, None, FLOOR["step_32x1000_us"]["0.6B"], False),
     Row("first token of a prompt of 128, 0.6B", "latency-cuda-0.6B",
-        lambda row: row["first_token_ms"], "{:.1f} ms", NANO["first_token_ms"]["0.6B"], None, False),
+        lambda row: row["first_token_ms"], "{:.1f} ms",
+        NANO["first_token_ms"]["0.6B"], VLLM["first_token_ms"]["0.6B"], None, False),
     Row("first token of 8,192 + 32 tokens, 0.6B", "latency-cuda-0.6B",
-        lambda row: row["prefix_cold_ms"], "{:.1f} ms", None, None, False),
+        lambda row: row["prefix_cold_ms"], "{:.1f} ms", None, None, None, False),
     Row("the same, 8,192 of them in the prefix cache", "latency-cuda-0.6B",
-        lambda row: row["prefix_warm_ms"], "{:.1f} ms", None, None, False),
+        lambda row: row["prefix_warm_ms"], "{:.1f} ms", None, None, None, False),
     Row("first token of 128 beside 63 decodes, 0.6B", "latency-cuda-0.6B",
-        lambda row: row["first_token_under_load_ms"]["128"], "{:.1f} ms", None, None, False),
+        lambda row: row["first_token_under_load_ms"]["128"], "{:.1f} ms", None, None, None, False),
     Row("first token of 8,192 beside 63 decodes, 0.6B", "latency-cuda-0.6B",
-        lambda row: row["first_token_under_load_ms"]["8192"], "{:.1f} ms", None, None, False),
+        lambda row: row["first_token_under_load_ms"]["8192"], "{:.1f} ms", None, None, None, False),
     Row("idle GPU in a decode step of 256 sequences, 0.6B", "engine-cuda-0.6B",
-        _idle("batch 256"), "{:.1%}", _nano_idle("256"), None, False),
+        _idle("batch 256"), "{:.1%}", _nano_idle("256"), None, None, False),
     Row("idle GPU in a decode step of one, 0.6B", "engine-cuda-0.6B",
-        _idle("batch 1"), "{:.1%}", _nano_idle("1"), None, False),
+        _idle("batch 1"), "{:.1%}", _nano_idle("1"), None, None, False),
     Row("host time per step of 256, beside the GPU, 0.6B", "engine-cuda-0.6B",
         lambda row: sum(row["decode_step"]["batch 256"]["host_us"].values()), "{:,.0f} us",
-        sum(NANO["steps"]["0.6B"]["256"]["host_us"].values()), None, False),
+        sum(NANO["steps"]["0.6B"]["256"]["host_us"].values()), None, None, False),
 ]  # fmt: skip
 NUM_HEADLINES = 5
 
@@ -141,10 +144,11 @@ def engine(rows: list[Row] = ROWS) -> str:
     cells = []
     for row in rows:
         value = row.value(recorded(row.file)["rows"][0])
-        peer, floor = (row.form.format(each) if each else "" for each in (row.peer, row.floor))
+        others = [row.form.format(each) if each else "" for each in (row.nano_vllm, row.vllm, row.floor)]
         share = f"{value / row.floor if row.is_speed else row.floor / value:.0%}" if row.floor else ""
-        cells.append((row.name, row.form.format(value), peer, floor, share))
-    table = markdown("| one H200, bfloat16, random weights | pagedkv | nano-vllm | floor | share of the floor |", cells)
+        cells.append((row.name, row.form.format(value), *others, share))
+    head = "| one H200, bfloat16, random weights | pagedkv | nano-vllm | vLLM | floor | share of the floor |"
+    table = markdown(head, cells)
     return f"{table}\n\n{provenance(*dict.fromkeys(row.file for row in rows))}"
 
 

@@ -145,6 +145,26 @@ def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
     assert torch.equal(pagedkv.paged_attention_fwd(*tensors, on_gpu), planned)
 
 
+@pytest.mark.parametrize(("num_seqs", "heads"), [(25, (64, 8)), (44, (16, 4)), (53, (16, 2))])
+def test_long_ones_that_leave_slots_empty_have_two_parts(torch, rng, num_seqs, heads):
+    """What the second parts take fits into the slots that would have been empty."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    longest = 20_000
+    lens = longest - rng.integers(0, 200, num_seqs).astype(np.int32)
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    tables = pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()  # they share theirs
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    assert set(parts_of(torch, tensors, lens).values()) == {2}
+    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
+    plan = pagedkv.plan_attention(*tensors, on_gpu)
+    planned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
+    torch.testing.assert_close(planned.float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(pagedkv.paged_attention_fwd(*tensors, on_gpu), planned)
+
+
 def test_a_plan_covers_every_key_once(torch, rng):
     """Read back: the parts of every sequence follow each other, from its first step to its last."""
     for batch, longest in ((1, 30000), (5, 5000), (300, 2000), (2000, 300)):

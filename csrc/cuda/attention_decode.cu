@@ -213,7 +213,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         __syncwarp();
         this->leave_results({(float *)(smem + warp * RING_BYTES), ROWS, OUTPUT_STRIDE}); /* where its keys were */
         __syncthreads();
-        merge_unit<Kind, D, ROWS>(rows, unit_index, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
+        merge_unit<Kind, D, ROWS>(rows, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
         if (threadIdx.x == 0 && context != planned_context)
             pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
         if (threadIdx.x == 0 && first_slot != planned_slot)

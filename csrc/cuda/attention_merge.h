@@ -84,14 +84,14 @@ __device__ static __forceinline__ void merge_on_two_levels(const decode_tile til
 
 /* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA comes last with one. */
 template <typename Kind, int D, int ROWS>
-__device__ static void merge_unit(const decode_tile &tile, int unit_index, float *shared, int warp_stride,
-                                  int row_stride)
+__device__ static void merge_unit(const decode_tile &tile, float *shared, int warp_stride, int row_stride)
 {
     constexpr int QUADS = D / 4;
     int num_items = tile.num_rows() * QUADS;
-    int num_parts = tile.unit.num_parts, first_unit = unit_index - tile.unit.part;
+    int num_parts = tile.unit.num_parts;
     const decode_workspace &workspace = tile.params.workspace;
-    int first_slot = tile.head * tile.params.shape.max_slots + first_unit; /* of PK_SCRATCH_COUNTERS at most */
+    /* Of PK_SCRATCH_COUNTERS at most. */
+    int first_slot = tile.head * tile.params.shape.max_slots + tile.unit.first_part;
     auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
 
     for (int item = threadIdx.x; item < num_items; item += blockDim.x) {

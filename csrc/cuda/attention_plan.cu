@@ -9,6 +9,17 @@
 enum { THREADS = 512 };
 static_assert(LENGTHS_TRIED == 32, "a lane each");
 
+/* Sequences of one length that leave some slots empty: all begin with a part so long, and what is left of a few of them
+ * runs in each of the slots that were empty, one after the other. 0 where that saves too little. */
+__device__ static int first_of_two(const decode_shape &shape, int total, int longest, int mean)
+{
+    int tiles = (total + longest - 1) / longest, empty = shape.slots - tiles;
+    if (!shape.may_have_two_lists || empty <= 0 || empty > tiles || 10 * mean < 9 * longest) return 0;
+    float turns = (float)((tiles + empty - 1) / empty);
+    int first = (int)ceilf(turns * ((float)longest + shape.start_steps) / (turns + 1));
+    return longest - first >= thresholds::FEWEST_STEPS_SAVED ? first : 0;
+}
+
 __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
@@ -61,18 +72,24 @@ __global__ void __launch_bounds__(THREADS)
         atomicAdd(&tried_slots[lane], slots);
         __syncthreads();
         length = best_length(shape, longest, length, tried_slots[lane]);
-        if (threadIdx.x == 0) most = {length, length};
+        if (threadIdx.x == 0) most = {length, length, 0};
     } else if (threadIdx.x == 0) {
-        most = lengths_of_share(shape, total, longest, long_steps / max(num_long, 1));
+        int mean = long_steps / max(num_long, 1), of_two = first_of_two(shape, total, longest, mean);
+        most = lengths_of_share(shape, total, longest, mean);
+        if (of_two) most = {of_two, of_two, of_two};
     }
     __syncthreads();
 
-    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-        planned_sequence it = sequence(seq);
-        int num_parts = count_parts(shape, it.num_steps, most);
-        if (it.num_tiles > 0)
-            atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
-    }
+    /* A sequence's units stand together; or, where they are two of each tile, the second ones behind all first ones. */
+    const bool are_apart = most.first > 0;
+    auto for_each_list = [&](const planned_sequence &it, auto use) {
+        int num_parts = count_parts(shape, it.num_steps, most), lists = are_apart ? num_parts : 1;
+        for (int list = 0; list < lists && it.num_tiles > 0; list++)
+            use(list, num_parts, are_apart ? list : bucket_of(num_parts, it.num_steps, longest),
+                it.num_tiles * num_parts / lists);
+    };
+    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS)
+        for_each_list(sequence(seq), [&](int, int, int bucket, int count) { atomicAdd(&next_unit[bucket], count); });
     __syncthreads();
     if (warp == 0) { /* how many units a bucket has becomes where its first one goes */
         int count = next_unit[lane], before = count;
@@ -87,11 +104,17 @@ __global__ void __launch_bounds__(THREADS)
 
     for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
         planned_sequence it = sequence(seq);
-        if (it.num_tiles == 0) continue;
-        int num_parts = count_parts(shape, it.num_steps, most);
-        int at = atomicAdd(&next_unit[bucket_of(num_parts, it.num_steps, longest)], it.num_tiles * num_parts);
-        for (int i = 0; i < it.num_tiles * num_parts && at < shape.num_units; i++, at++)
-            put(at, unit_of(it, seq, num_parts, i));
+        int first_at = 0;
+        for_each_list(it, [&](int list, int num_parts, int bucket, int count) {
+            int begin = atomicAdd(&next_unit[bucket], count);
+            if (list == 0) first_at = begin;
+            for (int i = 0; i < count && begin + i < shape.num_units; i++) {
+                int tile = are_apart ? i : i / num_parts, part = are_apart ? list : i - tile * num_parts;
+                attention_unit unit = unit_of(it, seq, tile, part, num_parts, most);
+                unit.first_part = are_apart ? 2 * (first_at + i) : begin + i - part;
+                put(begin + i, unit);
+            }
+        });
     }
     for (int at = num_units + threadIdx.x; at < shape.num_units; at += THREADS) put(at, {});
     __threadfence();
@@ -185,6 +208,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
+    shape->may_have_two_lists = shape->cuts_to_shares && !shape->num_splits && !shape->is_one_wave && segments <= slots;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
@@ -248,7 +272,8 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
     PK_TRY(fill_shape(args, filter, call, shape));
     PK_TRY(find_workspace(args, *shape, call, workspace));
     if (args->plan) return PK_OK;
-    if (args->num_seqs > MOST_SEQS_OF_A_WARP) return launch_plan(args, *shape, *workspace, call);
+    if (args->num_seqs > MOST_SEQS_OF_A_WARP || shape->may_have_two_lists)
+        return launch_plan(args, *shape, *workspace, call);
     workspace->units = nullptr;
     return PK_OK;
 }

@@ -41,13 +41,15 @@ __device__ static inline planned_sequence measure(const pk_attention_args &args,
     return it;
 }
 
-/* In steps: the longest sequence that is not cut, and the longest part of one that is. */
+/* In steps: the longest sequence that is not cut, and the longest part of one that is. Or, where `first` is not 0: the
+ * first of two parts of every longer sequence. */
 struct part_lengths {
-    int uncut, cut;
+    int uncut, cut, first;
 };
 
 __device__ static inline int count_parts(const decode_shape &shape, int num_steps, part_lengths most)
 {
+    if (most.first) return num_steps > most.first ? 2 : 1;
     if (shape.num_splits == 0)
         return num_steps <= max(DECODE_STAGES, most.uncut) ? 1 : (num_steps + most.cut - 1) / most.cut;
     return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
@@ -86,7 +88,7 @@ __device__ static inline int slots_tried(const decode_shape &shape, bool shares,
  * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int slots)
 {
-    int parts = count_parts(shape, longest, {length, length}), group = parts_of_group(shape, parts);
+    int parts = count_parts(shape, longest, {length, length, 0}), group = parts_of_group(shape, parts);
     int batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
     float merging = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
     if (parts > group) merging = 2 * merging + shape.level_steps;
@@ -111,7 +113,7 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
     int cut = shape.cuts_to_shares && length - share >= thresholds::FEWEST_STEPS_SAVED ? share : length;
     if (shape.num_segments > shape.slots) length = max(length, min(mean, share)), cut = max(cut, min(mean, share));
     bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
-    return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut};
+    return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, 0};
 }
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */
 __device__ static inline int2 cuttable(const planned_sequence &it)
@@ -120,22 +122,29 @@ __device__ static inline int2 cuttable(const planned_sequence &it)
     return {is_long ? it.num_tiles * it.num_steps : 0, is_long ? it.num_tiles : 0};
 }
 
-/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. */
+/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. (Where there
+ * are two parts of each, the second ones come behind all first ones.) */
 __device__ static inline int bucket_of(int num_parts, int num_steps, int longest)
 {
     int width = longest / (UNIT_BUCKETS - 1) + 1;
     return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
 }
 
-/* A sequence's unit, not signed yet: tiles one after the other, in each the parts in the order of the keys. */
-__device__ static inline attention_unit unit_of(const planned_sequence &it, int seq, int num_parts, int number)
+/* A part of a sequence's tile, not signed yet. */
+__device__ static inline attention_unit unit_of(const planned_sequence &it, int seq, int tile, int part, int num_parts,
+                                                const part_lengths &most)
 {
-    attention_unit unit = {0, seq, number / num_parts, it.view.first_query};
+    attention_unit unit = {0, seq, tile, it.view.first_query};
     unit.num_queries = it.view.num_queries;
     unit.context = it.view.context;
     unit.first_slot = it.view.first_slot;
     unit.num_parts = num_parts;
-    unit.part = number - unit.tile * num_parts;
+    unit.part = part;
+    if (most.first) {
+        unit.first_step = part * most.first;
+        unit.end_step = part == num_parts - 1 ? it.num_steps : most.first;
+        return unit;
+    }
     int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
     unit.first_step = unit.part * steps + min(unit.part, num_longer);
     unit.end_step = unit.first_step + steps + (unit.part < num_longer);
@@ -169,14 +178,14 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
     part_lengths most;
     if (longest <= DECODE_STAGES) {
-        most = {longest, longest}; /* none is cut */
+        most = {longest, longest, 0}; /* none is cut */
     } else if (shape.is_one_wave) {
         int length = length_to_try(shape, total, longest, lane);
         int slots = shares_slots(shape, total)
                         ? sum_of_slots<true>(shape, it.num_tiles, it.num_steps, num_seqs, length)
                         : sum_of_slots<false>(shape, it.num_tiles, it.num_steps, num_seqs, length);
         length = best_length(shape, longest, length, slots);
-        most = {length, length};
+        most = {length, length, 0};
     } else {
         int2 mine = cuttable(it);
         int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
@@ -191,7 +200,9 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int mine = number - before, owner = __ffs(__ballot_sync(~0u, mine >= 0 && mine < num_units)) - 1;
     attention_unit unit = {};
     if (owner < 0) return unit;
-    unit = unit_of(it, lane, num_parts, mine);
+    int tile = mine / num_parts, part = mine - tile * num_parts;
+    unit = unit_of(it, lane, tile, part, num_parts, most);
+    unit.first_part = number - part;
     for (int i = 0; i < (int)(sizeof(unit) / sizeof(int)); i++)
         ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
     return unit;

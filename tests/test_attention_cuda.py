@@ -67,6 +67,17 @@ def parts_of(torch, tensors, lens):
     return {int(seq): int(parts) for _, seq, _, _, _, _, _, _, _, parts, *_ in units if lens[seq]}
 
 
+def check_planned_and_plain(torch, tensors, lens):
+    """Both give the same bits, and what the simple kernel gives."""
+    expected, expected_lse = simple_kernel(*tensors, lens, return_lse=True)
+    plain, lse = pagedkv.paged_attention_fwd(*tensors, lens, return_lse=True)
+    plan = pagedkv.plan_attention(*tensors, lens)
+    planned, planned_lse = pagedkv.paged_attention_fwd(*tensors, lens, plan=plan, return_lse=True)
+    torch.testing.assert_close(plain.float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(planned, plain) and torch.equal(planned_lse, lse)
+
+
 def test_sequences_of_one_length_are_not_cut(torch):
     """Where they nearly fill the GPU, or more than once, even beside padding: each would be merged, and none ends sooner.
     A long one among them is cut all the same."""
@@ -104,13 +115,7 @@ def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short,
     q = torch.randn(len(where), 16, 128, device="cuda", dtype=torch.bfloat16)
     tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
 
-    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
-    unplanned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, return_lse=True)
-    plan = pagedkv.plan_attention(*tensors, on_gpu)
-    planned = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
-    torch.testing.assert_close(unplanned.float(), expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
-    assert torch.equal(planned[0], unplanned) and torch.equal(planned[1], lse)
+    check_planned_and_plain(torch, tensors, on_gpu)
 
     steps = -(-lens // step)
     share = steps.sum() // places + 1
@@ -137,12 +142,7 @@ def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
     parts = parts_of(torch, tensors, lens)
     assert parts.pop(where) > slots - (num_seqs - 1) and set(parts.values()) == {1}
 
-    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
-    plan = pagedkv.plan_attention(*tensors, on_gpu)
-    planned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
-    torch.testing.assert_close(planned.float(), expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
-    assert torch.equal(pagedkv.paged_attention_fwd(*tensors, on_gpu), planned)
+    check_planned_and_plain(torch, tensors, on_gpu)
 
 
 @pytest.mark.parametrize(("num_seqs", "heads"), [(25, (64, 8)), (53, (16, 2))])
@@ -157,12 +157,7 @@ def test_long_ones_that_leave_slots_empty_have_two_parts(torch, rng, num_seqs, h
     q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
     tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
     assert set(parts_of(torch, tensors, lens).values()) == {2}
-    expected, expected_lse = simple_kernel(*tensors, on_gpu, return_lse=True)
-    plan = pagedkv.plan_attention(*tensors, on_gpu)
-    planned, lse = pagedkv.paged_attention_fwd(*tensors, on_gpu, plan=plan, return_lse=True)
-    torch.testing.assert_close(planned.float(), expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
-    assert torch.equal(pagedkv.paged_attention_fwd(*tensors, on_gpu), planned)
+    check_planned_and_plain(torch, tensors, on_gpu)
 
 
 def test_a_plan_covers_every_key_once(torch, rng):

@@ -46,9 +46,9 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     int64_t tiles = (pk_ceil_div(rows, 16) + args->num_seqs) * args->num_kv_heads; /* at most */
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
-    int64_t dims = args->head_dim > 128 ? 4 * args->head_dim : args->head_dim; /* they take decode four times as long */
-    double work = (double)(most_queries * args->num_q_heads * dims) * (double)most_keys;
-    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= THIN_WORK
+    double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
+    double thin_work = args->head_dim > 128 ? THIN_WORK_OF_256 : THIN_WORK;
+    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= thin_work
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
     bool is_small =
         is_hopper && tiles * args->head_dim <= SMALL_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;

@@ -42,7 +42,7 @@ __device__ static inline void leave(const partial_rows &to, int row, int dim, co
     if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
 }
 
-/* Whether this CTA is the last of `count` to arrive. `shared` is anybody's. */
+/* Whether this CTA is the last of `count` to arrive. Overwrites the first bytes of `shared`. */
 __device__ static inline bool comes_last(unsigned int *arrivals, int count, float *shared)
 {
     bool &is_last = *(bool *)shared;
@@ -52,25 +52,27 @@ __device__ static inline bool comes_last(unsigned int *arrivals, int count, floa
     return is_last;
 }
 
-/* Many parts: each group of them by the CTA that comes last with one, and then the groups' sums, which stand where the
- * groups' first parts did. (Inline, since called as a function it takes 1 to 3 us longer.) */
+/* Where there are many parts. The CTA that comes last with a part of a group adds that group up, and leaves the sum in
+ * place of the group's first part; the CTA that comes last with a sum adds the sums up. (Inline: as a function that is
+ * called it took up to 3 us longer.) */
 template <typename Kind, int D, int ROWS>
 __device__ static __forceinline__ void merge_on_two_levels(const decode_tile tile, int first_slot, float *shared)
 {
     constexpr int QUADS = D / 4;
     const int num_items = tile.num_rows() * QUADS, num_parts = tile.unit.num_parts;
     const int group = parts_of_group(tile.params.shape, num_parts), first = tile.unit.part / group * group;
+    const int count = min(group, num_parts - first); /* of this group's parts */
     const int num_groups = (num_parts + group - 1) / group, rounds = (num_items + blockDim.x - 1) / blockDim.x;
     const decode_workspace &workspace = tile.params.workspace;
-    /* A group's stands where its first part does; that of the groups is the second, which is nobody's. */
+    /* A group counts in the counter of its first part; the sums are counted in that of the second part, which no group
+     * begins with. */
     unsigned int *arrivals = workspace.arrivals + first_slot;
     auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
 
-    if (!comes_last(arrivals + first, min(group, num_parts - first), shared)) return;
+    if (!comes_last(arrivals + first, count, shared)) return;
     for (int i = 0; i < rounds; i++) {
         int item = i * blockDim.x + threadIdx.x, row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
-        row_state state =
-            add_parts<D>(min(group, num_parts - first), row, dim, [&](int part) { return part_at(first + part); });
+        row_state state = add_parts<D>(count, row, dim, [&](int part) { return part_at(first + part); });
         __syncthreads(); /* the states of these rows have been read */
         if (item < num_items) leave(part_at(first), row, dim, state);
     }

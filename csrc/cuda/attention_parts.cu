@@ -7,15 +7,15 @@
 
 enum { THREADS = 256, MANY = 4 };
 
-/* CTAs an SM. With few parts a thread has few loads under way, so that there must be many threads. For MANY one CTA has
- * to find room beside decode's registers. */
-constexpr int CTAS = 3, CTAS_OF_MANY = 1;
+/* CTAs an SM. With few parts a thread has few loads under way, so that there must be many threads. For MANY one CTA is
+ * launched, with registers for two, so that there is room beside decode's. */
+constexpr int CTAS = 3, CTAS_OF_MANY = 1, ROOM_OF_MANY = 2;
 
 // --- kernels
 
 /* Four dims of a row a thread, or GROUPS threads, each with every GROUPS-th part. */
 template <typename T, int D, int GROUPS>
-__global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : 2)
+__global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
     attention_parts_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ parts_room room)
 {
     constexpr int QUADS = D / 4, AT_ONCE = THREADS / GROUPS; /* quads of a CTA */

@@ -9,15 +9,17 @@
 enum { THREADS = 512 };
 static_assert(LENGTHS_TRIED == 32, "a lane each");
 
-/* Sequences of one length that leave some slots empty: all begin with a part so long, and what is left of a few of them
- * runs in each of the slots that were empty, one after the other. 0 where that saves too little. */
+/* For sequences of one length that would leave some slots empty. Each has two parts: the first ones fill as many slots as
+ * there are sequences, and in each of the empty slots the second parts of a few sequences follow each other. Returns the
+ * length of the first part, or 0 where that saves too little. */
 __device__ static int first_of_two(const decode_shape &shape, int total, int longest, int mean)
 {
+    using namespace thresholds;
     int tiles = (total + longest - 1) / longest, empty = shape.slots - tiles;
-    if (!shape.may_have_two_lists || empty <= 0 || empty > tiles || 10 * mean < 9 * longest) return 0;
+    if (!shape.may_have_two_lists || empty <= 0 || empty > tiles || 10 * mean < EVEN_TENTHS * longest) return 0;
     float turns = (float)((tiles + empty - 1) / empty);
     int first = (int)ceilf(turns * ((float)longest + shape.start_steps) / (turns + 1));
-    return longest - first >= thresholds::FEWEST_STEPS_SAVED ? first : 0;
+    return longest - first >= FEWEST_STEPS_SAVED ? first : 0;
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
 
-    /* A sequence's units stand together; or, where they are two of each tile, the second ones behind all first ones. */
+    /* The units of a sequence stand together. Only where it has two parts, all first parts of the batch stand before all
+     * second ones, because they have to start first. */
     const bool are_apart = most.first > 0;
     auto for_each_list = [&](const planned_sequence &it, auto use) {
         int num_parts = count_parts(shape, it.num_steps, most), lists = are_apart ? num_parts : 1;

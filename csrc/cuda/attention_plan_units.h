@@ -2,9 +2,9 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: all parts run at once, but for short ones that follow each other where that saves enough; we try 32
- * lengths of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share),
- * into parts of a share where that saves some steps.
+ * Few sequences: all parts run at once, except that short sequences may follow each other in a slot. We try 32 lengths
+ * of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5
+ * times a CTA's average share (lengths_of_share), into parts of a share where that saves some steps.
  * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
  * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
  * way at once is never cut. With num_splits every sequence has up to that many parts, whose number and borders depend on
@@ -19,7 +19,7 @@
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
     LENGTHS_TRIED = 32, /* of parts: a lane each */
-    SLOT = 64,          /* so many parts of one are counted */
+    SLOT = 64,          /* a slot is counted in 64ths, for sequences that share one */
     FEWEST_KEYS = 1024  /* of a part, with num_splits */
 };
 
@@ -41,8 +41,8 @@ __device__ static inline planned_sequence measure(const pk_attention_args &args,
     return it;
 }
 
-/* In steps: the longest sequence that is not cut, and the longest part of one that is. Or, where `first` is not 0: the
- * first of two parts of every longer sequence. */
+/* In steps: the longest sequence that is not cut, and the longest part of one that is. If `first` is not 0, every longer
+ * sequence has two parts instead, of which the first has that length. */
 struct part_lengths {
     int uncut, cut, first;
 };
@@ -67,7 +67,7 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* Whether short sequences follow each other in a slot: each has a start of its own, so there must be some steps. */
+/* Whether short sequences may follow each other in a slot. Each starts anew, so slots must have some steps to save. */
 __device__ static inline bool shares_slots(const decode_shape &shape, int total)
 {
     return shape.may_share_slots && total >= thresholds::FEWEST_STEPS_OF_SHARE * shape.slots;
@@ -122,8 +122,7 @@ __device__ static inline int2 cuttable(const planned_sequence &it)
     return {is_long ? it.num_tiles * it.num_steps : 0, is_long ? it.num_tiles : 0};
 }
 
-/* Cut sequences come first, so that their units are the slots of their partial results; then longest first. (Where there
- * are two parts of each, the second ones come behind all first ones.) */
+/* Cut sequences come first, since their units' numbers say where their parts are left; then longest first. */
 __device__ static inline int bucket_of(int num_parts, int num_steps, int longest)
 {
     int width = longest / (UNIT_BUCKETS - 1) + 1;

@@ -90,10 +90,10 @@ struct prefill_sums {
 
 /* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
  *
- * A part has at most so many keys; another kernel merges. The estimate of what that takes, in us, knows sums alone.
- * Weighted by their keys, items have squares / keys of them on average: where that is nearly the longest's, keys lie in
- * keys * keys / squares items of one length, whose parts run in full waves of one per CTA. Else there are about
- * keys / length parts and half a part more per item (prefill/NOTES.md #34). */
+ * Another kernel merges the parts. What a length of parts takes, in us, is estimated from sums alone. The mean length of
+ * an item, weighted by its keys, is squares / keys. Where that is nearly the longest length, almost all keys lie in
+ * keys * keys / squares items of that length, and their parts run in full waves of one per CTA. Otherwise there are about
+ * keys / length parts, and half a part more per item (prefill/NOTES.md #34). */
 struct prefill_parts {
     float per_key; /* 1 / keys of a part, or 0: items stay whole */
 
@@ -125,18 +125,18 @@ struct prefill_parts {
         return max((int)ceilf((float)keys_of(batch, level) * per_key), 1);
     }
 
-    /* us, with parts of `length` keys, `count` of them in the longest item. */
+    /* In us, with parts of at most `length` keys, of which the longest item has `count`. */
     __device__ static float estimate(const prefill_batch &batch, const prefill_sums &sums, float count, float length)
     {
         const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
         float many = fminf(__fdividef(sums.keys * sums.keys, sums.squares), sums.items); /* of the usual length */
-        bool are_even = sums.squares > 0.85f * sums.keys * (float)sums.longest;
+        bool are_even = sums.squares > thresholds::EVEN_SHARE * sums.keys * (float)sums.longest;
         float cut = are_even ? many * count : __fdividef(sums.keys, length) + 0.5f * many;
         float units = cut + (are_even ? sums.items - many : 0.5f * (sums.items - many));
         if (count == 1) cut = 0, units = sums.items;
         float part_us = thresholds::PART_US + (count > 1 ? thresholds::LEAVE_US : 0);
         float longest_us = length * key_us + part_us, all_us = sums.keys * key_us + units * part_us;
-        float waves = ceilf(__fdividef(are_even ? many * count : units, ctas) - 0.03f); /* `many` is not exact */
+        float waves = ceilf(__fdividef(are_even ? many * count : units, ctas) - thresholds::WAVE_SLACK);
         float us = fmaxf(waves * (are_even ? longest_us : __fdividef(all_us, units)), __fdividef(all_us, ctas));
         us = fmaxf(us, longest_us);
         if (count == 1) return us;

@@ -14,11 +14,12 @@ namespace thresholds
 constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
 constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
 constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs, */
-constexpr double THIN_WORK = 2.5e8;  /* and no more than this of rows * keys * head_dim (#24); prefill cuts its items */
-constexpr int THIN_SHARE_SM80 = 3;   /* beside the prefill kernel for older GPUs: fewer than a third, */
-constexpr int THIN_KEYS_SM80 = 1024; /* and a table for more keys than that */
-constexpr int SMALL_DIMS_AN_SM = 256; /* head_dim of all tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;       /* and a table for so many keys at most */
+constexpr double THIN_WORK = 2.5e8; /* and no more than this of rows * keys * head_dim (#24); prefill cuts its items */
+constexpr double THIN_WORK_OF_256 = THIN_WORK / 4; /* with more than 128 dims (#35b) */
+constexpr int THIN_SHARE_SM80 = 3;                 /* beside the prefill kernel for older GPUs: fewer than a third, */
+constexpr int THIN_KEYS_SM80 = 1024;               /* and a table for more keys than that */
+constexpr int SMALL_DIMS_AN_SM = 256;              /* head_dim of all tiles of 16 rows that run at once, */
+constexpr int SMALL_KEYS = 256;                    /* and a table for so many keys at most */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
@@ -39,6 +40,7 @@ constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly
 constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
+constexpr int EVEN_TENTHS = 9;            /* of the longest: a mean length of sequences of one length (#80) */
 constexpr int FEWEST_STEPS_OF_SHARE = 16; /* of a slot, or short sequences have one each (#78) */
 constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78) */
 constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), */
@@ -57,6 +59,8 @@ constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be
 constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
+constexpr float EVEN_SHARE = 0.85f;                     /* of the longest length: items have one length */
+constexpr float WAVE_SLACK = 0.03f;                     /* of a wave: the number of such items is not exact */
 constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
 constexpr int MOST_WAVES_TO_CUT = 8;                    /* of items: with more the longest matters little */
 constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */

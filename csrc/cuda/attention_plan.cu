@@ -6,8 +6,11 @@
 
 // --- kernels
 
-enum { THREADS = 512 };
-static_assert(LENGTHS_TRIED == 32, "a lane each");
+enum {
+    THREADS = 512,
+    ROWS_OF_A_THREAD = 8 /* of the plan: a sequence that has more is written by a warp */
+};
+static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
 
 /* For sequences of one length that would leave some slots empty. Each has two parts: the first ones fill as many slots as
  * there are sequences, and in each of the empty slots the second parts of a few sequences follow each other. Returns the
@@ -22,104 +25,166 @@ __device__ static int first_of_two(const decode_shape &shape, int total, int lon
     return longest - first >= FEWEST_STEPS_SAVED ? first : 0;
 }
 
+/* What the CTA's threads find out together. */
+struct shared_plan {
+    int total, long_steps, num_long, longest, num_units;
+    int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
+    int tried_slots[LENGTHS_TRIED];
+    part_lengths most;
+    planned_sequence first[THREADS]; /* the other ones are measured again at every look */
+};
+
+struct decode_planner {
+    const pk_attention_args &args;
+    const decode_shape &shape;
+    attention_unit *units;
+    pk_cuda_bad_id *bad_id;
+    shared_plan &shared;
+    int warp, lane;
+
+    __device__ planned_sequence sequence(int seq) const
+    {
+        return seq < THREADS ? shared.first[seq] : measure(args, shape, seq, bad_id, false);
+    }
+
+    __device__ void measure_all() const
+    {
+        int steps = 0, longest = 1;
+        int2 cut = {0, 0};
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+            planned_sequence it = measure(args, shape, seq, bad_id, true);
+            if (seq < THREADS) shared.first[seq] = it;
+            if (it.num_tiles == 0) continue;
+            steps += it.num_tiles * it.num_steps;
+            int2 its_cut = cuttable(it);
+            cut.x += its_cut.x, cut.y += its_cut.y;
+            longest = max(longest, it.num_steps);
+        }
+        steps = __reduce_add_sync(~0u, steps);
+        longest = __reduce_max_sync(~0u, longest);
+        cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
+        if (lane == 0) {
+            atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
+            atomicAdd(&shared.long_steps, cut.x), atomicAdd(&shared.num_long, cut.y);
+        }
+        __syncthreads();
+    }
+
+    __device__ void choose_lengths() const
+    {
+        const int total = shared.total, longest = shared.longest;
+        if (shape.is_one_wave) {
+            const bool shares = shares_slots(shape, total);
+            int length = length_to_try(shape, total, longest, lane), slots = 0;
+            float inverse = __frcp_rd((float)length);
+            for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
+                planned_sequence it = sequence(seq);
+                slots += it.num_tiles * slots_tried(shape, shares, it.num_steps, length, inverse);
+            }
+            atomicAdd(&shared.tried_slots[lane], slots);
+            __syncthreads();
+            length = best_length(shape, longest, length, shared.tried_slots[lane]);
+            if (threadIdx.x == 0) shared.most = {length, length, 0};
+        } else if (threadIdx.x == 0) {
+            int mean = shared.long_steps / max(shared.num_long, 1), first = first_of_two(shape, total, longest, mean);
+            shared.most = first ? part_lengths{first, first, first} : lengths_of_share(shape, total, longest, mean);
+        }
+        __syncthreads();
+    }
+
+    /* Rows that a list has of a sequence, side by side. There are two lists where all sequences have two parts at most: the
+     * first parts stand before all second ones, because they have to start first. Else there is one. */
+    struct listed {
+        int seq, list, num_parts, bucket, count;
+        int begin, first; /* where they stand, and where those of list 0 do */
+    };
+    __device__ int num_lists() const { return shared.most.first ? 2 : 1; }
+    __device__ listed rows_of(int seq, int list) const
+    {
+        const planned_sequence it = sequence(seq);
+        int num_parts = count_parts(shape, it.num_steps, shared.most);
+        if (shared.most.first) return {seq, list, num_parts, list, list < num_parts ? it.num_tiles : 0};
+        return {seq, 0, num_parts, bucket_of(num_parts, it.num_steps, shared.longest), it.num_tiles * num_parts};
+    }
+
+    /* How many units each bucket has becomes where its first one goes. */
+    __device__ void find_places() const
+    {
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS)
+            for (int list = 0; list < num_lists(); list++) {
+                listed rows = rows_of(seq, list);
+                if (rows.count) atomicAdd(&shared.next_unit[rows.bucket], rows.count);
+            }
+        __syncthreads();
+        if (warp == 0) {
+            int count = shared.next_unit[lane], before = count;
+            for (int distance = 1; distance < UNIT_BUCKETS; distance *= 2) {
+                int other = __shfl_up_sync(~0u, before, distance);
+                if (lane >= distance) before += other;
+            }
+            shared.next_unit[lane] = before - count;
+            if (lane == UNIT_BUCKETS - 1) shared.num_units = before;
+        }
+        __syncthreads();
+    }
+
+    __device__ void put(int at, attention_unit unit) const
+    {
+        if (at >= shape.num_units) return;
+        unit.signature = pk_sign_row(shape.signature, at, unit);
+        units[at] = unit;
+    }
+    /* Every step-th of the rows, from row i on. */
+    __device__ void put_rows(const listed &rows, int i, int step) const
+    {
+        const planned_sequence it = sequence(rows.seq);
+        const bool are_apart = shared.most.first > 0;
+        for (; i < rows.count; i += step) {
+            int tile = are_apart ? i : i / rows.num_parts, part = are_apart ? rows.list : i - tile * rows.num_parts;
+            attention_unit unit = unit_of(it, rows.seq, tile, part, rows.num_parts, shared.most);
+            unit.first_part = are_apart ? 2 * (rows.first + i) : rows.begin + i - part;
+            put(rows.begin + i, unit);
+        }
+    }
+
+    /* A sequence a thread; what has many rows is written by the whole warp. */
+    __device__ void list_units() const
+    {
+        for (int of_warp = warp * 32; of_warp < args.num_seqs; of_warp += THREADS) {
+            int seq = of_warp + lane, first = 0;
+            for (int list = 0; list < num_lists(); list++) {
+                listed rows = {};
+                if (seq < args.num_seqs) rows = rows_of(seq, list);
+                if (rows.count) rows.begin = atomicAdd(&shared.next_unit[rows.bucket], rows.count);
+                rows.first = first = list == 0 ? rows.begin : first;
+                const bool are_many = rows.count > ROWS_OF_A_THREAD;
+                if (rows.count && !are_many) put_rows(rows, 0, 1);
+                for (unsigned int left = __ballot_sync(~0u, are_many); left; left &= left - 1)
+                    put_rows(of_lane(rows, __ffs(left) - 1), lane, 32);
+            }
+        }
+        for (int at = shared.num_units + threadIdx.x; at < shape.num_units; at += THREADS) put(at, {});
+    }
+};
+
 __global__ void __launch_bounds__(THREADS)
     decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
                        const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
 {
-    __shared__ int total, long_steps, num_long, longest, num_units, next_unit[UNIT_BUCKETS];
-    __shared__ int tried_slots[LENGTHS_TRIED];
-    __shared__ part_lengths most;
-    __shared__ planned_sequence first[THREADS]; /* the other ones are measured again at every look */
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    auto put = [&](int at, attention_unit unit) {
-        unit.signature = pk_sign_row(shape.signature, at, unit);
-        workspace.units[at] = unit;
-    };
-    auto sequence = [&](int seq) { return seq < THREADS ? first[seq] : measure(args, shape, seq, bad_id, false); };
+    __shared__ shared_plan shared;
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
-    if (threadIdx.x == 0) total = long_steps = num_long = 0, longest = 1;
-    if (threadIdx.x < UNIT_BUCKETS) next_unit[threadIdx.x] = 0;
-    if (threadIdx.x < LENGTHS_TRIED) tried_slots[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.total = shared.long_steps = shared.num_long = 0, shared.longest = 1;
+    if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
     __syncthreads();
 
-    int steps = 0, its_longest = 1;
-    int2 cut = {0, 0};
-    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-        planned_sequence it = measure(args, shape, seq, bad_id, true);
-        if (seq < THREADS) first[seq] = it;
-        if (it.num_tiles == 0) continue;
-        steps += it.num_tiles * it.num_steps;
-        int2 its_cut = cuttable(it);
-        cut.x += its_cut.x, cut.y += its_cut.y;
-        its_longest = max(its_longest, it.num_steps);
-    }
-    steps = __reduce_add_sync(~0u, steps);
-    its_longest = __reduce_max_sync(~0u, its_longest);
-    cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
-    if (lane == 0) {
-        atomicAdd(&total, steps), atomicMax(&longest, its_longest);
-        atomicAdd(&long_steps, cut.x), atomicAdd(&num_long, cut.y);
-    }
-    __syncthreads();
-
-    if (shape.is_one_wave) {
-        int length = length_to_try(shape, total, longest, lane), slots = 0;
-        float inverse = __frcp_rd((float)length);
-        for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
-            planned_sequence it = sequence(seq);
-            slots += it.num_tiles * slots_tried(shape, shares_slots(shape, total), it.num_steps, length, inverse);
-        }
-        atomicAdd(&tried_slots[lane], slots);
-        __syncthreads();
-        length = best_length(shape, longest, length, tried_slots[lane]);
-        if (threadIdx.x == 0) most = {length, length, 0};
-    } else if (threadIdx.x == 0) {
-        int mean = long_steps / max(num_long, 1), of_two = first_of_two(shape, total, longest, mean);
-        most = lengths_of_share(shape, total, longest, mean);
-        if (of_two) most = {of_two, of_two, of_two};
-    }
-    __syncthreads();
-
-    /* The units of a sequence stand together. Only where it has two parts, all first parts of the batch stand before all
-     * second ones, because they have to start first. */
-    const bool are_apart = most.first > 0;
-    auto for_each_list = [&](const planned_sequence &it, auto use) {
-        int num_parts = count_parts(shape, it.num_steps, most), lists = are_apart ? num_parts : 1;
-        for (int list = 0; list < lists && it.num_tiles > 0; list++)
-            use(list, num_parts, are_apart ? list : bucket_of(num_parts, it.num_steps, longest),
-                it.num_tiles * num_parts / lists);
-    };
-    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS)
-        for_each_list(sequence(seq), [&](int, int, int bucket, int count) { atomicAdd(&next_unit[bucket], count); });
-    __syncthreads();
-    if (warp == 0) { /* how many units a bucket has becomes where its first one goes */
-        int count = next_unit[lane], before = count;
-        for (int distance = 1; distance < UNIT_BUCKETS; distance *= 2) {
-            int other = __shfl_up_sync(~0u, before, distance);
-            if (lane >= distance) before += other;
-        }
-        next_unit[lane] = before - count;
-        if (lane == UNIT_BUCKETS - 1) num_units = before;
-    }
-    __syncthreads();
-
-    for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-        planned_sequence it = sequence(seq);
-        int first_at = 0;
-        for_each_list(it, [&](int list, int num_parts, int bucket, int count) {
-            int begin = atomicAdd(&next_unit[bucket], count);
-            if (list == 0) first_at = begin;
-            for (int i = 0; i < count && begin + i < shape.num_units; i++) {
-                int tile = are_apart ? i : i / num_parts, part = are_apart ? list : i - tile * num_parts;
-                attention_unit unit = unit_of(it, seq, tile, part, num_parts, most);
-                unit.first_part = are_apart ? 2 * (first_at + i) : begin + i - part;
-                put(begin + i, unit);
-            }
-        });
-    }
-    for (int at = num_units + threadIdx.x; at < shape.num_units; at += THREADS) put(at, {});
+    decode_planner planner = {
+        args, shape, workspace.units, bad_id, shared, (int)threadIdx.x / 32, (int)threadIdx.x % 32};
+    planner.measure_all();
+    planner.choose_lengths();
+    planner.find_places();
+    planner.list_units();
     __threadfence();
 }
 

@@ -152,6 +152,14 @@ __device__ static inline attention_unit unit_of(const planned_sequence &it, int 
 
 constexpr int MOST_SEQS_OF_A_WARP = 32;
 
+/* What a lane of the warp has. */
+template <typename T>
+__device__ static inline T of_lane(T it, int lane)
+{
+    for (int i = 0; i < (int)(sizeof(it) / sizeof(int)); i++) ((int *)&it)[i] = __shfl_sync(~0u, ((int *)&it)[i], lane);
+    return it;
+}
+
 /* What all take with a length, in SLOT-ths; a sequence a lane. */
 template <bool SHARES>
 __device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int num_seqs,
@@ -202,9 +210,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int tile = mine / num_parts, part = mine - tile * num_parts;
     unit = unit_of(it, lane, tile, part, num_parts, most);
     unit.first_part = number - part;
-    for (int i = 0; i < (int)(sizeof(unit) / sizeof(int)); i++)
-        ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
-    return unit;
+    return of_lane(unit, owner);
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

@@ -125,6 +125,15 @@ struct prefill_parts {
         return max((int)ceilf((float)keys_of(batch, level) * per_key), 1);
     }
 
+    /* The lowest level from which on items up to `level` have `parts`, or a higher one. */
+    __device__ int lowest_of_same(const prefill_batch &batch, int level, int parts) const
+    {
+        if (parts == 1) return 0;
+        int lowest = min(batch.by_positions.divide((int)__fdividef((float)(parts - 1), per_key)), level);
+        while (count(batch, lowest) < parts) lowest++;
+        return lowest;
+    }
+
     /* In us, with parts of at most `length` keys, of which the longest item has `count`. */
     __device__ static float estimate(const prefill_batch &batch, const prefill_sums &sums, float count, float length)
     {

@@ -145,8 +145,7 @@ struct prefill_schedule {
         return max((int)(batch.chunk_keys / keys * (float)all_heads), 1);
     }
 
-    /* A run ends where a sequence's items begin or end; where items may be in parts, whose number depends on the level,
-     * it is one level. */
+    /* A run ends where a sequence's items begin or end, or have fewer parts. */
     __device__ void begin_run(const prefill_batch &batch, int highest)
     {
         level = highest;
@@ -155,7 +154,7 @@ struct prefill_schedule {
         bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
         count = __popc(__ballot_sync(~0u, is_here));
         int lowest = __reduce_max_sync(~0u, is_here ? first_level : is_below ? end : 0);
-        if (CUTS && parts.per_key > 0) lowest = level;
+        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, num_parts));
         num_levels = level - lowest + 1;
         next_level = __reduce_max_sync(~0u, num_items && first_level < lowest ? min(lowest, end) - 1 : -1);
     }

@@ -206,11 +206,18 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 }
 
 /* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
- * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. With
- * num_splits a row's item may not depend on the batch: where there are sinks its bits would. */
-static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
+ * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. Where shorter
+ * items could be cut, they must also fill their waves: all of them, and those of the longest prompt alone, beside which
+ * the others may be short. With num_splits a row's item may not depend on the batch: where there are sinks its bits
+ * would. */
+static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64_t num_sms)
 {
-    int64_t items = args.num_tokens * args.num_q_heads / 192;
+    auto items_of = [&](int64_t tokens) { return tokens * args.num_q_heads / 192; };
+    auto fill_waves = [&](int64_t items) {
+        return 4 * items >= thresholds::TALL_QUARTERS * pk_ceil_div(items, num_sms) * num_sms;
+    };
+    int64_t items = items_of(args.num_tokens);
+    if (may_cut_items && !(fill_waves(items) && fill_waves(items_of(args.max_seqlen_q)))) return false;
     return !args.num_splits && args.head_dim <= 64 && args.cache_dtype == args.dtype &&
            args.max_seqlen_q >= thresholds::TALL_QUERIES && items >= num_sms;
 }
@@ -219,8 +226,9 @@ static bool may_be_tall(const pk_attention_args &args, int64_t num_sms)
 static pk_status choose_instance(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  const prefill_instance **instance, prefill_batch *batch)
 {
-    const bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
-    const bool is_tall = may_be_tall(*args, call.device->num_sms) && !may_cut_items;
+    bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
+    const bool is_tall = may_be_tall(*args, may_cut_items, call.device->num_sms);
+    may_cut_items = may_cut_items && !is_tall;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
             each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&

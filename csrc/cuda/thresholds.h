@@ -40,9 +40,11 @@ constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly
 constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
-constexpr int EVEN_TENTHS = 9;            /* of the longest: a mean length of sequences of one length (#80) */
+constexpr int EVEN_TENTHS = 9;            /* of the longest: a mean length of sequences of one length (#80), */
+constexpr int FEWEST_STEPS_OF_REST = 4;   /* that such sequences leave, or they are whole (#84) */
 constexpr int FEWEST_STEPS_OF_SHARE = 16; /* of a slot, or short sequences have one each (#78) */
-constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78) */
+constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78); */
+constexpr float OVERTIME = 1.0625f;       /* that a shared slot may take, when others leave it bandwidth (#83) */
 constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), */
 constexpr float LEAST_STEP_US = 0.65f;    /* by latency, however few bytes they are; */
 constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
@@ -50,7 +52,8 @@ constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
 constexpr float LEVEL_US = 1.0f;          /* from one level of merging to the next, */
 constexpr int MOST_QUADS_AT_ONCE = 64;    /* a thread, or there are two levels (#79); */
 constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges: */
-constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73) */
+constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73), */
+constexpr int FEW_STEPS_APART = 6;        /* and the table is for more steps than these (#85) */
 
 /* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
@@ -66,7 +69,8 @@ constexpr int MOST_WAVES_TO_CUT = 8;                    /* of items: with more t
 constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
-constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least */
+constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */
+constexpr int TALL_QUARTERS = 3;  /* of the places in their waves, where items of two could be cut (#39) */
 
 /* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
 constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 96; /* #20 */

@@ -8,28 +8,39 @@
 
 enum {
     THREADS = 512,
-    ROWS_OF_A_THREAD = 8 /* of the plan: a sequence that has more is written by a warp */
+    WARPS = THREADS / 32,
+    ROWS_OF_A_THREAD = 4, /* of the plan: what has more is left to whole warps, */
+    MOST_LEFT = 64        /* if there is room */
 };
 static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
 
-/* For sequences of one length that would leave some slots empty. Each has two parts: the first ones fill as many slots as
- * there are sequences, and in each of the empty slots the second parts of a few sequences follow each other. Returns the
- * length of the first part, or 0 where that saves too little. */
-__device__ static int first_of_two(const decode_shape &shape, int total, int longest, int mean)
+/* For sequences of one length that would leave some slots empty: the length of all parts but the last ones. They fill as
+ * many slots as there are sequences, and in each of the empty slots the rests of a few sequences follow each other. 0 where
+ * that saves too little. */
+__device__ static int even_length(const decode_shape &shape, int total, int longest, int mean)
 {
     using namespace thresholds;
     int tiles = (total + longest - 1) / longest, empty = shape.slots - tiles;
-    if (!shape.may_have_two_lists || empty <= 0 || empty > tiles || 10 * mean < EVEN_TENTHS * longest) return 0;
+    if (!shape.may_leave_rests || empty <= 0 || empty > tiles || 10 * mean < EVEN_TENTHS * longest) return 0;
     float turns = (float)((tiles + empty - 1) / empty);
-    int first = (int)ceilf(turns * ((float)longest + shape.start_steps) / (turns + 1));
-    return longest - first >= FEWEST_STEPS_SAVED ? first : 0;
+    int length = (int)ceilf(turns * ((float)longest + shape.start_steps) / (turns + 1));
+    return longest - length >= FEWEST_STEPS_OF_REST ? length : 0;
 }
+
+/* Rows of the plan that a sequence has: all but the last ones of its tiles stand side by side, and so do those. */
+struct rows_of_sequence {
+    int seq, num_parts, num_tiles, bucket; /* of the last ones; the others are in bucket 0 */
+    int begin, begin_of_last, first_part;
+    __device__ int num_first() const { return num_tiles * (num_parts - 1); }
+};
 
 /* What the CTA's threads find out together. */
 struct shared_plan {
     int total, long_steps, num_long, longest, num_units;
     int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
     int tried_slots[LENGTHS_TRIED];
+    int num_places, num_left;
+    rows_of_sequence left[MOST_LEFT];
     part_lengths most;
     planned_sequence first[THREADS]; /* the other ones are measured again at every look */
 };
@@ -42,9 +53,10 @@ struct decode_planner {
     shared_plan &shared;
     int warp, lane;
 
-    __device__ planned_sequence sequence(int seq) const
+    __device__ planned_sequence sequence(int seq) const { return seq < THREADS ? shared.first[seq] : measured(seq); }
+    __device__ __noinline__ planned_sequence measured(int seq) const
     {
-        return seq < THREADS ? shared.first[seq] : measure(args, shape, seq, bad_id, false);
+        return measure(args, shape, seq, bad_id, false);
     }
 
     __device__ void measure_all() const
@@ -79,42 +91,35 @@ struct decode_planner {
             float inverse = __frcp_rd((float)length);
             for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
                 planned_sequence it = sequence(seq);
-                slots += it.num_tiles * slots_tried(shape, shares, it.num_steps, length, inverse);
+                slots += it.num_tiles * (shares ? slots_tried<true>(shape, it.num_steps, length, inverse)
+                                                : slots_tried<false>(shape, it.num_steps, length, inverse));
             }
             atomicAdd(&shared.tried_slots[lane], slots);
             __syncthreads();
             length = best_length(shape, longest, length, shared.tried_slots[lane]);
-            if (threadIdx.x == 0) shared.most = {length, length, 0};
+            if (threadIdx.x == 0) shared.most = {length, length, shares};
         } else if (threadIdx.x == 0) {
-            int mean = shared.long_steps / max(shared.num_long, 1), first = first_of_two(shape, total, longest, mean);
-            shared.most = first ? part_lengths{first, first, first} : lengths_of_share(shape, total, longest, mean);
+            int mean = shared.long_steps / max(shared.num_long, 1), even = even_length(shape, total, longest, mean);
+            shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
         }
         __syncthreads();
     }
 
-    /* Rows that a list has of a sequence, side by side. There are two lists where all sequences have two parts at most: the
-     * first parts stand before all second ones, because they have to start first. Else there is one. */
-    struct listed {
-        int seq, list, num_parts, bucket, count;
-        int begin, first; /* where they stand, and where those of list 0 do */
-    };
-    __device__ int num_lists() const { return shared.most.first ? 2 : 1; }
-    __device__ listed rows_of(int seq, int list) const
+    __device__ rows_of_sequence rows_of(int seq) const
     {
         const planned_sequence it = sequence(seq);
         int num_parts = count_parts(shape, it.num_steps, shared.most);
-        if (shared.most.first) return {seq, list, num_parts, list, list < num_parts ? it.num_tiles : 0};
-        return {seq, 0, num_parts, bucket_of(num_parts, it.num_steps, shared.longest), it.num_tiles * num_parts};
+        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, shared.longest, shared.most)};
     }
 
     /* How many units each bucket has becomes where its first one goes. */
     __device__ void find_places() const
     {
-        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS)
-            for (int list = 0; list < num_lists(); list++) {
-                listed rows = rows_of(seq, list);
-                if (rows.count) atomicAdd(&shared.next_unit[rows.bucket], rows.count);
-            }
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+            rows_of_sequence rows = rows_of(seq);
+            if (rows.num_first()) atomicAdd(&shared.next_unit[0], rows.num_first());
+            if (rows.num_tiles) atomicAdd(&shared.next_unit[rows.bucket], rows.num_tiles);
+        }
         __syncthreads();
         if (warp == 0) {
             int count = shared.next_unit[lane], before = count;
@@ -135,35 +140,61 @@ struct decode_planner {
         units[at] = unit;
     }
     /* Every step-th of the rows, from row i on. */
-    __device__ void put_rows(const listed &rows, int i, int step) const
+    __device__ void put_rows(const rows_of_sequence &rows, int i, int step) const
     {
         const planned_sequence it = sequence(rows.seq);
-        const bool are_apart = shared.most.first > 0;
-        for (; i < rows.count; i += step) {
-            int tile = are_apart ? i : i / rows.num_parts, part = are_apart ? rows.list : i - tile * rows.num_parts;
-            attention_unit unit = unit_of(it, rows.seq, tile, part, rows.num_parts, shared.most);
-            unit.first_part = are_apart ? 2 * (rows.first + i) : rows.begin + i - part;
-            put(rows.begin + i, unit);
+        const int num_first = rows.num_first();
+#pragma unroll 1
+        for (; i < rows.num_tiles * rows.num_parts; i += step) {
+            bool is_last = i >= num_first;
+            int2 at = {i - num_first, rows.num_parts - 1}; /* tile and part */
+            if (!is_last) at = divide_small(i, rows.num_parts - 1);
+            attention_unit unit = unit_of(it, rows.seq, at.x, at.y, rows.num_parts, shared.most);
+            unit.first_part = rows.first_part + at.x * rows.num_parts;
+            put(is_last ? rows.begin_of_last + at.x : rows.begin + i, unit);
         }
     }
 
-    /* A sequence a thread; what has many rows is written by the whole warp. */
+    /* Finds the place of a sequence's rows. If they are many they are left to be written. */
+    __device__ rows_of_sequence place_rows(int seq) const
+    {
+        rows_of_sequence rows = rows_of(seq);
+        int count = rows.num_tiles * rows.num_parts, left_at = MOST_LEFT;
+        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[rows.bucket], rows.num_tiles);
+        if (rows.num_first()) {
+            rows.begin = atomicAdd(&shared.next_unit[0], rows.num_first());
+            rows.first_part = atomicAdd(&shared.num_places, count);
+        }
+        if (count > ROWS_OF_A_THREAD) left_at = atomicAdd(&shared.num_left, 1);
+        if (left_at < MOST_LEFT) shared.left[left_at] = rows, rows.num_tiles = 0;
+        return rows;
+    }
+    /* A thread's rows, then what was left: groups of warps share it, the last warps first, which have no rows. */
+    __device__ void put_all(rows_of_sequence rows) const
+    {
+        const int num_left = min(shared.num_left, MOST_LEFT), groups = min(max(num_left, 1), WARPS);
+        const int from_end = WARPS - 1 - warp, group = from_end % groups, num_warps = (WARPS - 1 - group) / groups + 1;
+#pragma unroll 1
+        for (int i = group - groups; i < num_left; i += groups) {
+            if (i >= 0) rows = shared.left[i];
+            put_rows(rows, i >= 0 ? from_end / groups * 32 + lane : 0, i >= 0 ? num_warps * 32 : 1);
+        }
+    }
+
     __device__ void list_units() const
     {
-        for (int of_warp = warp * 32; of_warp < args.num_seqs; of_warp += THREADS) {
-            int seq = of_warp + lane, first = 0;
-            for (int list = 0; list < num_lists(); list++) {
-                listed rows = {};
-                if (seq < args.num_seqs) rows = rows_of(seq, list);
-                if (rows.count) rows.begin = atomicAdd(&shared.next_unit[rows.bucket], rows.count);
-                rows.first = first = list == 0 ? rows.begin : first;
-                const bool are_many = rows.count > ROWS_OF_A_THREAD;
-                if (rows.count && !are_many) put_rows(rows, 0, 1);
-                for (unsigned int left = __ballot_sync(~0u, are_many); left; left &= left - 1)
-                    put_rows(of_lane(rows, __ffs(left) - 1), lane, 32);
-            }
+        for (int of_cta = 0; of_cta < args.num_seqs; of_cta += THREADS) { /* a sequence a thread */
+            int seq = of_cta + threadIdx.x;
+            rows_of_sequence rows = {};
+            __syncthreads(); /* what was left before has been written */
+            if (threadIdx.x == 0) shared.num_left = 0;
+            __syncthreads();
+            if (seq < args.num_seqs) rows = place_rows(seq);
+            __syncthreads();
+            put_all(rows);
         }
-        for (int at = shared.num_units + threadIdx.x; at < shape.num_units; at += THREADS) put(at, {});
+        int other = (threadIdx.x + THREADS / 2) % THREADS; /* the warps in the middle have nothing to do yet */
+        for (int at = shared.num_units + other; at < shape.num_units; at += THREADS) put(at, {});
     }
 };
 
@@ -175,7 +206,8 @@ __global__ void __launch_bounds__(THREADS)
     if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
-    if (threadIdx.x == 0) shared.total = shared.long_steps = shared.num_long = 0, shared.longest = 1;
+    if (threadIdx.x == 0)
+        shared.total = shared.long_steps = shared.num_long = shared.num_places = 0, shared.longest = 1;
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
     __syncthreads();
 
@@ -251,7 +283,7 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
     int64_t rounds = pk_ceil_div(quads, threads);
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
     bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
-    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > DECODE_STAGES &&
+    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > FEW_STEPS_APART &&
                           segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
                           rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
     shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
@@ -271,16 +303,16 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     shape->is_one_wave =
-        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
+        shape->num_splits == 0 && 3 * segments < ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
     choose_merging(args, segments, slots, most_steps, call, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
-    shape->may_have_two_lists = shape->cuts_to_shares && !shape->num_splits && !shape->is_one_wave && segments <= slots;
+    shape->may_leave_rests = shape->cuts_to_shares && !shape->num_splits && !shape->is_one_wave && segments <= slots;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
     shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
-    if (shape->is_one_wave) units = slots + (shape->may_share_slots ? segments : 0);
+    if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
@@ -340,7 +372,7 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
     PK_TRY(fill_shape(args, filter, call, shape));
     PK_TRY(find_workspace(args, *shape, call, workspace));
     if (args->plan) return PK_OK;
-    if (args->num_seqs > MOST_SEQS_OF_A_WARP || shape->may_have_two_lists)
+    if (args->num_seqs > MOST_SEQS_OF_A_WARP || shape->may_leave_rests)
         return launch_plan(args, *shape, *workspace, call);
     workspace->units = nullptr;
     return PK_OK;

@@ -24,28 +24,28 @@ struct alignas(16) attention_unit {
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;            /* padded: 64, 128 or 256 */
-    int rows;                /* of a tile: 8 or 16 */
-    int ctas_per_sm;         /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
-    int chunk, step;         /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;               /* query heads of a KV head */
-    int slots;               /* units that fill the machine once, per head */
-    int max_slots;           /* an upper bound of the parts, per head */
-    int num_segments;        /* at most, per head: tiles of all sequences */
-    int num_units;           /* rows of the plan */
-    bool is_one_wave;        /* few sequences: their parts fill the machine once and no more */
-    bool may_share_slots;    /* then short ones may follow each other in a slot, */
-    float start_steps;       /* which costs each as much as so many steps */
-    bool merges_apart;       /* another kernel merges parts; else the last CTAs of a tile */
-    int most_at_once;        /* parts that one of them merges; more are merged on two levels */
-    float batch_steps;       /* that take as long as the wait for a batch of parts to be merged, */
-    float part_steps;        /* as the merging of one of them, */
-    float level_steps;       /* and as the way to the second level */
-    int quarters;            /* else of a slot's share of all steps: the longest sequence that is not cut */
-    bool cuts_to_shares;     /* parts of the others are no longer than a share, where that is worth it */
-    bool may_have_two_lists; /* of parts: the first ones of all sequences, and the second ones */
-    int num_splits;          /* parts of every sequence, or 0 */
-    int signature;           /* of what the rows of a plan depend on */
+    int head_dim;         /* padded: 64, 128 or 256 */
+    int rows;             /* of a tile: 8 or 16 */
+    int ctas_per_sm;      /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
+    int chunk, step;      /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;            /* query heads of a KV head */
+    int slots;            /* units that fill the machine once, per head */
+    int max_slots;        /* an upper bound of the parts, per head */
+    int num_segments;     /* at most, per head: tiles of all sequences */
+    int num_units;        /* rows of the plan */
+    bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
+    bool may_share_slots; /* then short ones and rests may follow each other in a slot, */
+    float start_steps;    /* which costs each as much as so many steps */
+    bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
+    int most_at_once;     /* parts that one of them merges; more are merged on two levels */
+    float batch_steps;    /* that take as long as the wait for a batch of parts to be merged, */
+    float part_steps;     /* as the merging of one of them, */
+    float level_steps;    /* and as the way to the second level */
+    int quarters;         /* else of a slot's share of all steps: the longest sequence that is not cut */
+    bool cuts_to_shares;  /* parts of the others are no longer than a share, where that is worth it */
+    bool may_leave_rests; /* sequences of one length, whose rests then share slots */
+    int num_splits;       /* parts of every sequence, or 0 */
+    int signature;        /* of what the rows of a plan depend on */
     row_filter filter;
 };
 
@@ -94,10 +94,10 @@ __device__ static inline int decode_first_key(const pk_attention_args &args, int
     return (int)max((int64_t)0, context - num_queries - args.window_left) & ~(chunk - 1);
 }
 
-/* A sequence without keys has a step, too: its rows are written. */
+/* A sequence without keys has a step, too: its rows are written. `step` is a power of two. */
 __device__ static inline int decode_num_steps(int context, int first_key, int step)
 {
-    return context <= first_key ? 1 : (context - first_key + step - 1) / step;
+    return context <= first_key ? 1 : (context - first_key + step - 1) >> (31 - __clz(step));
 }
 
 #endif

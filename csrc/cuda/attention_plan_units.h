@@ -2,8 +2,8 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: all parts run at once, except that short sequences may follow each other in a slot. We try 32 lengths
- * of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5
+ * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each other
+ * in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5
  * times a CTA's average share (lengths_of_share), into parts of a share where that saves some steps.
  * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
  * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
@@ -20,7 +20,7 @@ enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
     LENGTHS_TRIED = 32, /* of parts: a lane each */
     SLOT = 64,          /* a slot is counted in 64ths, for sequences that share one */
-    FEWEST_KEYS = 1024  /* of a part, with num_splits */
+    FEWEST_KEYS = 1024  /* of a part, with num_splits; a power of two, as a step */
 };
 
 struct planned_sequence {
@@ -41,54 +41,57 @@ __device__ static inline planned_sequence measure(const pk_attention_args &args,
     return it;
 }
 
-/* In steps: the longest sequence that is not cut, and the longest part of one that is. If `first` is not 0, every longer
- * sequence has two parts instead, of which the first has that length. */
+/* In steps: the longest sequence that is not cut, and the longest part of one that is. Its parts are about as long as each
+ * other. Where slots may be shared all but the last one are `cut` long, so that the rests of several sequences may follow
+ * each other in a slot. */
 struct part_lengths {
-    int uncut, cut, first;
+    int uncut, cut;
+    bool leaves_rests;
 };
 
 __device__ static inline int count_parts(const decode_shape &shape, int num_steps, part_lengths most)
 {
-    if (most.first) return num_steps > most.first ? 2 : 1;
     if (shape.num_splits == 0)
-        return num_steps <= max(DECODE_STAGES, most.uncut) ? 1 : (num_steps + most.cut - 1) / most.cut;
-    return max(1, min(shape.num_splits, num_steps / (FEWEST_KEYS / shape.step)));
+        return num_steps <= max(DECODE_STAGES, most.uncut) ? 1 : divide_small(num_steps + most.cut - 1, most.cut).x;
+    return max(1, min(shape.num_splits, num_steps >> (__clz(shape.step) - __clz(FEWEST_KEYS))));
 }
 
 /* Where parts are to fill the machine once, a length to try. The longest sequence has one part with the first, and with
  * the last as many as would fit if all sequences were cut to the same length. */
 __device__ static inline int length_to_try(const decode_shape &shape, int total, int longest, int i)
 {
-    float most = fmaxf(1, (float)longest * shape.slots / max(total, 1));
-    return (int)ceilf(longest / (1 + (most - 1) * i / (LENGTHS_TRIED - 1)));
+    float most = fmaxf(1, __fdividef((float)longest * (float)shape.slots, (float)max(total, 1)));
+    return (int)ceilf(__fdividef((float)longest, 1 + (most - 1) * ((float)i * (1.0f / (LENGTHS_TRIED - 1)))));
 }
 /* Parts of a sequence, as count_parts has it. Beyond MOST_STEPS_TRIED it may be one too few. */
 __device__ static inline int count_tried(int num_steps, int length, float inverse /* rounded down */)
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* Whether short sequences may follow each other in a slot. Each starts anew, so slots must have some steps to save. */
+/* Whether short sequences and rests may follow each other in a slot. Each starts anew, so slots must have some steps to
+ * save. */
 __device__ static inline bool shares_slots(const decode_shape &shape, int total)
 {
     return shape.may_share_slots && total >= thresholds::FEWEST_STEPS_OF_SHARE * shape.slots;
 }
-/* Then a sequence that is not cut takes so many SLOT-ths of a slot. */
+/* Then what is no longer than the parts takes so many SLOT-ths of a slot. */
 __device__ static inline int part_of_slot(const decode_shape &shape, int num_steps, int length)
 {
-    float in_slot = floorf(__fdividef((float)length, (float)num_steps + shape.start_steps));
+    float in_slot = floorf(__fdividef(thresholds::OVERTIME * (float)length, (float)num_steps + shape.start_steps));
     return __float2int_ru(__fdividef(SLOT, fmaxf(in_slot, 1)));
 }
-__device__ static inline int slots_tried(const decode_shape &shape, bool shares, int num_steps, int length,
-                                         float inverse)
+template <bool SHARES>
+__device__ static inline int slots_tried(const decode_shape &shape, int num_steps, int length, float inverse)
 {
     int parts = count_tried(num_steps, length, inverse);
-    return shares && parts == 1 ? part_of_slot(shape, num_steps, length) : parts * SLOT;
+    if (!SHARES) return parts * SLOT;
+    return (parts - 1) * SLOT + part_of_slot(shape, num_steps - (parts - 1) * length, length);
 }
 /* An estimate, counted in steps of a CTA; INFINITY where there are too few slots. Parts are merged on a level or two.
  * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int slots)
 {
-    int parts = count_parts(shape, longest, {length, length, 0}), group = parts_of_group(shape, parts);
+    int parts = count_tried(longest, length, __frcp_rd((float)length)), group = parts_of_group(shape, parts);
     int batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
     float merging = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
     if (parts > group) merging = 2 * merging + shape.level_steps;
@@ -113,7 +116,7 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
     int cut = shape.cuts_to_shares && length - share >= thresholds::FEWEST_STEPS_SAVED ? share : length;
     if (shape.num_segments > shape.slots) length = max(length, min(mean, share)), cut = max(cut, min(mean, share));
     bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
-    return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, 0};
+    return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, false};
 }
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */
 __device__ static inline int2 cuttable(const planned_sequence &it)
@@ -122,11 +125,13 @@ __device__ static inline int2 cuttable(const planned_sequence &it)
     return {is_long ? it.num_tiles * it.num_steps : 0, is_long ? it.num_tiles : 0};
 }
 
-/* Cut sequences come first, since their units' numbers say where their parts are left; then longest first. */
-__device__ static inline int bucket_of(int num_parts, int num_steps, int longest)
+/* The order of units: of what is cut all parts but the last ones, which are the longest, or as long as they are. Then
+ * the last ones and whole sequences, the longest first. */
+__device__ static inline int bucket_of(int num_steps, int num_parts, int longest, const part_lengths &most)
 {
-    int width = longest / (UNIT_BUCKETS - 1) + 1;
-    return num_parts > 1 ? 0 : 1 + (longest - num_steps) / width;
+    int width = longest / (UNIT_BUCKETS - 1) + 1, last = num_steps;
+    if (num_parts > 1) last = most.leaves_rests ? num_steps - (num_parts - 1) * most.cut : most.cut;
+    return 1 + divide_small(max(longest - last, 0), width).x;
 }
 
 /* A part of a sequence's tile, not signed yet. */
@@ -139,9 +144,9 @@ __device__ static inline attention_unit unit_of(const planned_sequence &it, int 
     unit.first_slot = it.view.first_slot;
     unit.num_parts = num_parts;
     unit.part = part;
-    if (most.first) {
-        unit.first_step = part * most.first;
-        unit.end_step = part == num_parts - 1 ? it.num_steps : most.first;
+    if (most.leaves_rests) {
+        unit.first_step = part * most.cut;
+        unit.end_step = part == num_parts - 1 ? it.num_steps : unit.first_step + most.cut;
         return unit;
     }
     int steps = it.num_steps / num_parts, num_longer = it.num_steps - steps * num_parts;
@@ -160,18 +165,64 @@ __device__ static inline T of_lane(T it, int lane)
     return it;
 }
 
-/* What all take with a length, in SLOT-ths; a sequence a lane. */
+constexpr int LANES_AT_ONCE = 4; /* that a warp looks at one by one: what they have is under way together */
+
+/* What all take with a length, in SLOT-ths; a sequence a lane, a length a lane. Behind the last one that may be cut or share
+ * a slot each takes one. */
 template <bool SHARES>
-__device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int num_seqs,
-                                          int length)
+__device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int length)
 {
+    int end = 32 - __clz(__ballot_sync(~0u, num_tiles && (SHARES || num_steps > DECODE_STAGES)));
+    int slots = SHARES ? 0 : SLOT * __reduce_add_sync(~0u, (int)threadIdx.x % 32 >= end ? num_tiles : 0);
     float inverse = __frcp_rd((float)length);
-    int slots = 0;
-#pragma unroll(SHARES ? 1 : 4)
-    for (int seq = 0; seq < num_seqs; seq++)
-        slots += __shfl_sync(~0u, num_tiles, seq) *
-                 slots_tried(shape, SHARES, __shfl_sync(~0u, num_steps, seq), length, inverse);
+#pragma unroll 1
+    for (int lane = 0; lane < end; lane += LANES_AT_ONCE)
+#pragma unroll
+        for (int i = 0; i < LANES_AT_ONCE; i++)
+            slots += __shfl_sync(~0u, num_tiles, lane + i) *
+                     slots_tried<SHARES>(shape, __shfl_sync(~0u, num_steps, lane + i), length, inverse);
     return slots;
+}
+
+/* A warp, with a sequence a lane: the unit of that number. If all run at once their order does not matter. */
+__device__ static inline attention_unit find_unit(const decode_shape &shape, const planned_sequence &it, int num_seqs,
+                                                  int number, int longest, const part_lengths &most, bool run_at_once)
+{
+    int lane = threadIdx.x % 32, num_parts = count_parts(shape, it.num_steps, most), num_tiles = it.num_tiles;
+    int num_first = num_tiles * (num_parts - 1); /* all units but the last ones of tiles */
+    /* Last units that have a place: where all run at once those of whole sequences, too, which spares a sum. */
+    int num_placed = run_at_once || num_first ? num_tiles : 0;
+    int first_before = num_first, placed_before = num_placed; /* so far with this lane's */
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        int its_first = __shfl_up_sync(~0u, first_before, distance);
+        int its_placed = __shfl_up_sync(~0u, placed_before, distance);
+        if (lane >= distance) first_before += its_first, placed_before += its_placed;
+    }
+    int last_before = __shfl_sync(~0u, first_before, 31); /* the last ones stand behind all others */
+    first_before -= num_first, placed_before -= num_placed;
+    if (run_at_once) {
+        last_before += placed_before;
+    } else {
+        int bucket = bucket_of(it.num_steps, num_parts, longest, most);
+#pragma unroll 1
+        for (int first = 0; first < num_seqs; first += LANES_AT_ONCE)
+#pragma unroll
+            for (int other = first; other < first + LANES_AT_ONCE; other++) {
+                int its_bucket = __shfl_sync(~0u, bucket, other), its_tiles = __shfl_sync(~0u, num_tiles, other);
+                if (its_bucket < bucket || (its_bucket == bucket && other < lane)) last_before += its_tiles;
+            }
+    }
+    unsigned int among_first = number - first_before, among_last = number - last_before;
+    bool is_first = among_first < (unsigned)num_first, is_last = among_last < (unsigned)num_tiles;
+    int owner = __ffs(__ballot_sync(~0u, is_first || is_last)) - 1;
+    attention_unit unit = {};
+    if (owner < 0) return unit;
+    int2 at = {(int)among_last, num_parts - 1}; /* tile and part */
+    if (is_first) at = divide_small((int)among_first, num_parts - 1);
+    unit = unit_of(it, lane, at.x, at.y, num_parts, most);
+    unit.first_part = first_before + placed_before + at.x * num_parts;
+    return of_lane(unit, owner);
 }
 
 /* A warp, with a sequence a lane: the unit of that number of a batch without a plan. */
@@ -183,34 +234,20 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     if (lane < num_seqs) it = measure(args, shape, lane, bad_id, is_recorder);
     int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
     int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
-    part_lengths most;
-    if (longest <= DECODE_STAGES) {
-        most = {longest, longest, 0}; /* none is cut */
-    } else if (shape.is_one_wave) {
+    part_lengths most = {longest, longest, false};
+    const bool shares = shares_slots(shape, total);
+    if (longest > DECODE_STAGES && shape.is_one_wave) {
         int length = length_to_try(shape, total, longest, lane);
-        int slots = shares_slots(shape, total)
-                        ? sum_of_slots<true>(shape, it.num_tiles, it.num_steps, num_seqs, length)
-                        : sum_of_slots<false>(shape, it.num_tiles, it.num_steps, num_seqs, length);
+        int slots = shares ? sum_of_slots<true>(shape, it.num_tiles, it.num_steps, length)
+                           : sum_of_slots<false>(shape, it.num_tiles, it.num_steps, length);
         length = best_length(shape, longest, length, slots);
-        most = {length, length, 0};
-    } else {
+        most = {length, length, shares};
+    } else if (longest > DECODE_STAGES) {
         int2 mine = cuttable(it);
         int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
         most = lengths_of_share(shape, total, longest, sum / max(count, 1));
     }
-    int num_parts = count_parts(shape, it.num_steps, most), num_units = it.num_tiles * num_parts;
-    int bucket = bucket_of(num_parts, it.num_steps, longest), before = 0;
-    for (int other = 0; other < num_seqs; other++) {
-        int its_bucket = __shfl_sync(~0u, bucket, other), its_units = __shfl_sync(~0u, num_units, other);
-        if (its_bucket < bucket || (its_bucket == bucket && other < lane)) before += its_units;
-    }
-    int mine = number - before, owner = __ffs(__ballot_sync(~0u, mine >= 0 && mine < num_units)) - 1;
-    attention_unit unit = {};
-    if (owner < 0) return unit;
-    int tile = mine / num_parts, part = mine - tile * num_parts;
-    unit = unit_of(it, lane, tile, part, num_parts, most);
-    unit.first_part = number - part;
-    return of_lane(unit, owner);
+    return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

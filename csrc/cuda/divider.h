@@ -21,7 +21,7 @@ static inline divider make_divider(int64_t divisor)
     return it;
 }
 
-/* a / b and a % b of numbers from 0 to 2^22, b > 0: by a reciprocal that is a little off. */
+/* a / b and a % b of numbers from 0 on, b > 0, where a / b is below 2^20: by a reciprocal that is a little off. */
 __device__ static inline int2 divide_small(int a, int b)
 {
     int quotient = (int)__fdividef((float)a, (float)b), rest = a - quotient * b;

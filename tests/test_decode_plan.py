@@ -1,0 +1,204 @@
+"""The plan of decode attention: into which units sequences are cut, and where their parts are left."""
+
+import numpy as np
+import pytest
+from test_attention_cuda import make_pool, simple_kernel
+
+import pagedkv
+
+pytestmark = pytest.mark.gpu
+
+# Columns of a plan's row: attention_plan.h.
+COLUMNS = ("signature", "seq", "tile", "first_query", "num_queries", "context", "first_step", "end_step", "part",
+           "num_parts", "first_slot", "first_part")  # fmt: skip
+
+
+def units_of(torch, tensors, lens, **arguments):
+    """The rows that are units; no others stand between them."""
+    plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda(), **arguments).cpu().numpy()
+    units = plan[plan[:, COLUMNS.index("num_parts")] != 0]
+    assert not plan[len(units) :, 1:].any()
+    return [dict(zip(COLUMNS, row.tolist(), strict=True)) for row in units]
+
+
+def parts_of(torch, tensors, lens):
+    """Of each sequence that has keys, by the plan."""
+    units = units_of(torch, tensors, lens)
+    return {unit["seq"]: unit["num_parts"] for unit in units if lens[unit["seq"]]}
+
+
+def check_planned_and_plain(torch, tensors, lens):
+    """Both give the same bits, and what the simple kernel gives."""
+    expected, expected_lse = simple_kernel(*tensors, lens, return_lse=True)
+    plain, lse = pagedkv.paged_attention_fwd(*tensors, lens, return_lse=True)
+    plan = pagedkv.plan_attention(*tensors, lens)
+    planned, planned_lse = pagedkv.paged_attention_fwd(*tensors, lens, plan=plan, return_lse=True)
+    torch.testing.assert_close(plain.float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(planned, plain) and torch.equal(planned_lse, lse)
+
+
+def test_sequences_of_one_length_are_not_cut(torch):
+    """Where they nearly fill the GPU, or more than once, even beside padding: each would be merged, and none ends sooner.
+    A long one among them is cut all the same."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    for count in (17, 19, 24, 33, 36, 39, 50, 100):
+        rows = -(-count // 8) * 8
+        tensors = make_pool(torch, rows, 1500, 16, 8, 128, 16)
+        for length in (640, 1500):
+            lens = np.where(np.arange(rows) < count, length, 0).astype(np.int32)
+            assert set(parts_of(torch, tensors, lens).values()) == {1}, (count, length)
+    for count in (24, 40, 200):
+        lens = np.full(count, 100, np.int32)
+        lens[count // 2] = 30000
+        parts = parts_of(torch, make_pool(torch, count, 30000, 16, 8, 128, 16), lens)
+        assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
+
+
+# CTAs an SM, which follow from the number of sequences: at most 32 are planned by each CTA itself, more by a kernel
+@pytest.mark.parametrize(("num_short", "ctas"), [(200, 4), (20, 2)])
+def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short, ctas):
+    """A share is all steps divided by the places for CTAs. A part is no longer, or everything waits for it."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    num_long, longest, step, places = 4, 30_000, 128 // ctas, 132 * ctas // 8
+    where = rng.permutation(num_long + 1 + num_short)
+    long, middle, short = where[:num_long], where[num_long], where[num_long + 1 :]
+    lens = np.zeros(len(where), np.int32)
+    lens[long] = longest - rng.integers(0, 40, num_long)
+    lens[short] = rng.integers(1, 65, num_short)
+    lens[middle] = int(1.2 * (-(-lens // step)).sum() / places) * step  # longer than a share, but not to be cut
+    _, k_cache, v_cache, pages = make_pool(torch, num_long + 2, longest, 16, 8, 128, 16)
+    tables = pages[num_long + 1].repeat(len(where), 1)  # the short ones share theirs
+    tables[[*long, middle]] = pages[: num_long + 1]
+    q = torch.randn(len(where), 16, 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+
+    check_planned_and_plain(torch, tensors, on_gpu)
+
+    steps = -(-lens // step)
+    share = steps.sum() // places + 1
+    parts = parts_of(torch, tensors, lens)
+    assert {seq: parts[seq] for seq in long} == {seq: -(-steps[seq] // share) for seq in long}
+    assert share < steps[middle] and parts[middle] == 1
+    assert {parts[seq] for seq in short} == {1}
+
+
+@pytest.mark.parametrize("num_seqs", [9, 40])  # planned by each CTA itself, and by a kernel
+def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
+    """Where each had a slot of its own, most of the GPU would wait for the parts of the long one."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("this number of slots is for 132 SMs")
+    longest, heads, slots = 400_000, (20, 2), 132 if num_seqs > 32 else 66
+    lens = rng.integers(300, 1500, num_seqs).astype(np.int32)
+    where = int(rng.integers(num_seqs))
+    lens[where] = longest
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    tables = pages[1].repeat(num_seqs, 1)  # the short ones share theirs
+    tables[where] = pages[0]
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    parts = parts_of(torch, tensors, lens)
+    assert parts.pop(where) > slots - (num_seqs - 1) and set(parts.values()) == {1}
+
+    check_planned_and_plain(torch, tensors, on_gpu)
+
+
+@pytest.mark.parametrize(("num_seqs", "heads"), [(25, (64, 8)), (53, (16, 2))])
+def test_long_ones_that_leave_slots_empty_have_two_parts(torch, rng, num_seqs, heads):
+    """What the second parts take fits into the slots that would have been empty."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    longest = 20_000
+    lens = longest - rng.integers(0, 200, num_seqs).astype(np.int32)
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    tables = pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()  # they share theirs
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    assert set(parts_of(torch, tensors, lens).values()) == {2}
+    check_planned_and_plain(torch, tensors, on_gpu)
+
+
+def draw_lengths(rng, count):
+    """Contexts of a kind: one length, nearly one, a long one or a few among short ones, all different, some empty."""
+    longest = int(10 ** rng.uniform(1, 5)) + 1
+    longest = min(longest, 4_000_000 // count)
+    lens = np.full(count, longest)
+    kind = rng.choice(["equal", "nearly", "one", "few", "ragged", "empty"])
+    if kind == "nearly":
+        lens -= rng.integers(0, longest // 20 + 1, count)
+    elif kind in ("one", "few"):
+        short = rng.permutation(count)[1 if kind == "one" else count // 8 + 1 :]
+        lens[short] = np.maximum(longest // int(rng.choice([4, 30, 300])), 1)
+    elif kind in ("ragged", "empty"):
+        lens = rng.integers(kind == "ragged", longest + 1, count) * (
+            rng.random(count) < (1 if kind == "ragged" else 0.7)
+        )
+    return lens.astype(np.int32)
+
+
+def check_units(units, lens, queries, group):
+    """All steps of every tile in parts, one after the other, and all parts of a head in places of their own."""
+    parts_of, places = {}, []
+    for unit in units:
+        seq = unit["seq"]
+        assert (unit["first_query"], unit["num_queries"]) == (sum(queries[:seq]), queries[seq])
+        assert (unit["context"], unit["first_slot"]) == (lens[seq], 0)
+        parts_of.setdefault((seq, unit["tile"]), []).append(unit)
+    tiles = [{tile for its, tile in parts_of if its == seq} for seq in range(len(lens))]
+    assert any(
+        all(its == set(range(-(-n * group // rows))) for its, n in zip(tiles, queries, strict=True)) for rows in (8, 16)
+    )
+    ends = {}
+    for (seq, _), parts in parts_of.items():
+        parts.sort(key=lambda unit: unit["part"])
+        assert [unit["part"] for unit in parts] == list(range(len(parts)))
+        borders = [0, *(unit["end_step"] for unit in parts)]
+        assert [unit["first_step"] for unit in parts] == borders[:-1] and borders == sorted(set(borders))
+        assert {(unit["num_parts"], unit["first_part"]) for unit in parts} == {(len(parts), parts[0]["first_part"])}
+        assert ends.setdefault(seq, borders[-1]) == borders[-1]
+        if len(parts) > 1:
+            assert borders[-1] > 3  # what a CTA has room for is not cut
+            places += range(parts[0]["first_part"], parts[0]["first_part"] + len(parts))
+    assert len(places) == len(set(places)) and set(places) <= set(range(len(places)))
+    steps = [step for step in (32, 64, 128, 256) if all(max(-(-lens[seq] // step), 1) == n for seq, n in ends.items())]
+    assert steps
+    return {len(parts) for parts in parts_of.values()}
+
+
+def test_a_plan_covers_every_key_once(torch, rng):
+    """Read back, for batches of any kind."""
+    numbers_of_parts = set()
+    for _ in range(150):
+        kv_heads, group = int(rng.integers(1, 9)), int(rng.integers(1, 17))
+        count = int(rng.choice([1, 2, 3, 7, 20, 32, 33, 50, 66, 100, 520, 2000]))
+        queries = rng.integers(1, 5, count).tolist() if rng.random() < 0.3 else [1] * count
+        lens = np.maximum(draw_lengths(rng, count), queries if max(queries) > 1 else 0).astype(np.int32)
+        head_dim, page = int(rng.choice([64, 128, 256])), int(rng.choice([16, 64, 256]))
+        if max(queries) * group > 16:
+            continue  # prefill may take some
+        q = torch.zeros(sum(queries), kv_heads * group, head_dim, device="cuda", dtype=torch.bfloat16)
+        cache = torch.zeros(1, page, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        width = -(-int(lens.max() or 1) // page) * int(rng.choice([1, 1, 8]))
+        tables = torch.zeros(count, width, device="cuda", dtype=torch.int32)
+        arguments = {}
+        if max(queries) > 1:
+            starts = torch.tensor([0, *np.cumsum(queries)], device="cuda", dtype=torch.int32)
+            arguments = dict(cu_seqlens_q=starts, max_seqlen_q=max(queries))
+        units = units_of(torch, (q, cache, cache, tables), lens, **arguments)
+        numbers_of_parts |= check_units(units, lens, queries, group)
+    assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 60
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_any_batch_is_right_planned_and_plain(torch, rng, cache_dtype):
+    """Lengths of every kind, so that there are parts, rests and whole sequences of all sizes."""
+    for _ in range(40):
+        kv_heads, count = int(rng.integers(1, 9)), int(rng.choice([1, 2, 5, 9, 20, 32, 33, 60, 130]))
+        heads, head_dim = (kv_heads * int(rng.integers(1, 17)), kv_heads), int(rng.choice([64, 128, 256]))
+        lens = np.minimum(draw_lengths(rng, count), 400_000 // count)
+        tensors = make_pool(torch, count, int(lens.max() or 1), *heads, head_dim, int(rng.choice([16, 64])))
+        if cache_dtype != "bfloat16":
+            tensors = tensors[0], *(cache.to(getattr(torch, cache_dtype)) for cache in tensors[1:3]), tensors[3]
+        check_planned_and_plain(torch, tensors, torch.from_numpy(lens).cuda())

@@ -303,7 +303,7 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     shape->is_one_wave =
-        shape->num_splits == 0 && 3 * segments < ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
+        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
     choose_merging(args, segments, slots, most_steps, call, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;

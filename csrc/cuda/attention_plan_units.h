@@ -61,7 +61,9 @@ __device__ static inline int count_parts(const decode_shape &shape, int num_step
 __device__ static inline int length_to_try(const decode_shape &shape, int total, int longest, int i)
 {
     float most = fmaxf(1, __fdividef((float)longest * (float)shape.slots, (float)max(total, 1)));
-    return (int)ceilf(__fdividef((float)longest, 1 + (most - 1) * ((float)i * (1.0f / (LENGTHS_TRIED - 1)))));
+    float parts = 1 + (most - 1) * ((float)i * (1.0f / (LENGTHS_TRIED - 1)));
+    /* A little less, so that what goes into it without a rest is not rounded up. */
+    return i == 0 ? longest : (int)ceilf(__fdividef(0.999999f * (float)longest, parts));
 }
 /* Parts of a sequence, as count_parts has it. Beyond MOST_STEPS_TRIED it may be one too few. */
 __device__ static inline int count_tried(int num_steps, int length, float inverse /* rounded down */)

@@ -106,8 +106,8 @@ def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
 
 
 @pytest.mark.parametrize(("num_seqs", "heads"), [(25, (64, 8)), (53, (16, 2))])
-def test_long_ones_that_leave_slots_empty_have_two_parts(torch, rng, num_seqs, heads):
-    """What the second parts take fits into the slots that would have been empty."""
+def test_long_ones_that_leave_slots_empty_have_rests(torch, rng, num_seqs, heads):
+    """What the rests take fits into the slots that would have been empty."""
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("these numbers of sequences are for 132 SMs")
     longest = 20_000

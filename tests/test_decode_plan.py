@@ -13,6 +13,9 @@ COLUMNS = ("signature", "seq", "tile", "first_query", "num_queries", "context", 
            "num_parts", "first_slot", "first_part")  # fmt: skip
 
 
+STEPS = {64: (64, 128, 256), 128: (32, 64, 128), 256: (32, 64)}  # keys of a CTA in one turn, by head_dim; bfloat16
+
+
 def units_of(torch, tensors, lens, **arguments):
     """The rows that are units; no others stand between them."""
     plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda(), **arguments).cpu().numpy()
@@ -138,7 +141,7 @@ def draw_lengths(rng, count):
     return lens.astype(np.int32)
 
 
-def check_units(units, lens, queries, group):
+def check_units(units, lens, queries, group, head_dim):
     """All steps of every tile in parts, one after the other, and all parts of a head in places of their own."""
     parts_of, places = {}, []
     for unit in units:
@@ -162,7 +165,7 @@ def check_units(units, lens, queries, group):
             assert borders[-1] > 3  # what a CTA has room for is not cut
             places += range(parts[0]["first_part"], parts[0]["first_part"] + len(parts))
     assert len(places) == len(set(places)) and set(places) <= set(range(len(places)))
-    steps = [step for step in (32, 64, 128, 256) if all(max(-(-lens[seq] // step), 1) == n for seq, n in ends.items())]
+    steps = [step for step in STEPS[head_dim] if all(max(-(-lens[seq] // step), 1) == n for seq, n in ends.items())]
     assert steps
     return {len(parts) for parts in parts_of.values()}
 
@@ -189,7 +192,7 @@ def test_a_plan_covers_every_key_once(torch, rng):
             starts = torch.tensor([0, *np.cumsum(queries)], device="cuda", dtype=torch.int32)
             arguments = dict(cu_seqlens_q=starts, max_seqlen_q=max(queries))
         units = units_of(torch, (q, cache, cache, tables), lens, **arguments)
-        numbers_of_parts |= check_units(units, lens, queries, group)
+        numbers_of_parts |= check_units(units, lens, queries, group, head_dim)
     assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 60
 
 

@@ -27,7 +27,8 @@ __device__ static int even_length(const decode_shape &shape, int total, int long
     return longest - length >= FEWEST_STEPS_OF_REST ? length : 0;
 }
 
-/* Rows of the plan that a sequence has: all but the last ones of its tiles stand side by side, and so do those. */
+/* Where a sequence's rows stand in the plan: side by side those of all parts but the last ones of its tiles, and, at
+ * another place, those of the last ones. */
 struct rows_of_sequence {
     int seq, num_parts, num_tiles, bucket; /* of the last ones; the others are in bucket 0 */
     int begin, begin_of_last, first_part;
@@ -89,7 +90,7 @@ struct decode_planner {
             const bool shares = shares_slots(shape, total);
             int length = length_to_try(shape, total, longest, lane), slots = 0;
             float inverse = __frcp_rd((float)length);
-            for (int seq = warp; seq < args.num_seqs; seq += THREADS / 32) {
+            for (int seq = warp; seq < args.num_seqs; seq += WARPS) {
                 planned_sequence it = sequence(seq);
                 slots += it.num_tiles * (shares ? slots_tried<true>(shape, it.num_steps, length, inverse)
                                                 : slots_tried<false>(shape, it.num_steps, length, inverse));

@@ -127,8 +127,8 @@ __device__ static inline int2 cuttable(const planned_sequence &it)
     return {is_long ? it.num_tiles * it.num_steps : 0, is_long ? it.num_tiles : 0};
 }
 
-/* The order of units: of what is cut all parts but the last ones, which are the longest, or as long as they are. Then
- * the last ones and whole sequences, the longest first. */
+/* The order of units. First, in bucket 0, come the parts of cut sequences, without the last part of each tile. Then come
+ * those last parts and whole sequences, the longest first: this is their bucket. */
 __device__ static inline int bucket_of(int num_steps, int num_parts, int longest, const part_lengths &most)
 {
     int width = longest / (UNIT_BUCKETS - 1) + 1, last = num_steps;
@@ -169,8 +169,8 @@ __device__ static inline T of_lane(T it, int lane)
 
 constexpr int LANES_AT_ONCE = 4; /* that a warp looks at one by one: what they have is under way together */
 
-/* What all take with a length, in SLOT-ths; a sequence a lane, a length a lane. Behind the last one that may be cut or share
- * a slot each takes one. */
+/* What all sequences take, in SLOT-ths, if parts are as long as this lane's length. A lane has a sequence, too. The lanes
+ * after the last sequence that may be cut or share a slot are not looked at one by one: each tile takes a slot. */
 template <bool SHARES>
 __device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int length)
 {
@@ -192,7 +192,8 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
 {
     int lane = threadIdx.x % 32, num_parts = count_parts(shape, it.num_steps, most), num_tiles = it.num_tiles;
     int num_first = num_tiles * (num_parts - 1); /* all units but the last ones of tiles */
-    /* Last units that have a place: where all run at once those of whole sequences, too, which spares a sum. */
+    /* Last units that take a place among the parts. A whole sequence needs none, but has one where all run at once: then
+     * the sum before this lane also says where its last units stand. */
     int num_placed = run_at_once || num_first ? num_tiles : 0;
     int first_before = num_first, placed_before = num_placed; /* so far with this lane's */
 #pragma unroll

@@ -90,7 +90,7 @@ __device__ static void merge_unit(const decode_tile &tile, float *shared, int wa
 {
     constexpr int QUADS = D / 4;
     int num_items = tile.num_rows() * QUADS;
-    int num_parts = tile.unit.num_parts;
+    int num_parts = tile.unit.num_parts, group = tile.params.group.divisor;
     const decode_workspace &workspace = tile.params.workspace;
     /* Of PK_SCRATCH_COUNTERS at most. */
     int first_slot = tile.head * tile.params.shape.max_slots + tile.unit.first_part;
@@ -111,8 +111,8 @@ __device__ static void merge_unit(const decode_tile &tile, float *shared, int wa
     if (num_parts == 1) return;
     if (tile.params.shape.merges_apart) {
         if (threadIdx.x == 0 && tile.unit.part == 0)
-            workspace.parts.note({tile.unit.seq, tile.head, tile.unit.first_query, tile.unit.num_queries,
-                                  tile.unit.tile * ROWS, first_slot, num_parts, 0});
+            workspace.parts.note({tile.unit.seq, tile.head * group, group, tile.unit.first_query, tile.unit.num_queries,
+                                  tile.unit.tile * ROWS, first_slot, num_parts});
         return;
     }
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
     for (int first = blockIdx.x * AT_ONCE; first < num_quads; first += gridDim.x * AT_ONCE) {
         const int at = first + own; /* num_quads is a multiple of AT_ONCE */
         const cut_rows it = room.cut[at / QUADS / room.rows];
-        int row = at / QUADS % room.rows, dim = at % QUADS * 4, in_seq = it.first_row + row, position = in_seq / group;
+        int row = at / QUADS % room.rows, dim = at % QUADS * 4, in_seq = it.first_row + row, position = in_seq / it.heads;
         bool is_there = position < it.num_positions;
         row_state state = {PK_NO_SCORE, 0, {}};
         if (__any_sync(~0u, is_there))
@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
             state = add_up(GROUPS, [&](int i) { return states[i][own]; });
             __syncthreads();
         }
-        int q_head = it.kv_head * group + in_seq - position * group;
+        int q_head = it.q_head + in_seq - position * it.heads;
         if (is_there && part_group == 0)
-            write_state<attention_kind<T, false>>(args, it.seq, it.kv_head, it.first_token + position, q_head, dim,
+            write_state<attention_kind<T, false>>(args, it.seq, q_head / group, it.first_token + position, q_head, dim,
                                                   state);
     }
     __syncthreads();

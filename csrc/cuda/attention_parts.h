@@ -8,11 +8,11 @@
 
 #include "cuda/attention_states.h"
 
-/* Some query rows of a sequence and KV head whose keys were cut: row i is `first_row` + i of its queries * group. */
+/* Some query rows of a sequence whose keys were cut: row i is `first_row` + i of its `num_positions` * `heads`. */
 struct cut_rows {
-    int seq, kv_head, first_token, num_positions, first_row;
+    int seq, q_head, heads; /* from that one on, which share a KV head */
+    int first_token, num_positions, first_row;
     int first_slot, num_parts; /* side by side */
-    int unused;
 };
 
 struct parts_room {

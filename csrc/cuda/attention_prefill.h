@@ -1,9 +1,9 @@
 /* attention_prefill.h - what the two prefill kernels share: items of work, and the order in which CTAs take them.
  *
- * An item is `positions` consecutive query tokens of one sequence times the query heads of one KV head, so that K and V
- * are read once for the whole group, and short sequences waste few rows. Every CTA works the list of items out for
- * itself from the lengths on the device, longest first, or reads it from a plan (attention_prefill_plan.h). Nothing is
- * planned on the host.
+ * An item is `positions` consecutive query tokens of one sequence times a bundle of query heads that share a KV head:
+ * all of them, so that K and V are read once for the whole group and short sequences waste few rows, or fewer where that
+ * leaves fewer rows empty (heads_of_item). Every CTA works the list of items out for itself from the lengths on the
+ * device, longest first, or reads it from a plan (attention_prefill_plan.h). Nothing is planned on the host.
  */
 #ifndef PK_CUDA_ATTENTION_PREFILL_H
 #define PK_CUDA_ATTENTION_PREFILL_H
@@ -51,7 +51,37 @@ struct prefill_queue {
     }
 };
 
+/* Prompts that are as long as the longest may be: at least so many, by what the host knows. */
+static inline int64_t surely_longest(const pk_attention_args &args)
+{
+    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1); /* if no other is much shorter */
+    return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
+}
+
 static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
+
+/* Query heads of an item of so many rows. Items hold whole tokens: where the whole group leaves rows empty, a part of it
+ * with more tokens may need fewer items (64 tokens of 6 heads: 4 items of 21 tokens, or 3 of 64 tokens and 2 heads). But
+ * such an item goes through more keys that only some of its rows see. Of the lengths little is known here. We count as if
+ * the other prompts were as long as each other, and as many keys were before a prompt as it has, if the table has room.
+ * With num_splits a row's item may not depend on the batch. */
+static inline int heads_of_item(const pk_attention_args &args, int rows)
+{
+    int64_t group = args.num_q_heads / args.num_kv_heads, num_longest = surely_longest(args), best = group;
+    int64_t queries = args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q;
+    int64_t others = args.num_seqs - num_longest, rest = args.num_tokens - num_longest * queries;
+    int64_t before = args.max_blocks_per_seq * args.block_size - queries;
+    before = before < 0 ? 0 : before < queries ? before : queries;
+    auto keys_of_items = [&](int64_t heads) {
+        int64_t positions = rows / heads, items = num_longest * pk_ceil_div(queries, positions);
+        if (others > 0 && rest > 0) items += others * pk_ceil_div(rest, others * positions);
+        return (double)(group / heads * items) * (double)(2 * before + queries + positions + PREFILL_PART_ROWS);
+    };
+    double least = keys_of_items(group) * (1 - thresholds::SAVED_BY_FEWER_HEADS);
+    for (int64_t heads = group - 1; heads > 0 && !args.num_splits; heads--)
+        if (group % heads == 0 && keys_of_items(heads) < least) best = heads, least = keys_of_items(heads);
+    return (int)best;
+}
 
 /* `rows`: of an item, at least the heads of a group. */
 static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -65,8 +95,10 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->num_ctas = call.device->num_sms;
     batch->counters = scratch.counters;
     batch->bad_id = call.device->bad_id;
-    batch->group = (int)(args->num_q_heads / args->num_kv_heads);
-    batch->positions = rows / batch->group;
+    batch->group = make_divider(args->num_q_heads / args->num_kv_heads);
+    batch->heads = heads_of_item(*args, rows);
+    batch->positions = rows / batch->heads;
+    batch->num_bundles = (int)(args->num_q_heads / batch->heads);
     batch->by_positions = make_divider(batch->positions);
     batch->by_block_size = make_divider(args->block_size);
     batch->window_left = prefill_window(args->window_left);
@@ -83,7 +115,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
 /* There are no more items than that. */
 static inline int64_t most_items(const prefill_batch &batch)
 {
-    return (batch.args.num_tokens / batch.positions + batch.args.num_seqs) * batch.args.num_kv_heads;
+    return (batch.args.num_tokens / batch.positions + batch.args.num_seqs) * batch.num_bundles;
 }
 
 /* Whether items of so many rows are to be cut where that pays. With num_splits a row's arithmetic may not depend on the
@@ -91,7 +123,7 @@ static inline int64_t most_items(const prefill_batch &batch)
 static inline bool may_cut(const pk_attention_args &args, row_filter filter, int rows, int64_t num_ctas)
 {
     int64_t group = args.num_q_heads / args.num_kv_heads, decode_tokens = args.num_seqs * (filter.min_rows / group);
-    double items = (double)((args.num_tokens - decode_tokens) / (rows / group) * args.num_kv_heads); /* at least */
+    double items = (double)((args.num_tokens - decode_tokens) * args.num_q_heads) / rows; /* at least */
     return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas);
 }
 
@@ -104,7 +136,7 @@ static inline void plan_prefill_rows(prefill_batch *batch, bool may_cut_items)
     batch->num_rows = (int)(rows < INT32_MAX ? rows : INT32_MAX);
     batch->plan = (int4 *)args.plan;
     batch->signature = pk_sign_plan(
-        {args.num_seqs, args.num_kv_heads, batch->group, batch->positions, args.max_seqlen_q, args.num_tokens, rows,
+        {args.num_seqs, args.num_kv_heads, batch->heads, batch->positions, args.max_seqlen_q, args.num_tokens, rows,
          batch->filter.min_rows, batch->filter.max_rows, args.window_left, args.window_right, args.head_dim,
          args.max_blocks_per_seq * args.block_size, args.key_starts != nullptr, args.table_starts != nullptr});
 }

@@ -18,7 +18,9 @@ struct prefill_batch {
     pk_cuda_bad_id *bad_id;
     int4 *plan; /* the list of items, [num_rows] of 48 bytes, or NULL: each CTA works it out */
     int num_rows, signature;
-    int group, positions; /* query heads of a KV head; query tokens of an item */
+    divider group;        /* query heads of a KV head */
+    int heads, positions; /* query heads of an item, and query tokens */
+    int num_bundles;      /* of so many heads */
     divider by_positions, by_block_size;
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
@@ -27,13 +29,17 @@ struct prefill_batch {
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
     __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
     /* Every sequence is one item of a KV head: its keys are read once. */
-    __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
+    __host__ __device__ bool reads_keys_once() const
+    {
+        return args.max_seqlen_q <= positions && heads == group.divisor;
+    }
+    __device__ int kv_head_of(int q_head) const { return group.divide(q_head); }
 };
 
 /* num_positions 0: beyond the end of the list. part >= num_parts: the item has fewer keys than parts, and this one is
  * nobody's. */
 struct prefill_item {
-    int seq, kv_head;
+    int seq, q_head;                /* the first of its bundle */
     int first_token, num_positions; /* rows of q */
     int first_key;                  /* the key that causal position 0 of the item sees last; may be negative */
     int context_len;
@@ -75,15 +81,15 @@ struct prefill_sums {
         squares += fminf(squares_of_ends * positions * positions, count * (float)most * (float)most);
         longest = max(longest, most);
     }
-    /* Over the lanes, and for all KV heads. */
-    __device__ void add_up(float num_kv_heads)
+    /* Over the lanes, and for all bundles of heads. */
+    __device__ void add_up(float num_bundles)
     {
         for (int i = 16; i; i /= 2) {
             items += __shfl_xor_sync(~0u, items, i);
             keys += __shfl_xor_sync(~0u, keys, i);
             squares += __shfl_xor_sync(~0u, squares, i);
         }
-        items *= num_kv_heads, keys *= num_kv_heads, squares *= num_kv_heads;
+        items *= num_bundles, keys *= num_bundles, squares *= num_bundles;
         longest = __reduce_max_sync(~0u, longest);
     }
 };
@@ -156,7 +162,7 @@ struct prefill_parts {
     /* One warp, of which each lane has the sums of some of the items. The borders of parts are multiples of `tile`. */
     __device__ void choose(const prefill_batch &batch, prefill_sums sums, float tile)
     {
-        sums.add_up((float)batch.args.num_kv_heads);
+        sums.add_up((float)batch.num_bundles);
         per_key = 0;
         const float ctas = (float)batch.num_ctas;
         if (sums.items == 0 || sums.items > thresholds::MOST_WAVES_TO_CUT * ctas) return;

@@ -7,8 +7,9 @@
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
  * chunks of neighbouring sequences (so that the keys in use stay in the L2 cache), sections of KV heads (all, or where
  * one sequence's keys are far more than the cache holds, as many as fit), in a section falling levels, on a level
- * sequence by sequence, its heads. An item's level is the number of its keys in units of `positions`; a sequence has at
- * most one item of a level. So a run of levels has the same sequences, and is passed in one step.
+ * sequence by sequence, the bundles of its query heads. An item's level is the number of its keys in units of
+ * `positions`; a sequence has at most one item of a level for each bundle. So a run of levels has the same sequences, and
+ * is passed in one step.
  *
  * Without a plan a CTA can do nothing before this has found its first item (prefill/NOTES.md #25, #33): it has to be
  * short. */
@@ -20,13 +21,13 @@ struct prefill_schedule {
     sequence_view mine;                        /* lane's sequence of the chunk */
     int num_items, first_level;
     int next_seq, first_seq, seqs_per_chunk;
-    int first_head, num_heads; /* of the section */
-    int section_begin;         /* entries of the list before the section */
-    int level, num_levels;     /* the run in hand: its highest level, and how many there are */
-    int next_level;            /* the next below it that has items, or -1 */
-    int before, count;         /* entries of a KV head above the run; items on each of its levels */
-    int num_parts;             /* of each of them */
-    int first_slot, num_slots; /* parts before the section; of a KV head: these are a section's first entries */
+    int first_bundle, num_bundles; /* of the section */
+    int section_begin;             /* entries of the list before the section */
+    int level, num_levels;         /* the run in hand: its highest level, and how many there are */
+    int next_level;                /* the next below it that has items, or -1 */
+    int before, count;             /* entries of a bundle above the run; items on each of its levels */
+    int num_parts;                 /* of each of them */
+    int first_slot, num_slots;     /* parts before the section; of a bundle: these are a section's first entries */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -55,7 +56,7 @@ struct prefill_schedule {
         section_begin = 0;
         before = count = num_levels = num_parts = 0;
         next_level = -1;
-        first_head = num_heads = (int)args.num_kv_heads; /* behind the last one of no chunk */
+        first_bundle = num_bundles = batch.num_bundles; /* behind the last one of no chunk */
         first_slot = num_slots = 0;
         if constexpr (CUTS) parts.choose(batch, sums, CUT_TILE);
     }
@@ -63,7 +64,7 @@ struct prefill_schedule {
     /* Of a sequence, to what prefill_parts wants to know. */
     __device__ static void add_items(const prefill_batch &batch, int queries, int context, prefill_sums &sums)
     {
-        int64_t rows = (int64_t)queries * batch.group;
+        int64_t rows = (int64_t)queries * batch.group.divisor;
         if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) return;
         int count = batch.by_positions.divide_up(queries);
         int level = batch.by_positions.divide(max(context - queries, 0)); /* of the first item */
@@ -78,7 +79,7 @@ struct prefill_schedule {
         num_items = 0;
         if (seq < batch.args.num_seqs) {
             mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
-            int64_t rows = (int64_t)mine.num_queries * batch.group;
+            int64_t rows = (int64_t)mine.num_queries * batch.group.divisor;
             if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
                 num_items = batch.by_positions.divide_up(mine.num_queries);
         }
@@ -86,10 +87,10 @@ struct prefill_schedule {
     }
 
     /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
-     * each other, and the items of a sequence's heads. */
+     * each other, and the items of a sequence's bundles. */
     __device__ prefill_item find(const prefill_batch &batch, int index)
     {
-        while (index - section_begin >= (before + num_levels * count * num_parts) * num_heads) {
+        while (index - section_begin >= (before + num_levels * count * num_parts) * num_bundles) {
             before += num_levels * count * num_parts;
             if (num_parts > 1) num_slots = before;
             num_levels = 0;
@@ -99,12 +100,12 @@ struct prefill_schedule {
                 return prefill_end_of_list();
         }
         int at = index - section_begin;
-        unsigned int in_run = at - before * num_heads, entries = count * num_parts * num_heads; /* of a level */
+        unsigned int in_run = at - before * num_bundles, entries = count * num_parts * num_bundles; /* of a level */
         int2 by_part = {(int)(in_run % entries), 0};
         if constexpr (CUTS) by_part = divide_small(by_part.x, num_parts);
-        int2 by_head = divide_small(by_part.x, num_heads);
-        prefill_item item = describe(batch, level - (int)(in_run / entries), by_head.x);
-        item.kv_head = first_head + by_head.y;
+        int2 by_bundle = divide_small(by_part.x, num_bundles);
+        prefill_item item = describe(batch, level - (int)(in_run / entries), by_bundle.x);
+        item.q_head = (first_bundle + by_bundle.y) * batch.heads;
         item.part = by_part.y;
         item.num_parts = 1;
         item.first_slot = first_slot + at - item.part; /* of parts, which come first */
@@ -114,35 +115,36 @@ struct prefill_schedule {
 
     __device__ bool next_section(const prefill_batch &batch, int index)
     {
-        int all_heads = (int)batch.args.num_kv_heads;
-        if (first_head + num_heads >= all_heads && next_seq >= batch.args.num_seqs) return false;
-        section_begin += before * num_heads;
-        first_slot += num_slots * num_heads;
-        first_head += num_heads;
-        if (first_head >= all_heads) {
+        int all_bundles = batch.num_bundles;
+        if (first_bundle + num_bundles >= all_bundles && next_seq >= batch.args.num_seqs) return false;
+        section_begin += before * num_bundles;
+        first_slot += num_slots * num_bundles;
+        first_bundle += num_bundles;
+        if (first_bundle >= all_bundles) {
             first_seq = next_seq;
             next_seq += seqs_per_chunk;
             int seq = first_seq + (threadIdx.x & 31);
             measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
-            first_head = 0;
-            num_heads = heads_at_once(batch);
+            first_bundle = 0;
+            num_bundles = bundles_at_once(batch);
         }
-        num_heads = min(num_heads, all_heads - first_head);
+        num_bundles = min(num_bundles, all_bundles - first_bundle);
         before = num_slots = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
         if constexpr (!CUTS) { /* a section that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
-            if (index - section_begin >= entries * num_heads) before = entries, next_level = -1;
+            if (index - section_begin >= entries * num_bundles) before = entries, next_level = -1;
         }
         return true;
     }
     /* Sections cost the end of the list some of its balance. */
-    __device__ int heads_at_once(const prefill_batch &batch) const
+    __device__ int bundles_at_once(const prefill_batch &batch) const
     {
-        int all_heads = (int)batch.args.num_kv_heads;
+        int all_bundles = batch.num_bundles;
         float keys = (float)__reduce_add_sync(~0u, num_items ? mine.context : 0);
-        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return all_heads;
-        return max((int)(batch.chunk_keys / keys * (float)all_heads), 1);
+        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return all_bundles;
+        int kv_heads = max((int)(batch.chunk_keys / keys * (float)batch.args.num_kv_heads), 1);
+        return kv_heads * (batch.group.divisor / batch.heads);
     }
 
     /* A run ends where a sequence's items begin or end, or have fewer parts. */

@@ -80,11 +80,12 @@ struct prefill_sm80_cta {
     /* Of a row of the item; rows after the last see what that one sees. */
     __device__ int diagonal_of(int row) const
     {
-        return item.first_key + min(row / batch.group, item.num_positions - 1);
+        return item.first_key + min(row / batch.heads, item.num_positions - 1);
     }
-    __device__ bool is_row(int row) const { return row / batch.group < item.num_positions; }
-    __device__ int token_of(int row) const { return item.first_token + row / batch.group; }
-    __device__ int q_head_of(int row) const { return item.kv_head * batch.group + row % batch.group; }
+    __device__ bool is_row(int row) const { return row / batch.heads < item.num_positions; }
+    __device__ int token_of(int row) const { return item.first_token + row / batch.heads; }
+    __device__ int kv_head() const { return batch.kv_head_of(item.q_head); }
+    __device__ int q_head_of(int row) const { return item.q_head + row % batch.heads; }
 
     // --- loading: tile n is the keys n * KEYS and on; there is none below item.begin
 
@@ -108,7 +109,7 @@ struct prefill_sm80_cta {
         bool is_value = lane >= 16;
         int64_t at = max(page, 0) * (is_value ? args.v_strides.block : args.k_strides.block) +
                      in_page * (is_value ? args.v_strides.slot : args.k_strides.slot) +
-                     item.kv_head * (is_value ? args.v_strides.head : args.k_strides.head);
+                     kv_head() * (is_value ? args.v_strides.head : args.k_strides.head);
         uint64_t row = (uint64_t)(is_value ? args.v_cache : args.k_cache) + at * Kind::CACHE_BYTES;
         shared.rows[warp][lane] = {(uint32_t)row, (uint32_t)(row >> 32), page >= 0 ? 16u : 0u, 0};
         __syncwarp();
@@ -164,7 +165,7 @@ struct prefill_sm80_cta {
 
     __device__ void load_queries()
     {
-        float scale = args.softmax_scale * pk_scale_of(args.k_scale, item.seq, item.kv_head) * PK_LOG2E;
+        float scale = args.softmax_scale * pk_scale_of(args.k_scale, item.seq, kv_head()) * PK_LOG2E;
         is_modified = args.softcap > 0 || args.alibi_slopes || !(scale > 0);
         is_first = true;
 #pragma unroll
@@ -301,7 +302,7 @@ struct prefill_sm80_cta {
         each_row([&](int m, int r) {
             int row = row_of(m, r);
             float total = quad_sum(sum[m][r]); /* NaN in an owned key is the caller's, and shows */
-            float scale = total == 0 ? 0 : pk_scale_of(args.v_scale, item.seq, item.kv_head) / total;
+            float scale = total == 0 ? 0 : pk_scale_of(args.v_scale, item.seq, kv_head()) / total;
             if (!is_row(row)) return;
             int64_t token = token_of(row), q_head = q_head_of(row);
             if (args.lse && lane % 4 == 0)

@@ -139,7 +139,7 @@ static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &
 
     int64_t sizes[4] = {shape::column, args->num_q_heads, args->num_tokens, shape::columns};
     int64_t strides[4] = {1, args->q_head_stride, args->q_token_stride, shape::column};
-    int box[4] = {shape::column, params.batch.group, params.batch.positions, 1};
+    int box[4] = {shape::column, params.batch.heads, params.batch.positions, 1};
     PK_TRY(pk_cuda_tensor_map(&params.q_map, "q", args->dtype, args->q, 4, sizes, strides, box, call.err));
     auto map_cache = [&](CUtensorMap *map, const char *name, const void *data, const pk_cache_strides &cache) {
         int64_t head_columns = cache.head / shape::column;
@@ -207,8 +207,8 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 
 /* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
  * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. Where shorter
- * items could be cut, they must also fill their waves: all of them, and those of the longest prompt alone, beside which
- * the others may be short. With num_splits a row's item may not depend on the batch: where there are sinks its bits
+ * items could be cut, they must also fill their waves: all of them, and those alone that surely are of the longest
+ * prompts, beside which the others may be short. With num_splits a row's item may not depend on the batch: where there are sinks its bits
  * would. */
 static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64_t num_sms)
 {
@@ -217,7 +217,8 @@ static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64
         return 4 * items >= thresholds::TALL_QUARTERS * pk_ceil_div(items, num_sms) * num_sms;
     };
     int64_t items = items_of(args.num_tokens);
-    if (may_cut_items && !(fill_waves(items) && fill_waves(items_of(args.max_seqlen_q)))) return false;
+    if (may_cut_items && !(fill_waves(items) && fill_waves(items_of(surely_longest(args) * args.max_seqlen_q))))
+        return false;
     return !args.num_splits && args.head_dim <= 64 && args.cache_dtype == args.dtype &&
            args.max_seqlen_q >= thresholds::TALL_QUERIES && items >= num_sms;
 }

@@ -88,7 +88,7 @@ struct ring_position {
 template <typename shape>
 __device__ static void zero_idle_rows(const prefill_batch &batch, uint32_t q_smem)
 {
-    int begin = batch.positions * batch.group * shape::row_bytes, bytes = shape::rows * shape::row_bytes - begin;
+    int begin = batch.positions * batch.heads * shape::row_bytes, bytes = shape::rows * shape::row_bytes - begin;
     constexpr int threads = shape::consumers;
     for (int column = 0; column < shape::q_stages * shape::columns; column++)
         for (int i = ((int)threadIdx.x - 128) * 16; i < bytes; i += threads * 16)
@@ -124,10 +124,10 @@ __device__ static void produce_items(const prefill_params &params, prefill_share
         barrier_wait(smem_address(&shared->q_empty[q.at]), q.parity ^ 1);
         if (threadIdx.x == 0) {
             uint32_t full = smem_address(&shared->q_full[q.at]), to = q_smem + q.at * shape::q_bytes;
-            barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.group * shape::head_bytes : 0);
+            barrier_arrive_expect(full, item.num_positions ? batch.positions * batch.heads * shape::head_bytes : 0);
             for (int c = 0; c < shape::columns && item.num_positions; c++)
-                copy_4d(to + c * shape::rows * shape::row_bytes, &params.q_map, full, 0, item.kv_head * batch.group,
-                        item.first_token, c);
+                copy_4d(to + c * shape::rows * shape::row_bytes, &params.q_map, full, 0, item.q_head, item.first_token,
+                        c);
         }
         if (!item.num_positions) {
             pk_let_next_kernel_start(); /* its CTAs follow those that end; earlier, they are in the way (#32) */
@@ -187,7 +187,7 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
     for (;; slot.advance()) {
         prefill_item item = read_item(shared, slot);
         if (!item.num_positions) return;
-        int n = shape::last_tile(item);
+        int n = shape::last_tile(item), column = params.batch.kv_head_of(item.q_head) * head_columns;
         int first_slot = (int)first_slot_of(params.batch.args, item.seq); /* if it is nowhere, there are no keys */
         page_lookup found = look_up<shape::tile>(params, item, first_slot, n);
         for (; n >= shape::first_tile(item); n--, stage.advance()) {
@@ -206,9 +206,9 @@ __device__ static void produce_tiles(const prefill_params &params, const CUtenso
             /* What is read once need not stay in L2. (evict_normal would be slower than no hint.) */
             int row = params.is_one_page ? found.group : 0, group = params.is_one_page ? 0 : found.group;
             if (lane < boxes && params.batch.reads_keys_once())
-                copy_5d(to, &map, full, 0, row, item.kv_head * head_columns, group, found.page, evict_first_policy());
+                copy_5d(to, &map, full, 0, row, column, group, found.page, evict_first_policy());
             else if (lane < boxes)
-                copy_5d(to, &map, full, 0, row, item.kv_head * head_columns, group, found.page);
+                copy_5d(to, &map, full, 0, row, column, group, found.page);
             found = look_up<shape::tile>(params, item, first_slot, n - 1);
         }
     }

@@ -44,13 +44,12 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         unmasked_end = in_all_lanes(visible_end(batch, first, item.context_len) / tile);
         tail_tile = in_all_lanes(item.context_len % tile ? item.context_len / tile : -1);
         if (Kind::IS_FP8) {
-            k_scale = pk_scale_of(args.k_scale, item.seq, item.kv_head);
+            k_scale = pk_scale_of(args.k_scale, item.seq, batch.kv_head_of(item.q_head));
             if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
         }
         for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
-            float sink = args.sinks && (!CUTS || item.num_parts == 1)
-                             ? args.sinks[item.kv_head * batch.group + head[r]] * PK_LOG2E
-                             : -INFINITY;
+            float sink =
+                args.sinks && (!CUTS || item.num_parts == 1) ? args.sinks[item.q_head + head[r]] * PK_LOG2E : -INFINITY;
             offset[r] = fmaxf(sink, PK_NO_SCORE);
             sum[r] = lane % 4 == 0 ? exp2_fast(sink - offset[r]) : 0;
         }
@@ -126,9 +125,9 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
     {
         for (int r = 0; r < 2; r++) {
             float2 done = shared->done[first_row + 8 * r];
-            float v_scale = Kind::IS_FP8 ? pk_scale_of(args.v_scale, item.seq, item.kv_head) : 1;
+            float v_scale = Kind::IS_FP8 ? pk_scale_of(args.v_scale, item.seq, batch.kv_head_of(item.q_head)) : 1;
             float inverse = done.y == 0 ? 0 : __fdividef(v_scale, done.y); /* NaN shows */
-            int64_t token = item.first_token + position[r], q_head = item.kv_head * batch.group + head[r];
+            int64_t token = item.first_token + position[r], q_head = item.q_head + head[r];
             T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
             bool is_row = position[r] < item.num_positions;
             if (args.lse && lane % 4 == 0 && is_row)
@@ -167,8 +166,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
                 __stcg((float2 *)(to + 8 * i), make_float2(o[4 * i + 2 * r], o[4 * i + 2 * r + 1]));
         }
         if (item.part == 0 && warpgroup == 0 && threadIdx.x % 128 == 0)
-            batch.parts.note(
-                {item.seq, item.kv_head, item.first_token, item.num_positions, 0, item.first_slot, item.num_parts, 0});
+            batch.parts.note({item.seq, item.q_head, batch.heads, item.first_token, item.num_positions, 0,
+                              item.first_slot, item.num_parts});
     }
 
     /* The outputs of an item. */

@@ -26,9 +26,9 @@ struct prefill_rows {
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, lane = threadIdx.x & 31;
     /* This thread has two rows of the item, 8 apart. */
     int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    int position[2] = {first_row / batch.group, (first_row + 8) / batch.group};
-    int head[2] = {first_row % batch.group, (first_row + 8) % batch.group};
-    int first_position = warpgroup * 64 / batch.group, last_position = (warpgroup * 64 + 63) / batch.group;
+    int position[2] = {first_row / batch.heads, (first_row + 8) / batch.heads};
+    int head[2] = {first_row % batch.heads, (first_row + 8) % batch.heads};
+    int first_position = warpgroup * 64 / batch.heads, last_position = (warpgroup * 64 + 63) / batch.heads;
     float scale = (args.softcap > 0 ? args.softcap : args.softmax_scale) * PK_LOG2E; /* of the scores to log2 */
     float k_scale = 1;                                                               /* of the item, with fp8 */
 

@@ -63,10 +63,13 @@ constexpr float MERGE_US = 2.0f;                        /* the kernel that merge
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
 constexpr float EVEN_SHARE = 0.85f;                     /* of the longest length: items have one length */
-constexpr float WAVE_SLACK = 0.03f;                     /* of a wave: the number of such items is not exact */
+constexpr float WAVE_SLACK = 0.03f;                     /* of a wave, where the number of such items is not exact */
 constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
 constexpr int MOST_WAVES_TO_CUT = 8;                    /* of items: with more the longest matters little */
 constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */
+
+/* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
+constexpr double SAVED_BY_FEWER_HEADS = 0.03;
 
 /* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

@@ -52,17 +52,33 @@ __device__ static inline bool comes_last(unsigned int *arrivals, int count, floa
     return is_last;
 }
 
+/* Adds up `count` parts of each of a tile's rows; take(row, dim, state) is called for four dims of a row at a time. A
+ * lane has as many of them as a warp needs for whole rows: their loads are under way together. */
+template <int D, typename Place, typename Take>
+__device__ static __forceinline__ void add_parts_of_rows(int num_rows, int count, Place part_at, Take take)
+{
+    constexpr int OF_LANE = D > 128 ? D / 128 : 1, LANES = D / 4 / OF_LANE;
+    for (int item = threadIdx.x; item / 32 * 32 < num_rows * LANES; item += blockDim.x) {
+        int row = min(item / LANES, num_rows - 1), dim = item % LANES * 4;
+        row_state states[OF_LANE];
+        add_parts<D>(states, count, row, dim, part_at);
+        __syncwarp(); /* all lanes have read the states of these rows: take() may write over them */
+        if (item >= num_rows * LANES) continue;
+#pragma unroll
+        for (int n = 0; n < OF_LANE; n++) take(row, dim + n * LANES * 4, states[n]);
+    }
+}
+
 /* Where there are many parts. The CTA that comes last with a part of a group adds that group up, and leaves the sum in
  * place of the group's first part; the CTA that comes last with a sum adds the sums up. (Inline: as a function that is
  * called it took up to 3 us longer.) */
 template <typename Kind, int D, int ROWS>
 __device__ static __forceinline__ void merge_on_two_levels(const decode_tile tile, int first_slot, float *shared)
 {
-    constexpr int QUADS = D / 4;
-    const int num_items = tile.num_rows() * QUADS, num_parts = tile.unit.num_parts;
+    const int num_rows = tile.num_rows(), num_parts = tile.unit.num_parts;
     const int group = parts_of_group(tile.params.shape, num_parts), first = tile.unit.part / group * group;
     const int count = min(group, num_parts - first); /* of this group's parts */
-    const int num_groups = (num_parts + group - 1) / group, rounds = (num_items + blockDim.x - 1) / blockDim.x;
+    const int num_groups = (num_parts + group - 1) / group;
     const decode_workspace &workspace = tile.params.workspace;
     /* A group counts in the counter of its first part; the sums are counted in that of the second part, which no group
      * begins with. */
@@ -70,18 +86,13 @@ __device__ static __forceinline__ void merge_on_two_levels(const decode_tile til
     auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
 
     if (!comes_last(arrivals + first, count, shared)) return;
-    for (int i = 0; i < rounds; i++) {
-        int item = i * blockDim.x + threadIdx.x, row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
-        row_state state = add_parts<D>(count, row, dim, [&](int part) { return part_at(first + part); });
-        __syncthreads(); /* the states of these rows have been read */
-        if (item < num_items) leave(part_at(first), row, dim, state);
-    }
+    add_parts_of_rows<D>(
+        num_rows, count, [&](int part) { return part_at(first + part); },
+        [&](int row, int dim, const row_state &state) { leave(part_at(first), row, dim, state); });
     if (!comes_last(arrivals + 1, num_groups, shared)) return;
-    for (int i = 0; i < rounds; i++) {
-        int item = i * blockDim.x + threadIdx.x, row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
-        row_state state = add_parts<D>(num_groups, row, dim, [&](int part) { return part_at(part * group); });
-        if (item < num_items) write_row<Kind>(tile, row, dim, state);
-    }
+    add_parts_of_rows<D>(
+        num_rows, num_groups, [&](int part) { return part_at(part * group); },
+        [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });
 }
 
 /* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA comes last with one. */
@@ -119,11 +130,8 @@ __device__ static void merge_unit(const decode_tile &tile, float *shared, int wa
     if (__builtin_expect(num_parts > tile.params.shape.most_at_once, 0))
         return merge_on_two_levels<Kind, D, ROWS>(tile, first_slot, shared);
     if (!comes_last(workspace.arrivals + first_slot, num_parts, shared)) return;
-    for (int item = threadIdx.x; item / 32 * 32 < num_items; item += blockDim.x) {
-        int row = min(item, num_items - 1) / QUADS, dim = item % QUADS * 4;
-        row_state state = add_parts<D>(num_parts, row, dim, part_at);
-        if (item < num_items) write_row<Kind>(tile, row, dim, state);
-    }
+    add_parts_of_rows<D>(tile.num_rows(), num_parts, part_at,
+                         [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });
 }
 
 #endif

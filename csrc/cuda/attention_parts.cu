@@ -29,12 +29,13 @@ __global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
     for (int first = blockIdx.x * AT_ONCE; first < num_quads; first += gridDim.x * AT_ONCE) {
         const int at = first + own; /* num_quads is a multiple of AT_ONCE */
         const cut_rows it = room.cut[at / QUADS / room.rows];
-        int row = at / QUADS % room.rows, dim = at % QUADS * 4, in_seq = it.first_row + row, position = in_seq / it.heads;
+        int row = at / QUADS % room.rows, dim = at % QUADS * 4, in_seq = it.first_row + row,
+            position = in_seq / it.heads;
         bool is_there = position < it.num_positions;
-        row_state state = {PK_NO_SCORE, 0, {}};
+        row_state sums[1] = {{PK_NO_SCORE, 0, {}}}, &state = sums[0];
         if (__any_sync(~0u, is_there))
-            state = add_parts<D, BATCH>((it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
-                                        [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
+            add_parts<D, BATCH>(sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
+                                [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
         if constexpr (GROUPS > 1) {
             states[part_group][own] = state;
             __syncthreads();

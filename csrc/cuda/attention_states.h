@@ -86,38 +86,44 @@ struct partial_rows {
     __device__ float *output(int row) const { return data + 2 * rows + row * stride; }
 };
 
-/* The parts of a row of D dims, whose quads are spread over neighbouring lanes. Whole warps call it. Beside full shared
- * memory the L1 has room for few loads under way: a lane asks for the state of one part, on behalf of its neighbours.
- */
-template <int D, int MOST = MERGE_BATCH, typename Place>
-__device__ static inline row_state add_parts(int count, int row, int dim, Place part_at)
+/* The parts of a row of D dims, whose quads are spread over neighbouring lanes; a lane has that at `dim`, and others that
+ * many lanes further on. Whole warps call it. Beside full shared memory the L1 has room for few loads under way: a lane
+ * asks for the state of one part, on behalf of its neighbours. */
+template <int D, int MOST = MERGE_BATCH, int QUADS_OF_LANE, typename Place>
+__device__ static inline void add_parts(row_state (&results)[QUADS_OF_LANE], int count, int row, int dim, Place part_at)
 {
     constexpr int LANES = D < 128 ? D / 4 : 32;
     constexpr int BATCH = LANES < MOST ? LANES : MOST;
     int lane = threadIdx.x % LANES;
-    row_state result = {PK_NO_SCORE, 0, {}};
+    for (row_state &result : results) result = {PK_NO_SCORE, 0, {}};
     for (int begin = 0; begin < count; begin += BATCH) {
         float max = -INFINITY, sum = 0;
         if (lane < BATCH && begin + lane < count) {
             partial_rows from = part_at(begin + lane);
             max = __ldcg(from.max() + row), sum = __ldcg(from.sum() + row);
         }
-        float4 outputs[BATCH];
+        float4 outputs[BATCH][QUADS_OF_LANE];
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            outputs[i] = begin + i < count ? __ldcg((const float4 *)(part_at(begin + i).output(row) + dim)) : float4{};
-        float largest = fmaxf(result.max, max);
+#pragma unroll
+            for (int n = 0; n < QUADS_OF_LANE; n++)
+                outputs[i][n] = begin + i < count
+                                    ? __ldcg((const float4 *)(part_at(begin + i).output(row) + dim) + n * LANES)
+                                    : float4{};
+        float largest = fmaxf(results[0].max, max);
         for (int distance = 1; distance < LANES; distance *= 2)
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         float weight = exp2_fast(max - largest);
         sum *= weight;
         for (int distance = 1; distance < LANES; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        rebase(result, largest);
-        result.sum += sum;
+        for (row_state &result : results) rebase(result, largest), result.sum += sum;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) add(result.output, __shfl_sync(~0u, weight, i, LANES), outputs[i]);
+        for (int i = 0; i < BATCH; i++) {
+            float its_weight = __shfl_sync(~0u, weight, i, LANES);
+#pragma unroll
+            for (int n = 0; n < QUADS_OF_LANE; n++) add(results[n].output, its_weight, outputs[i][n]);
+        }
     }
-    return result;
 }
 
 #endif

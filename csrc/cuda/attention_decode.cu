@@ -37,7 +37,14 @@ struct decode_cta : decode_loader<Kind, D, NT> {
     using typename loading::tile;
     /* A warp's results come in the place of its stages at the end. */
     static constexpr int OUTPUT_STRIDE = D + 4;
-    static_assert(ROWS * (2 + OUTPUT_STRIDE) * 4 <= RING_BYTES, "results fit where the keys were");
+    static constexpr int RESULT_BYTES = (ROWS * (2 + OUTPUT_STRIDE) * 4 + 1023) / 1024 * 1024;
+    static_assert(RESULT_BYTES <= RING_BYTES, "results fit where the keys were");
+    /* Where no warp has more chunks than that, its ring has no more stages, so that an SM has room for more CTAs. */
+    static constexpr int ring_bytes(int chunks)
+    {
+        int bytes = (chunks < DECODE_STAGES ? chunks : DECODE_STAGES) * loading::STAGE_BYTES;
+        return bytes < RESULT_BYTES ? RESULT_BYTES : bytes;
+    }
     static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
     /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
      * has them, and the squares of the row of x. */
@@ -45,7 +52,10 @@ struct decode_cta : decode_loader<Kind, D, NT> {
     static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
     static constexpr int HEAD_BYTES = QUERY_BYTES + ROW_BYTES + PK_SQUARE_WARPS * (int)sizeof(float);
     static constexpr int MOST_HEAD_BYTES = makes_heads(D, ROWS) ? HEAD_BYTES : 0;
-    static constexpr int smem_bytes(int warps) { return warps * RING_BYTES + (TAKES_HEADS ? HEAD_BYTES : 0); }
+    static constexpr int smem_bytes(int warps, int ring_bytes = RING_BYTES)
+    {
+        return warps * ring_bytes + (TAKES_HEADS ? HEAD_BYTES : 0);
+    }
     static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + MOST_HEAD_BYTES) <=
                       228 * 1024,
                   "fewer CTAs than the plan counts on");
@@ -64,7 +74,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         float cosine[8], sine[8];
     };
 
-    __device__ char *heads_memory() const { return smem + blockDim.x / 32 * RING_BYTES; }
+    __device__ char *heads_memory() const { return smem + blockDim.x / 32 * params.ring_bytes; }
     __device__ bool has_last_keys() const { return rows.unit.part + 1 == rows.unit.num_parts; }
     __device__ int dim_of_piece() const { return lane % (D / 16) * 8; }
 
@@ -141,7 +151,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
             if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;
             uint4 bits = *(const uint4 *)(new_row(is_value) + piece * 16);
             *(uint4 *)((is_value ? v_row : k_row) + piece * 16) = bits;
-            char *to = smem + warp * RING_BYTES + stage * STAGE_BYTES + is_value * TILE_BYTES;
+            char *to = smem + warp * params.ring_bytes + stage * STAGE_BYTES + is_value * TILE_BYTES;
             bool is_seen = masks[0] >> in_chunk & 1; /* its page is no padding */
             if (is_seen) *(uint4 *)(to + tile::offset(in_chunk, piece)) = bits;
         }
@@ -189,8 +199,7 @@ struct decode_cta : decode_loader<Kind, D, NT> {
             load_next(stage);
         }
         begin();
-        int planned_context = rows.unit.context, context = args.context_lens[rows.unit.seq];
-        int planned_slot = rows.unit.first_slot, first_slot = (int)first_slot_of(args, rows.unit.seq);
+        const int context = args.context_lens[rows.unit.seq], first_slot = (int)first_slot_of(args, rows.unit.seq);
         if constexpr (TAKES_HEADS) {
             if (Kind::IS_FP8 && args.dtype == PK_BF16)
                 take_heads<__nv_bfloat16>(token);
@@ -199,6 +208,10 @@ struct decode_cta : decode_loader<Kind, D, NT> {
             __syncthreads();
         }
         this->template load_queries<TAKES_HEADS>(heads_memory());
+        if (threadIdx.x == 0 && context != rows.unit.context)
+            pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, rows.unit.context, context);
+        if (threadIdx.x == 0 && first_slot != rows.unit.first_slot)
+            pk_record_bad_id(params.bad_id, PK_STALE_START, rows.unit.seq, rows.unit.first_slot, first_slot);
         for (int stage = 0; first_key < end_key; first_key += step) {
             copy_async_wait<STAGES - 1>();
             __syncwarp();
@@ -211,13 +224,10 @@ struct decode_cta : decode_loader<Kind, D, NT> {
         }
         copy_async_wait<0>();
         __syncwarp();
-        this->leave_results({(float *)(smem + warp * RING_BYTES), ROWS, OUTPUT_STRIDE}); /* where its keys were */
+        this->leave_results(
+            {(float *)(smem + warp * params.ring_bytes), ROWS, OUTPUT_STRIDE}); /* where its keys were */
         __syncthreads();
-        merge_unit<Kind, D, ROWS>(rows, (float *)smem, RING_BYTES / 4, OUTPUT_STRIDE);
-        if (threadIdx.x == 0 && context != planned_context)
-            pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, planned_context, context);
-        if (threadIdx.x == 0 && first_slot != planned_slot)
-            pk_record_bad_id(params.bad_id, PK_STALE_START, rows.unit.seq, planned_slot, first_slot);
+        merge_unit<Kind, D, ROWS>(rows, (float *)smem, params.ring_bytes / 4, OUTPUT_STRIDE);
         if (TAKES_HEADS && threadIdx.x == 0 && !makes_key && rows.head == 0 && has_last_keys())
             check_token(params.rope, rows.unit.seq, params.bad_id);
     }
@@ -235,7 +245,7 @@ __global__ void __launch_bounds__(decode_warps_per_sm(D, Kind::CACHE_BYTES) * 32
 // --- launchers
 
 template <typename Kind, int D, int NT, bool TAKES_HEADS>
-static pk_status launch_decode(const pk_attention_args *args, const decode_params &params, const pk_cuda_call &call)
+static pk_status launch_decode(const pk_attention_args *args, decode_params params, const pk_cuda_call &call)
 {
     using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
     const decode_shape &shape = params.shape;
@@ -243,14 +253,14 @@ static pk_status launch_decode(const pk_attention_args *args, const decode_param
     static uint64_t done;
     PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
     int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
+    params.ring_bytes = cta::ring_bytes(shape.most_steps);
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
     PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32),
-                                (size_t)cta::smem_bytes(warps), *args, params));
+                                (size_t)cta::smem_bytes(warps, params.ring_bytes), *args, params));
     return shape.merges_apart ? pk_cuda_merge_parts(*args, params.workspace.parts, true, call) : PK_OK;
 }
 
-using decode_instance =
-    pk_cuda_instance<pk_status(const pk_attention_args *, const decode_params &, const pk_cuda_call &)>;
+using decode_instance = pk_cuda_instance<pk_status(const pk_attention_args *, decode_params, const pk_cuda_call &)>;
 static constexpr char HEADS[] = "takes heads";
 template <typename Kind, int D, int NT, bool TAKES_HEADS>
 static constexpr decode_instance instance_of()

@@ -26,12 +26,12 @@ struct decode_loader : decode_warp<Kind, D, NT> {
     static constexpr int STAGES = DECODE_STAGES;
     static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
     static constexpr int STAGE_BYTES = 2 * TILE_BYTES;
-    static constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-    static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES; /* of the cache, that a warp's copy takes */
+    static constexpr int RING_BYTES = STAGES * STAGE_BYTES; /* at most: see ring_bytes */
+    static constexpr int ROWS_AT_ONCE = 32 / tile::PIECES;  /* of the cache, that a warp's copy takes */
 
     const decode_params &params;
     char *smem;                 /* of the CTA: a ring per warp first */
-    uint32_t ring;              /* this warp's stages, as a shared address */
+    uint32_t ring;              /* this warp's stages, as a shared address: it has params.ring_bytes */
     unsigned int masks[STAGES]; /* which of the stages' keys are there, the oldest stage first */
     int step;                   /* keys of all warps' chunks */
     int first_seen, end_seen;   /* keys that some of the unit's queries sees */
@@ -47,7 +47,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
         : computing(args, params), params(params), smem(smem)
     {
         step = params.shape.step;
-        ring = smem_address(smem + warp * RING_BYTES);
+        ring = smem_address(smem + warp * params.ring_bytes);
     }
 
     /* The unit of this CTA, and whether there is one. */
@@ -62,7 +62,7 @@ struct decode_loader : decode_warp<Kind, D, NT> {
             *(int4 *)&unit.part = __ldcg(from + 2);
             is_signed = unit.signature == pk_sign_row(params.shape.signature, unit_index, unit);
         } else {
-            bool is_recorder = blockIdx.x == 0 && warp == 0;
+            bool is_recorder = rows.head == 0 && warp == 0;
             unit = IS_USUALLY_PLANNED ? plan_unit_apart(args, params.shape, unit_index, params.bad_id, is_recorder)
                                       : plan_unit(args, params.shape, unit_index, params.bad_id, is_recorder);
         }

@@ -315,6 +315,9 @@ static pk_status fill_shape(const pk_attention_args *args, row_filter filter, co
     shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
     if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
+    if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */
+    shape->most_steps = (int)(most_steps < INT32_MAX ? most_steps : INT32_MAX);
+    shape->are_whole = most_steps <= DECODE_STAGES && segments == args->num_seqs;
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
@@ -373,8 +376,8 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
     PK_TRY(fill_shape(args, filter, call, shape));
     PK_TRY(find_workspace(args, *shape, call, workspace));
     if (args->plan) return PK_OK;
-    if (args->num_seqs > MOST_SEQS_OF_A_WARP || shape->may_leave_rests)
-        return launch_plan(args, *shape, *workspace, call);
+    bool is_for_warps = args->num_seqs <= MOST_SEQS_OF_A_WARP && !shape->may_leave_rests;
+    if (!is_for_warps && !shape->are_whole) return launch_plan(args, *shape, *workspace, call);
     workspace->units = nullptr;
     return PK_OK;
 }

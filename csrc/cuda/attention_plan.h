@@ -33,6 +33,8 @@ struct decode_shape {
     int max_slots;        /* an upper bound of the parts, per head */
     int num_segments;     /* at most, per head: tiles of all sequences */
     int num_units;        /* rows of the plan */
+    int most_steps;       /* of a sequence: the table has room for no more */
+    bool are_whole;       /* a sequence is one unit: its number is the unit's */
     bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
     bool may_share_slots; /* then short ones and rests may follow each other in a slot, */
     float start_steps;    /* which costs each as much as so many steps */
@@ -82,6 +84,7 @@ struct decode_params {
     decode_shape shape;
     decode_workspace workspace;
     pk_cuda_bad_id *bad_id;
+    int ring_bytes; /* of a warp */
     divider group, block_size, num_heads;
     bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
     pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */

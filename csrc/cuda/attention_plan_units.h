@@ -3,12 +3,12 @@
  * CTA of the decode kernel itself, which saves the launch before it.
  *
  * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each other
- * in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is cut only when it exceeds some 1.5
- * times a CTA's average share (lengths_of_share), into parts of a share where that saves some steps.
- * When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The hardware
- * hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under
- * way at once is never cut. With num_splits every sequence has up to that many parts, whose number and borders depend on
- * its own length alone.
+ * in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is cut
+ * only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share where that saves
+ * some steps. When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs. The
+ * hardware hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA
+ * has under way at once is never cut: where the table has no room for more keys, a sequence is one unit. With num_splits
+ * every sequence has up to that many parts, whose number and borders depend on its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
@@ -228,13 +228,15 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
     return of_lane(unit, owner);
 }
 
-/* A warp, with a sequence a lane: the unit of that number of a batch without a plan. */
+/* A warp: the unit of that number of a batch without a plan. A lane has a sequence. */
 __device__ static inline attention_unit plan_unit(const pk_attention_args &args, const decode_shape &shape, int number,
                                                   pk_cuda_bad_id *bad_id, bool is_recorder)
 {
     int lane = threadIdx.x % 32, num_seqs = (int)args.num_seqs;
     planned_sequence it = {};
-    if (lane < num_seqs) it = measure(args, shape, lane, bad_id, is_recorder);
+    const int seq = shape.are_whole ? number : lane; /* where a sequence is one unit, all lanes have that one */
+    is_recorder = is_recorder && (shape.are_whole || number == 0);
+    if (shape.are_whole || lane < num_seqs) it = measure(args, shape, seq, bad_id, is_recorder);
     int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
     int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
     part_lengths most = {longest, longest, false};
@@ -250,7 +252,10 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
         most = lengths_of_share(shape, total, longest, sum / max(count, 1));
     }
-    return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
+    if (!shape.are_whole) return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
+    attention_unit unit = unit_of(it, seq, 0, 0, 1, most);
+    unit.num_parts = it.num_tiles; /* 0: not for the decode kernel */
+    return unit;
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

@@ -133,9 +133,12 @@ def test_a_list_of_other_lengths(torch, rng):
 
 
 def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng):
-    """One item, two, five: parts are counted in steps that reach as many as the GPU has processors."""
-    for kv_heads, queries, past in ((1, 64, 60000), (2, 60, 30000), (5, 33, 9000), (1, 100, 100000)):
-        tensors, arguments = make_chunks(torch, rng, [queries], [past + queries], (2 * kv_heads, kv_heads), 128, 16)
+    """One item, two, five: parts are counted in steps that reach as many as the GPU has processors. With 6 and 12 query
+    heads of a KV head items have 2 and 4 of them."""
+    shapes = (1, 2, 64, 60000), (2, 2, 60, 30000), (5, 2, 33, 9000), (1, 2, 100, 100000), (2, 6, 64, 20000), (1, 12, 512, 9000)
+    for kv_heads, group, queries, past in shapes:
+        heads = group * kv_heads, kv_heads
+        tensors, arguments = make_chunks(torch, rng, [queries], [past + queries], heads, 128, 16)
         out, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, return_lse=True)
         expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)

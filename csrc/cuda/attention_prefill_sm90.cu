@@ -208,8 +208,8 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
 /* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
  * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. Where shorter
  * items could be cut, they must also fill their waves: all of them, and those alone that surely are of the longest
- * prompts, beside which the others may be short. With num_splits a row's item may not depend on the batch: where there are sinks its bits
- * would. */
+ * prompts, beside which the others may be short. With num_splits a row's item may not depend on the batch: where there
+ * are sinks its bits would. */
 static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64_t num_sms)
 {
     auto items_of = [&](int64_t tokens) { return tokens * args.num_q_heads / 192; };

@@ -143,21 +143,13 @@ def flash_attn_varlen_func(
     is_fp8 = k.dtype == torch.float8_e4m3fn
     result = ops.paged_attention_fwd(
         q if q.stride(-1) == 1 else q.contiguous(),
-        **pages,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(-1, -1) if window_size is None else window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=None if s_aux is None else s_aux.float(),
+        **pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale, causal=causal, window_size=(-1, -1) if window_size is None else window_size,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=None if s_aux is None else s_aux.float(),
         k_scale=k_descale.contiguous() if is_fp8 and k_descale is not None else None,
         v_scale=v_descale.contiguous() if is_fp8 and v_descale is not None else None,
-        num_splits=num_splits,
-        out=out,
-        return_lse=return_softmax_lse,
-    )
+        num_splits=num_splits, out=out, return_lse=return_softmax_lse,
+    )  # fmt: skip
     if return_softmax_lse and fa_version == 2:
         result[1].masked_fill_(result[1].isneginf(), float("inf"))
     return result

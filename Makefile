@@ -24,7 +24,7 @@ test: build ## the tests, of the extension in place (`pytest` by itself tests th
 ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 ASAN_TESTS := $(TOPIC_TESTS) $(wildcard tests/test_block_manager*.py) $(patsubst %,tests/test_%.py,tensor interop bad_calls \
-              overlap overlap_views hostile_views all_parameters fuzz_calls threads elastic)
+              overlap overlap_views hostile_views all_parameters fuzz_calls threads elastic elastic_tensors)
 ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
                ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
                LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(PYTHON)
@@ -76,8 +76,9 @@ lint: ## what .ci/run says of the sources: clang-format 14, ruff, mypy
 # with Hopper's kernels and with those of older devices.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool $(1) $(PYTHON) -m pytest -x -p no:cacheprovider -m gpu
 BARRIERS := --num-cuda-barriers 65536
-ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda qkv_attention)
+ATTENTION := $(patsubst %,tests/test_%.py,attention attention_cuda attention_mixed_cuda qkv_attention)
 OPERATIONS := $(filter-out $(ATTENTION),$(TOPIC_TESTS)) tests/test_zero_rows.py
+STREAMS := $(patsubst %,tests/test_%.py,graph device_memory streams streams_graphs)
 SMALL := not large and (bfloat16 or not sample and not linear)
 LIFETIMES := (repeats or give or holds or replay or gone or programs) and not given_stream
 CASES := (case or oracle) and (cuda:0 or fp8 or bfloat16)
@@ -85,8 +86,8 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 	$(call SANITIZE,memcheck) $(OPERATIONS) -k "$(SMALL)"
 	$(call SANITIZE,memcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,memcheck) tests/test_cuda_limits.py -k "bad or graph"
-	$(call SANITIZE,memcheck) tests/test_elastic.py -k "not gigabytes and not comes_back"
-	$(call SANITIZE,memcheck) tests/test_graph.py tests/test_streams.py -k "$(LIFETIMES)"
+	$(call SANITIZE,memcheck) tests/test_elastic.py tests/test_elastic_tensors.py -k "not gigabytes and not comes_back"
+	$(call SANITIZE,memcheck) $(STREAMS) -k "$(LIFETIMES)"
 	$(call SANITIZE,initcheck) $(OPERATIONS) -k "$(SMALL) and not linear"
 	$(call SANITIZE,initcheck) $(ATTENTION) -k "$(CASES)"
 	$(call SANITIZE,racecheck) $(OPERATIONS) -k "$(SMALL)"

@@ -34,11 +34,13 @@ from fuzz_calls_memory import View, alive, torch
 from fuzz_calls_objects import SESSIONS as OBJECT_SESSIONS
 from fuzz_calls_objects import Wrong
 from fuzz_calls_ops import CACHE_OPERATIONS, Draw
+from fuzz_calls_qkv import APPEND_OPERATIONS, QKV_OPERATIONS
 from fuzz_calls_sampling import SAMPLING_OPERATIONS
 
 import pagedkv
 
-OPERATIONS = CACHE_OPERATIONS | ATTENTION_OPERATIONS | DENSE_OPERATIONS | SAMPLING_OPERATIONS
+OPERATIONS = CACHE_OPERATIONS | APPEND_OPERATIONS | ATTENTION_OPERATIONS | QKV_OPERATIONS
+OPERATIONS |= DENSE_OPERATIONS | SAMPLING_OPERATIONS
 SESSIONS = OBJECT_SESSIONS | {"BlockManager": try_manager}
 ERRORS = (TypeError, ValueError, BufferError, MemoryError, NotImplementedError)  # OutOfBlocks is a MemoryError
 

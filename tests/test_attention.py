@@ -112,7 +112,8 @@ def test_case_with_an_fp8_cache(case, cuda, rng):
 @pytest.mark.gpu
 def test_the_kernels_of_older_devices(cuda):
     """All that runs on a GPU once more in a process whose GPU counts as one of compute capability 8.0."""
-    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("attention", "attention_cuda", "cuda_limits")]
+    names = "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits"
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", "case or pool or graph", *files]
     result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "80"}, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_attention_cuda import make_chunks, simple_kernel
+from cuda_tensors import make_chunks, simple_kernel
 
 import pagedkv
 from pagedkv import ops

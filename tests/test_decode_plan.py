@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_attention_cuda import make_pool, simple_kernel
+from cuda_tensors import make_pool, simple_kernel
 
 import pagedkv
 

@@ -55,12 +55,12 @@ DEFECTS = {
     "two engines on a host collide": ["test_engine.py::test_two_engines_side_by_side"],
     "only one EOS id is known": [
         "test_engine.py::test_stops_at_every_eos_id",
-        "test_weights.py::test_eos_ids_of_both_files",
+        "test_model_config.py::test_eos_ids_of_both_files",
     ],
     "rope_scaling is ignored": [
         "test_qwen3.py::test_logits_at_every_position",
         "test_qwen3.py::test_rotary_table",
-        "test_weights.py::test_refused_config",
+        "test_model_config.py::test_refused_config",
     ],
     "a norm changes its input": ["test_defects.py::test_a_norm_leaves_its_input_alone"],
     "preemption thrashes without a watermark": [
@@ -161,7 +161,7 @@ NOT_HERE = {  # defects of what there is none of, and how the sources would call
     "an adapter is missing from the key of what is kept elsewhere": "lora|adapter",
     "the page before the last is dropped where tokens are guessed ahead": "speculat|draft",
     "ranks disagree on the size of the pool, or share a control buffer of fixed size": "world_size|tensor_parallel",
-    "sizes in a GGUF file are believed": "gguf",  # of safetensors they are not: test_weights.py
+    "sizes in a GGUF file are believed": "gguf",  # of safetensors they are not: test_safetensors_format.py
 }
 
 

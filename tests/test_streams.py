@@ -1,5 +1,5 @@
-"""What runs after what on a GPU: the one stream rule, the last writer of a Tensor, lifetimes in graphs, and that the host
-waits for nothing but itself.
+"""What runs after what on a GPU: the one stream rule, the last writer of a Tensor, and that the host waits for nothing but
+itself.
 
 A side stream is kept busy for tens of milliseconds and then writes. Whoever reads too early reads NaN.
 """
@@ -7,76 +7,23 @@ A side stream is kept busy for tens of milliseconds and then writes. Whoever rea
 from __future__ import annotations
 
 import gc
-import sys
 import time
 
 import numpy as np
 import pytest
+from busy_streams import BUSY, is_close, keep_busy, late, own, poisoned, side, silu_and_mul, x  # noqa: F401
 
 import pagedkv
-from pagedkv import Event, Graph, Stream, ops
+from pagedkv import Event, Stream, ops
 
 pytestmark = pytest.mark.gpu
-
-BUSY = 60_000_000  # cycles: 30 ms at 2 GHz
-
-
-def silu_and_mul(x: np.ndarray) -> np.ndarray:
-    gate, up = np.split(x.astype(np.float64), 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def is_close(result: object, expected: np.ndarray) -> bool:
-    array = result.cpu().numpy() if hasattr(result, "cpu") else np.asarray(result)
-    return np.allclose(array, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def x(rng) -> np.ndarray:
-    return rng.standard_normal((64, 512)).astype(np.float32)
-
-
-@pytest.fixture
-def own(cuda, x) -> pagedkv.Tensor:
-    return pagedkv.asarray(x, device=cuda)
-
-
-@pytest.fixture
-def side(torch):
-    """A stream of PyTorch's beside its current one."""
-    return torch.cuda.Stream()
-
-
-@pytest.fixture
-def poisoned(cuda, own):
-    """A Tensor for the result, full of NaN, with nothing on its way; the kernels are loaded, which may wait."""
-    if torch := sys.modules.get("torch"):
-        torch.from_dlpack(ops.silu_and_mul(own)) + 0
-    out = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device=cuda)
-    ops.synchronize(cuda)
-    return out
-
-
-def keep_busy(torch, stream) -> None:
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(BUSY)
-
-
-def late(torch, values: np.ndarray, stream):
-    """A tensor that holds NaN until `stream` comes to it."""
-    target, source = torch.full(values.shape, float("nan"), device="cuda"), torch.from_numpy(values).cuda()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(BUSY)
-        target.copy_(source)
-    return target
 
 
 # --- handing a Tensor out
 
 
 @pytest.mark.parametrize("kind", ["object", "int", "current", "ours"])
-def test_torch_reads_after_the_write(torch, side, own, x, poisoned, kind):
+def test_torch_reads_after_the_write(torch, side, own, x, poisoned, kind):  # noqa: F811
     stream = Stream() if kind == "ours" else side
     external = torch.cuda.ExternalStream(stream.cuda_stream)
     keep_busy(torch, external)
@@ -94,7 +41,7 @@ def test_torch_reads_after_the_write(torch, side, own, x, poisoned, kind):
     assert is_close(result, silu_and_mul(x)) and seconds < 0.02
 
 
-def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):
+def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):  # noqa: F811
     """To a consumer on another stream; -1 asks for no order, 0 names no stream."""
     third = torch.cuda.Stream()
     keep_busy(torch, side)
@@ -112,7 +59,7 @@ def test_the_consumer_says_its_stream(torch, side, own, x, poisoned):
 
 
 @pytest.mark.parametrize("how", ["tolist", "asarray", "copy_", "float16"])
-def test_the_host_reads_after_the_write(torch, side, own, x, poisoned, how):
+def test_the_host_reads_after_the_write(torch, side, own, x, poisoned, how):  # noqa: F811
     keep_busy(torch, side)
     ops.silu_and_mul(own, out=poisoned, stream=side)
     if how == "tolist":
@@ -130,7 +77,7 @@ def test_the_host_reads_after_the_write(torch, side, own, x, poisoned, how):
 
 
 @pytest.mark.parametrize("how", ["numpy", "tolist", "memoryview", "dlpack", "asarray", "operation"])
-def test_pinned_memory_is_read_after_the_copy(torch, side, own, x, how):
+def test_pinned_memory_is_read_after_the_copy(torch, side, own, x, how):  # noqa: F811
     keep_busy(torch, side)
     pinned = pagedkv.empty(x.shape, pinned=True)
     pinned.numpy()[:] = np.nan
@@ -147,7 +94,7 @@ def test_pinned_memory_is_read_after_the_copy(torch, side, own, x, how):
     assert np.allclose(read[how](), x, rtol=1e-3, atol=1e-3)
 
 
-def test_only_the_write_is_waited_for(torch, side, own, x):
+def test_only_the_write_is_waited_for(torch, side, own, x):  # noqa: F811
     """An Event that has been waited for says that the write before it is done, whatever is queued after it."""
     stream, pinned = Stream(), pagedkv.empty(x.shape, pinned=True)
     pinned.copy_(own)
@@ -166,7 +113,7 @@ def test_only_the_write_is_waited_for(torch, side, own, x):
 
 
 @pytest.mark.parametrize("how", ["asarray", "float16", "from_dlpack", "tolist", "copy_"])
-def test_a_value_of_torch_that_is_being_computed(torch, side, x, how):
+def test_a_value_of_torch_that_is_being_computed(torch, side, x, how):  # noqa: F811
     value = late(torch, x, side)
     with torch.cuda.stream(side):
         if how == "asarray":
@@ -184,7 +131,7 @@ def test_a_value_of_torch_that_is_being_computed(torch, side, x, how):
     assert np.allclose(np.array(result.tolist()), x, rtol=1e-3, atol=1e-3)
 
 
-def test_what_torch_writes_later_into_shared_memory(torch, side, x):
+def test_what_torch_writes_later_into_shared_memory(torch, side, x):  # noqa: F811
     """The host waits for the GPU where another library may have written."""
     value = torch.full(x.shape, float("nan"), device="cuda")
     source, shared = torch.from_numpy(x).cuda(), pagedkv.from_dlpack(value)
@@ -198,7 +145,7 @@ def test_what_torch_writes_later_into_shared_memory(torch, side, x):
 # --- calls
 
 
-def test_a_given_stream_comes_after_torchs(torch, side, x):
+def test_a_given_stream_comes_after_torchs(torch, side, x):  # noqa: F811
     """What torch has queued on its current stream is there for a call on another one."""
     with torch.cuda.stream(side):
         value = late(torch, x, side)
@@ -209,7 +156,7 @@ def test_a_given_stream_comes_after_torchs(torch, side, x):
     assert is_close(out, silu_and_mul(x))
 
 
-def test_a_call_comes_after_the_write_of_its_tensors(torch, side, own, x, poisoned):
+def test_a_call_comes_after_the_write_of_its_tensors(torch, side, own, x, poisoned):  # noqa: F811
     keep_busy(torch, side)
     ops.silu_and_mul(own, out=poisoned, stream=side)
     ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
@@ -219,7 +166,7 @@ def test_a_call_comes_after_the_write_of_its_tensors(torch, side, own, x, poison
     assert is_close(copied.tolist(), silu_and_mul(x))
 
 
-def test_a_write_comes_after_the_reads(torch, side, own, x, poisoned):
+def test_a_write_comes_after_the_reads(torch, side, own, x, poisoned):  # noqa: F811
     """Several streams read what another one overwrites then."""
     streams = [torch.cuda.Stream() for _ in range(5)]
     source = pagedkv.asarray(silu_and_mul(x).astype(np.float32), device="cuda")
@@ -236,7 +183,7 @@ def test_a_write_comes_after_the_reads(torch, side, own, x, poisoned):
 
 
 @pytest.mark.parametrize("torch_first", [True, False])
-def test_cupy_beside_torch(torch, side, x, torch_first):
+def test_cupy_beside_torch(torch, side, x, torch_first):  # noqa: F811
     cupy = pytest.importorskip("cupy")
     weight = (np.arange(512) / 100).astype(np.float32)
     given_x = torch.from_numpy(x).cuda() if torch_first else cupy.asarray(x)
@@ -249,7 +196,7 @@ def test_cupy_beside_torch(torch, side, x, torch_first):
         assert is_close(torch.from_dlpack(out), x * weight)
 
 
-def test_cupy_writes_on_its_own_stream(torch, x):
+def test_cupy_writes_on_its_own_stream(torch, x):  # noqa: F811
     cupy = pytest.importorskip("cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
     ones = torch.ones(512, device="cuda")
@@ -263,7 +210,7 @@ def test_cupy_writes_on_its_own_stream(torch, x):
     assert is_close(torch.from_dlpack(out), x)
 
 
-def test_cupy_reads_what_was_written_for_it(torch, side, x):
+def test_cupy_reads_what_was_written_for_it(torch, side, x):  # noqa: F811
     """Its array is written on torch's stream; CuPy goes on on the default one."""
     cupy = pytest.importorskip("cupy")
     out = cupy.full((64, 256), cupy.nan, dtype=cupy.float32)
@@ -276,7 +223,7 @@ def test_cupy_reads_what_was_written_for_it(torch, side, x):
     assert is_close((out + 0).get(), silu_and_mul(x))
 
 
-def test_streams_that_are_gone(torch, own, x, poisoned):
+def test_streams_that_are_gone(torch, own, x, poisoned):  # noqa: F811
     """Nobody touches a destroyed stream, whose address the next one has."""
     cupy = pytest.importorskip("cupy")
     expected = silu_and_mul(x)
@@ -298,7 +245,21 @@ def test_streams_that_are_gone(torch, own, x, poisoned):
     assert is_close(torch.from_dlpack(poisoned), expected)
 
 
-def test_the_order_of_the_rule(torch, side, own, x, poisoned):
+def test_torchs_memory_is_not_given_away_early(torch, side, x):  # noqa: F811
+    """An output of torch's on a given stream: dropped at once, its memory is not used again before the work is done."""
+    value = torch.from_numpy(x).cuda()
+    ops.silu_and_mul(value, stream=side)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        keep_busy(torch, side)
+        out = ops.silu_and_mul(value, stream=side)
+        del out
+        later = torch.zeros(64, 256, device="cuda")
+        side.synchronize()
+        assert not later.any(), "memory was given away while a stream still wrote there"
+
+
+def test_the_order_of_the_rule(torch, side, own, x, poisoned):  # noqa: F811
     """Given > captured > torch's > entered > legacy, by which stream the work waits in."""
     mine, entered = torch.from_numpy(x).cuda(), Stream()
     given = torch.cuda.Stream()
@@ -335,199 +296,3 @@ def peek(torch, tensor: pagedkv.Tensor) -> np.ndarray:
         host.copy_(view, non_blocking=True)
         stream.synchronize()
     return host.numpy().copy()
-
-
-# --- graphs
-
-
-def test_a_graph_of_torchs_tensors(torch, x):
-    value, out = torch.from_numpy(x).cuda(), torch.full((64, 256), float("nan"), device="cuda")
-    ops.silu_and_mul(value, out=out.clone())
-    torch.cuda.synchronize()
-    graph = Graph()
-    with graph.capture(Stream()):
-        ops.silu_and_mul(value, out=out)
-    assert graph.num_nodes == 1
-    torch.cuda.synchronize()
-    assert torch.isnan(out).all()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # replayed where torch works
-        value.fill_(float("nan"))
-        torch.cuda._sleep(BUSY)
-        value.copy_(torch.from_numpy(x))
-        graph.replay()
-        result = out + 0
-    side.synchronize()
-    assert is_close(result, silu_and_mul(x))
-
-
-def test_what_a_graph_cannot_hold_raises(torch, side, own, x, poisoned):
-    graph, stream = Graph(), Stream()
-    array = np.ones((2, 8), np.float32)
-    with graph.capture(stream):
-        ops.silu_and_mul(own, out=poisoned)
-        with pytest.raises(RuntimeError, match="stream: a Graph is being captured, and work on this stream would be no"):
-            ops.silu_and_mul(own, out=poisoned, stream=side)
-        with pytest.raises(RuntimeError, match="whose tensors are on the cpu would be no part of it"):
-            ops.silu_and_mul(array)
-        with pytest.raises(RuntimeError, match="this thread is capturing another Graph"):
-            Graph().capture(Stream()).__enter__()
-        ops.silu_and_mul(own, out=poisoned, stream=stream)
-    assert graph.num_nodes == 2
-    graph.replay()
-    assert is_close(poisoned.tolist(), silu_and_mul(x))
-
-
-def test_a_stream_that_has_joined_the_capture(torch, own, x, poisoned):
-    graph, stream, other = Graph(), Stream(), Stream()
-    event, back = Event(), Event()
-    again = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
-    ops.synchronize("cuda")
-    with graph.capture(stream):
-        event.record(stream)
-        other.wait(event)
-        ops.silu_and_mul(own, out=poisoned, stream=other)
-        ops.silu_and_mul(own, out=again)
-        back.record(other)
-        stream.wait(back)
-    assert graph.num_nodes == 2
-    graph.replay()
-    assert is_close(poisoned.tolist(), silu_and_mul(x)) and is_close(again.tolist(), silu_and_mul(x))
-
-
-@pytest.mark.parametrize("framework", ["ours", "torch"])
-def test_a_graph_holds_what_its_calls_made(torch, own, x, poisoned, framework):
-    given = own if framework == "ours" else torch.from_numpy(x).cuda()
-    ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
-    ops.scale_columns(ops.silu_and_mul(own), ones, out=poisoned)
-    poisoned.copy_(np.full((64, 256), np.nan, np.float32))
-    ops.synchronize("cuda")
-    graph = Graph()
-    with graph.capture(Stream()):
-        middle = ops.silu_and_mul(given)
-        ops.scale_columns(middle, ones, out=poisoned)
-    del middle, ones
-    gc.collect()
-    churn = [torch.full((64, 256), 7.0, device="cuda") for _ in range(200)]
-    ours = [pagedkv.asarray(np.full((64, 256), 7.0, np.float32), device="cuda") for _ in range(50)]
-    torch.cuda.synchronize()
-    for _ in range(3):
-        graph.replay()
-    assert is_close(poisoned.tolist(), silu_and_mul(x))
-    assert all(bool((each == 7).all()) for each in churn) and all(np.all(np.array(t.tolist()) == 7) for t in ours)
-
-
-def test_a_replay_is_a_write(torch, side, own, x, poisoned):
-    """Whoever takes the result after a replay on a busy stream gets it, and the replay comes after what writes its
-    input."""
-    source = pagedkv.asarray(np.full(x.shape, np.nan, np.float32), device="cuda")
-    graph = Graph()
-    with graph.capture(Stream()):
-        ops.silu_and_mul(source, out=poisoned)
-    keep_busy(torch, side)
-    source.copy_(own, stream=side)
-    graph.replay()  # on the stream that it was captured on
-    assert is_close(torch.from_dlpack(poisoned) + 0, silu_and_mul(x))
-    poisoned.copy_(np.full((64, 256), np.nan, np.float32))
-    keep_busy(torch, side)
-    graph.replay(side)
-    assert is_close(poisoned.tolist(), silu_and_mul(x))
-
-
-def test_a_graph_of_torch(torch, own, x, poisoned):
-    """Our Tensors inside torch.cuda.graph: what a call makes lives as long as the graph, and a call that would not be
-    captured raises."""
-    ones = pagedkv.asarray(np.ones(256, np.float32), device="cuda")
-    nan = pagedkv.asarray(np.full((64, 256), np.nan, np.float32), device="cuda")
-    ops.scale_columns(ops.silu_and_mul(own), ones, out=poisoned)
-    pagedkv.asarray(torch.ones(1, device="cuda"))  # torch is known
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        current = torch.cuda.current_stream()
-        middle = ops.silu_and_mul(own, stream=current)
-        ops.scale_columns(middle, ones, out=poisoned, stream=current)
-        with pytest.raises(RuntimeError, match="PyTorch is capturing a graph"):
-            ops.silu_and_mul(own, out=poisoned)
-    del middle
-    gc.collect()
-    ours = [pagedkv.asarray(np.full((64, 256), 7.0, np.float32), device="cuda") for _ in range(50)]
-    for _ in range(3):
-        poisoned.copy_(nan)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY // 3)
-        graph.replay()
-        assert is_close(poisoned.tolist(), silu_and_mul(x))
-    assert all(np.all(np.array(t.tolist()) == 7) for t in ours)
-    del graph
-    torch.cuda.synchronize()
-
-
-def test_torchs_memory_is_not_given_away_early(torch, side, x):
-    """An output of torch's on a given stream: dropped at once, its memory is not used again before the work is done."""
-    value = torch.from_numpy(x).cuda()
-    ops.silu_and_mul(value, stream=side)
-    torch.cuda.synchronize()
-    for _ in range(20):
-        keep_busy(torch, side)
-        out = ops.silu_and_mul(value, stream=side)
-        del out
-        later = torch.zeros(64, 256, device="cuda")
-        side.synchronize()
-        assert not later.any(), "memory was given away while a stream still wrote there"
-
-
-# --- random programs
-
-
-@pytest.mark.parametrize("round", range(6))
-def test_random_programs(torch, rng, round):
-    """Copies and products between Tensors on random streams, with random delays and hand-overs, give what the same
-    program gives on the host."""
-    cupy = pytest.importorskip("cupy")
-    shape, size = (8, 16), 6
-    values = [rng.standard_normal(shape).astype(np.float32) for _ in range(size)]
-    tensors = [pagedkv.asarray(value, device="cuda") for value in values]
-    factors = rng.standard_normal(16).astype(np.float32)
-    weights = pagedkv.asarray(factors, device="cuda")
-    torchs = [torch.cuda.Stream() for _ in range(3)]
-    ours = [Stream() for _ in range(2)]
-    graphs = []
-    for i in range(3):
-        a, b = rng.choice(size, 2, replace=False)
-        graph = Graph()
-        with graph.capture(ours[i % 2]):
-            ops.scale_columns(tensors[a], weights, out=tensors[b])
-        graphs.append((graph, a, b))
-    for _ in range(80):
-        kind = rng.integers(8)
-        stream = [*torchs, *ours][rng.integers(5)]
-        if rng.integers(4) == 0:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream.cuda_stream)):
-                torch.cuda._sleep(int(rng.integers(4_000_000)))
-        a, b = rng.choice(size, 2, replace=False)
-        if kind <= 2:
-            given = stream if rng.integers(2) else stream.cuda_stream
-            ops.scale_columns(tensors[a], weights, out=tensors[b], stream=given)
-            values[b] = values[a] * factors
-        elif kind == 3:
-            fresh = cupy.cuda.Stream(non_blocking=True)
-            tensors[b].copy_(tensors[a], stream=fresh.ptr)
-            values[b] = values[a].copy()
-        elif kind == 4:
-            with ours[rng.integers(2)]:
-                tensors[b].copy_(values[a] if rng.integers(2) else tensors[a])
-            values[b] = values[a].copy()
-        elif kind == 5:
-            graph, a, b = graphs[rng.integers(3)]
-            graph.replay([*torchs, *ours, None][rng.integers(6)])
-            values[b] = values[a] * factors
-        elif kind == 6:
-            with torch.cuda.stream(torchs[rng.integers(3)]) as current:
-                taken = torch.from_dlpack(tensors[a]) + 0
-                torch.cuda.current_stream().synchronize()
-                assert np.allclose(taken.cpu().numpy(), values[a], rtol=1e-4, atol=1e-6), current
-        else:
-            assert np.allclose(tensors[a].tolist(), values[a], rtol=1e-4, atol=1e-6)
-    for tensor, value in zip(tensors, values, strict=True):
-        assert np.allclose(tensor.tolist(), value, rtol=1e-4, atol=1e-6)

@@ -27,20 +27,20 @@ DEFECTS = {
         "test_scheduler.py::test_max_num_seqs_bounds_the_running_set",
     ],
     "a request larger than the pool or the model's length kills the others": [
-        "test_engine.py::test_bad_requests_fail_alone",
-        "test_engine.py::test_a_request_larger_than_the_pool_fails_alone",
+        "test_engine_errors.py::test_bad_requests_fail_alone",
+        "test_engine_errors.py::test_a_request_larger_than_the_pool_fails_alone",
     ],
     "batch sizes between two buckets crash": ["test_engine.py::test_any_batch_size"],
     "lengths past max_model_len run off the rotary table": [
-        "test_engine.py::test_a_prompt_to_the_very_end_of_the_model",
-        "test_engine.py::test_bad_requests_fail_alone",
+        "test_engine_errors.py::test_a_prompt_to_the_very_end_of_the_model",
+        "test_engine_errors.py::test_bad_requests_fail_alone",
     ],
     "equal prompts in one step are all computed; the index loses the copy that still lives": [
         "test_scheduler.py::test_equal_prompts_of_one_step_are_computed_once",
         "test_defects.py::test_the_cache_keeps_what_a_twin_leaves",
     ],
     "max_tokens=0 never stops": ["test_engine_arguments.py::test_max_tokens_zero"],
-    "an empty prompt crashes": ["test_engine.py::test_bad_requests_fail_alone"],
+    "an empty prompt crashes": ["test_engine_errors.py::test_bad_requests_fail_alone"],
     "greedy is refused": ["test_qwen3.py::test_greedy_tokens"],
     "generate('text') iterates over characters": ["test_engine_arguments.py::test_a_string_is_one_prompt"],
     "unknown options are ignored": ["test_engine_arguments.py::test_unknown_options"],
@@ -51,8 +51,8 @@ DEFECTS = {
         "test_weights.py::test_a_folder_without_weights",
         "test_weights.py::test_missing_tensor",
     ],
-    "closing twice raises": ["test_engine.py::test_closing"],
-    "two engines on a host collide": ["test_engine.py::test_two_engines_side_by_side"],
+    "closing twice raises": ["test_engine_life.py::test_closing"],
+    "two engines on a host collide": ["test_engine_life.py::test_two_engines_side_by_side"],
     "only one EOS id is known": [
         "test_engine.py::test_stops_at_every_eos_id",
         "test_model_config.py::test_eos_ids_of_both_files",
@@ -64,8 +64,8 @@ DEFECTS = {
     ],
     "a norm changes its input": ["test_defects.py::test_a_norm_leaves_its_input_alone"],
     "preemption thrashes without a watermark": [
-        "test_scheduler.py::test_the_watermark_keeps_room_to_grow",
-        "test_scheduler.py::test_preemption_does_not_thrash",
+        "test_scheduler_full_pool.py::test_the_watermark_keeps_room_to_grow",
+        "test_scheduler_full_pool.py::test_preemption_does_not_thrash",
     ],
     "a prompt is hashed again at every attempt": [
         "test_scheduler.py::test_a_prompt_is_not_hashed_again_at_every_attempt",
@@ -81,7 +81,7 @@ DEFECTS = {
     ],
     "pages that are freed late make preemption evict everybody": [
         "test_delayed_device.py::test_no_step_reads_a_page_that_is_given_away",
-        "test_scheduler.py::test_preemption_does_not_thrash",
+        "test_scheduler_full_pool.py::test_preemption_does_not_thrash",
     ],
     "a pinned table is overwritten while its upload is pending": [
         "test_delayed_device.py::test_mistakes_are_found",

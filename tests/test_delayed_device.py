@@ -3,7 +3,8 @@
 Random traffic in pools far too small for it: both kinds of preemption, prefix hits, requests that wait for a prefix,
 forks and copy on write, ends that the host learns late, errors, aborted batches and interrupts anywhere in a launch.
 Frees are delayed and reordered. No step may read a page that is somebody else's by then, and every token is the
-oracle's. A test counts that all of this happens, and broken engines show that each kind of mistake is found.
+oracle's. A test counts that all of this happens, and broken engines show that each kind of mistake is found
+(broken_runners.py).
 """
 
 from __future__ import annotations
@@ -15,71 +16,18 @@ from dataclasses import dataclass
 from unittest.mock import Mock
 
 import pytest
-from fake_device import Device, FakeEvent, LateRunner, Story, patch_engine
+from broken_runners import BROKEN
+from fake_device import Device
+from fake_model import LateRunner, LazyManager, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
-from pagedkv.engine.launched import Launched
 from pagedkv.engine.outputs import EngineCounters
 from pagedkv.engine.pipeline import Pipeline
-from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.engine.sequence import Sequence
 from pagedkv.engine.step import Step
 
 NUM_SCHEDULES = 240
-
-
-class LazyManager:
-    """A BlockManager that frees later and in another order than it is told, but before anybody goes without a page."""
-
-    TAKES_PAGES = ("allocate", "append_batch", "reserve_batch", "swap_in", "append")
-
-    def __init__(self, manager: BlockManager, rng: random.Random, happened: Counter[str]) -> None:
-        self.manager, self.rng, self.happened, self.late = manager, rng, happened, list[int]()
-
-    def __getattr__(self, name: str):
-        method = getattr(self.manager, name)
-        return self._retried(method) if name in self.TAKES_PAGES else method
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "watermark_blocks":
-            self.manager.watermark_blocks = value
-        else:
-            super().__setattr__(name, value)
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self.manager and seq_id not in self.late
-
-    def _retried(self, method):
-        def call(*args, **options):
-            if method.__name__ == "allocate" and args[0] in self.late:  # it was preempted, and comes back
-                self.late.remove(args[0])
-                self.manager.free(args[0])
-            while True:
-                try:
-                    return method(*args, **options)
-                except OutOfBlocks:
-                    if not self.late:
-                        raise
-                    self.free_one()
-
-        return call
-
-    def free_one(self) -> None:
-        self.happened["late free"] += 1
-        self.manager.free(self.late.pop(self.rng.randrange(len(self.late))))
-
-    def free_batch(self, seq_ids: list[int]) -> None:
-        self.late += seq_ids
-        self.free_some()
-
-    def free_some(self) -> None:
-        while self.late and self.rng.random() < 0.7:
-            self.free_one()
-
-    def free_all(self) -> None:
-        while self.late:
-            self.free_one()
 
 
 @dataclass
@@ -316,101 +264,7 @@ def test_a_launch_that_was_interrupted_anywhere(late, num_turns, caching, num_se
         assert traffic.happened["interrupt"] == 1 and traffic.happened["length"] + traffic.happened["error"] == num_seqs
 
 
-# --- the test can fail: engines with a mistake
-
-
-class PromptsOvertake(LateRunner):
-    """New prompts run on a stream of their own: the pages that they were given are still read by the step before."""
-
-    def launch(self, step: Step, learn) -> Launched:
-        if any(step.starts):
-            return super().launch(step, learn)
-        device = self.device
-        device.capturing = operations = []
-        launched = super().launch(step, learn)
-        device.capturing = None
-        device.queue.extendleft(reversed(operations))
-        device.num_calls += len(operations)
-        self._events[self._turn].record()
-        return launched
-
-
-class MovesOvertake(LateRunner):
-    """Pages are swapped and copied at once, by a host that takes a launch for its end."""
-
-    def move_pages(self, step: Step) -> None:
-        self.device.capturing = operations = []
-        super().move_pages(step)
-        self.device.capturing = None
-        for operation in operations:
-            operation()
-
-
-class MovesComeLate(LateRunner):
-    """Pages are moved behind the step that reads them."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.sampler.send = self.move_and_send
-
-    def move_pages(self, step: Step) -> None:
-        self.step = step
-
-    def move_and_send(self, num_rows: int, turn: int):
-        super().move_pages(self.step)
-        return Sampler.send(self.sampler, num_rows, turn)
-
-
-class NoCopies(LateRunner):
-    def move_pages(self, step: Step) -> None:
-        step.copies = None
-        super().move_pages(step)
-
-
-class OneSetOfArrays(LateRunner):
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.memory._host[1] = self.memory._host[0]
-        self.memory._decodes.clear()  # which point to both
-
-
-class OneTable(LateRunner):
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.memory._host_tables[1] = self.memory._host_tables[0]
-
-
-class Impatient(LateRunner):
-    """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
-
-    def launch(self, step: Step, learn) -> Launched:
-        self._events[1 - self._turn] = FakeEvent(self.device)
-        return super().launch(step, learn)
-
-
-def promise_too_much(monkeypatch) -> None:
-    def commit(self: Scheduler, step: Step) -> None:
-        self.manager.commit_batch(step.ids, [seq.num_in_pages for seq in step.sequences])
-
-    monkeypatch.setattr(Scheduler, "commit", commit)
-
-
-def take_tokens_early(monkeypatch) -> None:
-    monkeypatch.setattr(Launched, "tokens", lambda self: self._sampled.tolist())
-
-
-KEY, PINNED = "key [0-9]+ is another's", "pinned memory changed"
-BROKEN = {
-    "prompts overtake": (PromptsOvertake, KEY),
-    "moves overtake": (MovesOvertake, KEY),
-    "moves come late": (MovesComeLate, KEY),
-    "no copy on write": (NoCopies, KEY),
-    "one set of arrays": (OneSetOfArrays, PINNED),
-    "one table": (OneTable, PINNED),
-    "arrays are not waited for": (Impatient, PINNED),
-    "pages are shared before they are written": (promise_too_much, KEY),
-    "tokens are taken early": (take_tokens_early, "stop|length|error|assert"),
-}
+# --- the test can fail
 
 
 @pytest.mark.parametrize("name", BROKEN)

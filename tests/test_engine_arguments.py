@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, write_model
-from test_engine import GREEDY, generate
+from tiny_engine import GREEDY, generate
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids

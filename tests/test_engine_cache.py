@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, write_model
-from test_engine import engine, generate
+from tiny_engine import engine, generate
 
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from checkpoints import EOS, VOCAB_SIZE, write_model
-from test_engine import engine, generate, place  # noqa: F401
+from tiny_engine import engine, generate, place  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind

@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
-from test_engine import engine, generate, place  # noqa: F401
+from tiny_engine import engine, generate, place  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind

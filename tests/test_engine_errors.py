@@ -1,0 +1,148 @@
+"""Requests that fail alone, and an engine that goes on after an error, an interrupt or a Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+from checkpoints import TINY, VOCAB_SIZE, random_weights, safetensors_bytes, write_model
+from tiny_engine import GREEDY, cpu_llm, engine, folder, generate, llm, place  # noqa: F401
+
+from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
+
+# --- requests that fail, alone
+
+
+def test_a_request_without_finite_logits_fails_alone(tmp_path, place):  # noqa: F811
+    """A token whose embedding is NaN: its request ends with an error, in a batch with ones that go on to the end."""
+    folder, bad = write_model(tmp_path), VOCAB_SIZE - 1  # noqa: F811
+    weights = random_weights(TINY)
+    weights["model.embed_tokens.weight"][bad] = np.nan
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    with engine(folder, place) as llm:  # noqa: F811
+        expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
+        outputs = generate(llm, ["abc", [1, bad], "xyz", [bad]], GREEDY)
+        assert [outputs[0].token_ids, outputs[2].token_ids] == expected
+        for output in (outputs[1], outputs[3]):
+            assert output.finish_reason == "error" and output.token_ids == []
+            assert "no token to sample" in str(output.error)
+        assert llm.manager.stats()["used"] == 0
+        assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected
+    if place[0] != "cpu":
+        with pytest.raises(ValueError, match="logits: row . has a NaN"):
+            ops.check_errors()
+
+
+def test_bad_requests_fail_alone(llm):  # noqa: F811
+    """An empty prompt, or one larger than the pool or the model, gets its own error; the others get their tokens."""
+    expected = generate(llm, ["abc"], GREEDY)[0].token_ids
+    huge = SamplingParams(max_tokens=2**31 - 1)
+    prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 250, "abc", "abc"]
+    outputs = generate(llm, prompts, [GREEDY] * 7 + [huge, GREEDY])
+    messages = [
+        None,
+        "the prompt is empty",
+        "the prompt is empty",
+        f"token id {VOCAB_SIZE} is not in 0..{VOCAB_SIZE - 1}",
+        "token id -1 is not in",
+        f"token id {2**40} is not in",
+        "250 prompt tokens and max_tokens=12 exceed max_model_len=256",
+        "3 prompt tokens and max_tokens=2147483647 exceed max_model_len=256",
+        None,
+    ]
+    for output, message in zip(outputs, messages, strict=True):
+        if message is None:
+            assert output.token_ids == expected and output.error is None
+        else:
+            assert output.finish_reason == "error" and output.token_ids == [] and isinstance(output.error, ValueError)
+            assert message in str(output.error)
+    assert outputs[3].prompt_token_ids == [VOCAB_SIZE]
+
+
+def test_a_request_larger_than_the_pool_fails_alone(folder, place):  # noqa: F811
+    with engine(folder, place, num_blocks=8) as llm:  # noqa: F811
+        small, large, edge = generate(llm, ["abc", [1] * 22, [1] * 21], GREEDY)
+    assert small.error is None and edge.error is None
+    assert isinstance(large.error, OutOfBlocks) and "need 9 pages of 4 tokens but the pool has 8" in str(large.error)
+
+
+def test_a_prompt_to_the_very_end_of_the_model(llm):  # noqa: F811
+    """The rotary table has a row for every position that can be asked for."""
+    output = generate(llm, [[5] * 244], GREEDY)[0]
+    assert output.error is None and len(output.token_ids) == 12
+
+
+# --- the engine goes on
+
+
+def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):  # noqa: F811
+    llm = cpu_llm  # noqa: F811
+    expected = generate(llm, ["abc", "xyz"], GREEDY)
+    calls = 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise KeyboardInterrupt
+        return linear(*args, **kwargs)
+
+    linear = ops.linear
+    monkeypatch.setattr(ops, "linear", failing)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, ["abc", "xyz"], GREEDY)
+    monkeypatch.undo()
+    assert llm.manager.num_free_blocks == llm.manager.num_blocks and not llm.scheduler.has_work
+    llm.manager.check()
+    again = generate(llm, ["abc", "xyz"], GREEDY)
+    assert [output.token_ids for output in again] == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize("moment", ["before the launch", "after the launch", "waiting for tokens"])
+def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch, moment):  # noqa: F811
+    """Whatever steps are on their way then, and with tokens that nobody waits for."""
+    prompts = [[i] * 9 for i in range(12)]
+    expected = [output.token_ids for output in generate(llm, prompts, GREEDY)]
+    launch = llm._runner.launch
+    for num_steps in range(1, 8):
+        steps = iter(range(num_steps))
+
+        class Interrupted:
+            def tokens(self):
+                raise KeyboardInterrupt
+
+        def interrupted(step, learn, steps=steps):
+            is_last = next(steps, None) is None
+            if is_last and moment == "before the launch":
+                raise KeyboardInterrupt
+            launched = launch(step, learn)
+            if is_last and moment == "after the launch":
+                raise KeyboardInterrupt
+            return Interrupted() if is_last else launched
+
+        monkeypatch.setattr(llm._runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompts, GREEDY)
+        monkeypatch.undo()
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks and len(llm.manager) == 0
+        llm.manager.check()
+        assert [output.token_ids for output in generate(llm, prompts, GREEDY)] == expected
+
+
+def test_ctrl_c(folder, device):  # noqa: F811
+    """A real one, from another thread's signal: generate() ends soon, and the engine serves the next request."""
+    with LLM(folder, device=device, num_blocks=1000, max_num_seqs=4) as llm:  # noqa: F811
+        expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
+        endless = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, ["abc"] * 2000, endless)
+        finally:
+            timer.cancel()
+            timer.join()
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks and not llm.scheduler.has_work
+        assert [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)] == expected

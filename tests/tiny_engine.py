@@ -1,0 +1,48 @@
+"""LLM with a tiny random model and a small pool, on any device and with its host on time or a step behind."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+from checkpoints import write_model
+
+from pagedkv import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=[0, 1])
+def place(request, device):
+    """Where an engine computes, and how many steps late its host learns the tokens: one on a GPU, but both work."""
+    return device, request.param
+
+
+@contextmanager
+def engine(folder, place, **options):
+    device, behind = place
+    options = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0} | options
+    with LLM(folder, device=device, **options) as llm:
+        llm._runner.num_behind = behind
+        yield llm
+
+
+@pytest.fixture
+def llm(folder, place):
+    with engine(folder, place) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[0, 1])
+def cpu_llm(folder, request):
+    with engine(folder, ("cpu", request.param)) as llm:
+        yield llm
+
+
+def generate(llm: LLM, prompts, params=None):
+    return llm.generate(prompts, params, use_tqdm=False)

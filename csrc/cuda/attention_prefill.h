@@ -51,10 +51,11 @@ struct prefill_queue {
     }
 };
 
-/* Prompts that are as long as the longest may be: at least so many, by what the host knows. */
+/* At least so many prompts have max_seqlen_q tokens: if fewer had, all of them would not sum to num_tokens. One has, in
+ * any case. */
 static inline int64_t surely_longest(const pk_attention_args &args)
 {
-    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1); /* if no other is much shorter */
+    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1);
     return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
 }
 

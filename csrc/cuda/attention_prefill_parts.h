@@ -151,7 +151,7 @@ struct prefill_parts {
         if (count == 1) cut = 0, units = sums.items;
         float part_us = thresholds::PART_US + (count > 1 ? thresholds::LEAVE_US : 0);
         float longest_us = length * key_us + part_us, all_us = sums.keys * key_us + units * part_us;
-        float slack = sums.items - many < 0.5f ? 0.001f : thresholds::WAVE_SLACK; /* all are of that length, or not */
+        float slack = sums.items - many < 0.5f ? 0.001f : thresholds::WAVE_SLACK; /* exact but for rounding, or not */
         float waves = ceilf(__fdividef(are_even ? many * count : units, ctas) - slack);
         float us = fmaxf(waves * (are_even ? longest_us : __fdividef(all_us, units)), __fdividef(all_us, ctas));
         us = fmaxf(us, longest_us);

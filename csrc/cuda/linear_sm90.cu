@@ -126,14 +126,26 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     static uint64_t smem_allowed;
     const division all = divide(args, call.device);
     const int64_t most_smem = (int64_t)call.device->smem_per_cta - 2048; /* the barriers have their own */
-    const int64_t room = (int64_t)call.device->num_sms * ctas_an_sm<N>;
+    /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
+     * room for both. */
+    const bool is_deep = args->num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
+    const int64_t ctas = is_deep ? 1 : ctas_an_sm<N>, room = (int64_t)call.device->num_sms * ctas;
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room;
 
-    const int64_t sums_bytes = N * PITCH * 4, needed = pk_ceil_div(all.num_units, all.num_splits);
-    const int64_t most_stages = (most_smem / ctas_an_sm<N> - 1024 - sums_bytes) / stage_bytes<N>;
+    const int64_t sums_bytes = N * PITCH * 4, inbox_bytes = sums_bytes / all.num_splits * (all.num_splits - 1);
+    const int64_t behind_ring = 1024 + (is_one_round ? inbox_bytes : sums_bytes);
+    const int64_t needed = pk_ceil_div(all.num_units, all.num_splits);
+    /* A product of few CTAs leaves SMs to the next one: such a CTA takes all that a CTA of another product, whose inputs
+     * are divided by two, leaves of an SM (#27a). */
+    int64_t smem = most_smem / ctas;
+    if (ctas > 1 && 2 * clusters * all.num_splits <= call.device->num_sms) {
+        const int64_t other_stages = std::min((int64_t)EARLY_UNITS, (smem - 1024 - sums_bytes / 2) / stage_bytes<N>);
+        smem = most_smem - (1024 + sums_bytes / 2 + other_stages * stage_bytes<N>);
+    }
+    const int64_t most_stages = (smem - behind_ring) / stage_bytes<N>;
     const int64_t stages = std::min({is_one_round ? needed : most_stages, most_stages, (int64_t)MAX_STAGES});
-    const int64_t ring_bytes = std::max(stages * stage_bytes<N>, sums_bytes);
+    const int64_t ring_bytes = std::max(stages * stage_bytes<N>, is_one_round ? sums_bytes : 0);
     linear_sm90_params params = {};
     params.args = *args;
     params.num_tiles = (int)all.num_tiles;
@@ -148,7 +160,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
     return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,
                                    dim3((unsigned)(clusters * all.num_splits)), dim3(THREADS),
-                                   (size_t)(1024 + ring_bytes + sums_bytes), params);
+                                   (size_t)(ring_bytes + behind_ring), params);
 }
 
 template <typename T, int N>
@@ -157,20 +169,16 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>, instance<__nv_bfloat16, 64>,
-    instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>, instance<__half, 16>,        instance<__half, 32>,
-    instance<__half, 48>,        instance<__half, 64>,        instance<__half, 80>,        instance<__half, 96>,
+    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 40>, instance<__nv_bfloat16, 48>,
+    instance<__nv_bfloat16, 64>, instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>, instance<__half, 16>,
+    instance<__half, 32>,        instance<__half, 40>,        instance<__half, 48>,        instance<__half, 64>,
+    instance<__half, 80>,        instance<__half, 96>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
-     * room for both. */
-    int64_t rows = args->num_rows;
-    if (rows > thresholds::SM90_FEW_ROWS && !divide(args, call.device).is_short())
-        rows = std::max(rows, (int64_t)MOST_ROWS_OF_TWO + 1);
     for (const auto &each : INSTANCES)
-        if (each.shown.reads == args->dtype && each.shown.rows >= rows) return each.launch(args, call);
+        if (each.shown.reads == args->dtype && each.shown.rows >= args->num_rows) return each.launch(args, call);
     return pk_cuda_no_instance(call, "linear_sm90_kernel");
 }

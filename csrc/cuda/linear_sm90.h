@@ -203,13 +203,15 @@ struct sm90_cta {
         named_sync(1, WORKERS); /* the sums may lie where the ring is */
         if (N <= TILE || !squares_x) leave_sums(acc, sums, squares_with_products);
     }
+    /* Where the sums of CTA `from` of the cluster lie in the inbox of another one, which has none of its own. */
+    __device__ __forceinline__ int place_in_inbox(int from, int to) const { return from - (from > to); }
     /* Sends the other CTAs of the cluster the sums of the rows that they write, and waits for theirs. */
     __device__ __forceinline__ void exchange_sums() const
     {
         const int bytes = rows_of_cta * PITCH * 4;
         if (threadIdx.x < num_splits && (int)threadIdx.x != split)
-            send_bytes(threadIdx.x, ring + params.inbox_at + split * bytes, ring + params.sums_at + threadIdx.x * bytes,
-                       bytes, smem_address(inbox_full));
+            send_bytes(threadIdx.x, ring + params.inbox_at + place_in_inbox(split, threadIdx.x) * bytes,
+                       ring + params.sums_at + threadIdx.x * bytes, bytes, smem_address(inbox_full));
         barrier_wait(smem_address(inbox_full), 0);
         cluster_arrive();
     }
@@ -268,7 +270,8 @@ struct sm90_writer {
         float values[4] = {}, ups[4] = {}, square = 0, scale = 1;
 #pragma unroll 4
         for (int from = 0; from < cta.num_splits; from++) {
-            const float *at = from == cta.split ? own : inbox + (from * cta.rows_of_cta + row) * PITCH;
+            const float *at =
+                from == cta.split ? own : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
             add_4(values, at + column);
             if (args.is_gated) add_4(ups, at + cta.width + column);
             square += at[TILE];

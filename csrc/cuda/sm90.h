@@ -222,7 +222,8 @@ struct wgmma;
 /* The accumulators of d as operands %0, %1, ... */
 #define PK_REGS_0_7 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PK_REGS_0_15 PK_REGS_0_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PK_REGS_0_23 PK_REGS_0_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define PK_REGS_0_19 PK_REGS_0_15 ", %16, %17, %18, %19"
+#define PK_REGS_0_23 PK_REGS_0_19 ", %20, %21, %22, %23"
 #define PK_REGS_0_31 \
     PK_REGS_0_15     \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -235,12 +236,12 @@ struct wgmma;
 #define PK_REGS_96_127                                                                             \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define PK_ACC_8(d, i)                                                                                          \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
+#define PK_ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PK_ACC_8(d, i) PK_ACC_4(d, i), PK_ACC_4(d, i + 4)
 #define PK_ACC_16(d, i) PK_ACC_8(d, i), PK_ACC_8(d, i + 8)
 #define PK_ACC_FIRST_8(d) PK_ACC_8(d, 0)
 #define PK_ACC_FIRST_16(d) PK_ACC_16(d, 0)
+#define PK_ACC_20(d) PK_ACC_16(d, 0), PK_ACC_4(d, 16)
 #define PK_ACC_24(d) PK_ACC_16(d, 0), PK_ACC_8(d, 16)
 #define PK_ACC_32(d) PK_ACC_16(d, 0), PK_ACC_16(d, 16)
 #define PK_ACC_40(d) PK_ACC_32(d), PK_ACC_8(d, 32)
@@ -274,6 +275,7 @@ struct wgmma;
 #define PK_WGMMA_ALL(T, PTX)                                                                                         \
     PK_WGMMA(T, PTX, 16, PK_REGS_0_7, PK_ACC_FIRST_8, "8", "9", "10", "11", "12", "13")                              \
     PK_WGMMA(T, PTX, 32, PK_REGS_0_15, PK_ACC_FIRST_16, "16", "17", "18", "19", "20", "21")                          \
+    PK_WGMMA(T, PTX, 40, PK_REGS_0_19, PK_ACC_20, "20", "21", "22", "23", "24", "25")                                \
     PK_WGMMA(T, PTX, 48, PK_REGS_0_23, PK_ACC_24, "24", "25", "26", "27", "28", "29")                                \
     PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                                \
     PK_WGMMA(T, PTX, 80, PK_REGS_0_31 PK_REGS_32_39, PK_ACC_40, "40", "41", "42", "43", "44", "45")                  \

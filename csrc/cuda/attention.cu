@@ -40,19 +40,24 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     /* The decode kernel starts in half the time of Hopper's prefill. It is faster for few rows, and for some more where
      * too few sequences fill the machine without splitting their keys. It is faster for many rows in two cases: tiles of
      * 128 rows leave most of the machine idle, and their keys are too few to be worth cutting; or all tiles of 16 rows
-     * run at once and see few keys. */
+     * run at once and see few keys. With 256 dims neither holds for few keys of so many rows that their tiles of 16 rows
+     * fill half of the machine. */
     bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
     int64_t rows = args->num_tokens * group, items = pk_ceil_div(rows, 128) * args->num_kv_heads;
-    int64_t tiles = (pk_ceil_div(rows, 16) + args->num_seqs) * args->num_kv_heads; /* at most */
+    int64_t full_tiles = pk_ceil_div(rows, 16) * args->num_kv_heads;
+    int64_t tiles = full_tiles + args->num_seqs * args->num_kv_heads; /* at most */
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
     double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
     double thin_work = args->head_dim > 128 ? THIN_WORK_OF_256 : THIN_WORK;
     bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= thin_work
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
+    bool is_many = is_hopper && args->head_dim > 128 &&
+                   full_tiles * args->head_dim > MANY_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
     bool is_small =
         is_hopper && tiles * args->head_dim <= SMALL_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
-    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || is_thin || is_small || !fits_prefill)
+    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || ((is_thin || is_small) && !is_many) ||
+        !fits_prefill)
         return {false, all, none, is_hopper};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room

@@ -43,20 +43,34 @@ def check_planned_and_plain(torch, tensors, lens):
 
 def test_sequences_of_one_length_are_not_cut(torch):
     """Where they nearly fill the GPU, or more than once, even beside padding: each would be merged, and none ends sooner.
-    A long one among them is cut all the same."""
+    A long one among them is cut all the same, and so are the few that are left over when the others have filled the GPU.
+    """
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("these numbers of sequences are for 132 SMs")
-    for count in (17, 19, 24, 33, 36, 39, 50, 100):
+    for count, left_over in (17, 0), (19, 0), (24, 0), (33, 0), (36, 3), (39, 6), (50, 0), (66, 0), (70, 4), (100, 0):
         rows = -(-count // 8) * 8
         tensors = make_pool(torch, rows, 1500, 16, 8, 128, 16)
         for length in (640, 1500):
             lens = np.where(np.arange(rows) < count, length, 0).astype(np.int32)
-            assert set(parts_of(torch, tensors, lens).values()) == {1}, (count, length)
+            by_seq = parts_of(torch, tensors, lens)
+            parts = [by_seq[seq] for seq in range(count)]
+            assert parts[: count - left_over] == [1] * (count - left_over), (count, length)
+            assert all(2 <= n <= 66 // left_over for n in parts[count - left_over :]), (count, length)
     for count in (24, 40, 200):
         lens = np.full(count, 100, np.int32)
         lens[count // 2] = 30000
         parts = parts_of(torch, make_pool(torch, count, 30000, 16, 8, 128, 16), lens)
         assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
+
+
+def test_few_that_are_left_over_without_a_plan(torch):
+    """At most 32 sequences are planned by each CTA itself: 4 of 20 are left over, since 16 fill the GPU."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    tensors, lens = make_pool(torch, 20, 1500, 16, 16, 128, 16), np.full(20, 1500, np.int32)
+    parts = parts_of(torch, tensors, lens)
+    assert {seq for seq in parts if parts[seq] > 1} == {16, 17, 18, 19}
+    check_planned_and_plain(torch, tensors, torch.from_numpy(lens).cuda())
 
 
 # CTAs an SM, which follow from the number of sequences: at most 32 are planned by each CTA itself, more by a kernel

@@ -37,7 +37,8 @@ struct rows_of_sequence {
 
 /* What the CTA's threads find out together. */
 struct shared_plan {
-    int total, long_steps, num_long, longest, num_units;
+    int total, long_steps, num_long, end_of_long, longest, num_units;
+    sequences_left_over left_over;
     int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
     int tried_slots[LENGTHS_TRIED];
     int num_places, num_left;
@@ -62,7 +63,7 @@ struct decode_planner {
 
     __device__ void measure_all() const
     {
-        int steps = 0, longest = 1;
+        int steps = 0, longest = 1, end_of_long = 0;
         int2 cut = {0, 0};
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
             planned_sequence it = measure(args, shape, seq, bad_id, true);
@@ -72,12 +73,15 @@ struct decode_planner {
             int2 its_cut = cuttable(it);
             cut.x += its_cut.x, cut.y += its_cut.y;
             longest = max(longest, it.num_steps);
+            if (its_cut.y) end_of_long = seq + 1;
         }
         steps = __reduce_add_sync(~0u, steps);
         longest = __reduce_max_sync(~0u, longest);
+        end_of_long = __reduce_max_sync(~0u, end_of_long);
         cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
         if (lane == 0) {
             atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
+            atomicMax(&shared.end_of_long, end_of_long);
             atomicAdd(&shared.long_steps, cut.x), atomicAdd(&shared.num_long, cut.y);
         }
         __syncthreads();
@@ -102,6 +106,9 @@ struct decode_planner {
         } else if (threadIdx.x == 0) {
             int mean = shared.long_steps / max(shared.num_long, 1), even = even_length(shape, total, longest, mean);
             shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
+            if (shared.end_of_long == shared.num_long)
+                shared.left_over = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
+            if (shared.left_over.length) shared.most = {longest, longest, false};
         }
         __syncthreads();
     }
@@ -109,8 +116,9 @@ struct decode_planner {
     __device__ rows_of_sequence rows_of(int seq) const
     {
         const planned_sequence it = sequence(seq);
-        int num_parts = count_parts(shape, it.num_steps, shared.most);
-        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, shared.longest, shared.most)};
+        const part_lengths most = seq < shared.left_over.first ? shared.most : shared.left_over.lengths();
+        int num_parts = count_parts(shape, it.num_steps, most);
+        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, shared.longest, most)};
     }
 
     /* How many units each bucket has becomes where its first one goes. */
@@ -208,7 +216,8 @@ __global__ void __launch_bounds__(THREADS)
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
-        shared.total = shared.long_steps = shared.num_long = shared.num_places = 0, shared.longest = 1;
+        shared.total = shared.long_steps = shared.num_long = shared.end_of_long = shared.num_places = 0,
+        shared.longest = 1, shared.left_over = NONE_LEFT_OVER;
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
     __syncthreads();
 
@@ -242,9 +251,9 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
 
 /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
  * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
- * CTAs would leave much of their last wave empty, those twice as large end sooner (fp8, whose steps are twice as long,
- * gains less). With num_splits the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the
- * places for them, per head. */
+ * CTAs would leave much of their first or third wave empty, those twice as large end sooner (not with fp8, whose steps
+ * are twice as long). Where the table is too short for any cut: the largest CTAs that all run at once. With num_splits
+ * the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -253,22 +262,26 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
     size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
+    int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     auto waves_between = [&](int least_tenths, int most_tenths) {
         return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
     };
-    bool ends_sooner_by_half = bytes == 1 ? waves_between(10, 13) : waves_between(5, 15) || waves_between(22, 25);
+    bool ends_sooner_by_half = bytes > 1 && (waves_between(5, 10) || waves_between(22, 25));
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = call.device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
-        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half);
+        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps / ctas;
+        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
+                       (is_never_cut && slots >= segments);
         if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
     }
     if (slots < 1) slots = 1;
     shape->step = shape->chunk * warps / shape->ctas_per_sm;
     shape->quarters = QUARTERS;
-    if (bytes > 1 && ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
+    if (waves_between(10, 15)) shape->quarters = QUARTERS_OF_NEXT_WAVE;
+    if (ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
     if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
     return slots;
 }

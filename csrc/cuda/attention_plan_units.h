@@ -16,6 +16,8 @@
 #include "cuda/attention_plan.h"
 #include "cuda/thresholds.h"
 
+#include <limits.h>
+
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
     LENGTHS_TRIED = 32, /* of parts: a lane each */
@@ -120,6 +122,29 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
     bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
     return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, false};
 }
+/* Sequences of one length, a tile each, that fill the slots once or more and leave a few over. Those are the last ones,
+ * from `first` on: in parts of `length` steps they fill most slots once more, where whole ones would keep a few slots
+ * busy for as long as all others together. */
+struct sequences_left_over {
+    int first, length;
+    __device__ part_lengths lengths() const { return {length, length, false}; }
+};
+constexpr sequences_left_over NONE_LEFT_OVER = {INT_MAX, 0};
+__device__ static inline sequences_left_over cut_left_over(const decode_shape &shape, int num_seqs, int num_long,
+                                                           int longest, int mean)
+{
+    using namespace thresholds;
+    const int2 waves = divide_small(num_long, shape.slots);
+    const int left = waves.y, others = shape.num_segments - left;
+    if (waves.x == 0 || left == 0 || shape.num_splits || shape.num_segments != num_seqs) return NONE_LEFT_OVER;
+    if (10 * mean < EVEN_TENTHS * longest) return NONE_LEFT_OVER;
+    const int room = min(shape.slots, min(shape.num_units - others, shape.max_slots));
+    const int wanted = divide_small(FILLED_THIRDS * shape.slots / 3 + left - 1, left).x;
+    const int parts = min(min(wanted, divide_small(room, left).x), longest / DECODE_STAGES);
+    if (parts < 2) return NONE_LEFT_OVER;
+    return {num_long - left, divide_small(longest + parts - 1, parts).x};
+}
+
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */
 __device__ static inline int2 cuttable(const planned_sequence &it)
 {
@@ -249,8 +274,12 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         most = {length, length, shares};
     } else if (longest > DECODE_STAGES) {
         int2 mine = cuttable(it);
-        int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y);
-        most = lengths_of_share(shape, total, longest, sum / max(count, 1));
+        int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y), mean = sum / max(count, 1);
+        unsigned int are_long = __ballot_sync(~0u, mine.y > 0);
+        sequences_left_over left_over = NONE_LEFT_OVER;
+        if (__popc(are_long) == 32 - __clz(are_long)) left_over = cut_left_over(shape, num_seqs, count, longest, mean);
+        most = left_over.length ? part_lengths{longest, longest, false} : lengths_of_share(shape, total, longest, mean);
+        if (lane >= left_over.first) most = left_over.lengths();
     }
     if (!shape.are_whole) return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
     attention_unit unit = unit_of(it, seq, 0, 0, 1, most);

@@ -73,6 +73,13 @@ def test_few_that_are_left_over_without_a_plan(torch):
     check_planned_and_plain(torch, tensors, torch.from_numpy(lens).cuda())
 
 
+def test_short_ones_behind_the_last_long_one_take_one_slot_each(torch):
+    """They had two where each CTA plans for itself, so the long one had fewer parts than by the kernel that plans."""
+    for heads, lens in ((40, 8), [82, 24666, 82, 82, 82]), ((96, 6), [2778, 9764, 21304, 1943, 5423, 9418, 0, 0, 0]):
+        tensors = make_pool(torch, len(lens), max(lens), *heads, 64, 16)
+        check_planned_and_plain(torch, tensors, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+
+
 # CTAs an SM, which follow from the number of sequences: at most 32 are planned by each CTA itself, more by a kernel
 @pytest.mark.parametrize(("num_short", "ctas"), [(200, 4), (20, 2)])
 def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short, ctas):

@@ -103,12 +103,14 @@ struct decode_planner {
             __syncthreads();
             length = best_length(shape, longest, length, shared.tried_slots[lane]);
             if (threadIdx.x == 0) shared.most = {length, length, shares};
-        } else if (threadIdx.x == 0) {
-            int mean = shared.long_steps / max(shared.num_long, 1), even = even_length(shape, total, longest, mean);
-            shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
-            if (shared.end_of_long == shared.num_long)
+        } else if (lane == 0 && warp < 2) { /* two chains of divisions at once */
+            int mean = shared.long_steps / max(shared.num_long, 1);
+            if (warp == 0) {
+                int even = even_length(shape, total, longest, mean);
+                shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
+            } else if (shared.end_of_long == shared.num_long) {
                 shared.left_over = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
-            if (shared.left_over.length) shared.most = {longest, longest, false};
+            }
         }
         __syncthreads();
     }
@@ -116,7 +118,7 @@ struct decode_planner {
     __device__ rows_of_sequence rows_of(int seq) const
     {
         const planned_sequence it = sequence(seq);
-        const part_lengths most = seq < shared.left_over.first ? shared.most : shared.left_over.lengths();
+        const part_lengths most = shared.left_over.lengths_of(seq, shared.longest, shared.most);
         int num_parts = count_parts(shape, it.num_steps, most);
         return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, shared.longest, most)};
     }
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
         shared.total = shared.long_steps = shared.num_long = shared.end_of_long = shared.num_places = 0,
-        shared.longest = 1, shared.left_over = NONE_LEFT_OVER;
+        shared.longest = 1, shared.left_over = {};
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
     __syncthreads();
 

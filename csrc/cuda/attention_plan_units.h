@@ -16,8 +16,6 @@
 #include "cuda/attention_plan.h"
 #include "cuda/thresholds.h"
 
-#include <limits.h>
-
 enum {
     UNIT_BUCKETS = 32,  /* of lengths: units of one are in no order */
     LENGTHS_TRIED = 32, /* of parts: a lane each */
@@ -126,22 +124,26 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
  * from `first` on: in parts of `length` steps they fill most slots once more, where whole ones would keep a few slots
  * busy for as long as all others together. */
 struct sequences_left_over {
-    int first, length;
-    __device__ part_lengths lengths() const { return {length, length, false}; }
+    int first, length; /* length 0: there are none */
+    /* Where there are some, no other sequence is cut. */
+    __device__ part_lengths lengths_of(int seq, int longest, const part_lengths &of_others) const
+    {
+        if (length == 0) return of_others;
+        return seq < first ? part_lengths{longest, longest, false} : part_lengths{length, length, false};
+    }
 };
-constexpr sequences_left_over NONE_LEFT_OVER = {INT_MAX, 0};
 __device__ static inline sequences_left_over cut_left_over(const decode_shape &shape, int num_seqs, int num_long,
                                                            int longest, int mean)
 {
     using namespace thresholds;
     const int2 waves = divide_small(num_long, shape.slots);
     const int left = waves.y, others = shape.num_segments - left;
-    if (waves.x == 0 || left == 0 || shape.num_splits || shape.num_segments != num_seqs) return NONE_LEFT_OVER;
-    if (10 * mean < EVEN_TENTHS * longest) return NONE_LEFT_OVER;
+    if (waves.x == 0 || left == 0 || shape.num_splits || shape.num_segments != num_seqs) return {};
+    if (10 * mean < EVEN_TENTHS * longest) return {};
     const int room = min(shape.slots, min(shape.num_units - others, shape.max_slots));
     const int wanted = divide_small(FILLED_THIRDS * shape.slots / 3 + left - 1, left).x;
     const int parts = min(min(wanted, divide_small(room, left).x), longest / DECODE_STAGES);
-    if (parts < 2) return NONE_LEFT_OVER;
+    if (parts < 2) return {};
     return {num_long - left, divide_small(longest + parts - 1, parts).x};
 }
 
@@ -194,12 +196,13 @@ __device__ static inline T of_lane(T it, int lane)
 
 constexpr int LANES_AT_ONCE = 4; /* that a warp looks at one by one: what they have is under way together */
 
-/* What all sequences take, in SLOT-ths, if parts are as long as this lane's length. A lane has a sequence, too. The lanes
- * after the last sequence that may be cut or share a slot are not looked at one by one: each tile takes a slot. */
+/* What all sequences take, in SLOT-ths, if parts are as long as this lane's length. A lane has a sequence, too. The last
+ * lanes, whose sequences are too short to be cut or share no slot, are not looked at one by one: each tile takes a slot. */
 template <bool SHARES>
 __device__ static inline int sum_of_slots(const decode_shape &shape, int num_tiles, int num_steps, int length)
 {
     int end = 32 - __clz(__ballot_sync(~0u, num_tiles && (SHARES || num_steps > DECODE_STAGES)));
+    end = (end + LANES_AT_ONCE - 1) / LANES_AT_ONCE * LANES_AT_ONCE; /* so many are looked at below */
     int slots = SHARES ? 0 : SLOT * __reduce_add_sync(~0u, (int)threadIdx.x % 32 >= end ? num_tiles : 0);
     float inverse = __frcp_rd((float)length);
 #pragma unroll 1
@@ -276,10 +279,9 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         int2 mine = cuttable(it);
         int sum = __reduce_add_sync(~0u, mine.x), count = __reduce_add_sync(~0u, mine.y), mean = sum / max(count, 1);
         unsigned int are_long = __ballot_sync(~0u, mine.y > 0);
-        sequences_left_over left_over = NONE_LEFT_OVER;
+        sequences_left_over left_over = {};
         if (__popc(are_long) == 32 - __clz(are_long)) left_over = cut_left_over(shape, num_seqs, count, longest, mean);
-        most = left_over.length ? part_lengths{longest, longest, false} : lengths_of_share(shape, total, longest, mean);
-        if (lane >= left_over.first) most = left_over.lengths();
+        most = left_over.lengths_of(lane, longest, lengths_of_share(shape, total, longest, mean));
     }
     if (!shape.are_whole) return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
     attention_unit unit = unit_of(it, seq, 0, 0, 1, most);

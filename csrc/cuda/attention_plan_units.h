@@ -2,14 +2,14 @@
  * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
  * CTA of the decode kernel itself, which saves the launch before it.
  *
- * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each other
- * in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is cut
- * only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share where that saves
- * some steps. When the last wave would be nearly empty we split finer, because merging costs less than the idle SMs; of
- * sequences of one length only those are cut that full waves leave over (cut_left_over). The
- * hardware hands out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA
- * has under way at once is never cut: where the table has no room for more keys, a sequence is one unit. With num_splits
- * every sequence has up to that many parts, whose number and borders depend on its own length alone.
+ * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each
+ * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is
+ * cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share where that
+ * saves some steps. When the last wave would be nearly empty we split finer, because merging costs less than the idle
+ * SMs; of sequences of one length only those are cut that full waves leave over (cut_left_over). The hardware hands out
+ * the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under way at
+ * once is never cut: where the table has no room for more keys, a sequence is one unit. With num_splits every sequence
+ * has up to that many parts, whose number and borders depend on its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H

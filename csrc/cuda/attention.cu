@@ -52,11 +52,11 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     double thin_work = args->head_dim > 128 ? THIN_WORK_OF_256 : THIN_WORK;
     bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= thin_work
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
-    bool is_many = is_hopper && args->head_dim > 128 &&
-                   full_tiles * args->head_dim > MANY_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
+    bool fills_half = is_hopper && args->head_dim > 128 &&
+                      full_tiles * args->head_dim > MANY_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
     bool is_small =
         is_hopper && tiles * args->head_dim <= SMALL_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
-    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || ((is_thin || is_small) && !is_many) ||
+    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || ((is_thin || is_small) && !fills_half) ||
         !fits_prefill)
         return {false, all, none, is_hopper};
 

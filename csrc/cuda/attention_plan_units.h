@@ -121,9 +121,9 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
     bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
     return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, false};
 }
-/* Sequences of one length, a tile each, that fill the slots once or more and leave a few over. Those are the last ones,
- * from `first` on: in parts of `length` steps they fill most slots once more, where whole ones would keep a few slots
- * busy for as long as all others together. */
+/* Sequences of one length, one tile each: full waves of them fill the slots, and a few are left over, the last ones, from
+ * `first` on. These are cut into parts of `length` steps, which fill most of the slots. Left whole, they would take as
+ * long as a full wave, in a few slots alone. */
 struct sequences_left_over {
     int first, length; /* length 0: there are none */
     /* Where there are some, no other sequence is cut. */

@@ -140,8 +140,9 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
      * are divided by two, leaves of an SM (#27a). */
     int64_t smem = most_smem / ctas;
     if (ctas > 1 && 2 * clusters * all.num_splits <= call.device->num_sms) {
-        const int64_t other_stages = std::min((int64_t)EARLY_UNITS, (smem - 1024 - sums_bytes / 2) / stage_bytes<N>);
-        smem = most_smem - (1024 + sums_bytes / 2 + other_stages * stage_bytes<N>);
+        const int64_t behind_other = 1024 + sums_bytes / 2;
+        const int64_t other_stages = std::min((int64_t)EARLY_UNITS, (smem - behind_other) / stage_bytes<N>);
+        smem = most_smem - behind_other - other_stages * stage_bytes<N>;
     }
     const int64_t most_stages = (smem - behind_ring) / stage_bytes<N>;
     const int64_t stages = std::min({is_one_round ? needed : most_stages, most_stages, (int64_t)MAX_STAGES});

@@ -17,7 +17,7 @@ enum {
     WORKERS = 256 /* threads: the warpgroup that multiplies and the one that squares; both write */,
     THREADS = WORKERS + 32,
     MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
-    EARLY_UNITS = 4 /* of STEP inputs: at up to 32 rows they fit half of an SM's memory */,
+    EARLY_UNITS = 4 /* of STEP inputs: at up to 40 rows they fit half of an SM's memory */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
     PITCH = TILE + 4 /* floats per row of sums, which spreads the banks; after them lies the sum of squares */,

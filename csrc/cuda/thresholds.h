@@ -20,7 +20,7 @@ constexpr int THIN_SHARE_SM80 = 3;                 /* beside the prefill kernel 
 constexpr int THIN_KEYS_SM80 = 1024;               /* and a table for more keys than that */
 constexpr int SMALL_DIMS_AN_SM = 256;              /* head_dim of all tiles of 16 rows that run at once, */
 constexpr int SMALL_KEYS = 256;                    /* and a table for so many keys at most; */
-constexpr int MANY_DIMS_AN_SM = 112;               /* of 256: more are prefill's, with so few keys (#43) */
+constexpr int MANY_DIMS_AN_SM = 112; /* the same of full tiles, beyond 128 dims: more are prefill's (#43) */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */

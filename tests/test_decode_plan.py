@@ -228,3 +228,14 @@ def test_any_batch_is_right_planned_and_plain(torch, rng, cache_dtype):
         if cache_dtype != "bfloat16":
             tensors = tensors[0], *(cache.to(getattr(torch, cache_dtype)) for cache in tensors[1:3]), tensors[3]
         check_planned_and_plain(torch, tensors, torch.from_numpy(lens).cuda())
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 8), (128, 8), (128, 3)])
+def test_crowded_multiprocessors_over_fp8(torch, rng, head_dim, kv_heads):
+    """More sequences than the smallest CTAs have places, up to several rounds of them: one length, and mixed ones."""
+    places = torch.cuda.get_device_properties(0).multi_processor_count * 4 // kv_heads
+    for count in (places, places + 1, places * 5 // 4, places * 3 // 2 + 1, int(rng.integers(places + 1, 5 * places))):
+        for lens in np.full(count, 700, np.int32), np.minimum(draw_lengths(rng, count), 300_000 // count):
+            tensors = make_pool(torch, count, int(lens.max() or 1), 2 * kv_heads, kv_heads, head_dim, 16)
+            caches = (cache.to(torch.float8_e4m3fn) for cache in tensors[1:3])
+            check_planned_and_plain(torch, (tensors[0], *caches, tensors[3]), torch.from_numpy(lens).cuda())

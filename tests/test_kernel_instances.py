@@ -19,8 +19,8 @@ import pagedkv
 from pagedkv import ops
 
 INSTANCES = ops.kernel_instances()
-ATTENTION = [each for each in INSTANCES if each["head_dim"] and each["variant"] in ("", "cuts items")]
-TAKES_HEADS = [each for each in INSTANCES if each["variant"] == "takes heads"]
+ATTENTION = [each for each in INSTANCES if each["head_dim"] and each["variant"] in ("", "crowded", "cuts items")]
+TAKES_HEADS = [each for each in INSTANCES if each["variant"].startswith("takes heads")]
 PRODUCTS = [each for each in INSTANCES if each["kernel"].startswith("linear")]
 HEADS = [each for each in INSTANCES if each["kernel"] == "sample_linear_kernel"]
 
@@ -63,14 +63,15 @@ def test_attention(torch, rng, each):
     """A batch that this instance is for. ALiBi keeps Hopper's own prefill kernel from taking the older kernel's."""
     is_decode = each["kernel"] == "attention_decode_kernel"
     group = 2 if is_decode and each["rows"] == 8 else 12 if is_decode else 4
-    query_lens, context_lens = rng.integers(30, 300, 5), rng.integers(300, 500, 5)
+    count = 300 if each["variant"] == "crowded" else 5  # more than the smallest CTAs' places, or few
+    query_lens, context_lens = rng.integers(30, 300, count), rng.integers(300, 500, count)
     if each["variant"] == "cuts items":  # few queries on many keys, but too many for the decode kernel
         query_lens, context_lens = rng.integers(60, 80, 5), rng.integers(3000, 6000, 5)
     elif each["rows"] == 192:  # long prompts
         query_lens, context_lens = rng.integers(700, 900, 5), rng.integers(900, 1100, 5)
     case = AttentionCase(
         name_of(each),
-        query_lens=(1,) * 5 if is_decode else tuple(query_lens.tolist()),
+        query_lens=(1,) * count if is_decode else tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()),
         num_q_heads=2 * group,
         head_dim=each["head_dim"],
@@ -88,7 +89,10 @@ def test_attention(torch, rng, each):
 @pytest.mark.parametrize("each", TAKES_HEADS, ids=name_of)
 def test_attention_that_takes_its_heads_from_the_projection(torch, rng, each):
     group = 2 if each["rows"] == 8 else 12
-    case = Case(rng, each["multiplies"], (300, 1, 77, 512), heads=(2 * group, 2), head_dim=each["head_dim"],
+    lens, kv_heads = (300, 1, 77, 512), 2
+    if "crowded" in each["variant"]:  # more than the smallest CTAs' places
+        lens, kv_heads = tuple(rng.integers(1, 513, 80).tolist()), 8
+    case = Case(rng, each["multiplies"], lens, heads=(kv_heads * group, kv_heads), head_dim=each["head_dim"],
                 block_size=16, cache_dtype=each["reads"])  # fmt: skip
     assert_same(case.run("cuda:0"), case.run_apart("cuda:0"))
 

@@ -7,7 +7,9 @@
  * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
  *
  * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four per SM: where
- * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge.
+ * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge. Over fp8,
+ * whose arithmetic more warps hide, SMs are crowded where four such CTAs each are not enough: five or six, whose warps have
+ * a ring of two stages.
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
@@ -26,13 +28,14 @@
 // --- kernels
 
 /* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
-template <typename Kind, int D, int NT, bool TAKES_HEADS>
-struct decode_cta : decode_loader<Kind, D, NT> {
-    using loading = decode_loader<Kind, D, NT>;
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED>
+struct decode_cta : decode_loader<Kind, D, NT, IS_CROWDED ? DECODE_CROWDED_STAGES : DECODE_STAGES> {
+    static constexpr int STAGES = IS_CROWDED ? DECODE_CROWDED_STAGES : DECODE_STAGES;
+    using loading = decode_loader<Kind, D, NT, STAGES>;
     using loading::args, loading::rows, loading::warp, loading::lane, loading::params, loading::smem, loading::ring,
         loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
-    using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGES,
-        loading::STAGE_BYTES, loading::RING_BYTES;
+    using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGE_BYTES,
+        loading::RING_BYTES;
     using loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
     using typename loading::tile;
     /* A warp's results come in the place of its stages at the end. */
@@ -42,10 +45,12 @@ struct decode_cta : decode_loader<Kind, D, NT> {
     /* Where no warp has more chunks than that, its ring has no more stages, so that an SM has room for more CTAs. */
     static constexpr int ring_bytes(int chunks)
     {
-        int bytes = (chunks < DECODE_STAGES ? chunks : DECODE_STAGES) * loading::STAGE_BYTES;
+        int bytes = (chunks < STAGES ? chunks : STAGES) * STAGE_BYTES;
         return bytes < RESULT_BYTES ? RESULT_BYTES : bytes;
     }
-    static constexpr int WARPS_PER_SM = decode_warps_per_sm(D, Kind::CACHE_BYTES);
+    static constexpr int WARPS_PER_SM = IS_CROWDED ? decode_crowded(decode_warps_per_sm(D, Kind::CACHE_BYTES))
+                                                   : decode_warps_per_sm(D, Kind::CACHE_BYTES);
+    static constexpr int MOST_THREADS = 32 * (IS_CROWDED ? DECODE_FEWEST_WARPS : WARPS_PER_SM); /* of a CTA */
     /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
      * has them, and the squares of the row of x. */
     static constexpr int QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
@@ -233,43 +238,47 @@ struct decode_cta : decode_loader<Kind, D, NT> {
     }
 };
 
-template <typename Kind, int D, int NT, bool TAKES_HEADS>
-__global__ void __launch_bounds__(decode_warps_per_sm(D, Kind::CACHE_BYTES) * 32, 1)
+template <typename Cta>
+__global__ void __launch_bounds__(Cta::MOST_THREADS, 32 * Cta::WARPS_PER_SM / Cta::MOST_THREADS)
     attention_decode_kernel(const __grid_constant__ pk_attention_args args,
                             const __grid_constant__ decode_params params)
 {
     extern __shared__ __align__(1024) char smem[];
-    decode_cta<Kind, D, NT, TAKES_HEADS>(args, params, smem).run();
+    Cta(args, params, smem).run();
 }
 
 // --- launchers
 
-template <typename Kind, int D, int NT, bool TAKES_HEADS>
+template <typename Cta>
 static pk_status launch_decode(const pk_attention_args *args, decode_params params, const pk_cuda_call &call)
 {
-    using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
     const decode_shape &shape = params.shape;
-    auto kernel = attention_decode_kernel<Kind, D, NT, TAKES_HEADS>;
+    auto kernel = attention_decode_kernel<Cta>;
     static uint64_t done;
     PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
-    int warps = cta::WARPS_PER_SM / shape.ctas_per_sm;
-    params.ring_bytes = cta::ring_bytes(shape.most_steps);
+    int warps = shape.step / shape.chunk;
+    params.ring_bytes = Cta::ring_bytes(shape.most_steps);
+    size_t smem = Cta::smem_bytes(warps, params.ring_bytes);
+    /* The SMs that have room first must not take more CTAs than the others get. */
+    size_t share = (call.device->smem_per_cta + 1024) / shape.ctas_per_sm / 128 * 128 - 1024;
+    if (shape.is_crowded && smem < share) smem = share;
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
-    PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32),
-                                (size_t)cta::smem_bytes(warps, params.ring_bytes), *args, params));
+    PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), smem, *args, params));
     return shape.merges_apart ? pk_cuda_merge_parts(*args, params.workspace.parts, true, call) : PK_OK;
 }
 
 using decode_instance = pk_cuda_instance<pk_status(const pk_attention_args *, decode_params, const pk_cuda_call &)>;
-static constexpr char HEADS[] = "takes heads";
-template <typename Kind, int D, int NT, bool TAKES_HEADS>
+/* By whether it takes heads from the projection, and is crowded. */
+static constexpr const char *VARIANTS[2][2] = {{"", "crowded"}, {"takes heads", "takes heads, crowded"}};
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED = false>
 static constexpr decode_instance instance_of()
 {
-    using cta = decode_cta<Kind, D, NT, TAKES_HEADS>;
+    using cta = decode_cta<Kind, D, NT, TAKES_HEADS, IS_CROWDED>;
+    static_assert(!IS_CROWDED || may_be_crowded(D, 8 * NT, Kind::CACHE_BYTES), "there are registers");
     static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
-    return {{"attention_decode_kernel", TAKES_HEADS ? HEADS : "", Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
-             cta::WARPS_PER_SM * 32, cta::smem_bytes(cta::WARPS_PER_SM)},
-            launch_decode<Kind, D, NT, TAKES_HEADS>};
+    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][IS_CROWDED], Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
+             cta::MOST_THREADS, cta::smem_bytes(cta::MOST_THREADS / 32)},
+            launch_decode<cta>};
 }
 /* clang-format off */
 #define INSTANCES_OF(Kind)                                                                             \
@@ -278,8 +287,15 @@ static constexpr decode_instance instance_of()
     instance_of<Kind, 64, 1, false>(), instance_of<Kind, 64, 2, false>(), instance_of<Kind, 128, 1, false>(), \
     instance_of<Kind, 128, 2, false>(), instance_of<Kind, 256, 1, false>(), instance_of<Kind, 256, 2, false>()
 /* clang-format on */
-static constexpr decode_instance INSTANCES[] = {INSTANCES_OF(kind_bf16), INSTANCES_OF(kind_f16),
-                                                INSTANCES_OF(kind_fp8)};
+static constexpr decode_instance INSTANCES[] = {
+    INSTANCES_OF(kind_bf16),
+    INSTANCES_OF(kind_f16),
+    INSTANCES_OF(kind_fp8),
+    instance_of<kind_fp8, 64, 1, true, true>(),
+    instance_of<kind_fp8, 128, 1, true, true>(),
+    instance_of<kind_fp8, 64, 1, false, true>(),
+    instance_of<kind_fp8, 128, 1, false, true>(),
+};
 const pk_cuda_kernel_table pk_cuda_attention_decode_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -295,7 +311,8 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     params.are_16_in_a_page = args->max_blocks_per_seq == 1 || (args->block_size % 16 == 0 && !args->key_starts);
     for (const decode_instance &each : INSTANCES)
         if (each.shown.reads == args->cache_dtype && each.shown.head_dim == params.shape.head_dim &&
-            each.shown.rows == params.shape.rows && (each.shown.variant == HEADS) == (rope != nullptr))
+            each.shown.rows == params.shape.rows &&
+            each.shown.variant == VARIANTS[rope != nullptr][params.shape.is_crowded])
             return each.launch(args, params, call);
     return pk_cuda_no_instance(call, "attention_decode_kernel");
 }

@@ -16,14 +16,13 @@ struct row_offsets {
 };
 
 /* A warp's ring of stages, and what fills it: which keys its unit has, their pages, their copies. */
-template <typename Kind, int D, int NT>
+template <typename Kind, int D, int NT, int STAGES>
 struct decode_loader : decode_warp<Kind, D, NT> {
     using computing = decode_warp<Kind, D, NT>;
     using computing::args, computing::rows, computing::warp, computing::lane, computing::first_common,
         computing::end_common;
     using computing::CHUNK, computing::KEY_TILES, computing::ROWS, computing::ALL_KEYS, computing::TILE_BYTES;
     using typename computing::tile;
-    static constexpr int STAGES = DECODE_STAGES;
     static constexpr int CHUNKS_AT_ONCE = 32 / KEY_TILES; /* their pages are one load: a lane has 16 keys */
     static constexpr int STAGE_BYTES = 2 * TILE_BYTES;
     static constexpr int RING_BYTES = STAGES * STAGE_BYTES; /* at most: see ring_bytes */

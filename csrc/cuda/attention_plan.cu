@@ -2,7 +2,6 @@
  * those of attention_plan_units.h.
  */
 #include "cuda/attention_plan_units.h"
-#include "cuda/thresholds.h"
 
 // --- kernels
 
@@ -234,119 +233,6 @@ __global__ void __launch_bounds__(THREADS)
 
 // --- launchers
 
-/* Tiles, at most. */
-static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, decode_shape *shape)
-{
-    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
-    shape->filter = filter;
-    shape->num_splits = args->num_splits;
-    shape->group = (int)(args->num_q_heads / args->num_kv_heads);
-    shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
-    shape->chunk = decode_chunk(shape->head_dim, bytes);
-    int64_t most_rows = args->max_seqlen_q * shape->group;
-    if (most_rows > filter.max_rows) most_rows = filter.max_rows;
-    shape->rows = decode_rows(most_rows);
-    int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
-    int64_t most_segments = pk_ceil_div(args->num_tokens * shape->group, shape->rows) + args->num_seqs;
-    return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
-}
-
-/* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
- * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
- * CTAs would leave much of their first or third wave empty, those twice as large end sooner (not with fp8, whose steps
- * are twice as long). Where the table is too short for any cut: the largest CTAs that all run at once. With num_splits
- * the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
-static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
-                           decode_shape *shape)
-{
-    using namespace thresholds;
-    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
-    int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
-    size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
-    int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
-    int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    auto waves_between = [&](int least_tenths, int most_tenths) {
-        return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
-    };
-    bool ends_sooner_by_half = bytes > 1 && (waves_between(5, 10) || waves_between(22, 25));
-    for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
-        shape->ctas_per_sm = ctas;
-        slots = call.device->num_sms * ctas / heads;
-        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
-        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
-        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps / ctas;
-        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
-                       (is_never_cut && slots >= segments);
-        if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
-    }
-    if (slots < 1) slots = 1;
-    shape->step = shape->chunk * warps / shape->ctas_per_sm;
-    shape->quarters = QUARTERS;
-    if (waves_between(10, 15)) shape->quarters = QUARTERS_OF_NEXT_WAVE;
-    if (ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
-    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
-    return slots;
-}
-
-/* Who merges parts, and what that takes. */
-static void choose_merging(const pk_attention_args *args, int64_t segments, int64_t slots, int64_t most_steps,
-                           const pk_cuda_call &call, decode_shape *shape)
-{
-    using namespace thresholds;
-    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
-    int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
-    int quads = shape->rows * shape->head_dim / 4, most_at_once = MOST_QUADS_AT_ONCE * threads / quads;
-    int64_t rounds = pk_ceil_div(quads, threads);
-    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
-    bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
-    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > FEW_STEPS_APART &&
-                          segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
-                          rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
-    shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
-    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
-    if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
-    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
-    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
-    shape->level_steps = LEVEL_US / step_us;
-    shape->start_steps = START_US / step_us;
-}
-
-static pk_status fill_shape(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                            decode_shape *shape)
-{
-    using namespace thresholds;
-    int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
-    int64_t slots = choose_ctas(args, segments, call, shape);
-    int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
-    shape->is_one_wave =
-        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
-    choose_merging(args, segments, slots, most_steps, call, shape);
-    /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
-    int64_t most_share = segments * most_steps / slots + 1;
-    shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
-    shape->may_leave_rests = shape->cuts_to_shares && !shape->num_splits && !shape->is_one_wave && segments <= slots;
-    int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
-    int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
-    if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
-    if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
-    if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */
-    shape->most_steps = (int)(most_steps < INT32_MAX ? most_steps : INT32_MAX);
-    shape->are_whole = most_steps <= DECODE_STAGES && segments == args->num_seqs;
-    if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
-        return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
-                       (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
-    shape->slots = (int)slots;
-    shape->num_segments = (int)segments;
-    shape->num_units = (int)units;
-    shape->max_slots = (int)parts;
-    shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
-                                     shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
-                                     args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,
-                                     args->key_starts != nullptr, args->table_starts != nullptr});
-    return PK_OK;
-}
-
 static pk_status find_workspace(const pk_attention_args *args, const decode_shape &shape, const pk_cuda_call &call,
                                 decode_workspace *workspace)
 {
@@ -371,7 +257,7 @@ pk_status pk_cuda_count_units(const pk_attention_args *args, row_filter filter, 
                               int64_t *num_units)
 {
     decode_shape shape = {};
-    PK_TRY(fill_shape(args, filter, call, &shape));
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, &shape));
     *num_units = shape.num_units;
     return PK_OK;
 }
@@ -380,7 +266,7 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
 {
     decode_shape shape = {};
     decode_workspace workspace = {};
-    PK_TRY(fill_shape(args, filter, call, &shape));
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, &shape));
     PK_TRY(find_workspace(args, shape, call, &workspace));
     return launch_plan(args, shape, workspace, call);
 }
@@ -388,7 +274,7 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace)
 {
-    PK_TRY(fill_shape(args, filter, call, shape));
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, shape));
     PK_TRY(find_workspace(args, *shape, call, workspace));
     if (args->plan) return PK_OK;
     bool is_for_warps = args->num_seqs <= MOST_SEQS_OF_A_WARP && !shape->may_leave_rests;

@@ -26,7 +26,8 @@ struct alignas(16) attention_unit {
 struct decode_shape {
     int head_dim;         /* padded: 64, 128 or 256 */
     int rows;             /* of a tile: 8 or 16 */
-    int ctas_per_sm;      /* 1, 2 or 4: the fewer, the fewer parts there are to merge */
+    int ctas_per_sm;      /* 1, 2 or 4: the fewer, the fewer parts there are to merge; or more, if crowded: */
+    bool is_crowded;      /* more of the smallest CTAs, whose warps have a stage less */
     int chunk, step;      /* keys of a warp, and of a CTA, in one turn of the loop */
     int group;            /* query heads of a KV head */
     int slots;            /* units that fill the machine once, per head */
@@ -60,8 +61,15 @@ __device__ static inline int parts_of_group(const decode_shape &shape, int parts
 /* Keys that a warp takes at a time, and how many warps fill an SM's shared memory with three such stages. */
 constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
-constexpr int DECODE_FEWEST_WARPS = 2;    /* of a CTA */
-constexpr int DECODE_STAGES = 3;          /* chunks that a warp has room for in shared memory */
+constexpr int DECODE_FEWEST_WARPS = 2;   /* of a CTA */
+constexpr int DECODE_STAGES = 3;         /* chunks that a warp has room for in shared memory */
+constexpr int DECODE_CROWDED_STAGES = 2; /* the same where half as many warps more share an SM */
+constexpr int decode_crowded(int number) { return number * 3 / 2; } /* of an SM's warps or CTAs */
+/* Over fp8 a chunk costs more arithmetic, which more warps hide, if their sums leave them registers (decode/NOTES.md #98). */
+constexpr bool may_be_crowded(int head_dim, int rows, int cache_bytes)
+{
+    return cache_bytes == 1 && head_dim <= 128 && rows == 8;
+}
 constexpr int MOST_STEPS_TRIED = 1 << 22; /* of a sequence: up to there floats count parts exactly */
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
@@ -75,6 +83,8 @@ struct decode_workspace {
     attention_unit *units; /* [num_units], the caller's where there is a plan; NULL: each CTA works out its own */
 };
 
+pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                               decode_shape *shape);
 /* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace);

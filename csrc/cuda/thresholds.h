@@ -32,7 +32,7 @@ constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention
 constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
-/* attention_plan.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
+/* attention_shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
 constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
 constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
 constexpr int ONE_WAVE_THIRDS = 2;        /* of the places: with more tiles, parts run in several waves */

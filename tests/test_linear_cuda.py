@@ -33,7 +33,7 @@ def has_own_kernel(rows: int, size: int, outputs: int) -> bool:
 @needs_gpu
 @pytest.mark.parametrize("shape", [(8, 1), (64, 68), (520, 77), (1032, 332), (3072, 1024), (4104, 132), (12288, 72), (256, 17000)],
                          ids=str)  # fmt: skip
-@pytest.mark.parametrize("rows", [1, 8, 9, 17, 33, 64, 65, 81, 97])
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 33, 64, 65, 81, 97, 113])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_few_rows_with_poison_around(rng, shape, rows, dtype):
     size, outputs = shape
@@ -58,7 +58,7 @@ def test_few_rows_with_poison_around(rng, shape, rows, dtype):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("rows", [1, 5, 9, 16, 40, 64, 72, 96])
+@pytest.mark.parametrize("rows", [1, 5, 9, 16, 40, 64, 72, 96, 112])
 @pytest.mark.parametrize("shape", [(2056, 6720), (8192, 1056), (264, 20000)], ids=str)
 def test_weights_larger_than_the_rings(rng, shape, rows):
     size, outputs = shape
@@ -82,15 +82,15 @@ def test_weights_larger_than_the_rings(rng, shape, rows):
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape, is_fused):
     size, outputs = shape
-    x, weight = put(numbers(rng, (96, size)), GPU, "bfloat16"), put(numbers(rng, (outputs, size)), GPU, "bfloat16")
-    gate_up = pagedkv.empty((96, outputs), "bfloat16", GPU)
+    x, weight = put(numbers(rng, (112, size)), GPU, "bfloat16"), put(numbers(rng, (outputs, size)), GPU, "bfloat16")
+    gate_up = pagedkv.empty((112, outputs), "bfloat16", GPU)
 
     def product(first, last):
         rows = slice(first, last)
         options = {"gate_up": gate_up[rows], "rms_eps": 1e-6} if is_fused else {}
         return get(ops.linear(x[rows], weight, **options))
 
-    for most, *fewer in ((96, 81, 80, 65, 64, 57, 49), (48, 41, 40, 33, 32, 17, 16, 9), (8, 2, 1)):  # of one division each
+    for most, *fewer in ((112, 97, 96, 81, 80, 73, 72, 65, 64, 57, 49), (48, 41, 40, 33, 32, 17, 16, 9), (8, 2, 1)):  # of one division each
         if not has_own_kernel(most, size, outputs):
             pytest.skip("this GPU has no kernel of its own for so many rows")
         together = product(0, most)
@@ -101,7 +101,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape, is_fused):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("hidden", [1024, 2048])  # 2048: rings are filled again
-@pytest.mark.parametrize("rows", [1, 16, 32, 40, 48, 64, 72, 96, 100])
+@pytest.mark.parametrize("rows", [1, 16, 32, 40, 48, 64, 72, 96, 112, 120])
 def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
     """Division, gate and sum between products, weights fetched early: nothing is read before it is written."""
     sizes, layers = {"qkv": (4096, hidden), "o": (hidden, 2048), "gate_up": (6144, hidden), "down": (hidden, 3072)}, 3

@@ -257,7 +257,7 @@ def test_bad_ids_are_masked_and_recorded(torch, rng, name, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "longest"), [(1, 3000), (3, 40), (8, 2000), (60, 900), (96, 700), (200, 1500)])
+@pytest.mark.parametrize(("batch", "longest"), [(1, 3000), (3, 40), (8, 2000), (60, 900), (96, 700), (112, 500), (200, 1500)])
 def test_layers_in_a_graph(torch, rng, batch, longest):
     """Keys are read while the projection still runs; replayed with other lengths, tables, slots and positions. The new
     keys are NaN before."""

@@ -24,7 +24,7 @@ pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &ca
 pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
                                 const pk_linear_algorithm *algorithm);
 
-/* linear_sm90.cu: 9 to 96 rows on Hopper; knows all that linear fuses, too. */
+/* linear_sm90.cu: 9 to 112 rows on Hopper; knows all that linear fuses, too. */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;
 

@@ -1,7 +1,7 @@
-/* linear_sm90.cu - linear for 9 to 96 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
+/* linear_sm90.cu - linear for 9 to 112 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
  * once.
  *
- * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 96;
+ * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 112;
  * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
  * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
  * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
@@ -170,10 +170,11 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 40>, instance<__nv_bfloat16, 48>,
-    instance<__nv_bfloat16, 64>, instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>, instance<__half, 16>,
-    instance<__half, 32>,        instance<__half, 40>,        instance<__half, 48>,        instance<__half, 64>,
-    instance<__half, 80>,        instance<__half, 96>,
+    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 40>, instance<__nv_bfloat16, 48>,
+    instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 72>, instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>,
+    instance<__nv_bfloat16, 112>, instance<__half, 16>,        instance<__half, 32>,        instance<__half, 40>,
+    instance<__half, 48>,         instance<__half, 64>,        instance<__half, 72>,        instance<__half, 80>,
+    instance<__half, 96>,         instance<__half, 112>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 

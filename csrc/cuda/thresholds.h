@@ -29,7 +29,7 @@ constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
 /* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
  * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
 constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention_decode.cu uses it, too */
-constexpr int MOST_SEQS_OF_FEW_HEADS = 96;
+constexpr int MOST_SEQS_OF_FEW_HEADS = 112, MOST_SEQS_OVER_FP8 = 96; /* linear/NOTES-sm90.md #29 */
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention_shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
@@ -78,9 +78,9 @@ constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */
 constexpr int TALL_QUARTERS = 3;  /* of the places in their waves, where items of two could be cut (#39) */
 
 /* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
-constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 96; /* #20 */
-constexpr int SM90_MAX_SPLITS = 4;                   /* CTAs that divide the inputs of a tile */
-constexpr int SM90_MAX_UNITS = 8;                    /* of 128 inputs, that one CTA goes through without being slower */
+constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 112; /* #20, #29 */
+constexpr int SM90_MAX_SPLITS = 4;                    /* CTAs that divide the inputs of a tile */
+constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower */
 /* Where a CTA goes through more than SM90_MAX_UNITS: */
 constexpr int SM90_MAX_ROWS_OF_LONG = 64;
 constexpr int SM90_FEW_ROWS = 32; /* up to which two CTAs an SM are faster than one (#21) */

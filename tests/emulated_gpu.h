@@ -1,0 +1,238 @@
+/* emulated_gpu.h - one CTA of a CUDA kernel on the CPU, for tests of kernels that plan: integers, warps' collectives,
+ * barriers and shared memory. To be included before the kernel's source, which is compiled as C++.
+ *
+ * Each thread is a coroutine that runs until it has to wait for others. So there are no races to be found, and no memory
+ * of a device: only what the code computes.
+ */
+#ifndef EMULATED_GPU_H
+#define EMULATED_GPU_H
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <stdint.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#undef __device__
+#undef __forceinline__
+#undef __global__
+#undef __grid_constant__
+#undef __host__
+#undef __launch_bounds__
+#undef __noinline__
+#undef __shared__
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __host__
+#define __launch_bounds__(...)
+#define __noinline__
+#define __shared__ static
+
+// --- threads
+
+namespace emulated
+{
+constexpr int THREADS = 512, WARPS = THREADS / 32, STACK_BYTES = 1 << 16;
+
+struct warp {
+    uint64_t given[32], all[32]; /* what lanes have brought so far, and what all had brought last */
+    int num_given, turn;
+};
+static warp warps[WARPS];
+static int current, num_running, num_at_barrier, barrier_turn;
+static ucontext_t scheduler, contexts[THREADS];
+static bool is_done[THREADS];
+static std::function<void()> work;
+
+struct thread_index {
+    int x;
+};
+static thread_index index() { return {current}; }
+
+static void let_others_run()
+{
+    int self = current;
+    swapcontext(&contexts[self], &scheduler);
+    current = self;
+}
+
+static void start_thread()
+{
+    work();
+    is_done[current] = true;
+    num_running--;
+    for (;;) let_others_run();
+}
+
+/* All threads of a CTA call `body`. */
+static void run(std::function<void()> body)
+{
+    static std::vector<char> stacks(THREADS * STACK_BYTES);
+    work = body;
+    num_running = THREADS, num_at_barrier = 0;
+    for (warp &each : warps) each.num_given = 0;
+    for (int i = 0; i < THREADS; i++) {
+        getcontext(&contexts[i]);
+        contexts[i].uc_stack.ss_sp = &stacks[i * STACK_BYTES];
+        contexts[i].uc_stack.ss_size = STACK_BYTES;
+        makecontext(&contexts[i], start_thread, 0);
+        is_done[i] = false;
+    }
+    while (num_running > 0)
+        for (int i = 0; i < THREADS; i++) {
+            current = i;
+            if (!is_done[i]) swapcontext(&scheduler, &contexts[i]);
+        }
+}
+
+template <typename To, typename From>
+static To bits_of(From value)
+{
+    To bits = {};
+    std::memcpy(&bits, &value, std::min(sizeof bits, sizeof value));
+    return bits;
+}
+/* What all lanes of the warp bring, once they have. */
+template <typename T>
+static const uint64_t *exchange(T value)
+{
+    warp &its = warps[current / 32];
+    int turn = its.turn;
+    its.given[current % 32] = bits_of<uint64_t>(value);
+    if (++its.num_given < 32) {
+        while (its.turn == turn) let_others_run();
+    } else {
+        std::memcpy(its.all, its.given, sizeof its.all);
+        its.num_given = 0, its.turn++;
+    }
+    return its.all;
+}
+template <typename T, typename Join>
+static T reduce(T value, Join join)
+{
+    const uint64_t *all = exchange(value);
+    T result = bits_of<T>(all[0]);
+    for (int i = 1; i < 32; i++) result = join(result, bits_of<T>(all[i]));
+    return result;
+}
+}  // namespace emulated
+
+// --- CUDA's names
+
+static emulated::thread_index threadIdx_() { return emulated::index(); }
+#define threadIdx threadIdx_()
+static const emulated::thread_index blockIdx = {0}, blockDim = {emulated::THREADS}, gridDim = {1};
+
+static void __syncthreads()
+{
+    int turn = emulated::barrier_turn;
+    if (++emulated::num_at_barrier < emulated::THREADS) {
+        while (emulated::barrier_turn == turn) emulated::let_others_run();
+    } else {
+        emulated::num_at_barrier = 0, emulated::barrier_turn++;
+    }
+}
+static void __syncwarp() { emulated::exchange(0); }
+static void __threadfence() {}
+
+template <typename T>
+static T __shfl_sync(unsigned, T value, int lane, int = 32)
+{
+    return emulated::bits_of<T>(emulated::exchange(value)[lane % 32]);
+}
+template <typename T>
+static T __shfl_up_sync(unsigned, T value, int distance)
+{
+    int lane = emulated::current % 32;
+    return emulated::bits_of<T>(emulated::exchange(value)[lane < distance ? lane : lane - distance]);
+}
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int mask)
+{
+    int lane = emulated::current % 32;
+    return emulated::bits_of<T>(emulated::exchange(value)[lane ^ mask]);
+}
+static unsigned __ballot_sync(unsigned, int is_set)
+{
+    const uint64_t *all = emulated::exchange(is_set != 0);
+    unsigned lanes = 0;
+    for (int i = 0; i < 32; i++) lanes |= (unsigned)all[i] << i;
+    return lanes;
+}
+template <typename T>
+static T __reduce_add_sync(unsigned, T value)
+{
+    return emulated::reduce(value, [](T a, T b) { return a + b; });
+}
+template <typename T>
+static T __reduce_max_sync(unsigned, T value)
+{
+    return emulated::reduce(value, [](T a, T b) { return std::max(a, b); });
+}
+template <typename T>
+static T __reduce_min_sync(unsigned, T value)
+{
+    return emulated::reduce(value, [](T a, T b) { return std::min(a, b); });
+}
+
+template <typename T>
+static T atomicAdd(T *at, T value)
+{
+    return std::exchange(*at, *at + value);
+}
+template <typename T>
+static T atomicMax(T *at, T value)
+{
+    return std::exchange(*at, std::max(*at, value));
+}
+static unsigned atomicCAS(unsigned *at, unsigned expected, unsigned value)
+{
+    return std::exchange(*at, *at == expected ? value : *at);
+}
+template <typename T>
+static T __ldcg(const T *at)
+{
+    return *at;
+}
+
+template <typename A, typename B>
+static std::common_type_t<A, B> max(A a, B b)
+{
+    return a > b ? a : b;
+}
+template <typename A, typename B>
+static std::common_type_t<A, B> min(A a, B b)
+{
+    return b < a ? b : a;
+}
+static int __popc(unsigned value) { return __builtin_popcount(value); }
+static int __clz(int value) { return value ? __builtin_clz(value) : 32; }
+static int __ffs(int value) { return __builtin_ffs(value); }
+static unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
+static unsigned __float_as_uint(float value) { return emulated::bits_of<unsigned>(value); }
+static float __fdividef(float a, float b) { return a / b; }
+static int __float2int_ru(float value) { return (int)std::ceil(value); }
+static float __frcp_rd(float value)
+{
+    float inverse = 1.0f / value;
+    return (double)inverse * value > 1.0 ? std::nextafter(inverse, 0.0f) : inverse;
+}
+
+/* In headers of the kernel, but not called by it. */
+float __uint_as_float(unsigned);
+float rsqrtf(float);
+unsigned __byte_perm(unsigned, unsigned, unsigned);
+size_t __cvta_generic_to_shared(const void *);
+
+#endif

@@ -1,0 +1,71 @@
+/* plan_on_cpu.cpp - the plan of decode attention by the code of the GPU, but on the CPU (tests/test_plan_on_cpu.py). */
+#include "emulated_gpu.h"
+
+#include "cuda/attention_plan.cu"
+#include "cuda/attention_shape.cu"
+
+constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
+
+struct planned_batch {
+    int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
+    int num_units, max_slots, is_crowded, ctas_may_plan;                                 /* out */
+};
+
+/* Fills rows[num_units], [capacity, PLAN_COLUMNS], as on an H200: by the kernel that plans, or as each CTA does for itself.
+ * Returns NULL, or what went wrong. */
+extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by_each_cta, int *rows, int capacity)
+{
+    pk_attention_args args = {};
+    args.num_seqs = args.num_tokens = batch->num_seqs;
+    args.max_seqlen_q = 1;
+    args.num_kv_heads = batch->num_kv_heads, args.num_q_heads = batch->num_kv_heads * batch->group;
+    args.head_dim = batch->head_dim;
+    args.block_size = batch->block_size, args.max_blocks_per_seq = batch->max_blocks_per_seq;
+    args.context_lens = lens;
+    args.window_left = args.window_right = -1;
+    args.dtype = PK_BF16, args.cache_dtype = batch->is_fp8 ? PK_F8E4M3 : PK_BF16;
+
+    static pk_error error;
+    pk_cuda_device device = {};
+    device.num_sms = 132, device.smem_per_cta = 227 << 10;
+    alignas(pk_cuda_call) char memory[sizeof(pk_cuda_call)] = {}; /* without its constructor, which asks for a device */
+    pk_cuda_call &call = *(pk_cuda_call *)memory;
+    call.device = &device, call.err = &error;
+    decode_shape shape = {};
+    if (pk_cuda_shape_decode(&args, {0, INT64_MAX}, call, &shape) != PK_OK) return error.message;
+    batch->num_units = shape.num_units, batch->max_slots = shape.max_slots, batch->is_crowded = shape.is_crowded;
+    batch->ctas_may_plan = shape.are_whole || (batch->num_seqs <= MOST_SEQS_OF_A_WARP && !shape.may_leave_rests);
+    if (shape.num_units > capacity) return "there is no room for the rows";
+
+    static_assert(sizeof(attention_unit) == PLAN_COLUMNS * sizeof(int), "a row");
+    const int num_arrivals = shape.max_slots * batch->num_kv_heads;
+    std::vector<int> units(shape.num_units * PLAN_COLUMNS + NUM_GUARDS, GUARD),
+        arrivals(num_arrivals + NUM_GUARDS, GUARD);
+    decode_workspace workspace = {};
+    workspace.units = (attention_unit *)units.data(), workspace.arrivals = (unsigned *)arrivals.data();
+    pk_cuda_bad_id bad_id = {};
+    if (by_each_cta) {
+        emulated::run([&] {
+            for (int i = emulated::current / 32; i < shape.num_units; i += emulated::WARPS) {
+                attention_unit unit = plan_unit(args, shape, i, &bad_id, false);
+                if (emulated::current % 32 == 0) workspace.units[i] = unit;
+            }
+        });
+    } else {
+        emulated::run([&] { decode_plan_kernel(args, shape, workspace, &bad_id); });
+        for (int i = 0; i < num_arrivals; i++)
+            if (arrivals[i] != 0) return "an arrival is not zero";
+    }
+    std::memcpy(rows, units.data(), shape.num_units * sizeof(attention_unit));
+    for (int i = 0; i < NUM_GUARDS; i++)
+        if (units[shape.num_units * PLAN_COLUMNS + i] != GUARD || arrivals[num_arrivals + i] != GUARD)
+            return "it wrote behind its memory";
+    return nullptr;
+}
+
+/* What the launchers in the same sources ask for. Nobody calls those. */
+pk_cuda_loaded pk_cuda_loaded_kernels;
+pk_status pk_cuda_load_kernel(const pk_cuda_call &, const char *, const void *) { return PK_ECUDA; }
+pk_status pk_cuda_scratch_of(const pk_cuda_call &, pk_cuda_scratch *, size_t, pk_scratch_use) { return PK_ECUDA; }
+pk_status pk_cuda_fail(pk_error *, const char *, cudaError_t) { return PK_ECUDA; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) { return cudaErrorNotSupported; }

@@ -1,7 +1,7 @@
 /* emulated_gpu.h - one CTA of a CUDA kernel on the CPU, for tests of kernels that plan: integers, warps' collectives,
  * barriers and shared memory. To be included before the kernel's source, which is compiled as C++.
  *
- * Each thread is a coroutine that runs until it has to wait for others. So there are no races to be found, and no memory
+ * EMULATED_THREADS are the kernel's. Each thread is a coroutine that runs until it has to wait for others. So there are no races to be found, and no memory
  * of a device: only what the code computes.
  */
 #ifndef EMULATED_GPU_H
@@ -12,6 +12,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include <setjmp.h>
 #include <stdint.h>
 #include <ucontext.h>
 #include <algorithm>
@@ -43,7 +44,7 @@
 
 namespace emulated
 {
-constexpr int THREADS = 512, WARPS = THREADS / 32, STACK_BYTES = 1 << 16;
+constexpr int THREADS = EMULATED_THREADS, WARPS = THREADS / 32, STACK_BYTES = 1 << 16;
 
 struct warp {
     uint64_t given[32], all[32]; /* what lanes have brought so far, and what all had brought last */
@@ -51,8 +52,9 @@ struct warp {
 };
 static warp warps[WARPS];
 static int current, num_running, num_at_barrier, barrier_turn;
-static ucontext_t scheduler, contexts[THREADS];
-static bool is_done[THREADS];
+static ucontext_t contexts[THREADS]; /* where they start; then jumps, which are faster: no system calls */
+static jmp_buf scheduler, places[THREADS];
+static bool has_started[THREADS], is_done[THREADS];
 static std::function<void()> work;
 
 struct thread_index {
@@ -62,9 +64,7 @@ static thread_index index() { return {current}; }
 
 static void let_others_run()
 {
-    int self = current;
-    swapcontext(&contexts[self], &scheduler);
-    current = self;
+    if (_setjmp(places[current]) == 0) _longjmp(scheduler, 1);
 }
 
 static void start_thread()
@@ -87,12 +87,15 @@ static void run(std::function<void()> body)
         contexts[i].uc_stack.ss_sp = &stacks[i * STACK_BYTES];
         contexts[i].uc_stack.ss_size = STACK_BYTES;
         makecontext(&contexts[i], start_thread, 0);
-        is_done[i] = false;
+        has_started[i] = is_done[i] = false;
     }
     while (num_running > 0)
         for (int i = 0; i < THREADS; i++) {
             current = i;
-            if (!is_done[i]) swapcontext(&scheduler, &contexts[i]);
+            if (is_done[i] || _setjmp(scheduler) != 0) continue;
+            if (has_started[i]) _longjmp(places[i], 1);
+            has_started[i] = true;
+            setcontext(&contexts[i]);
         }
 }
 
@@ -234,5 +237,6 @@ float __uint_as_float(unsigned);
 float rsqrtf(float);
 unsigned __byte_perm(unsigned, unsigned, unsigned);
 size_t __cvta_generic_to_shared(const void *);
+unsigned atomicInc(unsigned *, unsigned);
 
 #endif

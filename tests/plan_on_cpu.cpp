@@ -1,4 +1,5 @@
 /* plan_on_cpu.cpp - the plan of decode attention by the code of the GPU, but on the CPU (tests/test_plan_on_cpu.py). */
+#define EMULATED_THREADS 512
 #include "emulated_gpu.h"
 
 #include "cuda/attention_plan.cu"

@@ -3,58 +3,24 @@
 What is checked is test_decode_plan.py's, and that each CTA finds the same units for itself as the kernel that plans.
 """
 
-import ctypes
-import os
-import shutil
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
+from emulated import load, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
-ROOT = Path(__file__).parent.parent
-COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-TOOLKITS = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-HEADERS = next((path for path in (Path(t) / "include" for t in TOOLKITS if t) if (path / "cuda_fp8.h").exists()), None)
-
-
-class Batch(ctypes.Structure):
-    """struct planned_batch of plan_on_cpu.cpp."""
-
-    _fields_ = [(name, ctypes.c_int) for name in (
-        "num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
-        "num_units", "max_slots", "is_crowded", "ctas_may_plan")]  # fmt: skip
+Batch = struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
+                  "num_units", "max_slots", "is_crowded", "ctas_may_plan")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def plan_on_cpu(tmp_path_factory):
-    if COMPILER is None or HEADERS is None or not (ROOT / "csrc").exists():
-        pytest.skip("a checkout, a C++ compiler and CUDA's headers are needed")
-    library = tmp_path_factory.mktemp("plan") / "plan.so"
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-DPAGEDKV_WITH_CUDA",
-        f"-I{ROOT / 'csrc'}",
-        f"-I{HEADERS}",
-    ]
-    sources = [ROOT / "tests" / "plan_on_cpu.cpp", ROOT / "csrc" / "pk.c"]
-    subprocess.run([COMPILER, *options, *sources, "-o", library], check=True)
-    function = ctypes.CDLL(str(library)).plan_on_cpu
-    function.restype = ctypes.c_char_p
-    return function
+    return load(tmp_path_factory.mktemp("plan"), "plan_on_cpu.cpp", "plan_on_cpu")
 
 
 def units_of(plan_on_cpu, batch, lens, by_each_cta):
     """The rows that are units; no others stand between them."""
     rows = np.zeros((16 * len(lens) + 2000, len(COLUMNS)), np.int32)
-    problem = plan_on_cpu(ctypes.byref(batch), lens.ctypes.data_as(ctypes.c_void_p), by_each_cta,
-                          rows.ctypes.data_as(ctypes.c_void_p), len(rows))  # fmt: skip
-    assert problem is None, problem
+    plan_on_cpu(batch, lens, int(by_each_cta), rows, len(rows))
     rows = rows[: batch.num_units]
     units = rows[rows[:, COLUMNS.index("num_parts")] != 0]
     assert (rows[len(units) :, COLUMNS.index("num_parts")] == 0).all()

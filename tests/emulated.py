@@ -1,0 +1,38 @@
+"""Code of the GPU that plans, compiled as C++ and run on one emulated CTA (emulated_gpu.h): for tests without a GPU."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+TOOLKITS = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+HEADERS = next((path for path in (Path(t) / "include" for t in TOOLKITS if t) if (path / "cuda_fp8.h").exists()), None)
+
+
+def struct_of(*names):
+    """A struct of so many int."""
+    return type("Struct", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int) for name in names]})
+
+
+def load(folder, source, function):
+    """The function of that source; it returns None, or what went wrong. Skips the test where nothing can be compiled."""
+    if COMPILER is None or HEADERS is None or not (ROOT / "csrc").exists():
+        pytest.skip("a checkout, a C++ compiler and CUDA's headers are needed")
+    library = folder / "emulated.so"
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-DPAGEDKV_WITH_CUDA", f"-I{ROOT / 'csrc'}", f"-I{HEADERS}"]
+    sources = [ROOT / "tests" / source, ROOT / "csrc" / "pk.c"]
+    subprocess.run([COMPILER, *options, *sources, "-o", library], check=True)
+    loaded = getattr(ctypes.CDLL(str(library)), function)
+    loaded.restype = ctypes.c_char_p
+
+    def call(struct, *arguments):
+        pointers = [each if isinstance(each, int) else each.ctypes.data_as(ctypes.c_void_p) for each in arguments]
+        problem = loaded(ctypes.byref(struct), *pointers)
+        assert problem is None, problem
+
+    return call

@@ -1,0 +1,106 @@
+"""Prefill's list of items, by the code of the GPU on an emulated CTA: any batch, read back and checked, without a GPU."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from emulated import load, struct_of
+
+COLUMNS = ("signature", "seq", "q_head", "first_token", "num_positions", "first_key", "context_len", "begin", "end",
+           "part", "num_parts", "first_slot")  # fmt: skip
+Batch = struct_of("num_seqs", "num_tokens", "max_seqlen_q", "num_kv_heads", "group", "head_dim", "max_keys", "min_rows",
+                  "max_rows", "window_left", "window_right", "cut_tile", "num_rows", "heads", "positions", "most_parts",
+                  "first_bad_kind")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def list_on_cpu(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("list"), "prefill_list_on_cpu.cpp", "list_on_cpu")
+
+
+def items_of(list_on_cpu, batch, starts, lens):
+    """The rows that are items; behind the last one there are none."""
+    rows = np.zeros((1 << 16, len(COLUMNS)), np.int32)
+    list_on_cpu(batch, starts, lens, rows, len(rows))
+    rows = rows[: batch.num_rows]
+    is_item = rows[:, COLUMNS.index("num_positions")] != 0
+    count = int(is_item.sum())
+    assert is_item[:count].all() and batch.first_bad_kind == 0
+    return [dict(zip(COLUMNS, row.tolist(), strict=True)) for row in rows[:count]]
+
+
+def draw(rng):
+    """Prompts, chunks behind many keys and decodes; every other batch has few long ones, which are worth a cut."""
+    count, is_long = int(rng.choice([1, 2, 5, 31, 32, 33, 70])), bool(rng.integers(2))
+    queries = np.where(rng.random(count) < 0.3, rng.integers(0, 3, count), rng.integers(0, rng.choice([40, 900]), count))
+    past = rng.integers(0, rng.choice([1, 300, 3000]), count)
+    if is_long:
+        past[rng.random(count) < 2 / count] += int(10 ** rng.uniform(3, 5))
+    lens = np.maximum(queries + past - (rng.random(count) < 0.1) * 7, 0).astype(np.int32)  # some fewer keys than tokens
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    batch = Batch(count, int(starts[-1]), int(queries.max()), int(rng.integers(1, 9)), int(rng.integers(1, 17)))
+    batch.head_dim = int(rng.choice([64, 128, 256]))
+    batch.max_keys = int(lens.max()) + int(rng.integers(1, 5000))
+    batch.min_rows, batch.max_rows = int(rng.choice([0, 0, 8, 16])), 2**31 - 1
+    batch.window_left, batch.window_right = int(rng.choice([-1, -1, 100, 2000])), int(rng.choice([0, 0, -1, 30]))
+    batch.cut_tile = int(rng.choice([0, 80 if batch.head_dim == 256 else 128])) if is_long else 0
+    return batch, starts, lens
+
+
+def keys_of_item(batch, first_key, num_positions, context):
+    """Those that some position sees: a position's own key is first_key and its number."""
+    begin = max(first_key - batch.window_left, 0) if batch.window_left >= 0 else 0
+    last = first_key + num_positions - 1
+    end = max(min(context, last + batch.window_right + 1), 0) if batch.window_right >= 0 else context
+    return begin, end
+
+
+def check_parts(batch, parts, whole):
+    """Each key is in one part, borders are the tiles'."""
+    parts.sort(key=lambda item: item["part"])
+    assert [item["part"] for item in parts] == list(range(parts[0]["num_parts"]))
+    assert len({item["first_slot"] for item in parts}) == 1
+    assert [parts[0]["begin"], parts[-1]["end"]] == list(whole)
+    for before, behind in pairwise(parts):
+        assert before["begin"] < before["end"] == behind["begin"] < behind["end"]
+        assert behind["begin"] % batch.cut_tile == 0
+
+
+def check_items(batch, starts, lens, items):
+    """All tokens of every bundle of heads in one item each, which goes through all keys that they see. Returns the parts."""
+    places, parts_of = [], {}
+    for item in items:
+        if item["part"] >= item["num_parts"]:
+            continue  # nobody's: the item has fewer keys than its level says
+        parts_of.setdefault((item["seq"], item["q_head"], item["first_token"]), []).append(item)
+        if item["num_parts"] > 1:
+            places.append(item["first_slot"] + item["part"])
+    assert len(places) == len(set(places)) and set(places) <= set(range(batch.most_parts))
+    expected = set()
+    for seq in range(batch.num_seqs):
+        count = int(starts[seq + 1] - starts[seq])
+        if not batch.min_rows < count * batch.group <= batch.max_rows:
+            continue
+        for skipped in range(0, count, batch.positions):
+            num_positions, first_key = min(batch.positions, count - skipped), int(lens[seq]) - count + skipped
+            whole = keys_of_item(batch, first_key, num_positions, int(lens[seq]))
+            for q_head in range(0, batch.num_kv_heads * batch.group, batch.heads):
+                key = seq, q_head, int(starts[seq]) + skipped
+                expected.add(key)
+                for item in parts_of[key]:
+                    assert (item["num_positions"], item["first_key"]) == (num_positions, first_key)
+                    assert item["context_len"] == lens[seq]
+                check_parts(batch, parts_of[key], whole)
+    assert parts_of.keys() == expected
+    return len(places)
+
+
+def test_every_list_covers_every_token_and_key_once(list_on_cpu, rng):
+    num_cut = num_parts = 0
+    for _ in range(250):
+        batch, starts, lens = draw(rng)
+        if batch.num_tokens == 0:
+            continue
+        parts = check_items(batch, starts, lens, items_of(list_on_cpu, batch, starts, lens))
+        num_cut, num_parts = num_cut + (parts > 0), num_parts + parts
+    assert num_cut > 10 and num_parts > 300

@@ -1,8 +1,8 @@
 /* emulated_gpu.h - one CTA of a CUDA kernel on the CPU, for tests of kernels that plan: integers, warps' collectives,
  * barriers and shared memory. To be included before the kernel's source, which is compiled as C++.
  *
- * EMULATED_THREADS are the kernel's. Each thread is a coroutine that runs until it has to wait for others. So there are no races to be found, and no memory
- * of a device: only what the code computes.
+ * Each of the EMULATED_THREADS threads of the kernel is a coroutine that runs until it has to wait for others. So this
+ * finds no races, and knows no memory of a device: it shows what the code computes.
  */
 #ifndef EMULATED_GPU_H
 #define EMULATED_GPU_H
@@ -52,7 +52,7 @@ struct warp {
 };
 static warp warps[WARPS];
 static int current, num_running, num_at_barrier, barrier_turn;
-static ucontext_t contexts[THREADS]; /* where they start; then jumps, which are faster: no system calls */
+static ucontext_t contexts[THREADS]; /* in which they start; from then on jumps, which need no system call */
 static jmp_buf scheduler, places[THREADS];
 static bool has_started[THREADS], is_done[THREADS];
 static std::function<void()> work;
@@ -75,7 +75,7 @@ static void start_thread()
     for (;;) let_others_run();
 }
 
-/* All threads of a CTA call `body`. */
+/* All threads call `body`. */
 static void run(std::function<void()> body)
 {
     static std::vector<char> stacks(THREADS * STACK_BYTES);

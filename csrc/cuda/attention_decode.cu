@@ -7,9 +7,9 @@
  * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
  *
  * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four per SM: where
- * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge. Over fp8,
- * whose arithmetic more warps hide, SMs are crowded where four such CTAs each are not enough: five or six, whose warps have
- * a ring of two stages.
+ * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge. An fp8
+ * cache costs more arithmetic, which more warps hide: if its sequences need more than four small CTAs an SM, an SM is
+ * crowded with five or six, and a warp's ring has two stages.
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
@@ -29,8 +29,8 @@
 
 /* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
 template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED>
-struct decode_cta : decode_loader<Kind, D, NT, IS_CROWDED ? DECODE_CROWDED_STAGES : DECODE_STAGES> {
-    static constexpr int STAGES = IS_CROWDED ? DECODE_CROWDED_STAGES : DECODE_STAGES;
+struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
+    static constexpr int STAGES = decode_stages(IS_CROWDED);
     using loading = decode_loader<Kind, D, NT, STAGES>;
     using loading::args, loading::rows, loading::warp, loading::lane, loading::params, loading::smem, loading::ring,
         loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
@@ -259,7 +259,7 @@ static pk_status launch_decode(const pk_attention_args *args, decode_params para
     int warps = shape.step / shape.chunk;
     params.ring_bytes = Cta::ring_bytes(shape.most_steps);
     size_t smem = Cta::smem_bytes(warps, params.ring_bytes);
-    /* The SMs that have room first must not take more CTAs than the others get. */
+    /* An SM that has room before the others must not take their CTAs: each asks for its share of an SM's memory. */
     size_t share = (call.device->smem_per_cta + 1024) / shape.ctas_per_sm / 128 * 128 - 1024;
     if (shape.is_crowded && smem < share) smem = share;
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);

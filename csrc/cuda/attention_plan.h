@@ -26,8 +26,8 @@ struct alignas(16) attention_unit {
 struct decode_shape {
     int head_dim;         /* padded: 64, 128 or 256 */
     int rows;             /* of a tile: 8 or 16 */
-    int ctas_per_sm;      /* 1, 2 or 4: the fewer, the fewer parts there are to merge; or more, if crowded: */
-    bool is_crowded;      /* more of the smallest CTAs, whose warps have a stage less */
+    int ctas_per_sm;      /* 1, 2 or 4: the fewer, the fewer parts there are to merge; 5 or 6 if SMs are crowded */
+    bool is_crowded;      /* with more of the smallest CTAs than 4; a warp's ring is smaller then */
     int chunk, step;      /* keys of a warp, and of a CTA, in one turn of the loop */
     int group;            /* query heads of a KV head */
     int slots;            /* units that fill the machine once, per head */
@@ -63,9 +63,11 @@ constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * ca
 constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
 constexpr int DECODE_FEWEST_WARPS = 2;   /* of a CTA */
 constexpr int DECODE_STAGES = 3;         /* chunks that a warp has room for in shared memory */
-constexpr int DECODE_CROWDED_STAGES = 2; /* the same where half as many warps more share an SM */
-constexpr int decode_crowded(int number) { return number * 3 / 2; } /* of an SM's warps or CTAs */
-/* Over fp8 a chunk costs more arithmetic, which more warps hide, if their sums leave them registers (decode/NOTES.md #98). */
+constexpr int DECODE_CROWDED_STAGES = 2; /* the same on a crowded SM, */
+constexpr int decode_crowded(int number) { return number * 3 / 2; } /* which has so many warps or CTAs, not `number` */
+constexpr int decode_stages(bool is_crowded) { return is_crowded ? DECODE_CROWDED_STAGES : DECODE_STAGES; }
+/* A chunk of an fp8 cache costs more arithmetic, and more warps hide that. Each has fewer registers then, so this is for
+ * tiles of few sums (decode/NOTES.md #98). */
 constexpr bool may_be_crowded(int head_dim, int rows, int cache_bytes)
 {
     return cache_bytes == 1 && head_dim <= 128 && rows == 8;

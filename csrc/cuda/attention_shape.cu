@@ -25,7 +25,7 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
  * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
  * CTAs would leave much of their first or third wave empty, those twice as large end sooner (not with fp8, whose steps
  * are twice as long). Where the table is too short for any cut: the largest CTAs that all run at once. Where the smallest
- * do not all run at once, SMs may be crowded: with as many as each has to take, or the most there are. With num_splits
+ * do not all run at once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits
  * the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)

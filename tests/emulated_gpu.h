@@ -239,4 +239,27 @@ unsigned __byte_perm(unsigned, unsigned, unsigned);
 size_t __cvta_generic_to_shared(const void *);
 unsigned atomicInc(unsigned *, unsigned);
 
+// --- the host
+
+#include "cuda/cuda.h"
+
+namespace emulated
+{
+/* A call without its constructor, which asks for a device. */
+class host_call
+{
+    alignas(pk_cuda_call) char memory[sizeof(pk_cuda_call)] = {};
+
+   public:
+    host_call(const pk_cuda_device *device, pk_error *error) { call().device = device, call().err = error; }
+    pk_cuda_call &call() { return *(pk_cuda_call *)memory; }
+};
+}  // namespace emulated
+
+/* What launchers in the kernel's source ask for. Nobody calls those. */
+pk_cuda_loaded pk_cuda_loaded_kernels;
+pk_status pk_cuda_load_kernel(const pk_cuda_call &, const char *, const void *) { return PK_ECUDA; }
+pk_status pk_cuda_fail(pk_error *, const char *, cudaError_t) { return PK_ECUDA; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) { return cudaErrorNotSupported; }
+
 #endif

@@ -29,9 +29,8 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     static pk_error error;
     pk_cuda_device device = {};
     device.num_sms = 132, device.smem_per_cta = 227 << 10;
-    alignas(pk_cuda_call) char memory[sizeof(pk_cuda_call)] = {}; /* without its constructor, which asks for a device */
-    pk_cuda_call &call = *(pk_cuda_call *)memory;
-    call.device = &device, call.err = &error;
+    emulated::host_call on_host(&device, &error);
+    pk_cuda_call &call = on_host.call();
     decode_shape shape = {};
     if (pk_cuda_shape_decode(&args, {0, INT64_MAX}, call, &shape) != PK_OK) return error.message;
     batch->num_units = shape.num_units, batch->max_slots = shape.max_slots, batch->is_crowded = shape.is_crowded;
@@ -64,9 +63,5 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     return nullptr;
 }
 
-/* What the launchers in the same sources ask for. Nobody calls those. */
-pk_cuda_loaded pk_cuda_loaded_kernels;
-pk_status pk_cuda_load_kernel(const pk_cuda_call &, const char *, const void *) { return PK_ECUDA; }
+/* The launchers in the same sources ask for it. Nobody calls those. */
 pk_status pk_cuda_scratch_of(const pk_cuda_call &, pk_cuda_scratch *, size_t, pk_scratch_use) { return PK_ECUDA; }
-pk_status pk_cuda_fail(pk_error *, const char *, cudaError_t) { return PK_ECUDA; }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) { return cudaErrorNotSupported; }

@@ -34,9 +34,8 @@ extern "C" const char *list_on_cpu(listed_batch *listed, const int *starts, cons
     pk_cuda_bad_id bad_id = {};
     pk_cuda_device device = {};
     device.num_sms = 132, device.l2_bytes = 50 << 20, device.bad_id = &bad_id;
-    alignas(pk_cuda_call) char memory[sizeof(pk_cuda_call)] = {}; /* without its constructor, which asks for a device */
-    pk_cuda_call &call = *(pk_cuda_call *)memory;
-    call.device = &device, call.err = &error;
+    emulated::host_call on_host(&device, &error);
+    pk_cuda_call &call = on_host.call();
     prefill_batch batch;
     if (make_prefill_batch(&args, {listed->min_rows, listed->max_rows}, call, PREFILL_PART_ROWS, &batch) != PK_OK)
         return error.message;
@@ -67,9 +66,3 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &, pk_cuda_scratch *scratch, siz
     *scratch = {counters, parts_memory};
     return PK_OK;
 }
-
-/* What the launchers in the same sources ask for. Nobody calls those. */
-pk_cuda_loaded pk_cuda_loaded_kernels;
-pk_status pk_cuda_load_kernel(const pk_cuda_call &, const char *, const void *) { return PK_ECUDA; }
-pk_status pk_cuda_fail(pk_error *, const char *, cudaError_t) { return PK_ECUDA; }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) { return cudaErrorNotSupported; }

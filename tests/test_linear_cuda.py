@@ -90,7 +90,8 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape, is_fused):
         options = {"gate_up": gate_up[rows], "rms_eps": 1e-6} if is_fused else {}
         return get(ops.linear(x[rows], weight, **options))
 
-    for most, *fewer in ((112, 97, 96, 81, 80, 73, 72, 65, 64, 57, 49), (48, 41, 40, 33, 32, 17, 16, 9), (8, 2, 1)):  # of one division each
+    of_one_division = (112, 97, 96, 81, 80, 73, 72, 65, 64, 57, 49), (48, 41, 40, 33, 32, 17, 16, 9), (8, 2, 1)
+    for most, *fewer in of_one_division:
         if not has_own_kernel(most, size, outputs):
             pytest.skip("this GPU has no kernel of its own for so many rows")
         together = product(0, most)

@@ -49,6 +49,19 @@ def test_the_notebook_holds_what_it_does():
     assert path.stat().st_size < 200_000
 
 
+def test_a_line_that_leaves_in_parts_is_one_output(tmp_path):
+    pytest.importorskip("nbclient", reason="nbclient, which is in the extra `test`, executes the notebook")
+    pytest.importorskip("ipykernel", reason="ipykernel, which is in the extra `test`, executes the notebook")
+    import nbformat
+    from execute_notebook import execute
+
+    source = "import time\nfor part in range(3):\n    print(part, end=' ', flush=True)\n    time.sleep(0.3)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    notebook.metadata.language_info = {"name": "python"}
+    nbformat.write(notebook, path := tmp_path / "parts.ipynb")
+    assert texts(execute(path)) == [["0 1 2 "]]
+
+
 # --- PyTorch
 
 

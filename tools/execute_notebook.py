@@ -17,7 +17,8 @@ def execute(path: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     language = dict(notebook.metadata.language_info)
     in_its_folder = {"metadata": {"path": str(path.resolve().parent)}}
-    NotebookClient(notebook, resources=in_its_folder, record_timing=False, timeout=300).execute()
+    # A line may leave the kernel in parts, by chance: coalesce_streams puts a cell's together.
+    NotebookClient(notebook, resources=in_its_folder, record_timing=False, coalesce_streams=True, timeout=300).execute()
     notebook.metadata.language_info = language  # the kernel has added the version of Python
     return notebook
 

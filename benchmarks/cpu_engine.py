@@ -6,7 +6,8 @@ The model is a Qwen3-0.6B of random bfloat16 weights. The engine takes whole ste
 tokens. torch computes the same weights' products and the attention of as many tokens and nothing else: no norm, no
 rotation, no activation, no sampling; in bfloat16, and in float32, which has twice the weights and is what torch is fast
 with where a CPU has no instructions for bfloat16. All take turns, each in phases with a sleep before them, in which the
-other's threads fall asleep. Decodes are held against a plain read of memory as well, by two threads, in the same turns.
+other's threads fall asleep. Decodes are held against a plain read of the weights as well, by two threads, in the same
+turns.
 
 Each instruction set is a process of its own (torch is held to it, too). With --onednn, the folder of a libdnnl.so.3
 (lib of the unpacked wheel onednn-cpu-gomp), each runs a second time with oneDNN, which pagedkv takes only on CPUs with
@@ -34,7 +35,6 @@ from pathlib import Path
 import torch
 from record import add_record_option, record, version
 
-import pagedkv
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
 
@@ -43,7 +43,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 STEPS = 8  # of a phase of decodes
 LONG = 0.5  # seconds of a call that is a phase of its own
 SLEEP = 0.2  # seconds after which no thread of the other side spins
-READ_BYTES = 256 << 20
+ABSENT = 0x77  # a byte
 CASES = ["prompt", "batch", "one"]
 TORCH = {"torch": torch.bfloat16, "torch_float32": torch.float32}
 ENVIRONMENTS = {"native": {}, "avx2": {"PAGEDKV_CPU_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2",
@@ -62,7 +62,7 @@ class Ours:
         self.layers = [[torch.from_dlpack(w) for w in (a.qkv_weight, a.o_weight, m.gate_up_weight, m.down_weight)]
                        for a, m in pairs]  # fmt: skip
         self.head = torch.from_dlpack(model.head)
-        self.weight_bytes = self.head.nbytes + sum(w.nbytes for layer in self.layers for w in layer)
+        self.weights = [*(weight for layer in self.layers for weight in layer), self.head]
 
     def add(self, length: int, max_tokens: int) -> str:
         prompt = [self.rng.randint(0, 10000) for _ in range(length)]
@@ -121,20 +121,27 @@ class Torch:
         return step
 
 
-def plain_reads() -> dict[str, Callable[[], object]]:
-    """Ways to read READ_BYTES with two threads: torch's sum, and memchr for a byte that is not there."""
-    ones = torch.from_dlpack(pagedkv.empty((READ_BYTES // 4,))).fill_(1)
+def plain_reads(weights: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """Ways to read the weights with two threads: torch's sum, and memchr for a byte that is not there."""
+    flat = [weight.view(torch.float32) for weight in weights]
     find = ctypes.CDLL(None).memchr
     find.argtypes, find.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
-    half = READ_BYTES // 2
+    for weight in weights:
+        of_bytes = weight.view(torch.uint8)
+        of_bytes[of_bytes == ABSENT] = ABSENT - 1
+
+    def read(half: int) -> None:
+        for weight in weights:
+            size = weight.nbytes // 2
+            assert find(weight.data_ptr() + half * size, ABSENT, size) is None
 
     def two_halves() -> None:
-        other = threading.Thread(target=find, args=(ones.data_ptr() + half, 0x77, half))
+        other = threading.Thread(target=read, args=(1,))
         other.start()
-        assert find(ones.data_ptr(), 0x77, half) is None
+        read(0)
         other.join()
 
-    return {"sum": lambda: ones.sum(), "memchr": two_halves}
+    return {"sum": lambda: [weight.sum() for weight in flat], "memchr": two_halves}
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -170,8 +177,8 @@ def read_share(row: dict, weight_bytes: int) -> dict:
     """Adds how much of the step's time a plain read of the weights takes, by the faster way to read."""
     for kind in ("median", "best"):
         read_ms = min(row[f"{name}_ms"][kind] for name in ("sum", "memchr"))
-        row[f"read_gb_s_{kind}"] = READ_BYTES / read_ms / 1e6
-        row[f"read_share_{kind}"] = weight_bytes / READ_BYTES * read_ms / row["pagedkv_ms"][kind]
+        row[f"read_gb_s_{kind}"] = weight_bytes / read_ms / 1e6
+        row[f"read_share_{kind}"] = read_ms / row["pagedkv_ms"][kind]
     return row | {"weight_bytes": weight_bytes}
 
 
@@ -181,7 +188,7 @@ def measure(rounds: int, cases: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(Path(folder))
     theirs = {name: Torch(ours, dtype) for name, dtype in TORCH.items()}
-    rows, reads = [], {name: (read, STEPS) for name, read in plain_reads().items()}
+    rows, reads = [], {name: (read, STEPS) for name, read in plain_reads(ours.weights).items()}
     with ours.llm:
         if "prompt" in cases:
             contestants = {"pagedkv": (ours.prompt, 1)}
@@ -195,7 +202,7 @@ def measure(rounds: int, cases: list[str]) -> list[dict]:
                 contestants = {"pagedkv": (step, STEPS)}
                 contestants |= {name: (each.step(count, 1, keys), STEPS) for name, each in theirs.items()}
                 times = in_turns(contestants | reads, rounds)
-            rows.append(read_share(row_of(case, count, times), ours.weight_bytes))
+            rows.append(read_share(row_of(case, count, times), sum(weight.nbytes for weight in ours.weights)))
     info = ops.build_info()
     blas = re.sub(r"\(\S*/", "(", info["blas"])  # its file without the folders, which are this machine's own business
     common = {"isa": info["isa"], "torch_isa": torch.backends.cpu.get_cpu_capability(), "blas": blas}

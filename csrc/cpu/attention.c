@@ -273,8 +273,14 @@ static void merge_parts(const cpu_plan *plan)
 
 /* ------------------------------------------------------------------ the operation */
 
-static const pk_attention_kernel *kernel_of_isa(void)
+static const pk_attention_kernel *kernel_for(const pk_attention_args *args)
 {
+#if defined(__x86_64__)
+    bool is_bf16 = args->dtype == PK_BF16 && args->cache_dtype == PK_BF16;
+    if (is_bf16 && pk_cpu_has_avx512bf16()) return pk_cpu_has_amx() ? &pk_attention_amx : &pk_attention_avx512bf16;
+#else
+    (void)args;
+#endif
     switch (pk_cpu_isa_level()) {
 #if defined(__x86_64__)
         case PK_ISA_AVX512:
@@ -303,7 +309,7 @@ pk_status pk_cpu_attend(pk_device device, const pk_qk_norm_rope_store_args *rope
 {
     PK_TRY(check_queries(args, err));
     PK_TRY(check_keys(args, err));
-    const pk_attention_kernel *kernel = kernel_of_isa();
+    const pk_attention_kernel *kernel = kernel_for(args);
     cpu_plan plan = {0};
     pk_status status = PK_OK;
     if (args->num_seqs > 0 && args->num_tokens > 0) status = make_plan(&plan, args, kernel, err);

@@ -63,6 +63,7 @@ typedef struct {
 extern const pk_attention_kernel pk_attention_generic;
 #if defined(__x86_64__)
 extern const pk_attention_kernel pk_attention_avx2, pk_attention_avx512;
+extern const pk_attention_kernel pk_attention_avx512bf16, pk_attention_amx; /* where q, K and V are bfloat16 */
 #endif
 
 /* paged_attention_fwd. `rope`, or NULL: what stores the last keys and makes the queries, after all checks of both. */

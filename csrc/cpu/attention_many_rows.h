@@ -1,15 +1,16 @@
 /* attention_many_rows.h - a tile of keys against many rows (prefill), which is bound by arithmetic.
  *
- * A tile of K is packed transposed and a tile of V as it is, both in fp32. Scores and output are then two calls of one
- * register-blocked matrix product.
+ * A tile of K is packed transposed and a tile of V as it is, both in fp32 or in pairs of bf16 (attention_pairs.h). Scores
+ * and output are then two calls of one register-blocked matrix product, whose elements are words: floats or pairs.
  */
 #ifndef PK_CPU_ATTENTION_MANY_ROWS_H
 #define PK_CPU_ATTENTION_MANY_ROWS_H
 
-#include "cpu/attention_walk.h"
+#include "cpu/attention_pairs.h"
 
 enum { BLOCK_VECTORS = VW == 16 ? 4 : 2 }; /* columns of a block: with BLOCK_ROWS, what fits the registers */
 
+#if !IN_PAIRS
 // --- packing
 
 PK_INLINE void pack_keys_as(const pk_dtype dtype, const tile_walk *walk, const char *const *keys, int64_t count)
@@ -53,7 +54,13 @@ static void pack(const tile_walk *walk, const char *const *keys, const char *con
     }
 }
 
+#endif
+
 // --- the matrix product
+
+#ifdef IN_TILES
+#include "cpu/attention_tiles.h"
+#else
 
 /* c[BLOCK_ROWS, V * VW] = or += a[BLOCK_ROWS, depth] * b[depth, V * VW] */
 PK_INLINE void multiply_block(const int V, const bool is_sum, const float *a, int64_t a_stride, const float *b,
@@ -71,7 +78,8 @@ PK_INLINE void multiply_block(const int V, const bool is_sum, const float *a, in
         for (int r = 0; r < BLOCK_ROWS; r++) {
             vf y = vf_set1(a[r * a_stride + k]);
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sums[r * V + v] = vf_fma(y, x[v], sums[r * V + v]);
+            for (int v = 0; v < V; v++)
+                sums[r * V + v] = IN_PAIRS ? dot_pairs(y, x[v], sums[r * V + v]) : vf_fma(y, x[v], sums[r * V + v]);
         }
     }
 #pragma GCC unroll 24
@@ -93,4 +101,5 @@ PK_INLINE void multiply(const bool is_sum, const float *a, int64_t a_stride, con
                            c_stride, depth);
 }
 
+#endif
 #endif

@@ -4,11 +4,15 @@
 #define PK_CPU_ATTENTION_SOFTMAX_H
 
 #include "cpu/attention_walk.h"
+#include "cpu/attention_pairs.h"
 
-/* Soft cap and alibi on the logits of one row. `first` is the tile's first key. */
-static void bend_logits(const tile_walk *walk, int64_t row, int64_t head, int64_t first, int64_t count, float *logits)
+/* Products of one row become logits: scale, soft cap and alibi. `first` is the tile's first key. */
+static void make_logits(const tile_walk *walk, int64_t row, int64_t head, int64_t first, int64_t count, float *logits)
 {
     const pk_attention_args *args = walk->args;
+    const vf scale =
+        vf_set1(args->softmax_scale * pk_cpu_scale_at(&args->k_scale, walk->seq->index, walk->first_head + head));
+    for (int64_t key = 0; key < count; key += VW) vf_store(logits + key, vf_load(logits + key) * scale);
     if (args->softcap > 0) {
         vf cap = vf_set1(args->softcap), inverse = vf_set1(1.0f / args->softcap);
         for (int64_t key = 0; key < count; key += VW)
@@ -29,7 +33,7 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
     const key_tile *tile = walk->tile;
     int64_t first = tile->first, count = tile->count;
     float *logits = walk->scores + row * KEY_TILE;
-    int64_t padded = pk_cpu_round_up(count, VW), at = head * walk->padded_rows + row;
+    int64_t padded = pk_cpu_round_up(count, STEP), at = head * walk->padded_rows + row;
     pk_softmax_state *state = &walk->states[at];
     pk_key_range seen = pk_visible_keys(walk->args, walk->seq, walk->first_query + row / walk->group);
     int64_t seen_first = seen.first - first < 0 ? 0 : seen.first - first;
@@ -38,7 +42,7 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
         memset(logits, 0, (size_t)padded * sizeof *logits);
         return;
     }
-    bend_logits(walk, row, head, first, count, logits);
+    make_logits(walk, row, head, first, count, logits);
     for (int64_t key = 0; key < seen_first; key++) logits[key] = -INFINITY;
     for (int64_t key = seen_end; key < padded; key++) logits[key] = -INFINITY;
     if (tile->has_masked_page)
@@ -54,7 +58,10 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
     for (int64_t key = 0; key < padded; key += VW) {
         vf weights = vf_exp(vf_load(logits + key) - vf_set1(origin));
         sums = sums + weights;
-        vf_store(logits + key, weights);
+        if (IN_PAIRS && !is_few(walk))
+            store_bf16((uint16_t *)logits + key, weights); /* over logits that were read */
+        else
+            vf_store(logits + key, weights);
     }
     if (max != state->max) {
         float shrink = expf(state->max - origin);

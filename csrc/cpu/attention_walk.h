@@ -1,8 +1,9 @@
 /* attention_walk.h - an item's walk through its keys: its queries, accumulators and the tile of keys at hand.
  *
  * Like simd.h, this is compiled once per instruction set. Rows of one KV head are (query, query head) pairs. Everything
- * is fp32; K and V are converted as they are loaded. A key of a negative page reads a row of zeros and gets a logit of
- * -inf, so no foreign memory is touched.
+ * is fp32; K and V are converted as they are loaded. Only what many rows multiply stays bf16, two numbers side by side,
+ * where the kernel is one IN_PAIRS. A key of a negative page reads a row of zeros and gets a logit of -inf, so no foreign
+ * memory is touched.
  */
 #ifndef PK_CPU_ATTENTION_WALK_H
 #define PK_CPU_ATTENTION_WALK_H
@@ -11,12 +12,19 @@
 #include "cpu/cpu.h"
 #include "cpu/simd.h"
 
+#ifndef IN_PAIRS /* 1: q, K and V are bf16, and many rows multiply them as they are */
+#define IN_PAIRS 0
+#endif
+#ifndef BLOCK_ROWS /* of a block of the product of many rows; rows are padded to it */
+#define BLOCK_ROWS (VW == 4 ? 4 : 6)
+#endif
+
 enum {
-    KEY_TILE = 64, /* keys of a tile for many rows: enough to pay for the packing */
+    KEY_TILE = IN_PAIRS ? 128 : 64, /* keys of a tile for many rows: enough to pay for the packing */
     FEW_TILE = 32, /* for few rows: short, so the pages are read nearly in the order of their addresses */
     FEW_ROWS = 8,  /* rows per KV head up to which packing a tile does not pay */
     MAX_DIM = 256,
-    BLOCK_ROWS = VW == 4 ? 4 : 6, /* of a block in attention_many_rows.h; rows are padded to it */
+    STEP = IN_PAIRS ? 32 : VW, /* dimensions and keys are padded to it */
 };
 
 static const float zero_row[MAX_DIM]; /* zeros in every dtype */
@@ -47,21 +55,24 @@ typedef struct {
     const pk_attention_args *args;
     const pk_attention_seq *seq;
     int64_t group, first_query, num_rows, padded_rows, num_heads, first_head, head_dim, row_size;
-    float *queries;                       /* [num_heads, padded_rows, row_size], times softmax_scale * k_scale */
+    float *queries;                       /* [num_heads, padded_rows, words(row_size)] */
     float *accumulated;                   /* [num_heads, padded_rows, row_size] */
-    float *scores;                        /* [padded_rows, KEY_TILE] */
-    float *packed_keys;                   /* [head_dim, KEY_TILE] */
-    float *packed_values;                 /* [KEY_TILE, row_size] */
+    float *scores;                        /* [padded_rows, KEY_TILE]; weights in pairs fill half of a row */
+    float *packed_keys;                   /* [words(row_size), KEY_TILE] */
+    float *packed_values;                 /* [words(KEY_TILE), row_size] */
     pk_softmax_state *states;             /* [num_heads, padded_rows] */
     key_tile tiles[2], *tile, *next_tile; /* next_tile: with count 0 after the last one */
 } tile_walk;
 
 PK_INLINE bool is_few(const tile_walk *walk) { return walk->num_rows <= FEW_ROWS; }
 
+/* Of so many numbers that are multiplied: a word is a float, or a pair. */
+PK_INLINE int64_t words(const tile_walk *walk, int64_t count) { return IN_PAIRS && !is_few(walk) ? count / 2 : count; }
+
 static size_t scratch_bytes(int64_t num_heads, int64_t rows_per_head, int64_t head_dim)
 {
-    int64_t rows = pk_cpu_round_up(rows_per_head, BLOCK_ROWS), row_size = pk_cpu_round_up(head_dim, VW);
-    int64_t packed = rows_per_head > FEW_ROWS ? KEY_TILE * (head_dim + row_size) : 0;
+    int64_t rows = pk_cpu_round_up(rows_per_head, BLOCK_ROWS), row_size = pk_cpu_round_up(head_dim, STEP);
+    int64_t packed = rows_per_head > FEW_ROWS ? 2 * KEY_TILE * row_size : 0;
     int64_t floats = 2 * num_heads * rows * row_size + rows * KEY_TILE + packed + 2 * num_heads * rows;
     return (size_t)pk_cpu_round_up(floats * (int64_t)sizeof(float), 64) + pk_cpu_round_up(sizeof(tile_walk), 64);
 }
@@ -71,7 +82,7 @@ static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item 
     const pk_attention_args *args = plan->args;
     tile_walk *walk = scratch;
     int64_t group = args->num_q_heads / args->num_kv_heads, rows = item->num_queries * group;
-    int64_t padded_rows = pk_cpu_round_up(rows, BLOCK_ROWS), row_size = pk_cpu_round_up(args->head_dim, VW);
+    int64_t padded_rows = pk_cpu_round_up(rows, BLOCK_ROWS), row_size = pk_cpu_round_up(args->head_dim, STEP);
     int64_t all_rows = item->num_heads * padded_rows;
     float *next = (float *)((char *)scratch + pk_cpu_round_up(sizeof *walk, 64));
     walk->args = args;
@@ -86,25 +97,27 @@ static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item 
     walk->row_size = row_size;
     walk->tile = &walk->tiles[0];
     walk->next_tile = &walk->tiles[1];
-    walk->queries = next;
+    walk->queries = next; /* all but the states begin with a cache line */
     walk->accumulated = next += all_rows * row_size;
     walk->scores = next += all_rows * row_size;
-    walk->states = (pk_softmax_state *)(next += padded_rows * KEY_TILE);
-    walk->packed_keys = next += 2 * all_rows;
-    walk->packed_values = next + KEY_TILE * args->head_dim;
+    walk->packed_keys = next += padded_rows * KEY_TILE;
+    if (!is_few(walk)) next += 2 * KEY_TILE * row_size;
+    walk->packed_values = walk->packed_keys + KEY_TILE * row_size;
+    walk->states = (pk_softmax_state *)next;
 
     memset(walk->queries, 0, (size_t)(2 * all_rows * row_size) * sizeof(float)); /* and accumulated */
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     for (int64_t head = 0; head < item->num_heads; head++) {
-        float scale = args->softmax_scale * pk_cpu_scale_at(&args->k_scale, item->seq, item->first_head + head);
         for (int64_t row = 0; row < rows; row++) {
             int64_t token = walk->seq->first_token + item->first_query + row / group;
             int64_t q_head = (item->first_head + head) * group + row % group;
             const char *q =
                 (const char *)args->q + (token * args->q_token_stride + q_head * args->q_head_stride) * bytes;
-            float *query = walk->queries + (head * padded_rows + row) * row_size;
-            pk_cpu_row_to_f32(query, q, args->dtype, args->head_dim);
-            for (int64_t d = 0; d < args->head_dim; d++) query[d] *= scale;
+            float *query = walk->queries + (head * padded_rows + row) * words(walk, row_size);
+            if (IN_PAIRS && !is_few(walk))
+                memcpy(query, q, (size_t)(args->head_dim * bytes));
+            else
+                pk_cpu_row_to_f32(query, q, args->dtype, args->head_dim);
         }
         for (int64_t row = 0; row < padded_rows; row++)
             walk->states[head * padded_rows + row] = (pk_softmax_state){-INFINITY, 0};
@@ -132,7 +145,8 @@ static void find_tile(const tile_walk *walk, int64_t first, int64_t end, key_til
         }
         tile->has_masked_page |= page < 0;
     }
-    for (int64_t key = tile->count; key < pk_cpu_round_up(tile->count, VW); key++) tile->k_offsets[key] = MASKED;
+    for (int64_t key = tile->count; key < pk_cpu_round_up(tile->count, STEP); key++)
+        tile->k_offsets[key] = tile->v_offsets[key] = MASKED;
 }
 
 static void find_rows(const int64_t *offsets, int64_t count, const void *cache, int64_t head_offset, int64_t bytes,

@@ -11,7 +11,8 @@
 #include "cpu/linear.h"
 
 #ifdef __AMX_BF16__
-#include <immintrin.h>
+#include "cpu/amx.h"
+
 #include <string.h>
 
 enum {
@@ -137,12 +138,7 @@ static inline void multiply_rows(const pk_dot_args *args, int64_t output, int64_
 
 void pk_dot_amx(const pk_dot_args *args)
 {
-    static const struct { /* LDTILECFG's */
-        uint8_t palette, start, reserved[14];
-        uint16_t line_bytes[16];
-        uint8_t lines[16];
-    } config = {1, .line_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .lines = {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&config);
+    pk_amx_begin();
     for (int64_t output = 0; output < args->num_outputs; output += PAIR) {
         for (int64_t row = 0; row < args->num_rows; row += PAIR)
             if (args->num_rows - row <= LINES)

@@ -10,8 +10,8 @@ other's threads fall asleep. Decodes are held against a plain read of the weight
 turns.
 
 Each instruction set is a process of its own (torch is held to it, too). With --onednn, the folder of a libdnnl.so.3
-(lib of the unpacked wheel onednn-cpu-gomp), each runs a second time with oneDNN, which pagedkv takes only on CPUs with
-AVX-512 and without AMX.
+(lib of the unpacked wheel onednn-cpu-gomp), the native one runs a second time with oneDNN, which pagedkv takes only on
+CPUs with AVX-512 and without AMX.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def main() -> None:
         return
     rows = []
     for isa in args.isas:
-        for onednn in dict.fromkeys((None, args.onednn)):
+        for onednn in dict.fromkeys((None, args.onednn if isa == "native" else None)):
             rows += (new := run_variant(isa, onednn, args))
             show(new)
     if not args.no_record:

@@ -22,9 +22,10 @@ PK_INLINE void store_bf16(uint16_t *to, vf x) { _mm256_storeu_si256((__m256i *)t
 PK_INLINE vf load_pairs(const char *row, int64_t left)
 {
     if (left >= STEP) return _mm512_loadu_ps(row);
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left > 0 ? (1u << left) - 1 : 0, row));
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1u << left) - 1, row));
 }
 
+/* 16 elements, each in the upper half of a float; zeros behind those that are left, if any are. */
 PK_INLINE vf load_16(const char *row, int64_t left)
 {
     return left > 0 ? load_part_as(row, PK_BF16, left >= VW) : vf_set1(0.0f);
@@ -42,7 +43,7 @@ static void pack(const tile_walk *walk, const char *const *keys, const char *con
         }
     }
     for (int64_t key = 0; key < pk_cpu_round_up(count, STEP); key += 2) {
-        for (int64_t d = 0; d < walk->row_size; d += VW) { /* bf16 in the upper half of a float each */
+        for (int64_t d = 0; d < walk->row_size; d += VW) {
             __m512i even = _mm512_castps_si512(load_16(values[key] + 2 * d, walk->head_dim - d));
             __m512i odd = _mm512_castps_si512(load_16(values[key + 1] + 2 * d, walk->head_dim - d));
             vf_store(walk->packed_values + key / 2 * walk->row_size + d,

@@ -9,7 +9,7 @@
 #ifndef PK_CPU_ATTENTION_FEW_ROWS_H
 #define PK_CPU_ATTENTION_FEW_ROWS_H
 
-#include "cpu/attention_walk.h"
+#include "cpu/attention_pairs.h"
 
 enum {
     FEW_ACCUMULATORS = VW == 16 ? 16 : 8, /* vectors of a block of outputs */
@@ -46,22 +46,25 @@ PK_INLINE void prefetch_line(const char *row, int64_t at)
 
 // --- scores
 
-/* Adds the VW dimensions from d on to the scores of VW / R keys with R rows. */
-PK_INLINE void score_step(const int R, const pk_dtype dtype, const bool is_whole, const float *queries,
-                          int64_t row_size, const char *const *keys, const char *const *ahead, int64_t d, vf sums[VW])
+/* Adds the STEP dimensions from d on, of which `left` are in a row, to the scores of VW / R keys with R rows. */
+PK_INLINE void score_step(const int R, const pk_dtype dtype, const int64_t left, const float *queries, int64_t words,
+                          const char *const *keys, const char *const *ahead, int64_t d, vf sums[VW])
 {
 #pragma GCC unroll 16
     for (int k = 0; k < VW / R; k++) {
-        vf x = load_part_as(keys[k] + d * dtype_bytes(dtype), dtype, is_whole);
+        const char *key = keys[k] + d * dtype_bytes(dtype);
+        vf x = IN_PAIRS ? load_pairs(key, left) : load_part_as(key, dtype, left >= VW);
         if (ahead) prefetch_line(ahead[k], d * dtype_bytes(dtype));
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-            sums[r * (VW / R) + k] = vf_fma(vf_load(queries + r * row_size), x, sums[r * (VW / R) + k]);
+        for (int r = 0; r < R; r++) {
+            vf *sum = &sums[r * (VW / R) + k], q = vf_load(queries + r * words + d / WORD_SIZE);
+            *sum = IN_PAIRS ? dot_pairs(q, x, *sum) : vf_fma(q, x, *sum);
+        }
     }
 }
 
 /* scores[r][key] = queries[r] . keys[key] for R rows. R * keys_at_once = VW accumulators. */
-PK_INLINE void score_rows(const int R, const pk_dtype dtype, const float *queries, int64_t row_size,
+PK_INLINE void score_rows(const int R, const pk_dtype dtype, const float *queries, int64_t words,
                           const char *const *keys, const char *const *ahead, int64_t count, int64_t head_dim,
                           float *scores)
 {
@@ -71,10 +74,10 @@ PK_INLINE void score_rows(const int R, const pk_dtype dtype, const float *querie
 #pragma GCC unroll 16
         for (int i = 0; i < VW; i++) sums[i] = vf_set1(0);
         int64_t d = 0;
-        for (; d + VW <= head_dim; d += VW)
-            score_step(R, dtype, true, queries + d, row_size, keys + key, ahead ? ahead + key : NULL, d, sums);
+        for (; d + STEP <= head_dim; d += STEP)
+            score_step(R, dtype, STEP, queries, words, keys + key, ahead ? ahead + key : NULL, d, sums);
         if (d < head_dim)
-            score_step(R, dtype, false, queries + d, row_size, keys + key, ahead ? ahead + key : NULL, d, sums);
+            score_step(R, dtype, head_dim - d, queries, words, keys + key, ahead ? ahead + key : NULL, d, sums);
         float lanes[VW];
         vf_store(lanes, vf_sums(sums));
 #pragma GCC unroll 4
@@ -87,7 +90,7 @@ PK_INLINE void score_rows(const int R, const pk_dtype dtype, const float *querie
 PK_INLINE void score_all_rows(const pk_dtype dtype, const tile_walk *walk, const float *queries,
                               const char *const *keys, const char *const *ahead)
 {
-    int64_t row = 0, size = walk->row_size, dim = walk->head_dim, count = walk->tile->count;
+    int64_t row = 0, size = walk->row_size / WORD_SIZE, dim = walk->head_dim, count = walk->tile->count;
     for (; row + 4 <= walk->num_rows; row += 4)
         score_rows(4, dtype, queries + row * size, size, keys, row ? NULL : ahead, count, dim,
                    walk->scores + row * KEY_TILE);

@@ -1,5 +1,6 @@
-/* attention_pairs.h - what many rows multiply, where it is bf16 and stays so: pairs of numbers that are neighbours in the
- * sum, in the place of one float. The layouts are those of attention_many_rows.h, with half as many rows.
+/* attention_pairs.h - what is multiplied, where it is bf16 and stays so: pairs of numbers that are neighbours in the sum,
+ * in the place of one float. A row of q or K is such pairs as it lies. Many rows have the layouts of
+ * attention_many_rows.h, with half as many rows.
  *
  *   K   [row_size / 2, KEY_TILE]: dimensions 2d and 2d + 1 of a key
  *   V   [KEY_TILE / 2, row_size]: a dimension of keys 2k and 2k + 1
@@ -55,6 +56,7 @@ static void pack(const tile_walk *walk, const char *const *keys, const char *con
 #else
 
 PK_INLINE vf dot_pairs(vf a, vf b, vf sum) { return (void)a, (void)b, sum; }
+PK_INLINE vf load_pairs(const char *row, int64_t left) { return (void)row, (void)left, vf_set1(0.0f); }
 PK_INLINE void store_bf16(uint16_t *to, vf x) { (void)to, (void)x; }
 
 #endif

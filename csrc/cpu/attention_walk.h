@@ -1,9 +1,9 @@
 /* attention_walk.h - an item's walk through its keys: its queries, accumulators and the tile of keys at hand.
  *
  * Like simd.h, this is compiled once per instruction set. Rows of one KV head are (query, query head) pairs. Everything
- * is fp32; K and V are converted as they are loaded. Only what many rows multiply stays bf16, two numbers side by side,
- * where the kernel is one IN_PAIRS. A key of a negative page reads a row of zeros and gets a logit of -inf, so no foreign
- * memory is touched.
+ * is fp32; K and V are converted as they are loaded. In a kernel that is IN_PAIRS, q and K stay bf16, two numbers side by
+ * side, and with many rows V and the weights, too. A key of a negative page reads a row of zeros and gets a logit of
+ * -inf, so no foreign memory is touched.
  */
 #ifndef PK_CPU_ATTENTION_WALK_H
 #define PK_CPU_ATTENTION_WALK_H
@@ -12,7 +12,7 @@
 #include "cpu/cpu.h"
 #include "cpu/simd.h"
 
-#ifndef IN_PAIRS /* 1: q, K and V are bf16, and many rows multiply them as they are */
+#ifndef IN_PAIRS /* 1: q, K and V are bf16, and multiplied as they are */
 #define IN_PAIRS 0
 #endif
 #ifndef BLOCK_ROWS /* of a block of the product of many rows; rows are padded to it */
@@ -24,7 +24,8 @@ enum {
     FEW_TILE = 32, /* for few rows: short, so the pages are read nearly in the order of their addresses */
     FEW_ROWS = 8,  /* rows per KV head up to which packing a tile does not pay */
     MAX_DIM = 256,
-    STEP = IN_PAIRS ? 32 : VW, /* dimensions and keys are padded to it */
+    STEP = IN_PAIRS ? 32 : VW,    /* dimensions and keys are padded to it */
+    WORD_SIZE = IN_PAIRS ? 2 : 1, /* numbers in a word of what is multiplied: a pair, or a float */
 };
 
 static const float zero_row[MAX_DIM]; /* zeros in every dtype */
@@ -55,19 +56,16 @@ typedef struct {
     const pk_attention_args *args;
     const pk_attention_seq *seq;
     int64_t group, first_query, num_rows, padded_rows, num_heads, first_head, head_dim, row_size;
-    float *queries;                       /* [num_heads, padded_rows, words(row_size)] */
+    float *queries;                       /* [num_heads, padded_rows, row_size / WORD_SIZE] */
     float *accumulated;                   /* [num_heads, padded_rows, row_size] */
     float *scores;                        /* [padded_rows, KEY_TILE]; weights in pairs fill half of a row */
-    float *packed_keys;                   /* [words(row_size), KEY_TILE] */
-    float *packed_values;                 /* [words(KEY_TILE), row_size] */
+    float *packed_keys;                   /* [row_size / WORD_SIZE, KEY_TILE] */
+    float *packed_values;                 /* [KEY_TILE / WORD_SIZE, row_size] */
     pk_softmax_state *states;             /* [num_heads, padded_rows] */
     key_tile tiles[2], *tile, *next_tile; /* next_tile: with count 0 after the last one */
 } tile_walk;
 
 PK_INLINE bool is_few(const tile_walk *walk) { return walk->num_rows <= FEW_ROWS; }
-
-/* Of so many numbers that are multiplied: a word is a float, or a pair. */
-PK_INLINE int64_t words(const tile_walk *walk, int64_t count) { return IN_PAIRS && !is_few(walk) ? count / 2 : count; }
 
 static size_t scratch_bytes(int64_t num_heads, int64_t rows_per_head, int64_t head_dim)
 {
@@ -113,8 +111,8 @@ static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item 
             int64_t q_head = (item->first_head + head) * group + row % group;
             const char *q =
                 (const char *)args->q + (token * args->q_token_stride + q_head * args->q_head_stride) * bytes;
-            float *query = walk->queries + (head * padded_rows + row) * words(walk, row_size);
-            if (IN_PAIRS && !is_few(walk))
+            float *query = walk->queries + (head * padded_rows + row) * (row_size / WORD_SIZE);
+            if (IN_PAIRS)
                 memcpy(query, q, (size_t)(args->head_dim * bytes));
             else
                 pk_cpu_row_to_f32(query, q, args->dtype, args->head_dim);

@@ -1,17 +1,13 @@
-"""The product of attention's rows by AMX against float64, with AMX's tiles in plain C (amx_tiles.h), so that any x86 CPU
+"""The product of attention's rows by AMX against float64, with its tiles in plain C (amx_tiles.py), so that any x86 CPU
 tests it. On a CPU with AMX test_attention.py runs it on the real tiles, in the whole kernel."""
 
 import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+from amx_tiles import bits_of, load
 
-ROOT = Path(__file__).parents[1]
 LINES, PAIRS, COLUMNS = 16, 16, 32  # rows, pairs and columns are multiples of them
 WRAPPER = """
 #include "cpu/attention_tiles.h"
@@ -25,14 +21,9 @@ void product(int is_sum, const float *a, int64_t a_stride, const float *b, int64
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory):
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if platform.machine() != "x86_64" or not compiler:
-        pytest.skip("needs an x86 CPU and a C compiler")
     folder = tmp_path_factory.mktemp("amx")
     (folder / "product.c").write_text(WRAPPER)
-    flags = ["-std=c11", "-O2", "-w", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}", "-include", ROOT / "tests/amx_tiles.h"]
-    subprocess.run([compiler, *flags, folder / "product.c", "-o", folder / "product.so"], check=True)
-    function = ctypes.CDLL(str(folder / "product.so")).product
+    function = load(folder, folder / "product.c").product
     function.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int64] * 3, *[ctypes.c_int64] * 3]
     function.restype = None
     return function
@@ -40,7 +31,7 @@ def product(tmp_path_factory):
 
 def words(numbers):
     """[rows, 2 n] as [rows, n] words, each two numbers in bfloat16."""
-    return np.ascontiguousarray((numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)).view(np.uint32)
+    return np.ascontiguousarray(bits_of(numbers)).view(np.uint32)
 
 
 @pytest.mark.parametrize("is_sum", [False, True])

@@ -1,17 +1,13 @@
-"""The AMX kernel of linear against float64, with AMX's tiles in plain C (amx_tiles.h), so that any x86 CPU tests it.
+"""The AMX kernel of linear against float64, with its tiles in plain C (amx_tiles.py), so that any x86 CPU tests it.
 On a CPU with AMX test_linear.py runs the same kernel on the real tiles."""
 
 import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+from amx_tiles import ROOT, bits_of, load
 
-ROOT = Path(__file__).parents[1]
 LINES, BLOCK, STEP = 16, 32, 32  # PK_AMX_LINES, PK_AMX_ROWS, PK_AMX_STEP
 POISON = 0x7FC0  # a NaN
 
@@ -26,17 +22,7 @@ class DotArgs(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if platform.machine() != "x86_64" or not compiler:
-        pytest.skip("needs an x86 CPU and a C compiler")
-    library = tmp_path_factory.mktemp("amx") / "linear_amx.so"
-    flags = ["-std=c11", "-O2", "-w", "-fPIC", "-shared", "-D__AMX_BF16__", f"-I{ROOT / 'csrc'}", "-include", ROOT / "tests/amx_tiles.h"]
-    subprocess.run([compiler, *flags, ROOT / "csrc/cpu/linear_amx.c", "-o", library], check=True)
-    return ctypes.CDLL(str(library))
-
-
-def bits_of(values):
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return load(tmp_path_factory.mktemp("amx"), ROOT / "csrc/cpu/linear_amx.c")
 
 
 def aligned(shape, dtype, fill):

@@ -1,6 +1,6 @@
-/* attention_pairs.h - what is multiplied, where it is bf16 and stays so: pairs of numbers that are neighbours in the sum,
- * in the place of one float. A row of q or K is such pairs as it lies. Many rows have the layouts of
- * attention_many_rows.h, with half as many rows.
+/* attention_pairs.h - products of numbers that stay bf16. Two that are neighbours in the sum are a pair, which takes
+ * the place of one float: a row of q or of K is made of such pairs as it lies in memory. What attention_many_rows.h packs
+ * has half as many rows then:
  *
  *   K   [row_size / 2, KEY_TILE]: dimensions 2d and 2d + 1 of a key
  *   V   [KEY_TILE / 2, row_size]: a dimension of keys 2k and 2k + 1

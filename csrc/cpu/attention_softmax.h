@@ -3,16 +3,14 @@
 #ifndef PK_CPU_ATTENTION_SOFTMAX_H
 #define PK_CPU_ATTENTION_SOFTMAX_H
 
-#include "cpu/attention_walk.h"
 #include "cpu/attention_pairs.h"
 
 /* Products of one row become logits: scale, soft cap and alibi. `first` is the tile's first key. */
-static void make_logits(const tile_walk *walk, int64_t row, int64_t head, int64_t first, int64_t count, float *logits)
+static void make_logits(const tile_walk *walk, int64_t row, int64_t head, float scale, int64_t first, int64_t count,
+                        float *logits)
 {
     const pk_attention_args *args = walk->args;
-    const vf scale =
-        vf_set1(args->softmax_scale * pk_cpu_scale_at(&args->k_scale, walk->seq->index, walk->first_head + head));
-    for (int64_t key = 0; key < count; key += VW) vf_store(logits + key, vf_load(logits + key) * scale);
+    for (int64_t key = 0; key < count; key += VW) vf_store(logits + key, vf_load(logits + key) * vf_set1(scale));
     if (args->softcap > 0) {
         vf cap = vf_set1(args->softcap), inverse = vf_set1(1.0f / args->softcap);
         for (int64_t key = 0; key < count; key += VW)
@@ -28,7 +26,7 @@ static void make_logits(const tile_walk *walk, int64_t row, int64_t head, int64_
 }
 
 /* Logits of one row become weights exp(logit - max); the row's state and accumulator follow the new maximum. */
-static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
+static void softmax_row(const tile_walk *walk, int64_t row, int64_t head, float scale)
 {
     const key_tile *tile = walk->tile;
     int64_t first = tile->first, count = tile->count;
@@ -42,7 +40,7 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head)
         memset(logits, 0, (size_t)padded * sizeof *logits);
         return;
     }
-    make_logits(walk, row, head, first, count, logits);
+    make_logits(walk, row, head, scale, first, count, logits);
     for (int64_t key = 0; key < seen_first; key++) logits[key] = -INFINITY;
     for (int64_t key = seen_end; key < padded; key++) logits[key] = -INFINITY;
     if (tile->has_masked_page)

@@ -11,10 +11,7 @@
 
 #include "cpu/attention_pairs.h"
 
-enum {
-    FEW_ACCUMULATORS = VW == 16 ? 16 : 8, /* vectors of a block of outputs */
-    INTO_L2 = 2,                          /* of __builtin_prefetch */
-};
+enum { FEW_ACCUMULATORS = VW == 16 ? 16 : 8 }; /* vectors of a block of outputs */
 
 // --- prefetch
 
@@ -41,7 +38,7 @@ static void find_ahead(const tile_walk *walk, int64_t head, int64_t bytes, const
 /* Fetches a cache line of a row ahead if one begins at the offset `at`. */
 PK_INLINE void prefetch_line(const char *row, int64_t at)
 {
-    if (at % 64 == 0) __builtin_prefetch(row + at, 0, INTO_L2);
+    if (at % 64 == 0) __builtin_prefetch(row + at, 0, PK_INTO_L2);
 }
 
 // --- scores
@@ -90,15 +87,15 @@ PK_INLINE void score_rows(const int R, const pk_dtype dtype, const float *querie
 PK_INLINE void score_all_rows(const pk_dtype dtype, const tile_walk *walk, const float *queries,
                               const char *const *keys, const char *const *ahead)
 {
-    int64_t row = 0, size = walk->row_size / WORD_SIZE, dim = walk->head_dim, count = walk->tile->count;
+    int64_t row = 0, words = walk->row_size / WORD_SIZE, dim = walk->head_dim, count = walk->tile->count;
     for (; row + 4 <= walk->num_rows; row += 4)
-        score_rows(4, dtype, queries + row * size, size, keys, row ? NULL : ahead, count, dim,
+        score_rows(4, dtype, queries + row * words, words, keys, row ? NULL : ahead, count, dim,
                    walk->scores + row * KEY_TILE);
     for (; row + 2 <= walk->num_rows; row += 2)
-        score_rows(2, dtype, queries + row * size, size, keys, row ? NULL : ahead, count, dim,
+        score_rows(2, dtype, queries + row * words, words, keys, row ? NULL : ahead, count, dim,
                    walk->scores + row * KEY_TILE);
     for (; row < walk->num_rows; row++)
-        score_rows(1, dtype, queries + row * size, size, keys, row ? NULL : ahead, count, dim,
+        score_rows(1, dtype, queries + row * words, words, keys, row ? NULL : ahead, count, dim,
                    walk->scores + row * KEY_TILE);
 }
 

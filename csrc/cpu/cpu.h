@@ -62,6 +62,8 @@ pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *rang
 pk_status pk_cpu_range_resize(pk_range *range, size_t bytes, pk_error *err);
 pk_status pk_cpu_range_release(pk_range *range, pk_error *err);
 
+enum { PK_INTO_L2 = 2 }; /* of __builtin_prefetch: how near */
+
 /* To the next multiple of `step`, which x may be. */
 static inline int64_t pk_cpu_round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 

@@ -2,6 +2,7 @@
 #ifndef PK_CPU_LINEAR_H
 #define PK_CPU_LINEAR_H
 
+#include "cpu/cpu.h"
 #include "ops/linear.h"
 
 /* sums[r, c] = dot(x[r], weight[c]) in fp32 */

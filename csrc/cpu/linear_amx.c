@@ -21,8 +21,7 @@ enum {
     STEP = PK_AMX_STEP,   /* elements of each row in a tile */
     LINE_BYTES = 2 * STEP,
     TILE_BYTES = LINES * LINE_BYTES,
-    AHEAD = 8,   /* steps that are fetched before their turn */
-    INTO_L2 = 2, /* of __builtin_prefetch */
+    AHEAD = 8, /* steps that are fetched before their turn */
 };
 
 typedef uint32_t v16 __attribute__((vector_size(64)));
@@ -115,7 +114,7 @@ static inline void multiply_rows(const pk_dot_args *args, int64_t output, int64_
         if (fetches && (ahead < whole || has_next))
 #pragma GCC unroll 32
             for (int64_t r = 0; r < PAIR; r++)
-                __builtin_prefetch(weight + behind + ahead * LINE_BYTES + r * weight_row, 0, INTO_L2);
+                __builtin_prefetch(weight + behind + ahead * LINE_BYTES + r * weight_row, 0, PK_INTO_L2);
         multiply(weight + step * LINE_BYTES, weight_row, x + step * TILE_BYTES,
                  has_second ? second_x + step * TILE_BYTES : NULL);
     }

@@ -144,8 +144,12 @@ struct prefill_parts {
     __device__ static float estimate(const prefill_batch &batch, const prefill_sums &sums, float count, float length)
     {
         const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
+        const float longest = (float)sums.longest, long_items = __fdividef(sums.squares, longest * longest);
+        const float short_keys = sums.keys - long_items * longest;
+        const bool others_are_short = short_keys < thresholds::SHORT_SHARE * longest * (sums.items - long_items);
         float many = fminf(__fdividef(sums.keys * sums.keys, sums.squares), sums.items); /* of the usual length */
-        bool are_even = sums.squares > thresholds::EVEN_SHARE * sums.keys * (float)sums.longest;
+        bool are_even = sums.squares > thresholds::EVEN_SHARE * sums.keys * longest;
+        if (others_are_short) many = long_items, are_even = true;
         float cut = are_even ? many * count : __fdividef(sums.keys, length) + 0.5f * many;
         float units = cut + (are_even ? sums.items - many : 0.5f * (sums.items - many));
         if (count == 1) cut = 0, units = sums.items;

@@ -165,17 +165,19 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
 
     // --- the unit
 
-    /* From here on, what the previous kernel wrote may be read. Calling it twice does no harm. */
-    __device__ static void begin()
+    __device__ bool starts_early() const { return args.plan && args.past_is_constant; }
+    /* From here on, what the previous kernel wrote may be read. Calling it twice does no harm. The next kernel may start
+     * where that gains something: prefill works beside this one, and another decode may read its keys. Else its first
+     * CTAs, which have the longest parts, would only come to lie close together where this one's shortest parts end. */
+    __device__ void begin() const
     {
         pk_wait_for_previous_kernel();
-        pk_let_next_kernel_start();
+        if (starts_early() || params.shape.filter.max_rows != INT64_MAX) pk_let_next_kernel_start();
     }
 
     __device__ void run()
     {
-        bool starts_early = args.plan && args.past_is_constant;
-        if (!starts_early) begin();
+        if (!starts_early()) begin();
         /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs.
          * A large weight would only stand in the way of the few bytes that are waited for here. */
         bool is_small = args.num_q_heads * args.head_dim <= thresholds::FEW_HEADS;
@@ -227,6 +229,7 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
             load_next(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
+        pk_let_next_kernel_start();
         copy_async_wait<0>();
         __syncwarp();
         this->leave_results(

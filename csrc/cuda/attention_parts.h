@@ -51,6 +51,13 @@ struct parts_room {
     }
 };
 
+/* A warp: the first lane of those with the least number. None is negative. */
+__device__ static inline int lane_of_least(float number)
+{
+    unsigned int bits = __float_as_uint(number); /* in the same order */
+    return __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
+}
+
 /* After the kernel that leaves parts, on the same stream. `are_many`: there are few rows, of many parts each. */
 pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, bool are_many,
                               const pk_cuda_call &call);

@@ -102,13 +102,14 @@ struct decode_planner {
             __syncthreads();
             length = best_length(shape, longest, length, shared.tried_slots[lane]);
             if (threadIdx.x == 0) shared.most = {length, length, shares};
-        } else if (lane == 0 && warp < 2) { /* two chains of divisions at once */
+        } else if (warp < 2) { /* two chains of divisions at once */
             int mean = shared.long_steps / max(shared.num_long, 1);
-            if (warp == 0) {
+            if (threadIdx.x == 0) {
                 int even = even_length(shape, total, longest, mean);
                 shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
-            } else if (shared.end_of_long == shared.num_long) {
-                shared.left_over = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
+            } else if (warp == 1 && shared.end_of_long == shared.num_long) {
+                sequences_left_over it = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
+                if (lane == 0) shared.left_over = it;
             }
         }
         __syncthreads();
@@ -203,6 +204,11 @@ struct decode_planner {
             __syncthreads();
             put_all(rows);
         }
+    }
+
+    /* What is behind the units: no units. */
+    __device__ void put_ends() const
+    {
         int other = (threadIdx.x + THREADS / 2) % THREADS; /* the warps in the middle have nothing to do yet */
         for (int at = shared.num_units + other; at < shape.num_units; at += THREADS) put(at, {});
     }
@@ -218,16 +224,19 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
         shared.total = shared.long_steps = shared.num_long = shared.end_of_long = shared.num_places = 0,
-        shared.longest = 1, shared.left_over = {};
+        shared.num_units = 0, shared.longest = 1, shared.left_over = {};
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
     __syncthreads();
 
     decode_planner planner = {
         args, shape, workspace.units, bad_id, shared, (int)threadIdx.x / 32, (int)threadIdx.x % 32};
     planner.measure_all();
-    planner.choose_lengths();
-    planner.find_places();
-    planner.list_units();
+    if (shared.total) { /* else all sequences are prefill's, or there are none */
+        planner.choose_lengths();
+        planner.find_places();
+        planner.list_units();
+    }
+    planner.put_ends();
     __threadfence();
 }
 

@@ -115,4 +115,22 @@ __device__ static inline int decode_num_steps(int context, int first_key, int st
     return context <= first_key ? 1 : (context - first_key + step - 1) >> (31 - __clz(step));
 }
 
+struct planned_sequence {
+    sequence_view view;
+    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
+};
+
+__device__ static inline planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
+                                                  pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    planned_sequence it;
+    it.view = view_sequence(args, seq, bad_id, is_recorder);
+    int64_t rows = (int64_t)it.view.num_queries * shape.group;
+    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
+    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
+    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
+    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
+    return it;
+}
+
 #endif

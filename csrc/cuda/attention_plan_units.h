@@ -24,24 +24,6 @@ enum {
     FEWEST_KEYS = 1024  /* of a part, with num_splits; a power of two, as a step */
 };
 
-struct planned_sequence {
-    sequence_view view;
-    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
-};
-
-__device__ static inline planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
-                                                  pk_cuda_bad_id *bad_id, bool is_recorder)
-{
-    planned_sequence it;
-    it.view = view_sequence(args, seq, bad_id, is_recorder);
-    int64_t rows = (int64_t)it.view.num_queries * shape.group;
-    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
-    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
-    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
-    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
-    return it;
-}
-
 /* In steps: the longest sequence that is not cut, and the longest part of one that is. Its parts are about as long as each
  * other. Where slots may be shared all but the last one are `cut` long, so that the rests of several sequences may follow
  * each other in a slot. */
@@ -90,23 +72,25 @@ __device__ static inline int slots_tried(const decode_shape &shape, int num_step
     if (!SHARES) return parts * SLOT;
     return (parts - 1) * SLOT + part_of_slot(shape, num_steps - (parts - 1) * length, length);
 }
-/* An estimate, counted in steps of a CTA; INFINITY where there are too few slots. Parts are merged on a level or two.
- * All SMs share the memory's bandwidth: that takes longer, but equally for every length. */
+/* What merging so many parts of a tile takes, on a level or two, counted in steps of a CTA. */
+__device__ static inline float steps_of_merging(const decode_shape &shape, int parts)
+{
+    int group = parts_of_group(shape, parts), batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
+    float steps = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
+    if (parts > group) steps = 2 * steps + shape.level_steps;
+    return parts == 1 ? 0 : steps;
+}
+/* An estimate, in the same; INFINITY where there are too few slots. All SMs share the memory's bandwidth: that takes
+ * longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int slots)
 {
-    int parts = count_tried(longest, length, __frcp_rd((float)length)), group = parts_of_group(shape, parts);
-    int batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
-    float merging = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
-    if (parts > group) merging = 2 * merging + shape.level_steps;
-    if (parts == 1) merging = 0;
-    return slots > SLOT * shape.slots ? INFINITY : (float)length + merging;
+    int parts = count_tried(longest, length, __frcp_rd((float)length));
+    return slots > SLOT * shape.slots ? INFINITY : (float)length + steps_of_merging(shape, parts);
 }
 /* A warp, with a length a lane: the one that takes least time, and of those the longest. */
 __device__ static inline int best_length(const decode_shape &shape, int longest, int length, int slots)
 {
-    unsigned int steps = __float_as_uint(steps_of(shape, longest, length, slots)); /* in the same order */
-    unsigned int lanes = __ballot_sync(~0u, steps == __reduce_min_sync(~0u, steps));
-    return __shfl_sync(~0u, length, __ffs(lanes) - 1);
+    return __shfl_sync(~0u, length, lane_of_least(steps_of(shape, longest, length, slots)));
 }
 /* Where the parts need not all run at once. Each cut costs a merge, so some sequences stay whole: those up to `length`.
  * Where there are more tiles than places also those up to a place's share, or up to `mean`, whichever is less; that is
@@ -122,7 +106,7 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
     return {is_little && (mean >= length || shape.ctas_per_sm == 1) ? longest : length, cut, false};
 }
 /* Sequences of one length, one tile each: full waves of them fill the slots, and a few are left over, the last ones, from
- * `first` on. These are cut into parts of `length` steps, which fill most of the slots. Left whole, they would take as
+ * `first` on. These are cut into parts of `length` steps, which fill more of the slots. Left whole, they might take as
  * long as a full wave, in a few slots alone. */
 struct sequences_left_over {
     int first, length; /* length 0: there are none */
@@ -133,19 +117,28 @@ struct sequences_left_over {
         return seq < first ? part_lengths{longest, longest, false} : part_lengths{length, length, false};
     }
 };
+/* An estimate, in steps: waves of so many parts of each. BUSY_SHARE of the slots draws the whole bandwidth: fewer are no
+ * faster. */
+__device__ static inline float steps_of_left_over(const decode_shape &shape, int left, int parts, int length)
+{
+    const float waves = __fdividef((float)(left * parts), (float)shape.slots), full = floorf(waves + 1e-4f);
+    const float last = waves - full < 1e-4f ? 0 : fmaxf(waves - full, thresholds::BUSY_SHARE);
+    return (full + last) * ((float)length + shape.start_steps) + steps_of_merging(shape, parts);
+}
+/* A warp, with a number of parts a lane: the one that takes least time, if there is room for so many. */
 __device__ static inline sequences_left_over cut_left_over(const decode_shape &shape, int num_seqs, int num_long,
                                                            int longest, int mean)
 {
-    using namespace thresholds;
     const int2 waves = divide_small(num_long, shape.slots);
     const int left = waves.y, others = shape.num_segments - left;
     if (waves.x == 0 || left == 0 || shape.num_splits || shape.num_segments != num_seqs) return {};
-    if (10 * mean < EVEN_TENTHS * longest) return {};
-    const int room = min(shape.slots, min(shape.num_units - others, shape.max_slots));
-    const int wanted = divide_small(FILLED_THIRDS * shape.slots / 3 + left - 1, left).x;
-    const int parts = min(min(wanted, divide_small(room, left).x), longest / DECODE_STAGES);
-    if (parts < 2) return {};
-    return {num_long - left, divide_small(longest + parts - 1, parts).x};
+    if (10 * mean < thresholds::EVEN_TENTHS * longest) return {};
+    const int parts = (int)threadIdx.x % 32 + 1, length = divide_small(longest + parts - 1, parts).x;
+    const bool have_room = left * parts <= min(shape.num_units - others, shape.max_slots);
+    const bool are_possible = parts == 1 || (have_room && parts * DECODE_STAGES <= longest);
+    const int best = lane_of_least(are_possible ? steps_of_left_over(shape, left, parts, length) : INFINITY);
+    if (best == 0) return {};
+    return {num_long - left, __shfl_sync(~0u, length, best)};
 }
 
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */
@@ -269,6 +262,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int total = __reduce_add_sync(~0u, it.num_tiles * it.num_steps);
     int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
     part_lengths most = {longest, longest, false};
+    if (total == 0) return {};
     const bool shares = shares_slots(shape, total);
     if (longest > DECODE_STAGES && shape.is_one_wave) {
         int length = length_to_try(shape, total, longest, lane);

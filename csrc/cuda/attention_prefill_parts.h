@@ -178,9 +178,7 @@ struct prefill_parts {
         /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
         float of_length = __fdividef(sums.keys, length);
         if (parts > 1 && of_length + fminf(of_length, sums.items) > (float)batch.parts.most_parts) us = INFINITY;
-        /* Positive floats are in the order of their bits. */
-        unsigned int least = __reduce_min_sync(~0u, __float_as_uint(us));
-        int best = __ffs(__ballot_sync(~0u, __float_as_uint(us) == least)) - 1;
+        int best = lane_of_least(us);
         if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
     }
 };

@@ -65,6 +65,57 @@ def test_sequences_of_one_length_are_not_cut(torch):
         assert parts.pop(count // 2) >= 8 and set(parts.values()) == {1}
 
 
+@pytest.mark.parametrize(("num_seqs", "heads"), [(54, (16, 8)), (79, (40, 5))])
+def test_many_that_are_left_over(torch, rng, num_seqs, heads):
+    """More than half a wave of long ones: their parts take more than a wave, of which the last one is fuller. All others
+    are whole."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    longest, left_over = 12_000, num_seqs - 132 * 2 // heads[1]
+    lens = longest - rng.integers(0, 50, num_seqs).astype(np.int32)
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    tables = pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()  # they share theirs
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    parts = parts_of(torch, tensors, lens)
+    assert sum(parts.values()) > num_seqs
+    assert {seq for seq in parts if parts[seq] > 1} == set(range(num_seqs - left_over, num_seqs))
+    check_planned_and_plain(torch, tensors, on_gpu)
+
+
+@pytest.mark.parametrize(("count", "heads", "head_dim"), [(50, (16, 8), 128), (150, (16, 8), 128), (198, (42, 3), 256)])
+def test_short_tables_have_the_smallest_ctas(torch, rng, count, heads, head_dim):
+    """Of two warps, where longer tables have four: starting a second wave would take longer than what it saves."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+    lens, small = rng.integers(1, 321, count).astype(np.int32), 32  # keys of a step of theirs
+    for longest, step in (320, small), (3200, 2 * small):
+        tensors = make_pool(torch, count, longest, *heads, head_dim, 16)
+        units = units_of(torch, tensors, lens)
+        assert {unit["seq"]: unit["end_step"] for unit in units if unit["part"] + 1 == unit["num_parts"]} == {
+            seq: -(-int(n) // step) for seq, n in enumerate(lens)
+        }
+        check_planned_and_plain(torch, tensors, torch.from_numpy(lens).cuda())
+
+
+@pytest.mark.parametrize("num_seqs", [9, 40])  # planned by each CTA itself, and by a kernel
+def test_prompts_alone_leave_no_units(torch, rng, num_seqs):
+    """A batch that may hold decodes, but does not: all are the prefill kernel's."""
+    lens = rng.integers(700, 900, num_seqs).astype(np.int32)
+    queries = rng.integers(100, 700, num_seqs)
+    _, *tensors = make_pool(torch, num_seqs, 900, 16, 8, 128, 16)
+    q = torch.randn(int(queries.sum()), 16, 128, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([0, *np.cumsum(queries)], device="cuda", dtype=torch.int32)
+    arguments = dict(cu_seqlens_q=ends, max_seqlen_q=700)
+    on_gpu = torch.from_numpy(lens).cuda()
+    expected = simple_kernel(q, *tensors, on_gpu, **arguments)
+    plain = pagedkv.paged_attention_fwd(q, *tensors, on_gpu, **arguments)
+    plan = pagedkv.plan_attention(q, *tensors, on_gpu, **arguments)
+    planned = pagedkv.paged_attention_fwd(q, *tensors, on_gpu, plan=plan, **arguments)
+    torch.testing.assert_close(plain.float(), expected.float(), rtol=2e-2, atol=1e-2)
+    assert torch.equal(planned, plain)
+
+
 def test_few_that_are_left_over_without_a_plan(torch):
     """At most 32 sequences are planned by each CTA itself: 4 of 20 are left over, since 16 fill the GPU."""
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:

@@ -23,10 +23,11 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
 
 /* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
  * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
- * CTAs would leave much of their first or third wave empty, those twice as large end sooner (not with fp8, whose steps
- * are twice as long). Where the table is too short for any cut: the largest CTAs that all run at once. Where the smallest
- * do not all run at once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits
- * the bits may not depend on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
+ * CTAs would leave much of their first or third wave empty, those twice as large end sooner; but not with fp8, whose
+ * steps are twice as long, nor where the table has room for a few steps only, because more waves start more often. Where
+ * the table is too short for any cut: the largest CTAs that all run at once. Where the smallest do not all run at once,
+ * SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend on
+ * the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -39,7 +40,8 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     auto waves_between = [&](int least_tenths, int most_tenths) {
         return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
     };
-    bool ends_sooner_by_half = bytes > 1 && (waves_between(5, 10) || waves_between(22, 25));
+    bool are_short = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
+    bool ends_sooner_by_half = bytes > 1 && !are_short && (waves_between(5, 10) || waves_between(22, 25));
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = call.device->num_sms * ctas / heads;

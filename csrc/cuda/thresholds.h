@@ -36,6 +36,7 @@ constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
 constexpr float BUSY_SHARE = 0.75f;       /* of them: so many read as fast as all (decode/NOTES.md #100) */
 constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
+constexpr int FEW_STEPS = 16;             /* of the smallest CTAs: starting them takes a quarter of it (#101) */
 constexpr int ONE_WAVE_THIRDS = 2;        /* of the places: with more tiles, parts run in several waves */
 constexpr int QUARTERS = 6;               /* of a place's share of all steps: a sequence up to that is not cut */
 constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly empty, */

@@ -18,6 +18,19 @@ STEPS = {"bfloat16": {64: (64, 128, 256), 128: (32, 64, 128), 256: (32, 64)},
          "float8_e4m3fn": {64: (64, 128, 256), 128: (64, 128, 256), 256: (32, 64, 128)}}  # fmt: skip
 
 
+@pytest.fixture
+def as_on_an_h200(torch):
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("these numbers of sequences are for 132 SMs")
+
+
+def make_long_pool(torch, num_seqs, longest, heads):
+    """make_pool's for long sequences, of which every other one has the same pages: two are enough memory."""
+    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
+    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    return q, k_cache, v_cache, pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()
+
+
 def units_of(torch, tensors, lens, **arguments):
     """The rows that are units; no others stand between them."""
     plan = pagedkv.plan_attention(*tensors, torch.from_numpy(lens).cuda(), **arguments).cpu().numpy()
@@ -43,12 +56,11 @@ def check_planned_and_plain(torch, tensors, lens):
     assert torch.equal(planned, plain) and torch.equal(planned_lse, lse)
 
 
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_sequences_of_one_length_are_not_cut(torch):
     """Where they nearly fill the GPU, or more than once, even beside padding: each would be merged, and none ends sooner.
     A long one among them is cut all the same, and so are the few that are left over when the others have filled the GPU.
     """
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     for count, left_over in (17, 0), (19, 0), (24, 0), (33, 0), (36, 3), (39, 6), (50, 0), (66, 0), (70, 4), (100, 0):
         rows = -(-count // 8) * 8
         tensors = make_pool(torch, rows, 1500, 16, 8, 128, 16)
@@ -66,17 +78,13 @@ def test_sequences_of_one_length_are_not_cut(torch):
 
 
 @pytest.mark.parametrize(("num_seqs", "heads"), [(54, (16, 8)), (79, (40, 5))])
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_many_that_are_left_over(torch, rng, num_seqs, heads):
     """More than half a wave of long ones: their parts take more than a wave, of which the last one is fuller. All others
     are whole."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     longest, left_over = 12_000, num_seqs - 132 * 2 // heads[1]
     lens = longest - rng.integers(0, 50, num_seqs).astype(np.int32)
-    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
-    tables = pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()  # they share theirs
-    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
-    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    tensors, on_gpu = make_long_pool(torch, num_seqs, longest, heads), torch.from_numpy(lens).cuda()
     parts = parts_of(torch, tensors, lens)
     assert sum(parts.values()) > num_seqs
     assert {seq for seq in parts if parts[seq] > 1} == set(range(num_seqs - left_over, num_seqs))
@@ -84,10 +92,9 @@ def test_many_that_are_left_over(torch, rng, num_seqs, heads):
 
 
 @pytest.mark.parametrize(("count", "heads", "head_dim"), [(50, (16, 8), 128), (150, (16, 8), 128), (198, (42, 3), 256)])
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_short_tables_have_the_smallest_ctas(torch, rng, count, heads, head_dim):
     """Of two warps, where longer tables have four: starting a second wave would take longer than what it saves."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     lens, small = rng.integers(1, 321, count).astype(np.int32), 32  # keys of a step of theirs
     for longest, step in (320, small), (3200, 2 * small):
         tensors = make_pool(torch, count, longest, *heads, head_dim, 16)
@@ -116,10 +123,9 @@ def test_prompts_alone_leave_no_units(torch, rng, num_seqs):
     assert torch.equal(planned, plain)
 
 
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_few_that_are_left_over_without_a_plan(torch):
     """At most 32 sequences are planned by each CTA itself: 4 of 20 are left over, since 16 fill the GPU."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     tensors, lens = make_pool(torch, 20, 1500, 16, 16, 128, 16), np.full(20, 1500, np.int32)
     parts = parts_of(torch, tensors, lens)
     assert {seq for seq in parts if parts[seq] > 1} == {16, 17, 18, 19}
@@ -135,10 +141,9 @@ def test_short_ones_behind_the_last_long_one_take_one_slot_each(torch):
 
 # CTAs an SM, which follow from the number of sequences: at most 32 are planned by each CTA itself, more by a kernel
 @pytest.mark.parametrize(("num_short", "ctas"), [(200, 4), (20, 2)])
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short, ctas):
     """A share is all steps divided by the places for CTAs. A part is no longer, or everything waits for it."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     num_long, longest, step, places = 4, 30_000, 128 // ctas, 132 * ctas // 8
     where = rng.permutation(num_long + 1 + num_short)
     long, middle, short = where[:num_long], where[num_long], where[num_long + 1 :]
@@ -163,10 +168,9 @@ def test_a_few_long_ones_among_many_have_parts_of_a_share(torch, rng, num_short,
 
 
 @pytest.mark.parametrize("num_seqs", [9, 40])  # planned by each CTA itself, and by a kernel
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
     """Where each had a slot of its own, most of the GPU would wait for the parts of the long one."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("this number of slots is for 132 SMs")
     longest, heads, slots = 400_000, (20, 2), 132 if num_seqs > 32 else 66
     lens = rng.integers(300, 1500, num_seqs).astype(np.int32)
     where = int(rng.integers(num_seqs))
@@ -183,16 +187,12 @@ def test_short_ones_follow_each_other_beside_a_long_one(torch, rng, num_seqs):
 
 
 @pytest.mark.parametrize(("num_seqs", "heads"), [(25, (64, 8)), (53, (16, 2))])
+@pytest.mark.usefixtures("as_on_an_h200")
 def test_long_ones_that_leave_slots_empty_have_rests(torch, rng, num_seqs, heads):
     """What the rests take fits into the slots that would have been empty."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("these numbers of sequences are for 132 SMs")
     longest = 20_000
     lens = longest - rng.integers(0, 200, num_seqs).astype(np.int32)
-    _, k_cache, v_cache, pages = make_pool(torch, 2, longest, *heads, 128, 16)
-    tables = pages[torch.arange(num_seqs, device="cuda") % 2].contiguous()  # they share theirs
-    q = torch.randn(num_seqs, heads[0], 128, device="cuda", dtype=torch.bfloat16)
-    tensors, on_gpu = (q, k_cache, v_cache, tables), torch.from_numpy(lens).cuda()
+    tensors, on_gpu = make_long_pool(torch, num_seqs, longest, heads), torch.from_numpy(lens).cuda()
     assert set(parts_of(torch, tensors, lens).values()) == {2}
     check_planned_and_plain(torch, tensors, on_gpu)
 

@@ -167,8 +167,9 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
 
     __device__ bool starts_early() const { return args.plan && args.past_is_constant; }
     /* From here on, what the previous kernel wrote may be read. Calling it twice does no harm. The next kernel may start
-     * where that gains something: prefill works beside this one, and another decode may read its keys. Else its first
-     * CTAs, which have the longest parts, would only come to lie close together where this one's shortest parts end. */
+     * if it has something to do meanwhile: prefill works beside this one, and with the promise another decode reads its
+     * keys. Otherwise it starts when this one's keys are read (decode/NOTES.md #104): earlier it would only be dealt the
+     * SMs whose short parts end first, and its longest parts come first, so some SMs would have many and others none. */
     __device__ void begin() const
     {
         pk_wait_for_previous_kernel();

@@ -1,5 +1,6 @@
 """Prefill's list of items, by the code of the GPU on an emulated CTA: any batch, read back and checked, without a GPU."""
 
+import heapq
 from itertools import pairwise
 
 import numpy as np
@@ -44,6 +45,23 @@ def draw(rng):
     batch.min_rows, batch.max_rows = int(rng.choice([0, 0, 8, 16])), 2**31 - 1
     batch.window_left, batch.window_right = int(rng.choice([-1, -1, 100, 2000])), int(rng.choice([0, 0, -1, 30]))
     batch.cut_tile = int(rng.choice([0, 80 if batch.head_dim == 256 else 128])) if is_long else 0
+    return batch, starts, lens
+
+
+def draw_chunks(rng):
+    """One to three chunks behind many keys, more items than CTAs, and prompts beside them that are far shorter."""
+    num_chunks, num_short = int(rng.integers(1, 4)), int(rng.integers(0, 30))
+    past = int(10 ** rng.uniform(3.7, 5))
+    queries = np.concatenate([np.full(num_chunks, rng.integers(300, min(4000, past // 9))), rng.integers(1, 200, num_short)])
+    past -= rng.integers(0, past // 20, num_chunks) * rng.integers(0, 2)
+    lens = (queries + np.concatenate([past, np.zeros(num_short, int)])).astype(np.int32)
+    order = rng.permutation(len(lens))
+    queries, lens = queries[order], lens[order]
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    batch = Batch(len(lens), int(starts[-1]), int(queries.max()), int(rng.integers(1, 9)), int(rng.integers(1, 17)))
+    batch.head_dim, batch.max_keys, batch.max_rows = int(rng.choice([64, 128, 256])), int(lens.max()), 2**31 - 1
+    batch.window_left, batch.window_right = int(rng.choice([-1, -1, -1, 3000])), 0
+    batch.cut_tile = 80 if batch.head_dim == 256 else 128
     return batch, starts, lens
 
 
@@ -104,3 +122,36 @@ def test_every_list_covers_every_token_and_key_once(list_on_cpu, rng):
         parts = check_items(batch, starts, lens, items_of(list_on_cpu, batch, starts, lens))
         num_cut, num_parts = num_cut + (parts > 0), num_parts + parts
     assert num_cut > 10 and num_parts > 300
+
+
+def time_of(keys, num_ctas=132):
+    """When the last CTA ends that takes an item at a time: in keys, and 150 to begin one."""
+    ends = [0] * num_ctas
+    for each in keys:
+        heapq.heapreplace(ends, ends[0] + each + 150)
+    return max(ends)
+
+
+def test_chunks_are_whole_but_for_what_full_waves_leave_over(list_on_cpu, rng):
+    """Items of about one length, more than there are CTAs: all are cut, or the last ones of the list, which full waves of
+    the others leave over. That does not take longer than if all were whole."""
+    num_left_over, shares = 0, []
+    for _ in range(200):
+        batch, starts, lens = draw_chunks(rng)
+        items = items_of(list_on_cpu, batch, starts, lens)
+        check_items(batch, starts, lens, items)
+        items = [item for item in items if item["part"] < item["num_parts"]]
+        keys_of = {}  # of whole items, in the list's order
+        for item in items:
+            begin, end = keys_of_item(batch, item["first_key"], item["num_positions"], item["context_len"])
+            keys_of[item["seq"], item["q_head"], item["first_token"]] = end - begin
+        shares.append(time_of([item["end"] - item["begin"] for item in items]) / time_of(keys_of.values()))
+        long = {key for key, keys in keys_of.items() if 2 * keys > max(keys_of.values())}
+        cut = {(item["seq"], item["q_head"], item["first_token"]) for item in items if item["num_parts"] > 1}
+        if cut and long - cut:
+            places = {key: place for place, key in enumerate(keys_of)}
+            assert max(places[key] for key in long - cut) < min(places[key] for key in cut)
+            most = len(long) // 132 * 132
+            assert most - batch.num_kv_heads * batch.group // batch.heads * len(lens) < len(long - cut) <= most
+            num_left_over += 1
+    assert num_left_over > 10 and max(shares) < 1.02 and np.mean(shares) < 0.98, (num_left_over, shares)

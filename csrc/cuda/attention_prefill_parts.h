@@ -68,6 +68,7 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
 /* What is known of items when it is decided how to cut them. */
 struct prefill_sums {
     float items, keys, squares; /* of the items' keys */
+    float seqs;                 /* that have items */
     int longest;                /* keys of an item */
 
     /* `count` items of a sequence, of which the first goes through `before` + 1 times `positions` keys, and each after
@@ -79,7 +80,6 @@ struct prefill_sums {
         items += count;
         keys += fminf(ends * positions, count * (float)most);
         squares += fminf(squares_of_ends * positions * positions, count * (float)most * (float)most);
-        longest = max(longest, most);
     }
     /* Over the lanes, and for all bundles of heads. */
     __device__ void add_up(float num_bundles)
@@ -88,6 +88,7 @@ struct prefill_sums {
             items += __shfl_xor_sync(~0u, items, i);
             keys += __shfl_xor_sync(~0u, keys, i);
             squares += __shfl_xor_sync(~0u, squares, i);
+            seqs += __shfl_xor_sync(~0u, seqs, i);
         }
         items *= num_bundles, keys *= num_bundles, squares *= num_bundles;
         longest = __reduce_max_sync(~0u, longest);
@@ -98,10 +99,14 @@ struct prefill_sums {
  *
  * Another kernel merges the parts. What a length of parts takes, in us, is estimated from sums alone. The mean length of
  * an item, weighted by its keys, is squares / keys. Where that is nearly the longest length, almost all keys lie in
- * keys * keys / squares items of that length, and their parts run in full waves of one per CTA. Otherwise there are about
- * keys / length parts, and half a part more per item (prefill/NOTES.md #34). */
+ * keys * keys / squares items of that length, and their parts run in full waves of one per CTA; where all others are far
+ * shorter, the long ones are counted. Otherwise there are about keys / length parts, and half a part more per item
+ * (prefill/NOTES.md #34). Long items of one length that are more than a wave may stay whole, but for those that full
+ * waves leave over. */
 struct prefill_parts {
-    float per_key; /* 1 / keys of a part, or 0: items stay whole */
+    float per_key;    /* 1 / keys of a part, or 0: items stay whole */
+    int num_whole;    /* and so do that many long items, the first ones of the list; */
+    int lowest_level; /* of long items */
 
     /* A CTA with 128 rows goes through it. */
     __host__ __device__ static float us_of_key(const pk_attention_args &args)
@@ -126,60 +131,141 @@ struct prefill_parts {
         int keys = (level + 1) * batch.positions;
         return batch.window_left < 0 ? keys : min(keys, batch.window_left + 2 * batch.positions);
     }
-    __device__ int count(const prefill_batch &batch, int level) const
+    /* Of an item; those of the level `whole_from` and higher ones stay whole. */
+    __device__ int count(const prefill_batch &batch, int level, int whole_from) const
     {
-        return max((int)ceilf((float)keys_of(batch, level) * per_key), 1);
+        return level >= whole_from ? 1 : max((int)ceilf((float)keys_of(batch, level) * per_key), 1);
     }
 
     /* The lowest level from which on items up to `level` have `parts`, or a higher one. */
-    __device__ int lowest_of_same(const prefill_batch &batch, int level, int parts) const
+    __device__ int lowest_of_same(const prefill_batch &batch, int level, int whole_from, int parts) const
     {
-        if (parts == 1) return 0;
+        if (parts == 1) return level >= whole_from ? whole_from : 0;
         int lowest = min(batch.by_positions.divide((int)__fdividef((float)(parts - 1), per_key)), level);
-        while (count(batch, lowest) < parts) lowest++;
+        while (count(batch, lowest, whole_from) < parts) lowest++;
         return lowest;
     }
 
-    /* In us, with parts of at most `length` keys, of which the longest item has `count`. */
-    __device__ static float estimate(const prefill_batch &batch, const prefill_sums &sums, float count, float length)
+    /* One warp: of all items of the level `from` and higher ones. */
+    __device__ static prefill_sums sums_from(const prefill_batch &batch, int from)
     {
-        const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
-        const float longest = (float)sums.longest, long_items = __fdividef(sums.squares, longest * longest);
-        const float short_keys = sums.keys - long_items * longest;
-        const bool others_are_short = short_keys < thresholds::SHORT_SHARE * longest * (sums.items - long_items);
-        float many = fminf(__fdividef(sums.keys * sums.keys, sums.squares), sums.items); /* of the usual length */
-        bool are_even = sums.squares > thresholds::EVEN_SHARE * sums.keys * longest;
-        if (others_are_short) many = long_items, are_even = true;
-        float cut = are_even ? many * count : __fdividef(sums.keys, length) + 0.5f * many;
-        float units = cut + (are_even ? sums.items - many : 0.5f * (sums.items - many));
-        if (count == 1) cut = 0, units = sums.items;
-        float part_us = thresholds::PART_US + (count > 1 ? thresholds::LEAVE_US : 0);
-        float longest_us = length * key_us + part_us, all_us = sums.keys * key_us + units * part_us;
-        float slack = sums.items - many < 0.5f ? 0.001f : thresholds::WAVE_SLACK; /* exact but for rounding, or not */
-        float waves = ceilf(__fdividef(are_even ? many * count : units, ctas) - slack);
-        float us = fmaxf(waves * (are_even ? longest_us : __fdividef(all_us, units)), __fdividef(all_us, ctas));
-        us = fmaxf(us, longest_us);
-        if (count == 1) return us;
-        float merged = __fdividef(cut, ctas) * (float)batch.args.head_dim; /* parts a CTA, and dims */
-        return us + thresholds::MERGE_US + thresholds::MERGE_PART_US * count + thresholds::MERGE_DIM_US * merged;
+        prefill_sums sums = {};
+        const pk_attention_args &args = batch.args;
+        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
+#pragma unroll 4
+        for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
+            int context = min(max(args.context_lens[seq], 0), most_keys), queries = (int)args.max_seqlen_q;
+            if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
+            int64_t rows = (int64_t)queries * batch.group.divisor;
+            if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) continue;
+            int first = batch.by_positions.divide(max(context - queries, 0)); /* level of the first item */
+            int end = first + batch.by_positions.divide_up(queries), most = keys_of(batch, end - 1);
+            first = max(first, from);
+            if (first >= end) continue;
+            sums.add((float)(end - first), (float)first, (float)batch.positions, most);
+            sums.longest = max(sums.longest, most), sums.seqs += 1;
+        }
+        sums.add_up((float)batch.num_bundles);
+        return sums;
     }
 
-    /* One warp, of which each lane has the sums of some of the items. The borders of parts are multiples of `tile`. */
-    __device__ void choose(const prefill_batch &batch, prefill_sums sums, float tile)
+    /* Whether almost all keys are in the long items, which are as long as each other: what estimates may count on. */
+    __device__ static bool are_two_kinds(const prefill_sums &all, const prefill_sums &longs)
     {
-        sums.add_up((float)batch.num_bundles);
-        per_key = 0;
-        const float ctas = (float)batch.num_ctas;
-        if (sums.items == 0 || sums.items > thresholds::MOST_WAVES_TO_CUT * ctas) return;
-        float step = ceilf(__fdividef(ctas, 32 * sums.items)); /* 32 numbers are tried, up to what fills the machine */
-        float parts = (threadIdx.x & 31) * step + 1;           /* of the longest */
-        float length = ceilf(__fdividef((float)sums.longest, parts * tile)) * tile;
-        float us = estimate(batch, sums, parts, length);
-        /* Of those that are cut, surely no fewer than there are: each has more keys than one part. */
-        float of_length = __fdividef(sums.keys, length);
-        if (parts > 1 && of_length + fminf(of_length, sums.items) > (float)batch.parts.most_parts) us = INFINITY;
-        int best = lane_of_least(us);
+        const float longest = (float)all.longest, others = all.items - longs.items;
+        return longs.keys > thresholds::EVEN_SHARE * longs.items * longest &&
+               all.keys - longs.keys <= thresholds::SHORT_SHARE * longest * others;
+    }
+
+    /* In us: the merge of so many parts, of which an item has up to `count`. */
+    __device__ static float us_of_merging(const prefill_batch &batch, float count, float parts)
+    {
+        float merged =
+            __fdividef(parts, (float)batch.num_ctas) * (float)batch.args.head_dim; /* parts a CTA, and dims */
+        return thresholds::MERGE_US + thresholds::MERGE_PART_US * count + thresholds::MERGE_DIM_US * merged;
+    }
+
+    /* In us, with parts of at most `length` keys, of which the longest item has `count`. */
+    __device__ static float estimate(const prefill_batch &batch, const prefill_sums &all, const prefill_sums &longs,
+                                     float count, float length)
+    {
+        const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
+        const bool are_counted = are_two_kinds(all, longs);
+        const float many = /* of the usual length */
+            are_counted ? longs.items : fminf(__fdividef(all.keys * all.keys, all.squares), all.items);
+        const bool are_even = are_counted || all.squares > thresholds::EVEN_SHARE * all.keys * (float)all.longest;
+        float cut = are_even ? many * count : __fdividef(all.keys, length) + 0.5f * many;
+        float units = cut + (are_even ? all.items - many : 0.5f * (all.items - many));
+        if (count == 1) cut = 0, units = all.items;
+        const float leave_us = count > 1 ? thresholds::LEAVE_US : 0, left = are_even ? cut : units;
+        float longest_us = length * key_us + thresholds::PART_US + leave_us;
+        float all_us = all.keys * key_us + units * thresholds::PART_US + left * leave_us;
+        bool are_exact = are_counted || all.items - many < 0.5f; /* but for rounding */
+        float waves =
+            ceilf(__fdividef(are_even ? many * count : units, ctas) - (are_exact ? 0.001f : thresholds::WAVE_SLACK));
+        float us = fmaxf(waves * (are_even ? longest_us : __fdividef(all_us, units)), __fdividef(all_us, ctas));
+        us = fmaxf(us, longest_us);
+        return count == 1 ? us : us + us_of_merging(batch, count, cut);
+    }
+
+    /* The same, where full waves of long items stay whole and only `left` are cut. */
+    __device__ static float estimate_left_over(const prefill_batch &batch, const prefill_sums &all, float full_waves,
+                                               float left, float count, float length)
+    {
+        using namespace thresholds;
+        const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
+        const float waves = ceilf(__fdividef(left * count, ctas) - 0.001f);
+        float us =
+            full_waves * ((float)all.longest * key_us + PART_US) + waves * (length * key_us + PART_US + LEAVE_US);
+        float all_us = all.keys * key_us + (all.items + left * (count - 1)) * PART_US + left * count * LEAVE_US;
+        return fmaxf(us, __fdividef(all_us, ctas)) + us_of_merging(batch, count, left * count);
+    }
+
+    /* Whether there is room for the parts of items with so many keys in all. Of those that are cut, surely no fewer than
+     * there are: each has more keys than one part. */
+    __device__ static bool have_room(const prefill_batch &batch, float items, float keys, float length)
+    {
+        float of_length = __fdividef(keys, length);
+        return of_length + fminf(of_length, items) <= (float)batch.parts.most_parts;
+    }
+
+    /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. */
+    __device__ void choose(const prefill_batch &batch, float tile)
+    {
+        per_key = 0, num_whole = 0;
+        const float ctas = (float)batch.num_ctas, lane = (float)(threadIdx.x & 31);
+        const prefill_sums all = sums_from(batch, 0);
+        lowest_level = batch.by_positions.divide(all.longest / 2); /* they see more than half of the longest */
+        if (all.items == 0 || all.items > thresholds::MOST_WAVES_TO_CUT * ctas) return;
+        const prefill_sums longs = sums_from(batch, lowest_level);
+        float step = ceilf(__fdividef(ctas, 32 * all.items)); /* 32 numbers are tried, up to what fills the machine */
+        float parts = lane * step + 1;                        /* of the longest */
+        float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
+        float us = estimate(batch, all, longs, parts, length);
+        if (parts > 1 && !have_room(batch, all.items, all.keys, length)) us = INFINITY;
+        const int best = lane_of_least(us);
         if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
+        if (longs.items > ctas && are_two_kinds(all, longs))
+            cut_left_over(batch, all, longs, tile, __shfl_sync(~0u, us, best));
+    }
+
+    /* Full waves of long items stay whole and the others are cut, if that is faster than `us`. What is cut begins with a
+     * level of some sequences, so it may be a few items more. */
+    __device__ void cut_left_over(const prefill_batch &batch, const prefill_sums &all, const prefill_sums &longs,
+                                  float tile, float us)
+    {
+        const float full_waves = floorf(__fdividef(longs.items, (float)batch.num_ctas) + 0.001f);
+        const float whole = full_waves * (float)batch.num_ctas, more = longs.seqs * (float)batch.num_bundles - 1;
+        const float left = fminf(longs.items - whole + more, longs.items), others = all.items - longs.items;
+        const float parts = (float)(threadIdx.x & 31) + 2;
+        const float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
+        const float cut_keys = left * (float)all.longest + all.keys - longs.keys;
+        float us_of_left = estimate_left_over(batch, all, full_waves, left, parts, length);
+        if (longs.items - whole < 0.5f || !have_room(batch, left + others, cut_keys, length)) us_of_left = INFINITY;
+        const int best = lane_of_least(us_of_left);
+        if (__shfl_sync(~0u, us_of_left, best) >= us) return;
+        per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
+        num_whole = (int)(whole + 0.5f);
     }
 };
 

@@ -27,7 +27,9 @@ struct prefill_schedule {
     int next_level;                /* the next below it that has items, or -1 */
     int before, count;             /* entries of a bundle above the run; items on each of its levels */
     int num_parts;                 /* of each of them */
-    int first_slot, num_slots;     /* parts before the section; of a bundle: these are a section's first entries */
+    int first_slot, num_slots;     /* parts before the section; of a bundle: these follow each other in a section, */
+    int first_cut;                 /* behind so many entries of a bundle */
+    int whole_from, num_long;      /* of CUTS: a level in the section, see prefill_parts; long items up to its end */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -38,17 +40,10 @@ struct prefill_schedule {
         const pk_attention_args &args = batch.args;
         const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
         float context_keys = 0;
-        prefill_sums sums = {};
-        if (CUTS || !batch.reads_keys_once())
+        if (!batch.reads_keys_once())
 #pragma unroll 4
-            for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
-                int context = min(max(args.context_lens[seq], 0), most_keys);
-                context_keys += (float)context;
-                if constexpr (!CUTS) continue;
-                int queries = (int)args.max_seqlen_q;
-                if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
-                add_items(batch, queries, context, sums);
-            }
+            for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32)
+                context_keys += (float)min(max(args.context_lens[seq], 0), most_keys);
         for (int i = 16; i; i /= 2) context_keys += __shfl_xor_sync(~0u, context_keys, i);
         float seqs = __fdividef(batch.chunk_keys * (float)args.num_seqs, fmaxf(context_keys, 1.0f));
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
@@ -57,19 +52,9 @@ struct prefill_schedule {
         before = count = num_levels = num_parts = 0;
         next_level = -1;
         first_bundle = num_bundles = batch.num_bundles; /* behind the last one of no chunk */
-        first_slot = num_slots = 0;
-        if constexpr (CUTS) parts.choose(batch, sums, CUT_TILE);
-    }
-
-    /* Of a sequence, to what prefill_parts wants to know. */
-    __device__ static void add_items(const prefill_batch &batch, int queries, int context, prefill_sums &sums)
-    {
-        int64_t rows = (int64_t)queries * batch.group.divisor;
-        if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) return;
-        int count = batch.by_positions.divide_up(queries);
-        int level = batch.by_positions.divide(max(context - queries, 0)); /* of the first item */
-        int most = prefill_parts::keys_of(batch, level + count - 1);
-        sums.add((float)count, (float)level, (float)batch.positions, most);
+        first_slot = num_slots = first_cut = 0;
+        whole_from = num_long = 0;
+        if constexpr (CUTS) parts.choose(batch, CUT_TILE);
     }
 
     /* The lane's sequence, and its items. */
@@ -92,7 +77,7 @@ struct prefill_schedule {
     {
         while (index - section_begin >= (before + num_levels * count * num_parts) * num_bundles) {
             before += num_levels * count * num_parts;
-            if (num_parts > 1) num_slots = before;
+            if (num_parts > 1) num_slots += num_levels * count * num_parts;
             num_levels = 0;
             if (next_level >= 0)
                 begin_run(batch, next_level);
@@ -108,7 +93,7 @@ struct prefill_schedule {
         item.q_head = (first_bundle + by_bundle.y) * batch.heads;
         item.part = by_part.y;
         item.num_parts = 1;
-        item.first_slot = first_slot + at - item.part; /* of parts, which come first */
+        item.first_slot = first_slot + at - first_cut * num_bundles - item.part;
         if (CUTS && num_parts > 1) cut(item);
         return item;
     }
@@ -131,11 +116,32 @@ struct prefill_schedule {
         num_bundles = min(num_bundles, all_bundles - first_bundle);
         before = num_slots = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
+        if constexpr (CUTS) find_whole();
         if constexpr (!CUTS) { /* a section that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
             if (index - section_begin >= entries * num_bundles) before = entries, next_level = -1;
         }
         return true;
+    }
+    /* From which level on the section's items stay whole, of those that do in any case. */
+    __device__ void find_whole()
+    {
+        auto count_from = [&](int level) {
+            int end = first_level + num_items, first = max(first_level, level);
+            return __reduce_add_sync(~0u, max(end - first, 0)) * num_bundles;
+        };
+        int room = parts.num_whole - num_long, low = parts.lowest_level, high = next_level + 1;
+        num_long += count_from(low);
+        whole_from = parts.num_whole && num_long <= parts.num_whole ? 0 : high; /* all of them, or none */
+        if (whole_from == 0 || room <= 0) return;
+        while (low < high) { /* the lowest level from which on there are no more than there is room for */
+            int level = (low + high) / 2;
+            if (count_from(level) <= room)
+                high = level;
+            else
+                low = level + 1;
+        }
+        whole_from = high;
     }
     /* Sections cost the end of the list some of its balance. */
     __device__ int bundles_at_once(const prefill_batch &batch) const
@@ -151,12 +157,13 @@ struct prefill_schedule {
     __device__ void begin_run(const prefill_batch &batch, int highest)
     {
         level = highest;
-        num_parts = CUTS ? parts.count(batch, level) : 1;
+        num_parts = CUTS ? parts.count(batch, level, whole_from) : 1;
+        if (num_slots == 0) first_cut = before;
         int end = first_level + num_items;
         bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
         count = __popc(__ballot_sync(~0u, is_here));
         int lowest = __reduce_max_sync(~0u, is_here ? first_level : is_below ? end : 0);
-        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, num_parts));
+        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, whole_from, num_parts));
         num_levels = level - lowest + 1;
         next_level = __reduce_max_sync(~0u, num_items && first_level < lowest ? min(lowest, end) - 1 : -1);
     }

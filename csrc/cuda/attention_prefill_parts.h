@@ -69,6 +69,7 @@ __device__ static inline int visible_end(const prefill_batch &batch, int diagona
 struct prefill_sums {
     float items, keys, squares; /* of the items' keys */
     float seqs;                 /* that have items */
+    float contexts;             /* keys of all sequences, also of those without items */
     int longest;                /* keys of an item */
 
     /* `count` items of a sequence, of which the first goes through `before` + 1 times `positions` keys, and each after
@@ -89,6 +90,7 @@ struct prefill_sums {
             keys += __shfl_xor_sync(~0u, keys, i);
             squares += __shfl_xor_sync(~0u, squares, i);
             seqs += __shfl_xor_sync(~0u, seqs, i);
+            contexts += __shfl_xor_sync(~0u, contexts, i);
         }
         items *= num_bundles, keys *= num_bundles, squares *= num_bundles;
         longest = __reduce_max_sync(~0u, longest);
@@ -146,15 +148,22 @@ struct prefill_parts {
         return lowest;
     }
 
+    /* Brought into its range, so that no sum goes wrong. */
+    __device__ static int context_of(const pk_attention_args &args, int seq)
+    {
+        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
+        return min(max(args.context_lens[seq], 0), most_keys);
+    }
+
     /* One warp: of all items of the level `from` and higher ones. */
     __device__ static prefill_sums sums_from(const prefill_batch &batch, int from)
     {
         prefill_sums sums = {};
         const pk_attention_args &args = batch.args;
-        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
 #pragma unroll 4
         for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
-            int context = min(max(args.context_lens[seq], 0), most_keys), queries = (int)args.max_seqlen_q;
+            int context = context_of(args, seq), queries = (int)args.max_seqlen_q;
+            sums.contexts += (float)context;
             if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
             int64_t rows = (int64_t)queries * batch.group.divisor;
             if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) continue;
@@ -221,6 +230,14 @@ struct prefill_parts {
         return fmaxf(us, __fdividef(all_us, ctas)) + us_of_merging(batch, count, left * count);
     }
 
+    /* Cutting saves less than a wave of the longest item. */
+    __device__ static bool may_pay(const prefill_batch &batch, const prefill_sums &all)
+    {
+        using namespace thresholds;
+        if (all.items == 0 || all.items > MOST_WAVES_TO_CUT * (float)batch.num_ctas) return false;
+        return (float)all.longest * us_of_key(batch.args) + PART_US > MERGE_US + 2 * MERGE_PART_US;
+    }
+
     /* Whether there is room for the parts of items with so many keys in all. Of those that are cut, surely no fewer than
      * there are: each has more keys than one part. */
     __device__ static bool have_room(const prefill_batch &batch, float items, float keys, float length)
@@ -229,15 +246,21 @@ struct prefill_parts {
         return of_length + fminf(of_length, items) <= (float)batch.parts.most_parts;
     }
 
-    /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. */
-    __device__ void choose(const prefill_batch &batch, float tile)
+    /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Returns the sum of all
+     * sequences' keys. Both sums are by the same instructions: to fetch others takes 4 us (prefill/NOTES.md #45). */
+    __device__ float choose(const prefill_batch &batch, float tile)
     {
-        per_key = 0, num_whole = 0;
+        prefill_sums all, longs;
+        per_key = 0, num_whole = 0, lowest_level = 0;
+#pragma unroll 1
+        for (int pass = 0; pass < 2; pass++) {
+            longs = sums_from(batch, lowest_level);
+            if (pass > 0) break;
+            all = longs;
+            lowest_level = batch.by_positions.divide(all.longest / 2); /* long ones see more than half of the longest */
+            if (!may_pay(batch, all)) return all.contexts;
+        }
         const float ctas = (float)batch.num_ctas, lane = (float)(threadIdx.x & 31);
-        const prefill_sums all = sums_from(batch, 0);
-        lowest_level = batch.by_positions.divide(all.longest / 2); /* they see more than half of the longest */
-        if (all.items == 0 || all.items > thresholds::MOST_WAVES_TO_CUT * ctas) return;
-        const prefill_sums longs = sums_from(batch, lowest_level);
         float step = ceilf(__fdividef(ctas, 32 * all.items)); /* 32 numbers are tried, up to what fills the machine */
         float parts = lane * step + 1;                        /* of the longest */
         float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
@@ -247,6 +270,7 @@ struct prefill_parts {
         if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
         if (longs.items > ctas && are_two_kinds(all, longs))
             cut_left_over(batch, all, longs, tile, __shfl_sync(~0u, us, best));
+        return all.contexts;
     }
 
     /* Full waves of long items stay whole and the others are cut, if that is faster than `us`. What is cut begins with a

@@ -33,19 +33,16 @@ struct prefill_schedule {
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
-    /* About as many sequences as fit in the cache together, at most one per lane. Lengths are only brought into their
-     * range, so that no sum goes wrong: what is not sound is recorded when its turn comes. */
+    /* About as many sequences as fit in the cache together, at most one per lane. What is not sound about a length is
+     * recorded when its turn comes. */
     __device__ void start(const prefill_batch &batch)
     {
-        const pk_attention_args &args = batch.args;
-        const int most_keys = (int)min(args.max_blocks_per_seq * args.block_size, (int64_t)1 << 30);
         float context_keys = 0;
-        if (!batch.reads_keys_once())
-#pragma unroll 4
-            for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32)
-                context_keys += (float)min(max(args.context_lens[seq], 0), most_keys);
-        for (int i = 16; i; i /= 2) context_keys += __shfl_xor_sync(~0u, context_keys, i);
-        float seqs = __fdividef(batch.chunk_keys * (float)args.num_seqs, fmaxf(context_keys, 1.0f));
+        if constexpr (CUTS)
+            context_keys = parts.choose(batch, CUT_TILE);
+        else if (!batch.reads_keys_once())
+            context_keys = sum_of_contexts(batch);
+        float seqs = __fdividef(batch.chunk_keys * (float)batch.args.num_seqs, fmaxf(context_keys, 1.0f));
         seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
         next_seq = 0;
         section_begin = 0;
@@ -54,7 +51,16 @@ struct prefill_schedule {
         first_bundle = num_bundles = batch.num_bundles; /* behind the last one of no chunk */
         first_slot = num_slots = first_cut = 0;
         whole_from = num_long = 0;
-        if constexpr (CUTS) parts.choose(batch, CUT_TILE);
+    }
+
+    __device__ static float sum_of_contexts(const prefill_batch &batch)
+    {
+        float keys = 0;
+#pragma unroll 4
+        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32)
+            keys += (float)prefill_parts::context_of(batch.args, seq);
+        for (int i = 16; i; i /= 2) keys += __shfl_xor_sync(~0u, keys, i);
+        return keys;
     }
 
     /* The lane's sequence, and its items. */

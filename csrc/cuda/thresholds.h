@@ -70,7 +70,7 @@ constexpr float EVEN_SHARE = 0.85f;                     /* of the longest length
 constexpr float SHORT_SHARE = 1.0f / 16; /* of the longest: others that are so short do not count (#44) */
 constexpr float WAVE_SLACK = 0.03f;      /* of a wave, where the number of such items is not exact */
 constexpr float CUTTING_US = 12;         /* that cutting has to save, or its kernel is not taken */
-constexpr int MOST_WAVES_TO_CUT = 8;     /* of items: with more the longest matters little */
+constexpr int MOST_WAVES_TO_CUT = 16;    /* of items: with more the longest matters little */
 constexpr int WHOLE_HEADS_CACHES = 4;    /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */

@@ -9,7 +9,7 @@ from emulated import load, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
 Batch = struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
-                  "num_units", "max_slots", "is_crowded", "ctas_may_plan")  # fmt: skip
+                  "num_units", "max_slots", "is_crowded", "ctas_may_plan", "are_left_whole")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def without_places(units):
 
 
 def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
-    numbers_of_parts, num_crowded, num_by_ctas = set(), 0, 0
+    numbers_of_parts, num_crowded, num_by_ctas, num_left_whole = set(), 0, 0, 0
     for _ in range(300):
         batch, lens = draw(rng)
         units = units_of(plan_on_cpu, batch, lens, False)
@@ -64,7 +64,12 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
         num_crowded += batch.is_crowded
         if batch.ctas_may_plan:
             found = units_of(plan_on_cpu, batch, lens, True)
-            assert without_places(found) == without_places(units)
+            if batch.are_left_whole:
+                assert check_units(found, lens, [1] * batch.num_seqs, batch.group, steps) == {1}
+            else:
+                assert without_places(found) == without_places(units)
             check_places(found, batch.max_slots)
             num_by_ctas += 1
-    assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 20 and num_crowded > 5 and num_by_ctas > 30
+            num_left_whole += batch.are_left_whole
+    assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 20 and num_crowded > 5
+    assert num_by_ctas > 30 and num_left_whole > 5

@@ -280,14 +280,23 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
     return launch_plan(args, shape, workspace, call);
 }
 
+/* Lets CTAs work their units out for themselves, if they can. If they can not and the table has room for few steps,
+ * sequences stay whole, and then they can: the kernel that plans takes longer than it saves (decode/NOTES.md #105). */
+static bool let_ctas_plan(const pk_attention_args *args, decode_shape *shape)
+{
+    if (shape->are_whole || (args->num_seqs <= MOST_SEQS_OF_A_WARP && !shape->may_leave_rests)) return true;
+    if (!shape->has_few_steps || shape->num_splits || shape->num_segments != args->num_seqs) return false;
+    shape->are_whole = true;
+    shape->num_units = shape->num_segments, shape->max_slots = 0;
+    return true;
+}
+
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace)
 {
     PK_TRY(pk_cuda_shape_decode(args, filter, call, shape));
+    bool is_planned = args->plan || !let_ctas_plan(args, shape);
     PK_TRY(find_workspace(args, *shape, call, workspace));
-    if (args->plan) return PK_OK;
-    bool is_for_warps = args->num_seqs <= MOST_SEQS_OF_A_WARP && !shape->may_leave_rests;
-    if (!is_for_warps && !shape->are_whole) return launch_plan(args, *shape, *workspace, call);
-    workspace->units = nullptr;
-    return PK_OK;
+    if (!is_planned) workspace->units = nullptr;
+    return is_planned && !args->plan ? launch_plan(args, *shape, *workspace, call) : PK_OK;
 }

@@ -35,6 +35,7 @@ struct decode_shape {
     int num_segments;     /* at most, per head: tiles of all sequences */
     int num_units;        /* rows of the plan */
     int most_steps;       /* of a sequence: the table has room for no more */
+    bool has_few_steps;   /* the table has room for no more of the smallest CTAs */
     bool are_whole;       /* a sequence is one unit: its number is the unit's */
     bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
     bool may_share_slots; /* then short ones and rests may follow each other in a slot, */

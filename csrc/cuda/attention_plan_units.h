@@ -1,15 +1,16 @@
 /* attention_plan_units.h - how sequences are cut into units (attention_plan.h). Two use it: the kernel that plans a
- * step for all layers (attention_plan.cu), and, where a call has no plan and a warp has a lane for every sequence, each
- * CTA of the decode kernel itself, which saves the launch before it.
+ * step for all layers (attention_plan.cu), and, where a call has no plan, each CTA of the decode kernel itself, which saves
+ * the launch before it. It can do so where a warp has a lane for every sequence, or none is cut.
  *
  * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each
  * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is
  * cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share where that
- * saves some steps. When the last wave would be nearly empty we split finer, because merging costs less than the idle
- * SMs; of sequences of one length only those are cut that full waves leave over (cut_left_over). The hardware hands out
- * the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under way at
- * once is never cut: where the table has no room for more keys, a sequence is one unit. With num_splits every sequence
- * has up to that many parts, whose number and borders depend on its own length alone.
+ * saves some steps or a few are far longer. When the last wave would be nearly empty we split finer, because merging
+ * costs less than the idle SMs; of sequences of one length only those are cut that full waves leave over
+ * (cut_left_over). The hardware hands out the CTAs, longest first, and those that still run at the end draw the whole
+ * bandwidth. What a CTA has under way at once is never cut: where the table has no room for more keys, a sequence is one
+ * unit. With num_splits every sequence has up to that many parts, whose number and borders depend on its own length
+ * alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
@@ -99,7 +100,9 @@ __device__ static inline int best_length(const decode_shape &shape, int longest,
  * steps of what is waited for at the end. */
 __device__ static inline part_lengths lengths_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
-    int share = total / shape.slots + 1, length = (share * shape.quarters + 3) / 4;
+    int share = total / shape.slots + 1, quarters = shape.quarters;
+    if (longest > 2 * share) quarters = max(quarters, 4); /* finer parts are for sequences of one length (#106) */
+    int length = (share * quarters + 3) / 4;
     int cut = shape.cuts_to_shares && length - share >= thresholds::FEWEST_STEPS_SAVED ? share : length;
     if (shape.num_segments > shape.slots) length = max(length, min(mean, share)), cut = max(cut, min(mean, share));
     bool is_little = shape.num_segments <= shape.slots && 5 * longest <= thresholds::LITTLE_FIFTHS * length;
@@ -263,6 +266,11 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
     part_lengths most = {longest, longest, false};
     if (total == 0) return {};
+    if (shape.are_whole) {
+        attention_unit unit = unit_of(it, seq, 0, 0, 1, most);
+        unit.num_parts = it.num_tiles; /* 0: not for the decode kernel */
+        return unit;
+    }
     const bool shares = shares_slots(shape, total);
     if (longest > DECODE_STAGES && shape.is_one_wave) {
         int length = length_to_try(shape, total, longest, lane);
@@ -278,10 +286,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         if (__popc(are_long) == 32 - __clz(are_long)) left_over = cut_left_over(shape, num_seqs, count, longest, mean);
         most = left_over.lengths_of(lane, longest, lengths_of_share(shape, total, longest, mean));
     }
-    if (!shape.are_whole) return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
-    attention_unit unit = unit_of(it, seq, 0, 0, 1, most);
-    unit.num_parts = it.num_tiles; /* 0: not for the decode kernel */
-    return unit;
+    return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

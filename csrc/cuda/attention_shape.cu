@@ -40,8 +40,8 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     auto waves_between = [&](int least_tenths, int most_tenths) {
         return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
     };
-    bool are_short = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
-    bool ends_sooner_by_half = bytes > 1 && !are_short && (waves_between(5, 10) || waves_between(22, 25));
+    shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
+    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && (waves_between(5, 10) || waves_between(22, 25));
     for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
         shape->ctas_per_sm = ctas;
         slots = call.device->num_sms * ctas / heads;

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cuda_tensors import make_chunks, simple_kernel
+from test_decode_plan import are_cut_alike
 
 import pagedkv
 from pagedkv import ops
@@ -34,7 +35,8 @@ def draw(torch, rng):
 
 
 def test_a_planned_call_gives_the_same_bits(torch, rng):
-    """As one that lists its items itself; and a captured one, which plans for the lengths that it finds."""
+    """As one that lists its items itself, where decodes beside them are cut alike; and, each time, as the time before."""
+    num_alike = 0
     for _ in range(25):
         tensors, arguments = draw(torch, rng)
         expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
@@ -43,11 +45,18 @@ def test_a_planned_call_gives_the_same_bits(torch, rng):
         torch.testing.assert_close(plain_lse, expected_lse, rtol=1e-3, atol=1e-3)
         plan = torch.full_like(pagedkv.plan_attention(*tensors, **arguments), -1)
         assert pagedkv.plan_attention(*tensors, **arguments, out=plan) is plan
+        are_alike = are_cut_alike(*tensors)
+        num_alike += are_alike
+        first, first_lse = (plain, plain_lse) if are_alike else (None, None)
         for _ in range(2):
             out = torch.full_like(plain, float("nan"))
             _, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, plan=plan, out=out, return_lse=True)
-            assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
+            torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+            if first is not None:
+                assert torch.equal(out, first) and torch.equal(lse, first_lse)
+            first, first_lse = out, lse
         ops.check_errors()
+    assert num_alike > 5
 
 
 def test_a_graph_lists_items_for_the_lengths_that_it_finds(torch, rng):

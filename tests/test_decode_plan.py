@@ -45,15 +45,25 @@ def parts_of(torch, tensors, lens):
     return {unit["seq"]: unit["num_parts"] for unit in units if lens[unit["seq"]]}
 
 
+def are_cut_alike(q, k_cache, v_cache, block_tables, *rest):
+    """With a plan and without. Without one, sequences stay whole where a warp has no lane for each and the table has room
+    for no more than 16 steps of two warps."""
+    num_seqs, table_width = block_tables.shape
+    keys_of_warp = 32 if q.shape[-1] * k_cache.element_size() <= 128 else 16
+    return num_seqs <= 32 or table_width * k_cache.shape[1] > 16 * 2 * keys_of_warp
+
+
 def check_planned_and_plain(torch, tensors, lens):
-    """Both give the same bits, and what the simple kernel gives."""
+    """Both give what the simple kernel gives, and the same bits where sequences are cut alike."""
     expected, expected_lse = simple_kernel(*tensors, lens, return_lse=True)
     plain, lse = pagedkv.paged_attention_fwd(*tensors, lens, return_lse=True)
     plan = pagedkv.plan_attention(*tensors, lens)
     planned, planned_lse = pagedkv.paged_attention_fwd(*tensors, lens, plan=plan, return_lse=True)
-    torch.testing.assert_close(plain.float(), expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
-    assert torch.equal(planned, plain) and torch.equal(planned_lse, lse)
+    for out, its_lse in (plain, lse), (planned, planned_lse):
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(its_lse, expected_lse, rtol=1e-4, atol=1e-4)
+    if are_cut_alike(*tensors):
+        assert torch.equal(planned, plain) and torch.equal(planned_lse, lse)
 
 
 @pytest.mark.usefixtures("as_on_an_h200")

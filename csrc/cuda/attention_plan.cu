@@ -13,19 +13,6 @@ enum {
 };
 static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
 
-/* For sequences of one length that would leave some slots empty: the length of all parts but the last ones. They fill as
- * many slots as there are sequences, and in each of the empty slots the rests of a few sequences follow each other. 0 where
- * that saves too little. */
-__device__ static int even_length(const decode_shape &shape, int total, int longest, int mean)
-{
-    using namespace thresholds;
-    int tiles = (total + longest - 1) / longest, empty = shape.slots - tiles;
-    if (!shape.may_leave_rests || empty <= 0 || empty > tiles || 10 * mean < EVEN_TENTHS * longest) return 0;
-    float turns = (float)((tiles + empty - 1) / empty);
-    int length = (int)ceilf(turns * ((float)longest + shape.start_steps) / (turns + 1));
-    return longest - length >= FEWEST_STEPS_OF_REST ? length : 0;
-}
-
 /* Where a sequence's rows stand in the plan: side by side those of all parts but the last ones of its tiles, and, at
  * another place, those of the last ones. */
 struct rows_of_sequence {
@@ -89,8 +76,8 @@ struct decode_planner {
     __device__ void choose_lengths() const
     {
         const int total = shared.total, longest = shared.longest;
-        if (shape.is_one_wave) {
-            const bool shares = shares_slots(shape, total);
+        const bool shares = shares_slots(shape, total, longest);
+        if (shape.is_one_wave || shares) {
             int length = length_to_try(shape, total, longest, lane), slots = 0;
             float inverse = __frcp_rd((float)length);
             for (int seq = warp; seq < args.num_seqs; seq += WARPS) {
@@ -105,8 +92,7 @@ struct decode_planner {
         } else if (warp < 2) { /* two chains of divisions at once */
             int mean = shared.long_steps / max(shared.num_long, 1);
             if (threadIdx.x == 0) {
-                int even = even_length(shape, total, longest, mean);
-                shared.most = even ? part_lengths{even, even, true} : lengths_of_share(shape, total, longest, mean);
+                shared.most = lengths_of_share(shape, total, longest, mean);
             } else if (warp == 1 && shared.end_of_long == shared.num_long) {
                 sequences_left_over it = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
                 if (lane == 0) shared.left_over = it;
@@ -284,7 +270,7 @@ pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, 
  * sequences stay whole, and then they can: the kernel that plans takes longer than it saves (decode/NOTES.md #105). */
 static bool let_ctas_plan(const pk_attention_args *args, decode_shape *shape)
 {
-    if (shape->are_whole || (args->num_seqs <= MOST_SEQS_OF_A_WARP && !shape->may_leave_rests)) return true;
+    if (shape->are_whole || args->num_seqs <= MOST_SEQS_OF_A_WARP) return true;
     if (!shape->has_few_steps || shape->num_splits || shape->num_segments != args->num_seqs) return false;
     shape->are_whole = true;
     shape->num_units = shape->num_segments, shape->max_slots = 0;

@@ -38,7 +38,7 @@ struct decode_shape {
     bool has_few_steps;   /* the table has room for no more of the smallest CTAs */
     bool are_whole;       /* a sequence is one unit: its number is the unit's */
     bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
-    bool may_share_slots; /* then short ones and rests may follow each other in a slot, */
+    bool may_share_slots; /* short ones and rests may follow each other in a slot (shares_slots), */
     float start_steps;    /* which costs each as much as so many steps */
     bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
     int most_at_once;     /* parts that one of them merges; more are merged on two levels */
@@ -47,7 +47,6 @@ struct decode_shape {
     float level_steps;    /* and as the way to the second level */
     int quarters;         /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares;  /* parts of the others are no longer than a share, where that is worth it */
-    bool may_leave_rests; /* sequences of one length, whose rests then share slots */
     int num_splits;       /* parts of every sequence, or 0 */
     int signature;        /* of what the rows of a plan depend on */
     row_filter filter;

@@ -3,14 +3,14 @@
  * the launch before it. It can do so where a warp has a lane for every sequence, or none is cut.
  *
  * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each
- * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). Many: a sequence is
- * cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share), into parts of a share where that
- * saves some steps or a few are far longer. When the last wave would be nearly empty we split finer, because merging
- * costs less than the idle SMs; of sequences of one length only those are cut that full waves leave over
- * (cut_left_over). The hardware hands out the CTAs, longest first, and those that still run at the end draw the whole
- * bandwidth. What a CTA has under way at once is never cut: where the table has no room for more keys, a sequence is one
- * unit. With num_splits every sequence has up to that many parts, whose number and borders depend on its own length
- * alone.
+ * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). So it is, too, where
+ * there are nearly as many as slots and slots may be shared. Many: a sequence is cut only when it exceeds some 1.5 times a
+ * CTA's average share (lengths_of_share), into parts of a share where that saves some steps. When the last wave would be
+ * nearly empty we split finer, because merging costs less than the idle SMs, but not where a few are far longer than the
+ * others. Of sequences of one length only those are cut that full waves leave over (cut_left_over). The hardware hands
+ * out the CTAs, longest first, and those that still run at the end draw the whole bandwidth. What a CTA has under way at
+ * once is never cut: where the table has no room for more keys, a sequence is one unit. With num_splits every sequence has
+ * up to that many parts, whose number and borders depend on its own length alone.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_UNITS_H
 #define PK_CUDA_ATTENTION_PLAN_UNITS_H
@@ -55,10 +55,13 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
 /* Whether short sequences and rests may follow each other in a slot. Each starts anew, so slots must have some steps to
- * save. */
-__device__ static inline bool shares_slots(const decode_shape &shape, int total)
+ * save. Where most slots have a sequence of their own, a few that are far longer are better cut to shares, and short ones
+ * follow in the same slots (lengths_of_share; decode/NOTES.md #107). */
+__device__ static inline bool shares_slots(const decode_shape &shape, int total, int longest)
 {
-    return shape.may_share_slots && total >= thresholds::FEWEST_STEPS_OF_SHARE * shape.slots;
+    if (!shape.may_share_slots || total < thresholds::FEWEST_STEPS_OF_SHARE * shape.slots) return false;
+    const int share = total / shape.slots, saved = share * (shape.quarters - 4) / 4;
+    return shape.is_one_wave || longest <= 2 * share || saved < thresholds::FEWEST_STEPS_SAVED;
 }
 /* Then what is no longer than the parts takes so many SLOT-ths of a slot. */
 __device__ static inline int part_of_slot(const decode_shape &shape, int num_steps, int length)
@@ -271,8 +274,9 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         unit.num_parts = it.num_tiles; /* 0: not for the decode kernel */
         return unit;
     }
-    const bool shares = shares_slots(shape, total);
-    if (longest > DECODE_STAGES && shape.is_one_wave) {
+    const bool shares = shares_slots(shape, total, longest);
+    const bool run_at_once = shape.is_one_wave || shares;
+    if (longest > DECODE_STAGES && run_at_once) {
         int length = length_to_try(shape, total, longest, lane);
         int slots = shares ? sum_of_slots<true>(shape, it.num_tiles, it.num_steps, length)
                            : sum_of_slots<false>(shape, it.num_tiles, it.num_steps, length);
@@ -286,7 +290,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         if (__popc(are_long) == 32 - __clz(are_long)) left_over = cut_left_over(shape, num_seqs, count, longest, mean);
         most = left_over.lengths_of(lane, longest, lengths_of_share(shape, total, longest, mean));
     }
-    return find_unit(shape, it, num_seqs, number, longest, most, shape.is_one_wave && !shares);
+    return find_unit(shape, it, num_seqs, number, longest, most, run_at_once && !shares);
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

@@ -98,16 +98,16 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
-    shape->is_one_wave =
-        shape->num_splits == 0 && 3 * segments <= ONE_WAVE_THIRDS * slots && most_steps <= MOST_STEPS_TRIED;
+    const bool may_run_at_once = shape->num_splits == 0 && most_steps <= MOST_STEPS_TRIED;
+    shape->is_one_wave = may_run_at_once && 3 * segments <= ONE_WAVE_THIRDS * slots;
     choose_merging(args, segments, slots, most_steps, call, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
-    shape->may_leave_rests = shape->cuts_to_shares && !shape->num_splits && !shape->is_one_wave && segments <= slots;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    shape->may_share_slots = shape->is_one_wave && segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE;
+    shape->may_share_slots = shape->is_one_wave ? segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE
+                                                : may_run_at_once && segments <= slots && shape->cuts_to_shares;
     if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */

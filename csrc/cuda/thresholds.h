@@ -45,7 +45,6 @@ constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
 constexpr int EVEN_TENTHS = 9;            /* of the longest: a mean length of sequences of one length (#80), */
-constexpr int FEWEST_STEPS_OF_REST = 4;   /* of a rest, or such sequences stay whole (#84) */
 constexpr int FEWEST_STEPS_OF_SHARE = 16; /* of a slot, or short sequences have one each (#78) */
 constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78); */
 constexpr float OVERTIME = 1.0625f;       /* a shared slot may be longer: others end and leave it bandwidth (#83) */

@@ -9,7 +9,7 @@ constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 
 struct planned_batch {
     int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
-    int num_units, max_slots, is_crowded, ctas_may_plan, are_left_whole;                 /* out */
+    int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole;          /* out */
 };
 
 /* Fills rows[num_units], [capacity, PLAN_COLUMNS], as on an H200: by the kernel that plans, or as each CTA does for itself.
@@ -37,7 +37,8 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     batch->ctas_may_plan = let_ctas_plan(&args, &without_plan);
     batch->are_left_whole = without_plan.are_whole && !shape.are_whole;
     if (by_each_cta) shape = without_plan;
-    batch->num_units = shape.num_units, batch->max_slots = shape.max_slots, batch->is_crowded = shape.is_crowded;
+    batch->num_units = shape.num_units, batch->max_slots = shape.max_slots;
+    batch->slots = shape.slots, batch->is_crowded = shape.is_crowded;
     if (shape.num_units > capacity) return "there is no room for the rows";
 
     static_assert(sizeof(attention_unit) == PLAN_COLUMNS * sizeof(int), "a row");

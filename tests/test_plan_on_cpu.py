@@ -3,13 +3,15 @@
 What is checked is test_decode_plan.py's, and that each CTA finds the same units for itself as the kernel that plans.
 """
 
+import heapq
+
 import numpy as np
 import pytest
 from emulated import load, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
 Batch = struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
-                  "num_units", "max_slots", "is_crowded", "ctas_may_plan", "are_left_whole")  # fmt: skip
+                  "num_units", "max_slots", "slots", "is_crowded", "ctas_may_plan", "are_left_whole")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,37 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
             num_left_whole += batch.are_left_whole
     assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 20 and num_crowded > 5
     assert num_by_ctas > 30 and num_left_whole > 5
+
+
+START = 2  # steps, about what it takes to begin a unit behind another
+
+
+def time_of(units, slots):
+    """When the last slot ends that takes a unit at a time, as a share of what all steps take if none waits for another."""
+    ends = [0] * slots
+    for unit in units:
+        heapq.heapreplace(ends, ends[0] + unit["end_step"] - unit["first_step"] + START)
+    return max(ends) * slots / sum(unit["end_step"] - unit["first_step"] for unit in units)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "lens"),
+    [
+        (16, 4, 256, [46924] * 2 + [733] * 10),  # more sequences than slots
+        (6, 9, 256, [19959] + [199] * 15),  # nearly as many, and few are long
+        (5, 12, 128, [14825] * 5 + [231] * 35),
+        (8, 8, 128, [42699] * 2 + [667] * 12),
+        (5, 4, 128, [24717] * 3 + [386] * 21),
+        (8, 5, 128, [7755, 7500, 7210, 6900, 6610, 6300, 5905, 5600, 4404, 4100, 3200, 2500, 2210]),  # ragged
+        (8, 8, 128, [23921] * 12),  # of one length
+    ],
+)
+def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
+    """Where sequences about fill the slots: a few long ones among short ones, ragged lengths, and one length."""
+    lens = np.array(lens, np.int32)
+    batch = Batch(num_seqs=len(lens), num_kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=16)
+    batch.max_blocks_per_seq = -(-int(lens.max()) // 16)
+    units = units_of(plan_on_cpu, batch, lens, False)
+    check_units(units, lens, [1] * len(lens), group, STEPS["bfloat16"][head_dim])
+    assert 2 * batch.slots <= 3 * len(lens) <= 6 * batch.slots
+    assert time_of(units, batch.slots) < 1.25

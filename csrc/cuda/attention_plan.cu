@@ -281,8 +281,8 @@ pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filte
                                  decode_shape *shape, decode_workspace *workspace)
 {
     PK_TRY(pk_cuda_shape_decode(args, filter, call, shape));
-    bool is_planned = args->plan || !let_ctas_plan(args, shape);
+    const bool do_ctas_plan = !args->plan && let_ctas_plan(args, shape);
     PK_TRY(find_workspace(args, *shape, call, workspace));
-    if (!is_planned) workspace->units = nullptr;
-    return is_planned && !args->plan ? launch_plan(args, *shape, *workspace, call) : PK_OK;
+    if (do_ctas_plan) workspace->units = nullptr;
+    return args->plan || do_ctas_plan ? PK_OK : launch_plan(args, *shape, *workspace, call);
 }

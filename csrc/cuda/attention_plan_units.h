@@ -3,8 +3,8 @@
  * the launch before it. It can do so where a warp has a lane for every sequence, or none is cut.
  *
  * Few sequences: all parts run at once, except that short sequences, and what is left of long ones, may follow each
- * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). So it is, too, where
- * there are nearly as many as slots and slots may be shared. Many: a sequence is cut only when it exceeds some 1.5 times a
+ * other in a slot. We try 32 lengths of parts and take the one that should end first (best_length). The same is done for
+ * nearly as many sequences as slots, if slots are shared. Many: a sequence is cut only when it exceeds some 1.5 times a
  * CTA's average share (lengths_of_share), into parts of a share where that saves some steps. When the last wave would be
  * nearly empty we split finer, because merging costs less than the idle SMs, but not where a few are far longer than the
  * others. Of sequences of one length only those are cut that full waves leave over (cut_left_over). The hardware hands
@@ -55,8 +55,8 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
 /* Whether short sequences and rests may follow each other in a slot. Each starts anew, so slots must have some steps to
- * save. Where most slots have a sequence of their own, a few that are far longer are better cut to shares, and short ones
- * follow in the same slots (lengths_of_share; decode/NOTES.md #107). */
+ * save. Of nearly as many sequences as slots, a few that are far longer are better cut to shares, which fill all slots, and
+ * the short ones follow behind them (lengths_of_share; decode/NOTES.md #107). */
 __device__ static inline bool shares_slots(const decode_shape &shape, int total, int longest)
 {
     if (!shape.may_share_slots || total < thresholds::FEWEST_STEPS_OF_SHARE * shape.slots) return false;

@@ -107,7 +107,7 @@ struct prefill_sums {
  * waves leave over. */
 struct prefill_parts {
     float per_key;    /* 1 / keys of a part, or 0: items stay whole */
-    int num_whole;    /* and so do that many long items, the first ones of the list; */
+    int num_whole;    /* long items, the first ones of the list, that stay whole all the same; */
     int lowest_level; /* of long items */
 
     /* A CTA with 128 rows goes through it. */
@@ -247,7 +247,7 @@ struct prefill_parts {
     }
 
     /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Returns the sum of all
-     * sequences' keys. Both sums are by the same instructions: to fetch others takes 4 us (prefill/NOTES.md #45). */
+     * sequences' keys. Both sums are by the same instructions: to fetch others takes 4 us (prefill/NOTES.md #45a). */
     __device__ float choose(const prefill_batch &batch, float tile)
     {
         prefill_sums all, longs;

@@ -48,7 +48,7 @@ struct prefill_sums {
  * (prefill/NOTES.md #34). Long items of one length that are more than a wave may stay whole, but for those that full
  * waves leave over. */
 struct prefill_parts {
-    float per_key;    /* 1 / keys of a part, or 0: items stay whole */
+    float per_key;    /* 1 / keys of a part, rounded down, or 0: items stay whole */
     int num_whole;    /* long items, the first ones of the list, that stay whole all the same; */
     int lowest_level; /* of long items */
 
@@ -180,12 +180,20 @@ struct prefill_parts {
         return (float)all.longest * us_of_key(batch.args) + PART_US > MERGE_US + 2 * MERGE_PART_US;
     }
 
-    /* Whether there is room for the parts of items with so many keys in all. Of those that are cut, surely no fewer than
-     * there are: each has more keys than one part. */
-    __device__ static bool have_room(const prefill_batch &batch, float items, float keys, float length)
+    /* Whether there is room for the parts of `cut` items in `count` each, and of `others` with so many keys in all. Of those
+     * that are cut, surely no fewer than there are: each has more keys than one part. */
+    __device__ static bool have_room(const prefill_batch &batch, float cut, float count, float others, float keys,
+                                     float length)
     {
-        float of_length = __fdividef(keys, length);
-        return of_length + fminf(of_length, items) <= (float)batch.parts.most_parts;
+        const float of_length = __fdividef(keys, length);
+        return cut * count + of_length + fminf(of_length, others) <= (float)batch.parts.most_parts;
+    }
+    /* At most, of the longest item, where it is cut to `count`: beyond 2^20 keys floats may count one less. */
+    __device__ static float most_of(int longest, float count) { return longest >> 20 ? count + 1 : count; }
+    /* Of items that are not long, those that are cut at most: all, but none of them if the longest is cut in two. */
+    __device__ static float keys_of_others(const prefill_sums &all, const prefill_sums &longs, float count)
+    {
+        return count > 2 ? all.keys - longs.keys : 0;
     }
 
     /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Returns the sum of all
@@ -207,9 +215,12 @@ struct prefill_parts {
         float parts = lane * step + 1;                        /* of the longest */
         float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
         float us = estimate(batch, all, longs, parts, length);
-        if (parts > 1 && !have_room(batch, all.items, all.keys, length)) us = INFINITY;
+        const bool has_room = have_room(batch, 0, 0, all.items, all.keys, length) ||
+                              have_room(batch, longs.items, most_of(all.longest, parts), all.items - longs.items,
+                                        keys_of_others(all, longs, parts), length);
+        if (parts > 1 && !has_room) us = INFINITY;
         const int best = lane_of_least(us);
-        if (best > 0) per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
+        if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
         if (longs.items > ctas && are_two_kinds(all, longs))
             cut_left_over(batch, all, longs, tile, __shfl_sync(~0u, us, best));
         return all.contexts;
@@ -225,12 +236,13 @@ struct prefill_parts {
         const float left = fminf(longs.items - whole + more, longs.items), others = all.items - longs.items;
         const float parts = (float)(threadIdx.x & 31) + 2;
         const float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
-        const float cut_keys = left * (float)all.longest + all.keys - longs.keys;
         float us_of_left = estimate_left_over(batch, all, full_waves, left, parts, length);
-        if (longs.items - whole < 0.5f || !have_room(batch, left + others, cut_keys, length)) us_of_left = INFINITY;
+        const bool has_room =
+            have_room(batch, left, most_of(all.longest, parts), others, keys_of_others(all, longs, parts), length);
+        if (longs.items - whole < 0.5f || !has_room) us_of_left = INFINITY;
         const int best = lane_of_least(us_of_left);
         if (__shfl_sync(~0u, us_of_left, best) >= us) return;
-        per_key = __fdividef(1.0f, __shfl_sync(~0u, length, best));
+        per_key = __frcp_rd(__shfl_sync(~0u, length, best));
         num_whole = (int)(whole + 0.5f);
     }
 };

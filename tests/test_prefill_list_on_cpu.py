@@ -155,3 +155,35 @@ def test_chunks_are_whole_but_for_what_full_waves_leave_over(list_on_cpu, rng):
             assert most - batch.num_kv_heads * batch.group // batch.heads * len(lens) < len(long - cut) <= most
             num_left_over += 1
     assert num_left_over > 10 and max(shares) < 1.02 and np.mean(shares) < 0.98, (num_left_over, shares)
+
+
+L2_BYTES = 50 << 20  # of the emulated GPU
+
+
+def test_chunks_fit_in_the_cache_and_the_longest_come_first(list_on_cpu, rng):
+    """Of each 32 neighbouring sequences. Those whose items are listed at one time have as many keys as half of the cache
+    holds, or there is only one; a cache of 16 bits."""
+    num_beyond = 0
+    for _ in range(150):
+        batch, starts, lens = draw(rng)
+        if batch.num_tokens == 0:
+            continue
+        first, last = {}, {}
+        for place, item in enumerate(items_of(list_on_cpu, batch, starts, lens)):
+            first.setdefault(item["seq"], place)
+            last[item["seq"]] = place
+
+        def levels(seq):
+            count = int(starts[seq + 1] - starts[seq])
+            return max(int(lens[seq]) - count, 0) // batch.positions + -(-count // batch.positions)
+
+        for one, behind in pairwise(first):
+            assert (one // 32, -levels(one)) <= (behind // 32, -levels(behind))
+        keys_at_once = L2_BYTES // (2 * 2 * 2 * batch.num_kv_heads * batch.head_dim)
+        if batch.max_seqlen_q <= batch.positions and batch.heads == batch.group:
+            continue  # every sequence is one item of a KV head: keys are read once
+        num_beyond += int(lens[list(first)].sum()) > keys_at_once
+        for seq in first:
+            others = [each for each in first if first[each] <= first[seq] <= last[each]]
+            assert len(others) == 1 or int(lens[others].sum()) <= keys_at_once
+    assert num_beyond > 30, num_beyond

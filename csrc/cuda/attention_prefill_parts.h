@@ -11,7 +11,6 @@
 struct prefill_sums {
     float items, keys, squares; /* of the items' keys */
     float seqs;                 /* that have items */
-    float contexts;             /* keys of all sequences, also of those without items */
     int longest;                /* keys of an item */
 
     /* `count` items of a sequence, of which the first goes through `before` + 1 times `positions` keys, and each after
@@ -32,7 +31,6 @@ struct prefill_sums {
             keys += __shfl_xor_sync(~0u, keys, i);
             squares += __shfl_xor_sync(~0u, squares, i);
             seqs += __shfl_xor_sync(~0u, seqs, i);
-            contexts += __shfl_xor_sync(~0u, contexts, i);
         }
         items *= num_bundles, keys *= num_bundles, squares *= num_bundles;
         longest = __reduce_max_sync(~0u, longest);
@@ -105,7 +103,6 @@ struct prefill_parts {
 #pragma unroll 4
         for (int seq = threadIdx.x & 31; seq < args.num_seqs; seq += 32) {
             int context = context_of(args, seq), queries = (int)args.max_seqlen_q;
-            sums.contexts += (float)context;
             if (args.cu_seqlens_q) queries = min(args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq], queries);
             int64_t rows = (int64_t)queries * batch.group.divisor;
             if (rows <= batch.filter.min_rows || rows > batch.filter.max_rows) continue;
@@ -196,9 +193,9 @@ struct prefill_parts {
         return count > 2 ? all.keys - longs.keys : 0;
     }
 
-    /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Returns the sum of all
-     * sequences' keys. Both sums are by the same instructions: to fetch others takes 4 us (prefill/NOTES.md #45a). */
-    __device__ float choose(const prefill_batch &batch, float tile)
+    /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Both sums are by the same
+     * instructions: to fetch others takes 4 us (prefill/NOTES.md #45a). */
+    __device__ void choose(const prefill_batch &batch, float tile)
     {
         prefill_sums all, longs;
         per_key = 0, num_whole = 0, lowest_level = 0;
@@ -208,7 +205,7 @@ struct prefill_parts {
             if (pass > 0) break;
             all = longs;
             lowest_level = batch.by_positions.divide(all.longest / 2); /* long ones see more than half of the longest */
-            if (!may_pay(batch, all)) return all.contexts;
+            if (!may_pay(batch, all)) return;
         }
         const float ctas = (float)batch.num_ctas, lane = (float)(threadIdx.x & 31);
         float step = ceilf(__fdividef(ctas, 32 * all.items)); /* 32 numbers are tried, up to what fills the machine */
@@ -223,7 +220,6 @@ struct prefill_parts {
         if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
         if (longs.items > ctas && are_two_kinds(all, longs))
             cut_left_over(batch, all, longs, tile, __shfl_sync(~0u, us, best));
-        return all.contexts;
     }
 
     /* Full waves of long items stay whole and the others are cut, if that is faster than `us`. What is cut begins with a

@@ -5,11 +5,12 @@
 #include "cuda/attention_prefill_parts.h"
 
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
- * chunks of neighbouring sequences (so that the keys in use stay in the L2 cache), sections of KV heads (all, or where
- * one sequence's keys are far more than the cache holds, as many as fit), in a section falling levels, on a level
- * sequence by sequence, the bundles of its query heads. An item's level is the number of its keys in units of
- * `positions`; a sequence has at most one item of a level for each bundle. So a run of levels has the same sequences, and
- * is passed in one step.
+ * groups of 32 neighbouring sequences; in a group chunks (so that the keys in use stay in the L2 cache), those of the
+ * longest sequences first (so that little is left to do when the first CTAs find nothing more); in a chunk sections of
+ * KV heads (all, or where one sequence's keys are far more than the cache holds, as many as fit), in a section falling
+ * levels, on a level sequence by sequence, the bundles of its query heads. An item's level is the number of its keys in
+ * units of `positions`; a sequence has at most one item of a level for each bundle. So a run of levels has the same
+ * sequences, and is passed in one step.
  *
  * Without a plan a CTA can do nothing before this has found its first item (prefill/NOTES.md #25, #33): it has to be
  * short. */
@@ -18,33 +19,30 @@ struct prefill_schedule {
     static constexpr bool WALKS = true;
     static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
     prefill_parts parts;                       /* of CUTS */
-    sequence_view mine;                        /* lane's sequence of the chunk */
-    int num_items, first_level;
-    int next_seq, first_seq, seqs_per_chunk;
-    int first_bundle, num_bundles; /* of the section */
-    int section_begin;             /* entries of the list before the section */
-    int level, num_levels;         /* the run in hand: its highest level, and how many there are */
-    int next_level;                /* the next below it that has items, or -1 */
-    int before, count;             /* entries of a bundle above the run; items on each of its levels */
-    int num_parts;                 /* of each of them */
-    int first_slot, num_slots;     /* parts before the section; of a bundle: these follow each other in a section, */
-    int first_cut;                 /* behind so many entries of a bundle */
-    int whole_from, num_long;      /* of CUTS: a level in the section, see prefill_parts; long items up to its end */
+    sequence_view mine;                        /* lane's sequence of the group */
+    int all_items, first_level;                /* of it, */
+    int num_items;                             /* of those, in the chunk: all or none */
+    int first_seq;                             /* of the group */
+    unsigned keys_before;                      /* in longer sequences of the group, which has */
+    unsigned group_keys, listed_keys;          /* so many, and of them so many up to the chunk's end */
+    int first_bundle, num_bundles;             /* of the section */
+    int section_begin;                         /* entries of the list before the section */
+    int level, num_levels;                     /* the run in hand: its highest level, and how many there are */
+    int next_level;                            /* the next below it that has items, or -1 */
+    int before, count;                         /* entries of a bundle above the run; items on each of its levels */
+    int num_parts;                             /* of each of them */
+    int first_slot, num_slots; /* parts before the section; of a bundle: these follow each other in a section, */
+    int first_cut;             /* behind so many entries of a bundle */
+    int whole_from, num_long;  /* of CUTS: a level in the section, see prefill_parts; long items up to its end */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
-    /* About as many sequences as fit in the cache together, at most one per lane. What is not sound about a length is
-     * recorded when its turn comes. */
+    /* What is not sound about a length is recorded when its turn comes. */
     __device__ void start(const prefill_batch &batch)
     {
-        float context_keys = 0;
-        if constexpr (CUTS)
-            context_keys = parts.choose(batch, CUT_TILE);
-        else if (!batch.reads_keys_once())
-            context_keys = sum_of_contexts(batch);
-        float seqs = __fdividef(batch.chunk_keys * (float)batch.args.num_seqs, fmaxf(context_keys, 1.0f));
-        seqs_per_chunk = (int)fminf(fmaxf(seqs, 1.0f), 32.0f);
-        next_seq = 0;
+        if constexpr (CUTS) parts.choose(batch, CUT_TILE);
+        first_seq = -32;
+        group_keys = listed_keys = 0;
         section_begin = 0;
         before = count = num_levels = num_parts = 0;
         next_level = -1;
@@ -53,28 +51,53 @@ struct prefill_schedule {
         whole_from = num_long = 0;
     }
 
-    __device__ static float sum_of_contexts(const prefill_batch &batch)
-    {
-        float keys = 0;
-#pragma unroll 4
-        for (int seq = threadIdx.x & 31; seq < batch.args.num_seqs; seq += 32)
-            keys += (float)prefill_parts::context_of(batch.args, seq);
-        for (int i = 16; i; i /= 2) keys += __shfl_xor_sync(~0u, keys, i);
-        return keys;
-    }
-
     /* The lane's sequence, and its items. */
     __device__ void measure(const prefill_batch &batch, int seq)
     {
         mine = {};
-        num_items = 0;
+        all_items = 0;
         if (seq < batch.args.num_seqs) {
             mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
             int64_t rows = (int64_t)mine.num_queries * batch.group.divisor;
             if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
-                num_items = batch.by_positions.divide_up(mine.num_queries);
+                all_items = batch.by_positions.divide_up(mine.num_queries);
         }
         first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
+    }
+    /* More than any cache holds are as good as all; 32 times that are no overflow. */
+    __device__ unsigned keys_of_mine() const { return all_items ? min(max(mine.context, 1), 1 << 26) : 0; }
+
+    /* The next chunk of the group, or of a group behind it: as many sequences as fit in the cache, at least one. */
+    __device__ bool next_chunk(const prefill_batch &batch)
+    {
+        while (listed_keys == group_keys) {
+            if (first_seq + 32 >= batch.args.num_seqs) return false;
+            first_seq += 32;
+            measure(batch, first_seq + (threadIdx.x & 31));
+            order(batch);
+        }
+        unsigned end = keys_before + keys_of_mine();
+        bool is_here = keys_before == listed_keys || (float)(end - listed_keys) <= batch.chunk_keys;
+        is_here = is_here && all_items && keys_before >= listed_keys;
+        num_items = is_here ? all_items : 0;
+        bool is_only = (float)group_keys <= batch.chunk_keys;
+        listed_keys = is_only ? group_keys : __reduce_max_sync(~0u, is_here ? end : 0);
+        return true;
+    }
+    /* Where the group is more than one chunk: by length. */
+    __device__ void order(const prefill_batch &batch)
+    {
+        unsigned keys = keys_of_mine();
+        group_keys = __reduce_add_sync(~0u, keys);
+        listed_keys = keys_before = 0;
+        if ((float)group_keys <= batch.chunk_keys) return;
+        int lane = threadIdx.x & 31, end = first_level + all_items;
+#pragma unroll 4
+        for (int i = 0; i < 32; i++) {
+            int its_end = __shfl_sync(~0u, end, i);
+            unsigned its_keys = __shfl_sync(~0u, keys, i);
+            if (its_end > end || (its_end == end && i < lane)) keys_before += its_keys;
+        }
     }
 
     /* Entry `index` of the whole list, which does not go down from call to call. On a level the parts of an item follow
@@ -107,15 +130,12 @@ struct prefill_schedule {
     __device__ bool next_section(const prefill_batch &batch, int index)
     {
         int all_bundles = batch.num_bundles;
-        if (first_bundle + num_bundles >= all_bundles && next_seq >= batch.args.num_seqs) return false;
+        bool is_chunk_done = first_bundle + num_bundles >= all_bundles;
+        if (is_chunk_done && !next_chunk(batch)) return false;
         section_begin += before * num_bundles;
         first_slot += num_slots * num_bundles;
         first_bundle += num_bundles;
-        if (first_bundle >= all_bundles) {
-            first_seq = next_seq;
-            next_seq += seqs_per_chunk;
-            int seq = first_seq + (threadIdx.x & 31);
-            measure(batch, seq < next_seq ? seq : (int)batch.args.num_seqs);
+        if (is_chunk_done) {
             first_bundle = 0;
             num_bundles = bundles_at_once(batch);
         }
@@ -153,7 +173,7 @@ struct prefill_schedule {
     __device__ int bundles_at_once(const prefill_batch &batch) const
     {
         int all_bundles = batch.num_bundles;
-        float keys = (float)__reduce_add_sync(~0u, num_items ? mine.context : 0);
+        float keys = (float)__reduce_add_sync(~0u, num_items ? keys_of_mine() : 0);
         if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return all_bundles;
         int kv_heads = max((int)(batch.chunk_keys / keys * (float)batch.args.num_kv_heads), 1);
         return kv_heads * (batch.group.divisor / batch.heads);

@@ -161,8 +161,8 @@ L2_BYTES = 50 << 20  # of the emulated GPU
 
 
 def test_chunks_fit_in_the_cache_and_the_longest_come_first(list_on_cpu, rng):
-    """Of each 32 neighbouring sequences. Those whose items are listed at one time have as many keys as half of the cache
-    holds, or there is only one; a cache of 16 bits."""
+    """Of every 32 neighbouring sequences. Those whose items are listed at the same time have no more keys, of 16 bits each
+    element, than half of the cache holds, or there is only one."""
     num_beyond = 0
     for _ in range(150):
         batch, starts, lens = draw(rng)

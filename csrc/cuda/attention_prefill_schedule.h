@@ -20,11 +20,11 @@ struct prefill_schedule {
     static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
     prefill_parts parts;                       /* of CUTS */
     sequence_view mine;                        /* lane's sequence of the group */
-    int all_items, first_level;                /* of it, */
-    int num_items;                             /* of those, in the chunk: all or none */
+    int all_items, first_level;                /* its items, and the lowest level of them */
+    int num_items;                             /* the same items, or 0 where the sequence is not in the chunk */
     int first_seq;                             /* of the group */
-    unsigned keys_before;                      /* in longer sequences of the group, which has */
-    unsigned group_keys, listed_keys;          /* so many, and of them so many up to the chunk's end */
+    unsigned keys_before;                      /* of longer sequences of the group; 0 where it is one chunk */
+    unsigned group_keys, listed_keys;          /* of the group; of its chunks up to the one in hand */
     int first_bundle, num_bundles;             /* of the section */
     int section_begin;                         /* entries of the list before the section */
     int level, num_levels;                     /* the run in hand: its highest level, and how many there are */
@@ -64,7 +64,7 @@ struct prefill_schedule {
         }
         first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
     }
-    /* More than any cache holds are as good as all; 32 times that are no overflow. */
+    /* At most 2^26, which is more than any cache holds: a sum over 32 lanes does not overflow. */
     __device__ unsigned keys_of_mine() const { return all_items ? min(max(mine.context, 1), 1 << 26) : 0; }
 
     /* The next chunk of the group, or of a group behind it: as many sequences as fit in the cache, at least one. */
@@ -84,7 +84,7 @@ struct prefill_schedule {
         listed_keys = is_only ? group_keys : __reduce_max_sync(~0u, is_here ? end : 0);
         return true;
     }
-    /* Where the group is more than one chunk: by length. */
+    /* Counts the group's keys. Where they are more than one chunk, finds each sequence's place, from long to short. */
     __device__ void order(const prefill_batch &batch)
     {
         unsigned keys = keys_of_mine();

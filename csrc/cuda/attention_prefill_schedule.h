@@ -20,11 +20,11 @@ struct prefill_schedule {
     static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
     prefill_parts parts;                       /* of CUTS */
     sequence_view mine;                        /* lane's sequence of the group */
-    int all_items, first_level;                /* its items, and the lowest level of them */
-    int num_items;                             /* the same items, or 0 where the sequence is not in the chunk */
+    int first_level;                           /* the lowest of its items */
+    int num_items, num_waiting;                /* its items of the chunk in hand, and of this or a later one */
     int first_seq;                             /* of the group */
-    unsigned keys_before;                      /* of longer sequences of the group; 0 where it is one chunk */
-    unsigned group_keys, listed_keys;          /* of the group; of its chunks up to the one in hand */
+    unsigned waiting_keys;                     /* of the group, behind the chunk in hand; */
+    unsigned keys_before;                      /* of longer sequences among them; 0 where they are one chunk */
     int first_bundle, num_bundles;             /* of the section */
     int section_begin;                         /* entries of the list before the section */
     int level, num_levels;                     /* the run in hand: its highest level, and how many there are */
@@ -42,7 +42,8 @@ struct prefill_schedule {
     {
         if constexpr (CUTS) parts.choose(batch, CUT_TILE);
         first_seq = -32;
-        group_keys = listed_keys = 0;
+        num_items = num_waiting = 0;
+        waiting_keys = 0;
         section_begin = 0;
         before = count = num_levels = num_parts = 0;
         next_level = -1;
@@ -55,48 +56,50 @@ struct prefill_schedule {
     __device__ void measure(const prefill_batch &batch, int seq)
     {
         mine = {};
-        all_items = 0;
+        num_waiting = 0;
         if (seq < batch.args.num_seqs) {
             mine = view_sequence(batch.args, seq, batch.bad_id, blockIdx.x == 0);
             int64_t rows = (int64_t)mine.num_queries * batch.group.divisor;
             if (rows > batch.filter.min_rows && rows <= batch.filter.max_rows)
-                all_items = batch.by_positions.divide_up(mine.num_queries);
+                num_waiting = batch.by_positions.divide_up(mine.num_queries);
         }
         first_level = batch.by_positions.divide(max(mine.context - mine.num_queries, 0));
     }
     /* At most 2^26, which is more than any cache holds: a sum over 32 lanes does not overflow. */
-    __device__ unsigned keys_of_mine() const { return all_items ? min(max(mine.context, 1), 1 << 26) : 0; }
+    __device__ unsigned keys_of_mine() const { return num_waiting ? min(max(mine.context, 1), 1 << 26) : 0; }
 
-    /* The next chunk of the group, or of a group behind it: as many sequences as fit in the cache, at least one. */
-    __device__ bool next_chunk(const prefill_batch &batch)
+    /* The next chunk of the group, or of a group behind it: as many sequences as fit in the cache, at least one. Returns
+     * its keys, or 0: there is none. */
+    __device__ unsigned next_chunk(const prefill_batch &batch)
     {
-        while (listed_keys == group_keys) {
-            if (first_seq + 32 >= batch.args.num_seqs) return false;
+        num_waiting -= num_items;
+        while (waiting_keys == 0) {
+            if (first_seq + 32 >= batch.args.num_seqs) return 0;
             first_seq += 32;
             measure(batch, first_seq + (threadIdx.x & 31));
             order(batch);
         }
-        unsigned end = keys_before + keys_of_mine();
-        bool is_here = keys_before == listed_keys || (float)(end - listed_keys) <= batch.chunk_keys;
-        is_here = is_here && all_items && keys_before >= listed_keys;
-        num_items = is_here ? all_items : 0;
-        bool is_only = (float)group_keys <= batch.chunk_keys;
-        listed_keys = is_only ? group_keys : __reduce_max_sync(~0u, is_here ? end : 0);
-        return true;
+        unsigned end = keys_before + keys_of_mine(), keys = waiting_keys;
+        bool is_here = keys_before == 0 || (float)end <= batch.chunk_keys;
+        num_items = is_here ? num_waiting : 0;
+        if ((float)keys > batch.chunk_keys) keys = __reduce_max_sync(~0u, num_items ? end : 0);
+        waiting_keys -= keys;
+        keys_before -= keys; /* of those that wait on */
+        return keys;
     }
     /* Counts the group's keys. Where they are more than one chunk, finds each sequence's place, from long to short. */
     __device__ void order(const prefill_batch &batch)
     {
         unsigned keys = keys_of_mine();
-        group_keys = __reduce_add_sync(~0u, keys);
-        listed_keys = keys_before = 0;
-        if ((float)group_keys <= batch.chunk_keys) return;
-        int lane = threadIdx.x & 31, end = first_level + all_items;
-#pragma unroll 4
+        waiting_keys = __reduce_add_sync(~0u, keys);
+        keys_before = 0;
+        if ((float)waiting_keys <= batch.chunk_keys) return;
+        int lane = threadIdx.x & 31, end = first_level + num_waiting;
+#pragma unroll 2
         for (int i = 0; i < 32; i++) {
             int its_end = __shfl_sync(~0u, end, i);
             unsigned its_keys = __shfl_sync(~0u, keys, i);
-            if (its_end > end || (its_end == end && i < lane)) keys_before += its_keys;
+            if (its_end + (i < lane) > end) keys_before += its_keys; /* as long: those before it */
         }
     }
 
@@ -131,13 +134,14 @@ struct prefill_schedule {
     {
         int all_bundles = batch.num_bundles;
         bool is_chunk_done = first_bundle + num_bundles >= all_bundles;
-        if (is_chunk_done && !next_chunk(batch)) return false;
+        unsigned keys = is_chunk_done ? next_chunk(batch) : 1;
+        if (keys == 0) return false;
         section_begin += before * num_bundles;
         first_slot += num_slots * num_bundles;
         first_bundle += num_bundles;
         if (is_chunk_done) {
             first_bundle = 0;
-            num_bundles = bundles_at_once(batch);
+            num_bundles = bundles_at_once(batch, (float)keys);
         }
         num_bundles = min(num_bundles, all_bundles - first_bundle);
         before = num_slots = 0;
@@ -170,11 +174,9 @@ struct prefill_schedule {
         whole_from = high;
     }
     /* Sections cost the end of the list some of its balance. */
-    __device__ int bundles_at_once(const prefill_batch &batch) const
+    __device__ static int bundles_at_once(const prefill_batch &batch, float keys)
     {
-        int all_bundles = batch.num_bundles;
-        float keys = (float)__reduce_add_sync(~0u, num_items ? keys_of_mine() : 0);
-        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return all_bundles;
+        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return batch.num_bundles;
         int kv_heads = max((int)(batch.chunk_keys / keys * (float)batch.args.num_kv_heads), 1);
         return kv_heads * (batch.group.divisor / batch.heads);
     }

@@ -41,7 +41,7 @@ def test_linear(rng, device, dtype, with_bias, shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("shape", [(1, 70, 33), (6, 77, 130), (100, 64, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 70, 33), (1, 2600, 40), (6, 77, 130), (100, 64, 70)], ids=str)
 def test_strides_with_poison_between(rng, device, dtype, shape):
     x, weight, _ = make_case(rng, shape, dtype)
     rows, size, outputs = shape
@@ -111,8 +111,9 @@ def test_rows_in_reverse_and_repeated(rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_its_batch(rng, dtype):
-    x, weight, bias = make_case(rng, (13, 1300, 70), dtype)
+@pytest.mark.parametrize("size", [1, 37, 1024, 1300, 2049, 3072, 4096, 5000, None])
+def test_a_row_does_not_depend_on_its_batch(rng, dtype, size):
+    x, weight, bias = make_case(rng, (13, size or int(rng.integers(2, 9000)), 70), dtype)
     arguments = put(weight, "cpu", dtype), put(bias, "cpu", dtype)
     together = get(ops.linear(put(x, "cpu", dtype), *arguments))
     for rows in (slice(0, 1), slice(12, 13), slice(3, 6), slice(5, 9)):

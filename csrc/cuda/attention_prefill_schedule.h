@@ -20,11 +20,12 @@ struct prefill_schedule {
     static constexpr bool CUTS = CUT_TILE > 0; /* items into parts of so many keys and multiples; 0: items stay whole */
     prefill_parts parts;                       /* of CUTS */
     sequence_view mine;                        /* lane's sequence of the group */
-    int first_level;                           /* the lowest of its items */
-    int num_items, num_waiting;                /* its items of the chunk in hand, and of this or a later one */
+    int first_level;                           /* the lowest level of its items */
+    int num_items;                             /* the items, or 0 where it is not in the chunk in hand; */
+    int num_waiting;                           /* or 0 where it was in an earlier chunk */
     int first_seq;                             /* of the group */
-    unsigned waiting_keys;                     /* of the group, behind the chunk in hand; */
-    unsigned keys_before;                      /* of longer sequences among them; 0 where they are one chunk */
+    unsigned waiting_keys;                     /* of the group's sequences that come behind the chunk in hand; */
+    unsigned keys_before;                      /* of those that are longer than the lane's; 0 where all are one chunk */
     int first_bundle, num_bundles;             /* of the section */
     int section_begin;                         /* entries of the list before the section */
     int level, num_levels;                     /* the run in hand: its highest level, and how many there are */
@@ -84,7 +85,7 @@ struct prefill_schedule {
         num_items = is_here ? num_waiting : 0;
         if ((float)keys > batch.chunk_keys) keys = __reduce_max_sync(~0u, num_items ? end : 0);
         waiting_keys -= keys;
-        keys_before -= keys; /* of those that wait on */
+        keys_before -= keys; /* for sequences that still wait */
         return keys;
     }
     /* Counts the group's keys. Where they are more than one chunk, finds each sequence's place, from long to short. */
@@ -99,7 +100,7 @@ struct prefill_schedule {
         for (int i = 0; i < 32; i++) {
             int its_end = __shfl_sync(~0u, end, i);
             unsigned its_keys = __shfl_sync(~0u, keys, i);
-            if (its_end + (i < lane) > end) keys_before += its_keys; /* as long: those before it */
+            if (its_end + (i < lane) > end) keys_before += its_keys; /* of equal ones those before it */
         }
     }
 

@@ -185,12 +185,13 @@ struct prefill_parts {
         const float of_length = __fdividef(keys, length);
         return cut * count + of_length + fminf(of_length, others) <= (float)batch.parts.most_parts;
     }
-    /* At most, of the longest item, where it is cut to `count`: beyond 2^20 keys floats may count one less. */
-    __device__ static float most_of(int longest, float count) { return longest >> 20 ? count + 1 : count; }
-    /* Of items that are not long, those that are cut at most: all, but none of them if the longest is cut in two. */
-    __device__ static float keys_of_others(const prefill_sums &all, const prefill_sums &longs, float count)
+    /* The same, where the longest item has `count` and `cut` of the long ones are cut. The others are cut, too, but not if
+     * the longest is cut in two. Beyond 2^20 keys floats may count one part less. */
+    __device__ static bool have_long_ones_room(const prefill_batch &batch, const prefill_sums &all,
+                                               const prefill_sums &longs, float cut, float count, float length)
     {
-        return count > 2 ? all.keys - longs.keys : 0;
+        const float most = all.longest >> 20 ? count + 1 : count, keys = count > 2 ? all.keys - longs.keys : 0;
+        return have_room(batch, cut, most, all.items - longs.items, keys, length);
     }
 
     /* One warp, with a number of parts a lane. The borders of parts are multiples of `tile`. Both sums are by the same
@@ -213,8 +214,7 @@ struct prefill_parts {
         float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
         float us = estimate(batch, all, longs, parts, length);
         const bool has_room = have_room(batch, 0, 0, all.items, all.keys, length) ||
-                              have_room(batch, longs.items, most_of(all.longest, parts), all.items - longs.items,
-                                        keys_of_others(all, longs, parts), length);
+                              have_long_ones_room(batch, all, longs, longs.items, parts, length);
         if (parts > 1 && !has_room) us = INFINITY;
         const int best = lane_of_least(us);
         if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
@@ -229,12 +229,11 @@ struct prefill_parts {
     {
         const float full_waves = floorf(__fdividef(longs.items, (float)batch.num_ctas) + 0.001f);
         const float whole = full_waves * (float)batch.num_ctas, more = longs.seqs * (float)batch.num_bundles - 1;
-        const float left = fminf(longs.items - whole + more, longs.items), others = all.items - longs.items;
+        const float left = fminf(longs.items - whole + more, longs.items);
         const float parts = (float)(threadIdx.x & 31) + 2;
         const float length = ceilf(__fdividef((float)all.longest, parts * tile)) * tile;
         float us_of_left = estimate_left_over(batch, all, full_waves, left, parts, length);
-        const bool has_room =
-            have_room(batch, left, most_of(all.longest, parts), others, keys_of_others(all, longs, parts), length);
+        const bool has_room = have_long_ones_room(batch, all, longs, left, parts, length);
         if (longs.items - whole < 0.5f || !has_room) us_of_left = INFINITY;
         const int best = lane_of_least(us_of_left);
         if (__shfl_sync(~0u, us_of_left, best) >= us) return;

@@ -157,6 +157,27 @@ def test_chunks_are_whole_but_for_what_full_waves_leave_over(list_on_cpu, rng):
     assert num_left_over > 10 and max(shares) < 1.02 and np.mean(shares) < 0.98, (num_left_over, shares)
 
 
+def draw_few(rng):
+    """Two to four chunks behind so many keys each that their items have very different lengths, and parts pay."""
+    count = int(rng.integers(2, 5))
+    queries, past = rng.integers(64, 600, count), (10 ** rng.uniform(3.7, 5, count)).astype(int)
+    lens, starts = (queries + past).astype(np.int32), np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    batch = Batch(count, int(starts[-1]), int(queries.max()), int(rng.integers(1, 9)), int(rng.integers(1, 9)))
+    batch.head_dim, batch.max_keys, batch.max_rows = int(rng.choice([64, 128, 256])), int(lens.max()), 2**31 - 1
+    batch.window_left, batch.cut_tile = -1, 80 if batch.head_dim == 256 else 128
+    return batch, starts, lens
+
+
+def test_items_of_several_lengths_are_cut_so_that_ctas_end_together(list_on_cpu, rng):
+    """The last CTA ends not long after all would, if keys were divided evenly among them: 15 % later on average."""
+    shares = []
+    for _ in range(200):
+        items = [item for item in items_of(list_on_cpu, *draw_few(rng)) if item["part"] < item["num_parts"]]
+        keys = [item["end"] - item["begin"] for item in items]
+        shares.append(132 * time_of(keys) / sum(keys))
+    assert np.mean(shares) < 1.19 and max(shares) < 1.9, (np.mean(shares), max(shares))
+
+
 L2_BYTES = 50 << 20  # of the emulated GPU
 
 

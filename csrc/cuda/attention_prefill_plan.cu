@@ -7,8 +7,9 @@ enum { THREADS = 256 };
 
 // --- kernels
 
+/* One CTA an SM: the compiler is not to spare registers for more. */
 template <int CUT_TILE>
-__global__ void __launch_bounds__(THREADS) prefill_plan_kernel(const __grid_constant__ prefill_batch batch)
+__global__ void __launch_bounds__(THREADS, 1) prefill_plan_kernel(const __grid_constant__ prefill_batch batch)
 {
     pk_wait_for_previous_kernel();
     prefill_schedule<CUT_TILE> schedule;

@@ -65,12 +65,9 @@ constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be
 constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
-constexpr float EVEN_SHARE = 0.85f;                     /* of the longest length: items have one length */
-constexpr float SHORT_SHARE = 1.0f / 16; /* of the longest: others that are so short do not count (#44) */
-constexpr float WAVE_SLACK = 0.03f;      /* of a wave, where the number of such items is not exact */
-constexpr float CUTTING_US = 12;         /* that cutting has to save, or its kernel is not taken */
-constexpr int MOST_WAVES_TO_CUT = 16;    /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4;    /* all heads at once, up to so many times what the cache holds (#14) */
+constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
+constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
+constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */
 
 /* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
 constexpr double SAVED_BY_FEWER_HEADS = 0.03;

@@ -4,10 +4,11 @@
 
 #include "cuda/attention_prefill_batch.h"
 
-/* Lengths are divided into classes of `width` levels each. Lane i has class i; the first one has the longest items. */
+/* Lengths are divided into classes of so many levels each. Lane i has class i; the first one has the longest items. */
 struct prefill_lengths {
     static constexpr int CLASSES = 16;
-    int levels, width;  /* the highest level, plus one */
+    int levels;         /* the highest one, plus one */
+    int width;          /* of a class, in levels */
     int longest;        /* keys of an item */
     float items, keys;  /* of all items */
     float count, mean;  /* items of the lane's class, and the keys of one of them on average */
@@ -51,11 +52,6 @@ struct prefill_lengths {
         const int first = batch.by_positions.divide(max(context - queries, 0));
         return {first, first + batch.by_positions.divide_up(queries)};
     }
-    __device__ static float sum_of_lanes(float x)
-    {
-        for (int i = 16; i; i /= 2) x += __shfl_xor_sync(~0u, x, i);
-        return x;
-    }
 
     /* One warp: of all items together. */
     __device__ void find_longest(const prefill_batch &batch)
@@ -91,13 +87,13 @@ struct prefill_lengths {
                 mine.add(first, max(min(__shfl_sync(~0u, its.end, owner), end_of_mine), first));
             }
         }
-        of_last = {sum_of_lanes(of_last.count), sum_of_lanes(of_last.twice)};
+        of_last = {pk_sum_over_warp(of_last.count), pk_sum_over_warp(of_last.twice)};
         if (lane == last) mine.count += of_last.count, mine.twice += of_last.twice;
         count = mine.count * (float)batch.num_bundles;
         mean = mine.count > 0 ? __fdividef(0.5f * mine.twice, mine.count) * (float)batch.positions : 0;
         mean = fminf(mean, (float)longest);
-        keys = sum_of_lanes(count * mean);
-        keys_of_long = sum_of_lanes(lane < classes_of_long ? count * mean : 0);
+        keys = pk_sum_over_warp(count * mean);
+        keys_of_long = pk_sum_over_warp(lane < classes_of_long ? count * mean : 0);
         num_long = __reduce_add_sync(~0u, lane < classes_of_long ? (int)count : 0);
     }
 };

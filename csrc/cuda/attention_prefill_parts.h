@@ -9,10 +9,11 @@
 
 /* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
  *
- * Another kernel merges the parts. What a length of parts takes, in us, is estimated from how many items there are of each
- * length: all of them, divided evenly among the CTAs; or those that take more than half as long as the longest, in full
- * waves of one per CTA, because no two of them go into the time of one (prefill/NOTES.md #48). Where long items are more
- * than a wave they may stay whole, but for those that full waves leave over. */
+ * Another kernel merges the parts. How long a call takes with parts of some length, in us, is estimated from how many
+ * items there are of each length. It is the longest of three times: of all units (parts, and items that stay whole),
+ * divided evenly among the CTAs; of the longest unit; and of all that are longer than half of it, in full waves of one per
+ * CTA, because a CTA that has two of them takes longer than the longest one (prefill/NOTES.md #48). Where long items are
+ * more than a wave they may stay whole, but for those that full waves leave over. */
 struct prefill_parts {
     float per_key;    /* 1 / keys of a part, rounded down, or 0: items stay whole */
     int num_whole;    /* long items, the first ones of the list, that stay whole all the same; */
@@ -119,8 +120,13 @@ struct prefill_parts {
         return cut * most + of_length + fminf(of_length, others) <= (float)batch.parts.most_parts;
     }
 
-    /* One warp, with a number of parts a lane: 32 are tried, up to what fills the machine. The borders of parts are
-     * multiples of `tile`. */
+    /* Keys of a part where the longest item has so many. Borders of parts are multiples of `tile`. */
+    __device__ static float length_of(const prefill_lengths &lengths, float parts, float tile)
+    {
+        return ceilf(__fdividef((float)lengths.longest, parts * tile)) * tile;
+    }
+
+    /* One warp, with a number of parts a lane: 32 are tried, up to what fills the machine. */
     __device__ void choose(const prefill_batch &batch, float tile)
     {
         prefill_lengths lengths;
@@ -130,9 +136,8 @@ struct prefill_parts {
         lengths.divide(batch);
         lowest_level = lengths.lowest_of_long;
         const float ctas = (float)batch.num_ctas, lane = (float)(threadIdx.x & 31);
-        const float step = ceilf(__fdividef(ctas, 32 * lengths.items)),
-                    parts = lane * step + 1; /* of the longest item */
-        const float length = ceilf(__fdividef((float)lengths.longest, parts * tile)) * tile;
+        const float step = ceilf(__fdividef(ctas, 32 * lengths.items));
+        const float parts = lane * step + 1, length = length_of(lengths, parts, tile);
         const float us = estimate(batch, lengths, parts, length);
         const int best = lane_of_least(us);
         if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
@@ -147,7 +152,7 @@ struct prefill_parts {
         const int more = lengths.seqs_of_long * batch.num_bundles - 1;
         const float left = (float)min(lengths.num_long - whole + more, lengths.num_long);
         const float parts = (float)(threadIdx.x & 31) + 2;
-        const float length = ceilf(__fdividef((float)lengths.longest, parts * tile)) * tile;
+        const float length = length_of(lengths, parts, tile);
         float us_of_left = estimate_left_over(batch, lengths, (float)full_waves, left, parts, length);
         if (lengths.num_long == whole || !have_room(batch, lengths, left, parts, length)) us_of_left = INFINITY;
         const int best = lane_of_least(us_of_left);

@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(WARPS * 32)
         float score = 0;
         for (int i = 0; i < DIMS_PER_LANE; i++)
             if (i * 32 + lane < args.head_dim) score += q[i] * pk_to_float(k[i * 32 + lane]);
-        for (int distance = 16; distance > 0; distance /= 2) score += __shfl_xor_sync(~0u, score, distance);
-        score = modified_score(args, score, scale, slope, (int)(position - key));
+        score = modified_score(args, pk_sum_over_warp(score), scale, slope, (int)(position - key));
         float largest = fmaxf(max, score), shrink = exp2f(max - largest), p = exp2f(score - largest);
         if (score != score) p = score;
         max = largest;

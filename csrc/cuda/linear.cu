@@ -6,6 +6,7 @@
  */
 #include "cuda/linear.h"
 #include "cuda/cublaslt.h"
+#include "cuda/pack.h"
 
 #include <stdio.h>
 
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
             *weight = (const T *)args.weight + column * args.weight_stride;
     float sum = 0;
     for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    sum = pk_sum_over_warp(sum);
     if (lane != 0) return;
     if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);
     Out *out = (Out *)args.out + row * args.out_stride + column;

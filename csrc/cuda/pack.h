@@ -124,13 +124,19 @@ struct pk_packed {
     }
 };
 
+/* The sum of the values of a warp's threads, the same bits in all of them. */
+__device__ static inline float pk_sum_over_warp(float value)
+{
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
 /* The sum of the values of a row's threads, the same bits in all of them: a warp's, or those of a CTA of up to 16
  * warps.
  */
 __device__ static inline float pk_sum_over(int num_threads, int thread, float value)
 {
     __shared__ float warp_sums[16];
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    value = pk_sum_over_warp(value);
     if (num_threads == 32) return value;
     if (thread % 32 == 0) warp_sums[thread / 32] = value;
     __syncthreads();

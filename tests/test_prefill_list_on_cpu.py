@@ -155,6 +155,7 @@ def test_chunks_are_whole_but_for_what_full_waves_leave_over(list_on_cpu, rng):
             assert most - batch.num_kv_heads * batch.group // batch.heads * len(lens) < len(long - cut) <= most
             num_left_over += 1
     assert num_left_over > 10 and max(shares) < 1.05 and np.mean(shares) < 0.98, (num_left_over, shares)
+    assert sorted(shares)[-3] < 1.01  # the 1.024 is one of many thousands: a window of 3,000 keys
 
 
 def draw_few(rng):

@@ -16,7 +16,7 @@ from typing import Any
 
 from checks import read_us
 from peers import decode_bytes, decode_us
-from tables import FLOOR, NANO, VLLM, VLLM_BESIDE, is_recorded, recorded
+from tables import FLOOR, NANO, VLLM, is_recorded, recorded
 from tables_attention import CALLS, decode_rows, prefill_rows
 from tables_growth import BATCH_SIZES, batch_size_rows, growth_rows
 
@@ -96,7 +96,7 @@ def engine() -> Plot:
     files = [recorded(f"engine-cuda-{name}")["rows"][0] for name in ("0.6B", "0.6B-fp8", "8B")]
     ours = [round(row["nano_bench"]["tokens_per_second"]) for row in files]
     key = "nano_bench_tokens_per_second"
-    series = {"nano-vllm": _of(NANO[key], MODELS), "vLLM 0.26.0": _of(VLLM_BESIDE[key], MODELS),
+    series = {"nano-vllm": _of(NANO[key], MODELS), "vLLM 0.26.0": _of(VLLM[key], MODELS),
               "pagedkv": ours, "floor": _of(FLOOR[key], MODELS)}  # fmt: skip
     title = "256 requests at once (nano-bench), one H200"
     return Plot(7.5, 3.2, [Panel(title, "tok/s", list(MODELS.values()), series)])
@@ -110,9 +110,9 @@ def one() -> Plot:
     models = {"0.6B": "Qwen3-0.6B", "8B": "Qwen3-8B"}
     rows = [recorded(f"latency-cuda-{model}")["rows"][0] for model in models]
     speed, first = "one_tokens_per_second", "first_token_ms"
-    speeds = {"nano-vllm": _of(NANO[speed], models), "vLLM 0.26.0": _of(VLLM_BESIDE[speed], models),
+    speeds = {"nano-vllm": _of(NANO[speed], models), "vLLM 0.26.0": _of(VLLM[speed], models),
               "pagedkv": [round(row[speed]) for row in rows], "floor": _of(FLOOR[speed], models)}  # fmt: skip
-    times = {"nano-vllm": _of(NANO[first], models), "vLLM 0.26.0": _of(VLLM_BESIDE[first], models),
+    times = {"nano-vllm": _of(NANO[first], models), "vLLM 0.26.0": _of(VLLM[first], models),
              "pagedkv": [round(row[first], 1) for row in rows]}  # fmt: skip
     groups = list(models.values())
     return Plot(9.5, 3.2, [Panel("One request, 128 in, 512 out", "tok/s", groups, speeds),
@@ -121,13 +121,10 @@ def one() -> Plot:
 
 def concurrency() -> Plot:
     """Every number of requests, also those just above the size of a kernel's tile."""
-    ours = VLLM["pagedkv_8c36230"]
-    both = ours["concurrency_by_single_numbers_tokens_per_second"] | ours["concurrency_tokens_per_second"]
-    counts = sorted(both, key=int)
-    theirs = VLLM["concurrency_tokens_per_second"]
-    series = {"pagedkv": [both[n] for n in counts], "vLLM 0.26.0": [theirs.get(n) for n in counts]}
+    theirs, ours = VLLM["concurrency_tokens_per_second"], VLLM["pagedkv"]["concurrency_tokens_per_second"]
+    series = {"pagedkv": [*ours.values()], "vLLM 0.26.0": [theirs.get(n) for n in ours]}
     title = "n requests of 512 in and 256 out at once, Qwen3-0.6B, one H200"
-    return Plot(7.5, 3.4, [Lines(title, "tok/s", counts, series)])
+    return Plot(7.5, 3.4, [Lines(title, "tok/s", [*ours], series)])
 
 
 def batch_sizes() -> Plot:

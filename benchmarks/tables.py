@@ -13,7 +13,6 @@ from peers import figures
 
 HERE = Path(__file__).parent
 NANO, FLOOR, VLLM = figures("nano-vllm"), figures("floor"), figures("vllm")
-VLLM_BESIDE = figures("vllm-beside-engine")  # in the job of our engine's figures
 RESULTS = HERE / "results"
 WORTH = 0.01  # of a recorded row: what a special case must bring
 # Files of results/ that benchmarks write and nobody may have recorded yet: what is made of them waits for them.
@@ -103,7 +102,7 @@ def _nano_idle(batch: str) -> float:
 
 
 _NANO_SPEED, _NANO_ONE = NANO["nano_bench_tokens_per_second"], NANO["one_tokens_per_second"]
-_VLLM_SPEED, _VLLM_ONE = VLLM_BESIDE["nano_bench_tokens_per_second"], VLLM_BESIDE["one_tokens_per_second"]
+_VLLM_SPEED, _VLLM_ONE = VLLM["nano_bench_tokens_per_second"], VLLM["one_tokens_per_second"]
 _FLOOR_SPEED, _FLOOR_ONE = FLOOR["nano_bench_tokens_per_second"], FLOOR["one_tokens_per_second"]
 ROWS = [
     Row("256 requests at once (nano-bench), 0.6B", "engine-cuda-0.6B", _speed, "{:,.0f} tok/s",
@@ -121,7 +120,7 @@ ROWS = [
         None, None, FLOOR["step_32x1000_us"]["0.6B"], False),
     Row("first token of a prompt of 128, 0.6B", "latency-cuda-0.6B",
         lambda row: row["first_token_ms"], "{:.1f} ms",
-        NANO["first_token_ms"]["0.6B"], VLLM_BESIDE["first_token_ms"]["0.6B"], None, False),
+        NANO["first_token_ms"]["0.6B"], VLLM["first_token_ms"]["0.6B"], None, False),
     Row("first token of 8,192 + 32 tokens, 0.6B", "latency-cuda-0.6B",
         lambda row: row["prefix_cold_ms"], "{:.1f} ms", None, None, None, False),
     Row("the same, 8,192 of them in the prefix cache", "latency-cuda-0.6B",
@@ -170,21 +169,21 @@ def beside_vllm() -> str:
     rows = []
     for key, name in VLLM_ROWS.items():
         for model, theirs in VLLM[key].items():
-            ours = VLLM["pagedkv_8c36230"][key][model]
+            ours = VLLM["pagedkv"][key][model]
             ratio = theirs / ours if key.endswith("_ms") else ours / theirs
             rows.append((name, model, number(theirs), number(ours), f"{ratio:.2f}"))
-    return markdown("| | model | vLLM 0.26.0 | pagedkv | times as fast |", rows)
+    table = markdown("| | model | vLLM 0.26.0 | pagedkv | times as fast |", rows)
+    return f"{table}\n\nBoth on one NVIDIA H200, pagedkv at {VLLM['pagedkv']['commit']}."
 
 
 def concurrency() -> str:
     """All numbers of requests that were measured, also those just above the size of a kernel's tile."""
-    theirs, ours = VLLM["concurrency_tokens_per_second"], VLLM["pagedkv_8c36230"]["concurrency_tokens_per_second"]
-    singles = VLLM["pagedkv_8c36230"]["concurrency_by_single_numbers_tokens_per_second"]
+    theirs, ours = VLLM["concurrency_tokens_per_second"], VLLM["pagedkv"]["concurrency_tokens_per_second"]
     rows = []
-    for n in sorted({*theirs, *singles}, key=int):
-        cells = (number(each[n]) if n in each else "" for each in (theirs, ours, singles))
-        rows.append((n, *cells, f"{ours[n] / theirs[n]:.2f}" if n in theirs else ""))
-    return markdown("| requests | vLLM 0.26.0 | pagedkv | pagedkv, a second run | times as fast |", rows)
+    for n, tokens in ours.items():
+        its, ratio = (number(theirs[n]), f"{tokens / theirs[n]:.2f}") if n in theirs else ("", "")
+        rows.append((n, its, number(tokens), ratio))
+    return markdown("| requests | vLLM 0.26.0 | pagedkv | times as fast |", rows)
 
 
 def ways_in() -> str:

@@ -88,8 +88,11 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
         ops = import_module("pagedkv.ops")  # its import puts it among the names of this module
         if name == "ops":
             return ops
-        if name in ops.__all__:
-            raise AttributeError(f"pagedkv.{name} is pagedkv.ops.{name}")
+        if name in ops.__all__:  # these names stood here before pagedkv.ops had them
+            import warnings
+
+            warnings.warn(f"pagedkv.{name} is pagedkv.ops.{name} now", DeprecationWarning, stacklevel=2)
+            return getattr(ops, name)
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
 
 

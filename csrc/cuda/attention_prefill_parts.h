@@ -51,6 +51,13 @@ struct prefill_parts {
         return lowest;
     }
 
+    /* In us: an item of so many keys that stays whole, and a unit, which leaves its result behind if it is a part. */
+    __device__ static float us_of_whole(float keys, float key_us) { return keys * key_us + thresholds::PART_US; }
+    __device__ static float us_of_unit(float keys, float key_us, bool is_part)
+    {
+        return us_of_whole(keys, key_us) + (is_part ? thresholds::LEAVE_US : 0);
+    }
+
     /* In us: the merge of so many parts, of which an item has up to `count`. */
     __device__ static float us_of_merging(const prefill_batch &batch, float count, float parts)
     {
@@ -64,16 +71,15 @@ struct prefill_parts {
     __device__ static float estimate(const prefill_batch &batch, const prefill_lengths &lengths, float count,
                                      float length)
     {
-        using namespace thresholds;
         const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
         const float per_key = count > 1 ? __frcp_rd(length) : 0;
-        const float longest_us = length * key_us + PART_US + (count > 1 ? LEAVE_US : 0);
+        const float longest_us = us_of_unit(length, key_us, count > 1);
         float all_us = 0, long_us = 0, num_long = 0, cut = 0, room = 0;
         for (unsigned left = __ballot_sync(~0u, lengths.count > 0); left; left &= left - 1) {
             const int of = __ffs(left) - 1;
             const float items = __shfl_sync(~0u, lengths.count, of), keys = __shfl_sync(~0u, lengths.mean, of);
             const float parts = fmaxf(ceilf(keys * per_key), 1), units = items * parts;
-            const float us = units * (__fdividef(keys, parts) * key_us + PART_US + (parts > 1 ? LEAVE_US : 0));
+            const float us = units * us_of_unit(__fdividef(keys, parts), key_us, parts > 1);
             const float most_parts = ceilf(lengths.most_keys(batch, of) * per_key);
             all_us += us;
             if (2 * us >= units * longest_us) long_us += us, num_long += units;
@@ -94,8 +100,7 @@ struct prefill_parts {
         using namespace thresholds;
         const float ctas = (float)batch.num_ctas, key_us = us_of_key(batch.args);
         const float waves = ceilf(__fdividef(left * count, ctas) - 0.001f);
-        float us =
-            full_waves * ((float)lengths.longest * key_us + PART_US) + waves * (length * key_us + PART_US + LEAVE_US);
+        float us = full_waves * us_of_whole((float)lengths.longest, key_us) + waves * us_of_unit(length, key_us, true);
         float all_us = lengths.keys * key_us + (lengths.items + left * (count - 1)) * PART_US + left * count * LEAVE_US;
         return fmaxf(us, __fdividef(all_us, ctas)) + us_of_merging(batch, count, left * count);
     }
@@ -105,7 +110,7 @@ struct prefill_parts {
     {
         using namespace thresholds;
         if (lengths.items == 0 || lengths.items > MOST_WAVES_TO_CUT * (float)batch.num_ctas) return false;
-        return (float)lengths.longest * us_of_key(batch.args) + PART_US > MERGE_US + 2 * MERGE_PART_US;
+        return us_of_whole((float)lengths.longest, us_of_key(batch.args)) > MERGE_US + 2 * MERGE_PART_US;
     }
 
     /* Whether there is room for the parts of `cut` long items in `count` each, and of those that are not long. Of those,

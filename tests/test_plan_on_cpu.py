@@ -77,35 +77,45 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
     assert num_by_ctas > 30 and num_left_whole > 5
 
 
-START = 2  # steps, about what it takes to begin a unit behind another
-
-
 def time_of(units, slots):
-    """When the last slot ends that takes a unit at a time, as a share of what all steps take if none waits for another."""
+    """When the last slot ends that takes a unit at a time, as a share of what all steps take if none waits for another.
+    Starts are not counted: while a unit starts, others have the bandwidth."""
     ends = [0] * slots
     for unit in units:
-        heapq.heapreplace(ends, ends[0] + unit["end_step"] - unit["first_step"] + START)
+        heapq.heapreplace(ends, ends[0] + unit["end_step"] - unit["first_step"])
     return max(ends) * slots / sum(unit["end_step"] - unit["first_step"] for unit in units)
+
+
+def ramp(longest, number):
+    return [longest * (i + 1) // number for i in range(number)]
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "lens"),
     [
-        (16, 4, 256, [46924] * 2 + [733] * 10),  # more sequences than slots
-        (6, 9, 256, [19959] + [199] * 15),  # nearly as many, and few are long
+        (16, 4, 256, [46924] * 2 + [733] * 10),  # more sequences than slots, and few are long
+        (10, 6, 256, [11275] * 7 + [176] * 46),
+        (10, 6, 128, [62597] * 2 + [978] * 7),  # nearly as many
+        (6, 9, 256, [19959] + [199] * 15),
         (5, 12, 128, [14825] * 5 + [231] * 35),
         (8, 8, 128, [42699] * 2 + [667] * 12),
         (5, 4, 128, [24717] * 3 + [386] * 21),
-        (8, 5, 128, [7755, 7500, 7210, 6900, 6610, 6300, 5905, 5600, 4404, 4100, 3200, 2500, 2210]),  # ragged
+        (5, 1, 128, [44919] * 3 + [1497] * 25),  # far fewer; what is left of the long ones goes before the short ones
+        (10, 6, 128, [19740] + [197] * 18),  # shares of 8 to 16 steps
+        (8, 8, 64, [37209] + [124] * 15),
+        (8, 8, 128, [7755, 7500, 7210, 6900, 6610, 6300, 5905, 5600, 4404, 4100, 3200, 2500, 2210]),  # ragged
+        (5, 12, 256, ramp(28200, 20)),
+        (8, 8, 128, ramp(7000, 40)),
+        (4, 4, 128, ramp(16000, 170)),
         (8, 8, 128, [23921] * 12),  # of one length
+        (8, 1, 128, [9000] * 39),  # 1.7 shares each
     ],
 )
 def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
-    """Where sequences about fill the slots: a few long ones among short ones, ragged lengths, and one length."""
+    """A few long sequences among short ones, ragged lengths, and one length."""
     lens = np.array(lens, np.int32)
     batch = Batch(num_seqs=len(lens), num_kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=16)
     batch.max_blocks_per_seq = -(-int(lens.max()) // 16)
     units = units_of(plan_on_cpu, batch, lens, False)
     check_units(units, lens, [1] * len(lens), group, STEPS["bfloat16"][head_dim])
-    assert 2 * batch.slots <= 3 * len(lens) <= 6 * batch.slots
-    assert time_of(units, batch.slots) < 1.25
+    assert time_of(units, batch.slots) < 1.1

@@ -76,20 +76,22 @@ struct decode_planner {
     __device__ void choose_lengths() const
     {
         const int total = shared.total, longest = shared.longest;
-        const bool shares = shares_slots(shape, total, longest);
-        if (shape.is_one_wave || shares) {
-            int length = length_to_try(shape, total, longest, lane), slots = 0;
+        const slot_sharing sharing = find_sharing(shape, total, longest);
+        int length = 0;
+        if (shape.is_one_wave || sharing.of_sequences) {
+            int slots = 0;
+            length = length_to_try(shape, total, longest, lane);
             float inverse = __frcp_rd((float)length);
             for (int seq = warp; seq < args.num_seqs; seq += WARPS) {
                 planned_sequence it = sequence(seq);
-                slots += it.num_tiles * (shares ? slots_tried<true>(shape, it.num_steps, length, inverse)
-                                                : slots_tried<false>(shape, it.num_steps, length, inverse));
+                slots += it.num_tiles * slots_tried(sharing, it.num_steps, length, inverse);
             }
             atomicAdd(&shared.tried_slots[lane], slots);
             __syncthreads();
             length = best_length(shape, longest, length, shared.tried_slots[lane]);
-            if (threadIdx.x == 0) shared.most = {length, length, shares};
-        } else if (warp < 2) { /* two chains of divisions at once */
+            if (threadIdx.x == 0) shared.most = {length, length, sharing.of_rests};
+        }
+        if (length == 0 && warp < 2) { /* two chains of divisions at once */
             int mean = shared.long_steps / max(shared.num_long, 1);
             if (threadIdx.x == 0) {
                 shared.most = lengths_of_share(shape, total, longest, mean);
@@ -106,7 +108,8 @@ struct decode_planner {
         const planned_sequence it = sequence(seq);
         const part_lengths most = shared.left_over.lengths_of(seq, shared.longest, shared.most);
         int num_parts = count_parts(shape, it.num_steps, most);
-        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, shared.longest, most)};
+        const int longest_last = shared.left_over.longest_last(shared.longest, shared.most);
+        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, longest_last, most)};
     }
 
     /* How many units each bucket has becomes where its first one goes. */

@@ -106,8 +106,9 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
     int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
     int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    shape->may_share_slots = shape->is_one_wave ? segments > 1 && most_share >= FEWEST_STEPS_OF_SHARE
-                                                : may_run_at_once && segments <= slots && shape->cuts_to_shares;
+    const bool have_rows = shape->is_one_wave || (may_run_at_once && lengths >= slots);
+    shape->may_share_slots =
+        have_rows && segments > 1 && segments <= MOST_SEQS_OF_A_SLOT * slots && most_share >= FEWEST_STEPS_OF_SHARE;
     if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */

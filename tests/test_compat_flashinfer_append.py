@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="pagedkv.compat.flashinfer is for Py
 
 from flashinfer_batches import PAGE_SIZES, Batch  # noqa: E402
 
+from pagedkv import ops  # noqa: E402
 from pagedkv.compat import flashinfer as fi  # noqa: E402
 
 
@@ -65,6 +66,25 @@ def test_append_of_nothing_but_padding(device):
     for indices, indptr in ((ints(), ints(0, 0)), (ints(0, 1), ints(0, 2))):
         fi.append_paged_kv_cache(key, key, ints(-1, -1), ints(0, 0), cache, indices, indptr, ints(0))
     assert (cache == 3).all()
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 2), (0, 3, 0), (0, 0, 0)])
+def test_a_token_outside_of_its_sequences_pages_is_an_error(device, counts):
+    """It was stored in a page of another sequence; behind the last one the lookup ended all work of a GPU's context."""
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=device)
+    num_slots, size, pages = 16, 4, [3, 0, 2]
+    indices, indptr = ints(*pages[: sum(counts)]), ints(*np.cumsum([0, *counts]).tolist())
+    expected = "slot_mapping: token 1 has slot 16 but" if device != "cpu" else r"slot_mapping\[1\] is 16 but"
+    for owner, count in enumerate(counts):
+        for position in (-1, count * size, count * size + 1, 10**6):
+            cache = torch.full((num_slots // size, 2, size, 1, 8), 3.0, device=device)
+            key = torch.ones(2, 1, 8, device=device)
+            with pytest.raises(ValueError, match=expected):
+                fi.append_paged_kv_cache(
+                    key, key, ints(-1, owner), ints(0, position), cache, indices, indptr, ints(4, 4, 4)
+                )
+                ops.check_errors(device)
+            assert (cache == 3).all()
 
 
 def test_positions_given_by_the_caller(device):

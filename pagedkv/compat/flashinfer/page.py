@@ -69,17 +69,19 @@ def append_paged_kv_cache(
         kv_last_page_len: not read.
         kv_layout: "NHD" or "HND".
 
-    Errors are store_kvcache's.
+    Errors are store_kvcache's. It reports a token whose position lies outside of its sequence's pages as one with the
+    slot num_pages * page_size, which no cache has: on the CPU at once, on a GPU by ops.check_errors.
     """
     k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1]
-    if len(kv_indices) == 0:  # no page: every token is padding
-        return
+    pages = kv_indices if len(kv_indices) else kv_indices.new_zeros(1)  # no token has one: something to look up
     if append_key.dtype == k_cache.dtype == torch.float8_e4m3fn:  # nothing is rounded: pairs of bytes are copied
         append_key, append_value, k_cache, v_cache = (
             each.view(torch.float16) for each in (append_key, append_value, k_cache, v_cache)
         )
-    is_padding = batch_indices < 0
-    at = torch.add(positions, kv_indptr[batch_indices], alpha=page_size).masked_fill_(is_padding, 0)
-    slots = torch.add(at % page_size, kv_indices[at // page_size], alpha=page_size).masked_fill_(is_padding, -1)
+    starts, ends = kv_indptr[:-1][batch_indices], kv_indptr[1:][batch_indices]  # padding looks up the last sequence's
+    at = starts + positions // page_size
+    is_theirs = (at >= starts) & (at < ends)  # else a lookup might fail, which would end all work of a GPU's context
+    slots = torch.add(positions % page_size, pages[at.where(is_theirs, 0)], alpha=page_size)
+    slots = slots.where(is_theirs, len(k_cache) * page_size).masked_fill_(batch_indices < 0, -1)
     operations().store_kvcache(append_key, append_value, k_cache, v_cache, slots)

@@ -64,7 +64,7 @@ def test_a_captured_run_follows_later_plans(rng, torch, cuda):
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(rng, torch, cuda):
-    batch = Batch(rng, cuda, lens_of(rng), 16, dtype="float16")
+    batch = Batch(rng, cuda, [max(n, 1) for n in lens_of(rng)], 16, dtype="float16")  # the new tokens are among them
     q, cache = batch.queries(rng, len(batch.lens), 8), batch.caches("NHD", True)
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=cuda)
     decode = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(cuda))

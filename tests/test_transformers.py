@@ -200,16 +200,22 @@ def test_compiled_whole(rng, seed):
 
 @pytest.fixture
 def batching_config(device, monkeypatch):
-    # transformers (5.17, 5.23) zeroes a batch's inputs on one stream and fills them on another: on a busy GPU the zeros
-    # may come last, whatever the attention, and the first batch is another one then.
-    make_inputs = HostDeviceIOPair.__init__
+    # transformers zeroes a batch's inputs on one stream and fills them on another (5.17, 5.23), and fills the first
+    # batch's while its warm-up may still run, which writes input_ids (5.17; 5.24 waits). On a busy GPU the older write may
+    # come last, whatever the attention, and the first batch is another one then.
+    def and_wait(owner, method):
+        original = getattr(owner, method)
 
-    def make_inputs_and_wait(self, *args, **options):
-        make_inputs(self, *args, **options)
-        torch.cuda.synchronize()
+        def call(self, *args, **options):
+            result = original(self, *args, **options)
+            torch.cuda.synchronize()
+            return result
+
+        monkeypatch.setattr(owner, method, call)
 
     if device != "cpu":
-        monkeypatch.setattr(HostDeviceIOPair, "__init__", make_inputs_and_wait)
+        and_wait(HostDeviceIOPair, "__init__")
+        and_wait(ModelRunner, "run_one_warmup")
 
     def make(page_size, can_be_captured=True, **options):
         is_new = "page_size" in ContinuousBatchingConfig.__dataclass_fields__

@@ -38,7 +38,7 @@ struct decode_shape {
     bool has_few_steps;   /* the table has room for no more of the smallest CTAs */
     bool are_whole;       /* a sequence is one unit: its number is the unit's */
     bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
-    bool may_share_slots; /* short ones and rests may follow others in their slots (find_sharing) */
+    bool may_share_slots; /* short ones may do without a slot of their own (find_sharing) */
     float start_steps;    /* that take as long as the start of a CTA behind another */
     bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
     int most_at_once;     /* parts that one of them merges; more are merged on two levels */

@@ -1,8 +1,10 @@
 /* attention_plan_lengths.h - how long the parts are into which sequences are cut (attention_plan_units.h).
  *
+ * A slot is a place for a CTA. A rest is the last part of a sequence that is cut.
+ *
  * Few sequences: all parts run at once. We try 32 lengths of parts and take the one that should end first
- * (best_length). What is short, whole sequences and what is left of long ones, follows where others end (slots_tried).
- * The same is done for up to four times as many sequences as slots, if any length fits.
+ * (best_length). Short sequences and short rests need no slot of their own: each follows where another unit ends
+ * (slots_tried). The same is done for up to four times as many sequences as slots, if any length fits.
  *
  * Many, or short ones: a sequence is cut only when it exceeds some 1.5 times a CTA's average share (lengths_of_share),
  * into parts of a share where that saves some steps. When the last wave would be nearly empty we split finer, because
@@ -25,8 +27,7 @@ enum {
 };
 
 /* In steps: the longest sequence that is not cut, and the longest part of one that is. Its parts are about as long as each
- * other. Where slots may be shared all but the last one are `cut` long, so that the rests of several sequences may follow
- * each other in a slot. */
+ * other. With leaves_rests all but the last one are `cut` long, and the rest is as short as that makes it. */
 struct part_lengths {
     int uncut, cut;
     bool leaves_rests;
@@ -53,9 +54,10 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
 {
     return num_steps <= max(DECODE_STAGES, length) ? 1 : __float2int_ru((float)num_steps * inverse);
 }
-/* What may follow others in their slots. What is left of a cut sequence starts in addition, so a slot's share has to be
- * long. A short sequence has to start in any case, and shares of a few steps are enough, but not where there are more
- * sequences than slots. Where all have one length none is short. */
+/* Whether short sequences, and short rests, may do without a slot of their own. A rest is one start more than if nothing
+ * were cut there, so it has to be worth it: a slot's share of all steps must be long. A short sequence starts in any case.
+ * A share of a few steps is enough for it, unless there are more sequences than slots; then the share must be long, too.
+ * Where all have one length none is short. */
 struct slot_sharing {
     bool of_sequences, of_rests;
 };
@@ -67,9 +69,9 @@ __device__ static inline slot_sharing find_sharing(const decode_shape &shape, in
     const bool are_uneven = shape.num_segments <= shape.slots && 10 * mean < thresholds::EVEN_TENTHS * longest;
     return {have_share && (are_long || are_uneven), are_long};
 }
-/* How many slots a tile takes. What is no longer than half of a part takes none, if it may follow. Parts are as long as a
- * slot's share of all steps or longer, so there is time for it in the slots that are left. What waits until the first
- * parts end has more bandwidth then (decode/NOTES.md #108). */
+/* How many slots a tile takes. A sequence or a rest that is at most half as long as a part takes none, if it may do without.
+ * Parts are at least as long as a slot's share of all steps, so the slots that are left have time for it. If it waits until
+ * the first parts end, it has more of the bandwidth then (decode/NOTES.md #108). */
 __device__ static inline int slots_tried(slot_sharing sharing, int num_steps, int length, float inverse)
 {
     const int parts = count_tried(num_steps, length, inverse), last = num_steps - (parts - 1) * length;
@@ -106,7 +108,7 @@ __device__ static inline int best_length(const decode_shape &shape, int longest,
  * steps of what is waited for at the end. */
 __device__ static inline part_lengths lengths_of_share(const decode_shape &shape, int total, int longest, int mean)
 {
-    if (shape.num_splits) return {longest, longest, false}; /* count_parts does without them */
+    if (shape.num_splits) return {longest, longest, false}; /* count_parts does not read them */
     int share = total / shape.slots + 1, quarters = shape.quarters;
     if (longest > 2 * share) quarters = max(quarters, 4); /* finer parts are for sequences of one length (#106) */
     int length = (share * quarters + 3) / 4;

@@ -74,14 +74,14 @@ def append_paged_kv_cache(
     """
     k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1]
-    pages = kv_indices if len(kv_indices) else kv_indices.new_zeros(1)  # no token has one: something to look up
+    pages = kv_indices if len(kv_indices) else kv_indices.new_zeros(1)  # a lookup wants an entry
     if append_key.dtype == k_cache.dtype == torch.float8_e4m3fn:  # nothing is rounded: pairs of bytes are copied
         append_key, append_value, k_cache, v_cache = (
             each.view(torch.float16) for each in (append_key, append_value, k_cache, v_cache)
         )
-    starts, ends = kv_indptr[:-1][batch_indices], kv_indptr[1:][batch_indices]  # padding looks up the last sequence's
+    starts, ends = kv_indptr[:-1][batch_indices], kv_indptr[1:][batch_indices]  # of padding: the last sequence's
     at = starts + positions // page_size
-    is_theirs = (at >= starts) & (at < ends)  # else a lookup might fail, which would end all work of a GPU's context
+    is_theirs = (at >= starts) & (at < ends)  # a lookup out of range would end all of the process's CUDA work
     slots = torch.add(positions % page_size, pages[at.where(is_theirs, 0)], alpha=page_size)
     slots = slots.where(is_theirs, len(k_cache) * page_size).masked_fill_(batch_indices < 0, -1)
     operations().store_kvcache(append_key, append_value, k_cache, v_cache, slots)

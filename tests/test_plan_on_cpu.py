@@ -112,10 +112,13 @@ def ramp(longest, number):
     ],
 )
 def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
-    """A few long sequences among short ones, ragged lengths, and one length."""
+    """A few long sequences among short ones, ragged lengths, and one length; and each CTA finds these units for itself."""
     lens = np.array(lens, np.int32)
     batch = Batch(num_seqs=len(lens), num_kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=16)
     batch.max_blocks_per_seq = -(-int(lens.max()) // 16)
     units = units_of(plan_on_cpu, batch, lens, False)
     check_units(units, lens, [1] * len(lens), group, STEPS["bfloat16"][head_dim])
     assert time_of(units, batch.slots) < 1.1
+    assert bool(batch.ctas_may_plan) == (len(lens) <= 32)
+    if batch.ctas_may_plan:
+        assert without_places(units_of(plan_on_cpu, batch, lens, True)) == without_places(units)

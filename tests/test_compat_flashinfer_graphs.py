@@ -64,7 +64,8 @@ def test_a_captured_run_follows_later_plans(rng, torch, cuda):
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(rng, torch, cuda):
-    batch = Batch(rng, cuda, [max(n, 1) for n in lens_of(rng)], 16, dtype="float16")  # the new tokens are among them
+    batch = Batch(rng, cuda, lens_of(rng), 16, dtype="float16")
+    is_empty = torch.tensor([n == 0 for n in batch.lens], device=cuda)  # it has no page for a new token
     q, cache = batch.queries(rng, len(batch.lens), 8), batch.caches("NHD", True)
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=cuda)
     decode = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(cuda))
@@ -73,8 +74,9 @@ def test_nothing_waits_for_the_device(rng, torch, cuda):
     torch.cuda.set_sync_debug_mode("error")
     try:
         lens = fi.get_seq_lens(batch.indptr, batch.last_page_len, 16)
-        where = fi.get_batch_indices_positions(starts, lens, len(q))
-        fi.append_paged_kv_cache(key, key, *where, cache.clone(), batch.indices, batch.indptr, batch.last_page_len)
+        owners, positions = fi.get_batch_indices_positions(starts, lens, len(q))
+        owners.masked_fill_(is_empty, -1)
+        fi.append_paged_kv_cache(key, key, owners, positions, cache.clone(), batch.indices, batch.indptr, batch.last_page_len)
         decode.plan(*batch.pages, 8, 2, 64, 16)
         first = decode.run(q, cache, return_lse=True)
         prefill.plan(starts, *batch.pages, 8, 2, 64, 16, causal=True)

@@ -13,7 +13,10 @@ transformers = pytest.importorskip("transformers", reason="these tests run its m
 from transformers import ContinuousBatchingConfig, GenerationConfig, masking_utils  # noqa: E402
 from transformers.generation.continuous_batching import initialization  # noqa: E402
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
-from transformers.generation.continuous_batching.input_outputs import HostDeviceIOPair  # noqa: E402
+from transformers.generation.continuous_batching.input_outputs import (  # noqa: E402
+    ContinuousBatchingAsyncIOs,
+    ContinuousBatchingIOs,
+)
 from transformers.generation.continuous_batching.model_runner import ModelRunner  # noqa: E402
 
 from pagedkv.integrations.transformers import attention, batching, masks, register  # noqa: E402
@@ -198,33 +201,12 @@ def test_compiled_whole(rng, seed):
 # --- continuous batching
 
 
-@pytest.fixture
-def batching_config(device, monkeypatch):
-    # transformers zeroes a batch's inputs on one stream and fills them on another (5.17, 5.23), and fills the first
-    # batch's while its warm-up may still run, which writes input_ids (5.17; 5.24 waits). On a busy GPU the older write may
-    # come last, whatever the attention, and the first batch is another one then.
-    def and_wait(owner, method):
-        original = getattr(owner, method)
-
-        def call(self, *args, **options):
-            result = original(self, *args, **options)
-            torch.cuda.synchronize()
-            return result
-
-        monkeypatch.setattr(owner, method, call)
-
-    if device != "cpu":
-        and_wait(HostDeviceIOPair, "__init__")
-        and_wait(ModelRunner, "run_one_warmup")
-
-    def make(page_size, can_be_captured=True, **options):
-        is_new = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
-        if device == "cpu" and not is_new:
-            pytest.importorskip("psutil", reason="transformers before page_size asks it for the memory of a CPU")
-        on_gpu = {} if device == "cpu" else dict(use_cuda_graph=can_be_captured)
-        return ContinuousBatchingConfig(**{"page_size" if is_new else "block_size": page_size}, **options, **on_gpu)
-
-    return make
+def batching_config(device, page_size, can_be_captured=True, **options):
+    is_new = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
+    if device == "cpu" and not is_new:
+        pytest.importorskip("psutil", reason="transformers before page_size asks it for the memory of a CPU")
+    on_gpu = {} if device == "cpu" else dict(use_cuda_graph=can_be_captured)
+    return ContinuousBatchingConfig(**{"page_size" if is_new else "block_size": page_size}, **options, **on_gpu)
 
 
 def generate_batch(model, prompts, config):
@@ -243,9 +225,7 @@ def generate_batch(model, prompts, config):
     ("Mistral", 8, 16, None, False), ("Gemma2", 4, 16, None, True), ("GptOss", 8, 128, None, False),
     ("Phimoe", 16, 16, None, False),
 ])  # fmt: skip
-def test_generate_batch(
-    rng, seed, device, batching_config, monkeypatch, name, page_size, max_batch_tokens, max_blocks, is_padded
-):
+def test_generate_batch(rng, seed, device, monkeypatch, name, page_size, max_batch_tokens, max_blocks, is_padded):
     model, shared = build(name, device, seed), draw(rng, 33).tolist()
     prompts = [(shared if i % 2 else []) + draw(rng, length).tolist() for i, length in enumerate((1, 24, 15, 2, 9, 31))]
     one = dict(max_new_tokens=NUM_NEW, do_sample=False)
@@ -274,7 +254,7 @@ def test_generate_batch(
     spy(PagedAttentionCache, "update", updates)
     num_blocks = 1024 // page_size + 4  # few enough that those of finished requests are used again
     config = batching_config(
-        page_size, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, max_blocks_per_request=max_blocks,
+        device, page_size, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, max_blocks_per_request=max_blocks,
         max_requests_per_batch=3,
         can_be_captured=name not in ("GptOss", "Phimoe"),  # PyTorch 2.11 copies to the host to multiply by experts
     )  # fmt: skip
@@ -288,6 +268,34 @@ def test_generate_batch(
     if all_see_all and max_batch_tokens == 16:
         found = max(result for _, result in shared_tokens)  # of 33, in pages of 8
         assert found == 32 if device == "cpu" else found > 0  # a GPU may not have computed all of them yet
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("can_be_captured", [True, False])
+def test_the_first_batch_is_not_zeroed(rng, seed, cuda, monkeypatch, can_be_captured):
+    """On a busy GPU: transformers' zeros are late, and a batch runs later still, long after its inputs were copied."""
+    model, prompt, zeroed = build("Qwen3", cuda, seed), draw(rng, 16).tolist(), []
+    zero, copy_inputs = ContinuousBatchingIOs._reset_static_tensors, ContinuousBatchingAsyncIOs.get_model_kwargs
+
+    def zero_late(self, full_reset=False):
+        if full_reset and self.device.type == "cuda":
+            torch.cuda._sleep(100_000_000)  # clocks: 50 ms
+            zeroed.append(self)
+        zero(self, full_reset)
+
+    def run_late(self, *args, **options):
+        result = copy_inputs(self, *args, **options)
+        self.compute_stream.wait_stream(torch.cuda.current_stream(cuda))  # on which the zeros are
+        return result
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", zero_late)
+    monkeypatch.setattr(ContinuousBatchingAsyncIOs, "get_model_kwargs", run_late)
+    want = by(model, "eager", lambda model: model.generate(
+        torch.tensor([prompt], device=cuda), max_new_tokens=NUM_NEW, do_sample=False
+    ))[0, len(prompt) :]  # fmt: skip
+    config = batching_config(cuda, 8, can_be_captured, num_blocks=64, max_batch_tokens=32, use_async_batching=True)
+    assert generate_batch(model, [prompt], config) == [want.tolist()]
+    assert len(set(zeroed)) == 2  # asynchronous batching has two sets of inputs
 
 
 def test_other_names_are_left_to_transformers(seed):

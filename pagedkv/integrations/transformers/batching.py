@@ -19,7 +19,7 @@ import transformers
 from packaging.version import Version
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching import cache as cache_module
-from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching import continuous_api, initialization, input_outputs
 
 from pagedkv import ops
 from pagedkv.integrations.transformers.attention import check
@@ -195,7 +195,7 @@ def install(name: str) -> None:
 
     transformers accepts a fixed list of names there, and takes any name with "flash" in it for one of its own. And from
     5.24 on models update the cache before they call attention. So some of its functions are replaced; for all other
-    names they do what they did before.
+    names they do what they did before, but for a wait.
     """
 
     def switch(original: Any) -> Any:
@@ -231,7 +231,18 @@ def install(name: str) -> None:
 
         return torch.compiler.disable(update)
 
+    def waits_for_zeros(original: Any) -> Any:
+        # A batch's inputs are set to zero on this thread's stream, then copied to the GPU on another one that does not
+        # wait. On a busy GPU the zeros came last, and the first batch had no tokens (5.17, with any attention).
+        def _reset_static_tensors(self: Any, full_reset: bool = False) -> None:
+            original(self, full_reset)
+            if full_reset and self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+        return _reset_static_tensors
+
     _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
+    _replace(input_outputs.ContinuousBatchingIOs, "_reset_static_tensors", waits_for_zeros)
     _replace(initialization, "is_flash_attention_requested", needs_no_mask)
     _replace(cache_module, "is_flash_attention_requested", needs_no_mask)
     _replace(initialization, "ensure_decode_fast_path_is_available", takes_block_tables)

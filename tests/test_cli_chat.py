@@ -66,6 +66,14 @@ def test_json_lines(adds):
     assert all(message in row["error"] for message, row in zip(errors, rows[2:8], strict=True))
 
 
+def test_half_a_surrogate_pair_stops_nothing(adds):
+    lines = [{"prompt": "1+1="}, {"prompt": "\ud800"}, {"prompt": "5+5="}]
+    code, out, err = run("generate", adds, "--jsonl", "-", stdin="\n".join(map(json.dumps, lines)))
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert err == "" and [row["prompt"] for row in rows] == ["1+1=", "\ud800", "5+5="]
+    assert (rows[0]["text"], rows[2]["text"]) == ("2", "10") and "error" in rows[1] and code == 1
+
+
 def test_separators_of_unicode_end_no_line(adds):
     text = json.dumps({"prompt": "1+1=\u2028\u2029\x85"}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "5+5="})
     code, out, err = run("generate", adds, "--jsonl", "-", stdin=text)

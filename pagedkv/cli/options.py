@@ -122,4 +122,8 @@ def json_lines(name: str) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def print_json(**row: Any) -> None:
-    print(json.dumps({name: value for name, value in row.items() if value is not None}, ensure_ascii=False), flush=True)
+    given = {name: value for name, value in row.items() if value is not None}
+    try:
+        print(json.dumps(given, ensure_ascii=False), flush=True)
+    except UnicodeEncodeError:  # half of a surrogate pair, say
+        print(json.dumps(given), flush=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
-from math import isnan
+from math import inf, isnan
 from numbers import Integral, Real
 from typing import Any, Self
 
-MAX_FLOAT = 3.4e38  # what float32 holds
+MAX_FLOAT, MIN_FLOAT = 3.4e38, 1.2e-38  # what float32 holds; the least that does not lose digits
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 
@@ -126,7 +126,7 @@ class SamplingParams:
         put_float("temperature", 0, MAX_FLOAT)
         put_float("top_p", 0, 1, is_open=True)
         put_float("min_p", 0, 1)
-        put_float("repetition_penalty", 0, MAX_FLOAT, is_open=True)
+        put_float("repetition_penalty", MIN_FLOAT, MAX_FLOAT)
         put_float("presence_penalty", -MAX_FLOAT, MAX_FLOAT)
         put_float("frequency_penalty", -MAX_FLOAT, MAX_FLOAT)
         put_int("top_k", -1)
@@ -230,4 +230,4 @@ def _check_bias(token_id: int, value: object) -> float:
     bias = float(value)
     if isnan(bias) or bias > MAX_FLOAT:
         raise ValueError(f"logit_bias[{token_id}] is {bias} but must be a number below {MAX_FLOAT:g}, or -inf")
-    return bias
+    return bias if bias >= -MAX_FLOAT else -inf

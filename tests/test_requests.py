@@ -128,6 +128,20 @@ def test_the_best_of_several(llm):
     assert [one.index for one in best] == [0, 1, 2] and best[0].logprobs is None
 
 
+def test_one_of_several_answers_fails(llm):
+    """The error is told, whoever ends last, and is no better than an answer."""
+    def fails_second(request, tokens):
+        if request.index == 1 and len(tokens) == 1:
+            raise LookupError("the second")
+
+    failing = {"mask": fails_second, "max_tokens": 4}
+    output = generate(llm, ["abc"], drawn(5, n=3, **failing))[0]
+    assert isinstance(output.error, LookupError)
+    assert [one.finish_reason for one in output.outputs] == ["length", "error", "length"]
+    best = generate(llm, ["abc"], drawn(5, n=1, best_of=3, **failing))[0].outputs[0]
+    assert best.finish_reason == "length" and len(best.token_ids) == 4
+
+
 def test_answers_without_a_seed_differ(llm):
     tokens = {tuple(one.token_ids) for one in generate(llm, ["abc"], SamplingParams(n=8, max_tokens=12))[0].outputs}
     assert len(tokens) == 8
@@ -207,6 +221,7 @@ def test_embeddings(folder, place, rng):  # noqa: F811
         together = llm.embed(prompts, use_tqdm=False)
         text = llm.embed("abc", use_tqdm=False)[0]
         bad = llm.embed([[], [5]], use_tqdm=False)
+        longest = llm.embed([[5] * llm.max_model_len, [5] * (llm.max_model_len + 1)], use_tqdm=False)
         mixed = generate(llm, prompts, GREEDY)
     with engine(folder, place, max_num_batched_tokens=8) as llm:
         chunked = llm.embed(prompts, use_tqdm=False)
@@ -216,6 +231,7 @@ def test_embeddings(folder, place, rng):  # noqa: F811
         np.testing.assert_allclose(a.embedding, vector, atol=1e-5)
         np.testing.assert_allclose(b.embedding, vector, atol=1e-5)
     assert text.prompt == "abc" and text.error is None
+    assert longest[0].error is None and "exceed max_model_len" in str(longest[1].error)
     assert isinstance(bad[0].error, ValueError) and bad[0].embedding.size == 0 and bad[1].error is None
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.Qwen3Model.from_pretrained(folder, dtype=torch.float32)

@@ -80,11 +80,13 @@ class Request:
         """The n answers that a finished request shows."""
         if self.params.num_sequences == self.params.n:
             return self.sequences
-        return sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)[: self.params.n]
+        failed = "error", "abort"  # only where there are too few others
+        best_first = sorted(self.sequences, key=lambda seq: (seq.finish_reason in failed, -seq.cumulative_logprob))
+        return best_first[: self.params.n]
 
     def note(self, sequences: list[Sequence]) -> Increment:
         """What is new of these sequences."""
-        for seq in sequences:
+        for seq in self.sequences:  # an answer that failed before may not have been told yet
             self.error = self.error or seq.error
         first = self._note(sequences[0])
         if len(sequences) > 1:
@@ -95,7 +97,7 @@ class Request:
         start = seq.num_shown if self.output_kind is RequestOutputKind.DELTA else 0
         seq.num_shown = len(seq.new_tokens)
         text = self._text_to_show(seq) if self.is_followed else None
-        has_ended = seq.finish_reason is not None
+        has_ended = seq.is_end_told = seq.finish_reason is not None
         return Increment(
             self, seq, start, seq.num_shown, text, seq.cumulative_logprob, has_ended, self.is_finished, self.error,
             time.perf_counter(),

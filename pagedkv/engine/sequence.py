@@ -26,7 +26,8 @@ class Sequence:
 
     __slots__ = (
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
-        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_swapped",
+        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_told",
+        "is_swapped",
         "logprobs", "mask_request", "max_num_tokens", "new_tokens", "num_cached", "num_computed", "num_in_pages",
         "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown", "num_tokens", "owner",
         "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt", "seed", "siblings",
@@ -69,6 +70,7 @@ class Sequence:
         self.owner: Any = None  # the request that it belongs to, and ...
         self.index = 0  # ... which of its answers this is
         self.finish_reason: str | None = None
+        self.is_end_told = False  # the caller has an Increment of it
         self.stop_reason: int | str | None = None  # the token of stop_token_ids or the stop string that ended it
         self.error: Exception | None = None
         self.num_logprobs = params.logprobs  # best tokens to report besides each new one; None: nothing
@@ -122,9 +124,18 @@ class Sequence:
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
         self.finish_reason, self.error, self.finish_time = reason, error, now
         self.mask_request = None  # what its mask keeps for it can be freed
+        self._drop_logprobs()
 
     def restart(self) -> None:
         """Starts again from the tokens that the host knows, after an error has lost the steps on their way."""
         self.num_tokens = self.num_known
         self.num_computed = self.num_in_pages = self.retry_step = 0
         self.is_swapped = False
+        self._drop_logprobs()
+
+    def _drop_logprobs(self) -> None:
+        """Drops what was reported of a token that was not taken then."""
+        if len(self.logprobs) > len(self.new_tokens):
+            del self.logprobs[len(self.new_tokens) :]
+            pairs = zip(self.logprobs, self.new_tokens, strict=True)
+            self.cumulative_logprob = float(sum(logprobs[token] for logprobs, token in pairs))

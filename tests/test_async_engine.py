@@ -129,6 +129,8 @@ def test_errors_are_those_of_their_request(llm):
             async for _ in running:
                 pass
         llm._runner.launch = launch
+        again = [output async for output in engine.generate([5], LONG, "taken")]  # its id, not what was left of it
+        assert again[0].prompt_token_ids == [5] and again[-1].outputs[0].finish_reason == "length"
         assert len([output async for output in engine.generate("abc", LONG)]) > 50 and await settled(engine)
 
     asyncio.run(main())

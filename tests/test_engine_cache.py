@@ -77,6 +77,23 @@ def test_the_pool_changes_its_size_while_requests_run(folder, anywhere, seed):
         assert tokens_of(llm, prompts) == expected
 
 
+def test_no_unfinished_request_loses_its_room(folder, anywhere):
+    """A pool that is too small for one of them is refused, and nothing changes."""
+    with engine(folder, anywhere) as llm:
+        long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        expected = generate(llm, [[1, 2, 3]], long)[0].token_ids
+        llm.add_request([1, 2, 3], long, "long")
+        llm.step()
+        with pytest.raises(OutOfBlocks, match="num_blocks is 15 but request 'long' may need 16"):
+            llm.resize_cache(15)
+        assert llm.resize_cache(16) == 16
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        assert outputs[-1].error is None and outputs[-1].outputs[0].token_ids == expected
+        assert llm.resize_cache(4) == 4
+
+
 def test_memory_comes_back(folder):
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -131,6 +131,51 @@ def test_the_engine_goes_on_after_an_interrupt(llm, monkeypatch, moment):  # noq
         assert [output.token_ids for output in generate(llm, prompts, GREEDY)] == expected
 
 
+@pytest.mark.parametrize("num_updates", [1, 2, 5])
+def test_logprobs_are_those_of_the_tokens_after_an_interrupt(cpu_llm, monkeypatch, num_updates):  # noqa: F811
+    """It comes when a token's log probability is known, before the token is taken."""
+    llm = cpu_llm  # noqa: F811
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    expected = generate(llm, [[1, 2, 3]], params)[0].outputs[0]
+    updates, update = iter(range(num_updates)), llm.scheduler.update
+
+    def interrupted(*args):
+        if next(updates, None) == num_updates - 1:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    monkeypatch.setattr(llm.scheduler, "update", interrupted)
+    llm.add_request([1, 2, 3], params)
+    outputs, num_interrupts = [], 0
+    while llm.has_unfinished_requests():
+        try:
+            outputs += llm.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    answer = outputs[-1].outputs[0]
+    assert num_interrupts == 1 and answer.token_ids == expected.token_ids
+    assert [list(each) for each in answer.logprobs] == [list(each) for each in expected.logprobs]
+    assert answer.cumulative_logprob == pytest.approx(expected.cumulative_logprob, rel=1e-4)
+
+
+def test_an_answer_that_fails_has_logprobs_of_its_tokens_alone(llm):  # noqa: F811
+    def fails_third(request, tokens):
+        if len(tokens) == 2:
+            raise LookupError("the third")
+
+    answer = generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, mask=fails_third, logprobs=0))[0].outputs[0]
+    assert answer.finish_reason == "error" and len(answer.token_ids) == len(answer.logprobs) == 2
+    logprobs = [each[token] for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(logprobs))
+
+
+def test_a_number_that_is_taken_is_no_automatic_id(llm):  # noqa: F811
+    taken = [llm.add_request([1, 2], GREEDY, str(number)) for number in range(5)]
+    given = [llm.add_request([1, 2], GREEDY) for _ in range(3)]
+    assert generate(llm, [[1], [2]], GREEDY)[1].error is None
+    assert len({*taken, *given}) == 8
+
+
 def test_ctrl_c(folder, device):  # noqa: F811
     """A real one, from another thread's signal: generate() ends soon, and the engine serves the next request."""
     with LLM(folder, device=device, num_blocks=1000, max_num_seqs=4) as llm:  # noqa: F811

@@ -24,10 +24,10 @@ from .turns import Mailbox
 class _Stream:
     """What one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
 
-    __slots__ = ("items", "loop", "_waiter")
+    __slots__ = ("items", "loop", "request", "_waiter")
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, request: Request) -> None:
+        self.request, self.loop = request, asyncio.get_running_loop()
         self.items: deque[Increment | BaseException] = deque()  # any thread adds to them, then calls wake() in the loop
         self._waiter: asyncio.Future[None] | None = None
 
@@ -108,7 +108,7 @@ class AsyncEngine:
         return self.engine.stats()
 
     def _submit(self, request: Request) -> _Stream:
-        stream = _Stream()
+        stream = _Stream(request)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this AsyncEngine is closed")
@@ -150,7 +150,7 @@ class AsyncEngine:
         """Puts them into their streams, without waking the readers."""
         for item in news:
             stream = self._streams.get(item.request.id)
-            if stream is not None:
+            if stream is not None and stream.request is item.request:  # not an earlier one with the same id
                 stream.items.append(item)
                 self._told.setdefault(stream.loop, []).append(stream)
                 if item.is_last:
@@ -159,7 +159,7 @@ class AsyncEngine:
     def _fail(self, error: BaseException) -> None:
         for request_id, stream in dict(self._streams).items():
             self._streams.pop(request_id, None)
-            self.engine.abort(request_id)
+            self.engine._abort_all([stream.request])
             stream.items.append(error)
             self._told.setdefault(stream.loop, []).append(stream)
 
@@ -167,8 +167,11 @@ class AsyncEngine:
         """Wakes the readers of what was passed on, by one call per event loop."""
         while self._told:
             loop, streams = self._told.popitem()
-            if not loop.is_closed():  # its readers are gone with it
+            try:
                 loop.call_soon_threadsafe(_wake_all, streams)
+            except RuntimeError:
+                if not loop.is_closed():  # else its readers are gone with it
+                    raise
 
     # --- the end
 

@@ -86,8 +86,8 @@ class Engine:
         self.counters = EngineCounters()
         self._runner: ModelRunner | None = parts.runner  # None: closed
         self._identity = parts.identity
-        self._maker = RequestMaker(parts.tokenizer, parts.config, checked.seed)
         self._book = RequestBook(parts.scheduler, parts.config.vocab_size, type(self).__name__)
+        self._maker = RequestMaker(parts.tokenizer, parts.config, checked.seed, self._book.find)
         self._outputs: Mailbox = SimpleQueue()  # of requests made by add_request()
         self._errands = Errands()
         self._turns = Turns(self._step, self._settle, self._is_unsettled)
@@ -154,8 +154,8 @@ class Engine:
 
     def _step(self, meanwhile: Action) -> None:
         """`meanwhile` is called while the GPU computes; on the CPU, where the launch itself computes, before it."""
+        self._settle()
         try:
-            self._settle()
             if self._runner is not None and self._pipeline.has_work:  # settling may have closed it
                 if not self._runner.num_behind:
                     meanwhile()
@@ -171,8 +171,12 @@ class Engine:
 
     def _settle(self) -> None:
         """Takes in what came between two steps."""
-        self._book.settle()
-        self._errands.run()
+        try:
+            self._book.settle()
+            self._errands.run()
+        except BaseException:
+            self._restart()
+            raise
 
     def _between_steps(self, action: Callable[[], T]) -> T:
         """Runs the action while no step is planned or taken, and returns its result. Steps may be on their way."""
@@ -181,7 +185,7 @@ class Engine:
         return future.result()
 
     def _restart(self) -> None:
-        """After an error within a step: the steps on their way are lost."""
+        """After an error or an interrupt: the steps on their way are lost."""
         if self._runner is not None:
             self._runner.forget()
             self._pipeline = self._new_pipeline(self._runner)
@@ -193,11 +197,12 @@ class Engine:
         """Resizes the pool while the engine goes on, to num_blocks pages or to as many as kv_cache_memory bytes hold.
         Returns the number of pages.
 
-        Shrinking evicts cached pages and gives memory back to the system. If pages in use lie beyond the new end, it
-        raises OutOfBlocks and changes nothing. MemoryError: the device has too little memory.
+        Shrinking evicts cached pages and gives memory back to the system. If pages in use lie beyond the new end, or an
+        unfinished request may need more pages than that, it raises OutOfBlocks and changes nothing. MemoryError: the
+        device has too little memory.
         """
         wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
-        self._between_steps(lambda: self._pool().resize(wanted))
+        self._between_steps(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from pagedkv import OutOfBlocks
 
@@ -23,7 +24,8 @@ class RequestBook:
     def __init__(self, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
         """owner: the name of the engine's class, for messages."""
         self._scheduler, self._vocab_size, self._owner = scheduler, vocab_size, owner
-        self._lock = threading.Lock()  # guards what follows
+        # Guards what follows. A stream that the garbage collector closes leaves in whichever thread the collector runs.
+        self._lock = threading.RLock()
         self._living: dict[str, Request] = {}
         self._arriving: deque[Request] = deque()  # those of them that the scheduler does not know yet
         self._leaving: deque[Request] = deque()  # those to be aborted
@@ -43,15 +45,15 @@ class RequestBook:
 
     def add(self, requests: list[Request]) -> None:
         """Queues requests that were asked for together. Those that can never be served get their output at once."""
-        ended = []
+        ended, problems = [], [self._prepare(request) for request in requests]
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"this {self._owner} is closed")
             for request in requests:
                 if request.id in self._living:
                     raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
-            for request in requests:
-                if self._end_at_once(request):
+            for request, problem in zip(requests, problems, strict=True):
+                if self._end_at_once(request, problem):
                     ended.append(request)
                 else:
                     self._living[request.id] = request
@@ -71,19 +73,28 @@ class RequestBook:
         with self._lock:
             return self._living.get(request_id)
 
-    def _end_at_once(self, request: Request) -> bool:
-        """Ends a request that wants no token or can never be served. Returns whether it did."""
-        first, now = request.sequences[0], time.perf_counter()
-        error: Exception | None = first.error
+    def _prepare(self, request: Request) -> Exception | None:
+        """What takes its time, before the lock is held. Returns why the request can never be served, if so."""
+        first = request.sequences[0]
         try:
-            if error is None:
+            if first.error is None:
                 self._scheduler.check(first)
                 check_vocabulary(request.params, self._vocab_size)
                 request.prepare_text()
         except (ValueError, OutOfBlocks) as problem:
+            return problem
+        return first.error
+
+    def _end_at_once(self, request: Request, error: Exception | None) -> bool:
+        """Ends a request that wants no token or can never be served. Returns whether it did."""
+        try:
+            if error is None:
+                self._scheduler.check_pages(request.sequences[0])  # once more: the pool may have shrunk since
+        except OutOfBlocks as problem:
             error = problem
         if error is None and request.params.max_tokens > 0:
             return False
+        now = time.perf_counter()
         for seq in request.sequences:
             seq.finish("error" if error else "length", now, error)
         request.num_ended = len(request.sequences)
@@ -93,14 +104,27 @@ class RequestBook:
 
     def settle(self) -> None:
         """Takes in what came since the last step. An entry stays queued until it is done: interrupts lose nothing."""
+        self._take_arriving()
+        while self._leaving:
+            self._take_arriving()  # whoever leaves arrived before
+            self._abort(self._leaving[0])
+            self._leaving.popleft()
+
+    def _take_arriving(self) -> None:
         while self._arriving:
             first, *others = self._arriving[0].sequences
             first.siblings = others
             self._scheduler.add(first)
             self._arriving.popleft()
-        while self._leaving:
-            self._abort(self._leaving[0])
-            self._leaving.popleft()
+
+    def resize(self, num_blocks: int, resize: Callable[[], None]) -> None:
+        """Resizes the pool. Raises OutOfBlocks where an unfinished request could not end in so few pages."""
+        with self._lock:
+            for request in list(self._living.values()):
+                num_pages = self._scheduler.pages_of(request.sequences[0])
+                if num_pages > num_blocks:
+                    raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
+            resize()
 
     def _abort(self, request: Request) -> None:
         living = [seq for seq in request.sequences if seq.finish_reason is None]
@@ -136,11 +160,12 @@ class RequestBook:
 
     def _tell(self, request: Request, sequences: list[Sequence]) -> None:
         """Tells the caller, if the request is streamed or all of its sequences have ended."""
-        if request.is_followed or request.is_finished:
+        if sequences and (request.is_followed or request.is_finished):
             request.receiver.put(request.note(sequences))
         if request.is_finished:
             with self._lock:
-                if self._living.pop(request.id, None) is not None:
+                if self._living.get(request.id) is request:
+                    del self._living[request.id]
                     self._num_followed -= request.is_followed
                     self._num_finished += 1
 
@@ -153,8 +178,7 @@ class RequestBook:
         for request in requests:
             ended = [seq for seq in request.sequences if seq.finish_reason is not None]
             request.num_ended = len(ended)
-            if ended:
-                self._tell(request, ended)
+            self._tell(request, [seq for seq in ended if not seq.is_end_told])
 
     def close(self) -> None:
         """Aborts all requests, and takes no more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Callable
 
 from pagedkv.models.config import Qwen3Config
 
@@ -21,10 +22,13 @@ class RequestMaker:
 
     Args:
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
+        find: the unfinished request with an id, or None
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None) -> None:
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(
+        self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None, find: Callable[[str], Request | None]
+    ) -> None:
+        self._tokenizer, self._config, self._find = tokenizer, config, find
         self._random = random.Random(seed)
         self._sequence_ids = itertools.count()
         self._request_ids = itertools.count()
@@ -63,7 +67,7 @@ class RequestMaker:
         priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         if not isinstance(salt, bytes):
             raise TypeError(f"salt is {salt!r} but must be bytes")
-        request_id = str(next(self._request_ids)) if request_id is None else request_id
+        request_id = self._free_id() if request_id is None else request_id
         token_ids, error = encode(name, prompt, self._tokenizer, self._config.vocab_size)
         kind = params.output_kind if output_kind is None else output_kind
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
@@ -80,6 +84,13 @@ class RequestMaker:
                 seq.prompt_logprobs = None  # those of the first answer hold for all
             request.sequences.append(seq)
         return request
+
+    def _free_id(self) -> str:
+        """The next number that no caller took as an id."""
+        while True:
+            request_id = str(next(self._request_ids))
+            if self._find(request_id) is None:
+                return request_id
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The seed of an answer: the i-th answer to a request with a seed has that seed + i."""

@@ -77,18 +77,25 @@ class Scheduler:
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
-        num_total = seq.max_num_tokens
-        wanted = f"{seq.num_prompt_tokens} prompt tokens and max_tokens={seq.params.max_tokens}"
         if seq.num_prompt_tokens == 0:
             raise ValueError("the prompt is empty")
+        num_total = seq.num_prompt_tokens if seq.wants_embedding else seq.max_num_tokens
         if num_total > self.max_model_len:
-            raise ValueError(f"{wanted} exceed max_model_len={self.max_model_len}")
-        num_pages = -(-(num_total - 1) // self.manager.block_size)  # the last token's KV is never computed
+            raise ValueError(f"{_wanted(seq)} exceed max_model_len={self.max_model_len}")
+        self.check_pages(seq)
+
+    def check_pages(self, seq: Sequence) -> None:
+        """Raises OutOfBlocks where it could never run."""
+        num_pages = self.pages_of(seq)
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
-                f"{wanted} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
+                f"{_wanted(seq)} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
                 f"{self.manager.num_blocks}"
             )
+
+    def pages_of(self, seq: Sequence) -> int:
+        """The most that it will hold. The last token's KV is never computed."""
+        return -(-(seq.max_num_tokens - 1) // self.manager.block_size)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence that has passed check()."""
@@ -294,3 +301,7 @@ class Scheduler:
             seq.restart()
             if seq.finish_reason is None and seq not in unforked:
                 self.add(seq)
+
+
+def _wanted(seq: Sequence) -> str:
+    return f"{seq.num_prompt_tokens} prompt tokens and max_tokens={seq.params.max_tokens}"

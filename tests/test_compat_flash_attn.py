@@ -229,6 +229,40 @@ def test_the_whole_cache_where_no_lengths_are_given(rng, device):
         assert_near(out[i], reference(qn[i], kn[i], vn[i], causal=False, window_size=(-1, -1), softcap=0)[0], "float32")
 
 
+def strided(tensor):
+    """The same numbers, each beside another one that must not be read."""
+    poison = float("nan") if tensor.is_floating_point() else -(2**31)
+    return torch.stack([tensor, torch.full_like(tensor, poison)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3])
+def test_tensors_whose_last_dimension_is_not_dense(rng, device, module):
+    """The bits of dense ones. Only a cache must be dense."""
+    d = Draw(rng, device)
+    q, k, v, new = (d.floats(shape, "float32")[1] for shape in ((2, 3, 4, 32), (2, 21, 2, 32), (2, 21, 2, 32), (2, 3, 2, 32)))
+    bounds, lens = d.put([0, 2, 6], "int32"), d.put([5, 18], "int32")
+    cos, sin = d.floats((40, 16), "float32")[1], d.floats((40, 16), "float32")[1]
+    table = "block_table" if module is flash_attn else "page_table"
+
+    def results(form):
+        first = [form(x) for x in (q, k, v)]
+        yield module.flash_attn_func(*first, causal=True)
+        flat = [form(x.flatten(0, 1)) for x in (q, k[:, :3], v[:, :3])]
+        yield module.flash_attn_varlen_func(*flat, form(bounds), form(bounds), 4, 4, causal=True)
+        caches, news = [k.clone(), v.clone()], [form(new), form(new)]
+        yield module.flash_attn_with_kvcache(form(q), *caches, *news, cache_seqlens=form(lens), causal=True,
+                                             rotary_cos=form(cos), rotary_sin=form(sin))  # fmt: skip
+        yield from caches
+        pages = [x.reshape(6, 7, 2, 32) for x in (k, v)]
+        yield module.flash_attn_with_kvcache(form(q), *pages, cache_seqlens=form(lens), causal=True,
+                                             **{table: form(d.put([[3, 1, 4], [5, 0, 2]], "int32"))})  # fmt: skip
+
+    for got, expected in zip(results(strided), results(lambda tensor: tensor), strict=True):
+        assert torch.equal(got, expected)
+    with pytest.raises(RuntimeError, match="k_cache: .*dense"):
+        module.flash_attn_with_kvcache(q, strided(k), v, cache_seqlens=lens)
+
+
 def test_fp8_in_flash_attention_3(rng, device):
     """Queries, keys and values, with a scale for each KV head of each sequence; new keys go in as they are."""
     d, fp8 = Draw(rng, device), "float8_e4m3fn"
@@ -314,6 +348,8 @@ def test_what_is_refused():
         (NotImplementedError, "qv is a tensor", lambda: flash_attn_3.flash_attn_func(q, q, q, qv=q)),
         (NotImplementedError, "attention_chunk is 7", lambda: flash_attn_3.flash_attn_with_kvcache(q, q, q, attention_chunk=7)),
         (NotImplementedError, "v has a head_dim of 30 and k of 32", lambda: flash_attn_3.flash_attn_func(q, q, odd)),
+        (RuntimeError, "flash_attn_func: k has 1 sequences but q has 2", lambda: flash_attn.flash_attn_func(torch.cat([q, q]), q, q)),
+        (RuntimeError, "flash_attn_func: k has 2 sequences but q has 1", lambda: flash_attn_3.flash_attn_func(q, *[torch.cat([q, q])] * 2)),
         (RuntimeError, "k is given but v is not", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, q, cache_seqlens=0)),
         (RuntimeError, "k is given but cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, q, q)),
         (RuntimeError, "only new keys are rotated", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, rotary_cos=q, rotary_sin=q)),

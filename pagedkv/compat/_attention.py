@@ -15,6 +15,7 @@ from pagedkv import ops
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Window = tuple[int, int]
 HEAD_DIM_STEP, MAX_SPLITS = 8, 256
 
@@ -67,10 +68,18 @@ def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def dense(tensor: T) -> T:
+    """A tensor whose last dimension is dense. Never for a cache that is written: it may be a copy."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    copy: T = tensor.contiguous()
+    return copy
+
+
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with zeros after an odd head_dim, which change no product."""
+    """The tensor, dense, with zeros after an odd head_dim, which change no product."""
     missing = -tensor.shape[-1] % HEAD_DIM_STEP
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else dense(tensor)
 
 
 def full(num_seqs: int, value: int, like: torch.Tensor) -> torch.Tensor:
@@ -80,6 +89,13 @@ def full(num_seqs: int, value: int, like: torch.Tensor) -> torch.Tensor:
 def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
     """The block tables of a dense batch: sequence i is page i, a whole row of the cache."""
     return torch.arange(num_seqs, dtype=torch.int32, device=like.device)[:, None]
+
+
+def dense_batch(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block tables and lengths of keys [batch, seqlen_k, kv_heads, head_dim]."""
+    if len(k) != len(q):
+        raise ValueError(f"k has {len(k)} sequences but q has {len(q)}")
+    return one_page_each(len(q), q), full(len(q), k.shape[1], q)
 
 
 def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
@@ -105,7 +121,8 @@ def attend(
     if k_cache.shape[1] == 0:  # no keys, but a page has a slot, which nobody looks at
         k_cache = v_cache = k_cache.new_zeros((len(k_cache), 1, *k_cache.shape[2:]))
     rows = q.flatten(0, 1) if q.dim() == 4 else q
-    result = operations().paged_attention_fwd(rows, k_cache, v_cache, tables, lens, **options)
+    options = {name: dense(value) for name, value in options.items()}
+    result = operations().paged_attention_fwd(dense(rows), k_cache, v_cache, dense(tables), dense(lens), **options)
     out, lse = result if options["return_lse"] else (result, None)
     return out.view(q.shape), None if lse is None else lse_of_rows(lse, q)
 
@@ -179,15 +196,16 @@ def _append(
     **rotation: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Appends k and v. Returns the queries, rotated if there is rotary, and the lengths with the new keys."""
-    keys, values = (x if cu_seqlens is not None else x.flatten(0, 1) for x in (k, v))
-    pages = (k_cache, v_cache, tables, lens)
-    shares = {"cu_seqlens": cu_seqlens, "key_starts": key_starts}
+    keys, values = (dense(x if cu_seqlens is not None else x.flatten(0, 1)) for x in (k, v))
+    pages = (k_cache, v_cache, dense(tables), dense(lens))
+    shares = {"cu_seqlens": dense(cu_seqlens), "key_starts": dense(key_starts)}
     new = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if rotary is None:
         operations().append_kvcache(keys, values, *pages, **shares)
         return q, lens + new
-    rows = q.flatten(0, 1) if cu_seqlens_q is None else q
+    rows = dense(q.flatten(0, 1) if cu_seqlens_q is None else q)
+    rotation = {name: dense(value) for name, value in rotation.items()}
     turned = operations().rope_append_kvcache(
-        rows, *rotary, keys, values, *pages, **shares, cu_seqlens_q=cu_seqlens_q, **rotation
+        rows, *map(dense, rotary), keys, values, *pages, **shares, cu_seqlens_q=dense(cu_seqlens_q), **rotation
     )
     return turned.view(q.shape), lens + new

@@ -21,8 +21,7 @@ from pagedkv.compat._attention import (
     Window,
     attend,
     attend_with_kvcache,
-    full,
-    one_page_each,
+    dense_batch,
     one_page_for_all,
     padded,
     refuse,
@@ -70,7 +69,7 @@ def flash_attn_func(
     refuse(dropout_p=dropout_p)
     refuse_gradients(q=q, k=k, v=v)
     out, lse = attend(
-        padded(q), padded(k), padded(v), one_page_each(len(q), q), full(len(q), k.shape[1], q),
+        padded(q), padded(k), padded(v), *dense_batch(q, k),
         softmax_scale=_scale(softmax_scale, q), causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip

@@ -21,8 +21,8 @@ from pagedkv.compat._attention import (
     Window,
     attend,
     attend_with_kvcache,
-    full,
-    one_page_each,
+    dense,
+    dense_batch,
     one_page_for_all,
     refuse,
     refuse_gradients,
@@ -95,8 +95,8 @@ def flash_attn_func(
     _refuse_shapes(q, k, v, qv, attention_chunk)
     refuse_gradients(q=q, k=k, v=v)
     out, lse = attend(
-        _widened(q), k, v, one_page_each(len(q), q), full(len(q), k.shape[1], q), softmax_scale=softmax_scale,
-        causal=causal, window_size=window_size, softcap=softcap, num_splits=min(num_splits, MAX_SPLITS),
+        _widened(q), dense(k), dense(v), *dense_batch(q, k), softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, num_splits=min(num_splits, MAX_SPLITS),
         return_lse=return_attn_probs, **_scales(k, q_descale, k_descale, v_descale),
     )  # fmt: skip
     return out if lse is None else (out, lse)
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
     refuse(seqused_q=seqused_q)
     refuse_gradients(q=q, k=k, v=v)
     out, lse = attend(
-        _widened(q), k[None], v[None], one_page_for_all(len(cu_seqlens_q) - 1, q),
+        _widened(q), dense(k)[None], dense(v)[None], one_page_for_all(len(cu_seqlens_q) - 1, q),
         cu_seqlens_k.diff() if seqused_k is None else seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         key_starts=cu_seqlens_k[:-1], softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, num_splits=min(num_splits, MAX_SPLITS), return_lse=return_attn_probs,

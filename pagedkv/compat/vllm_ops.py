@@ -18,6 +18,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pagedkv.compat.vllm_ops needs PyTorch (package torch), which is not installed") from error
 
+from pagedkv.compat._attention import dense
+
 __all__ = ["flash_attn_varlen_func", "reshape_and_cache_flash"]
 
 UNSCALED = ("auto", "float16", "bfloat16")
@@ -142,8 +144,7 @@ def flash_attn_varlen_func(
     assert window_size is None or len(window_size) == 2, f"window_size is {window_size} but must be a pair"
     is_fp8 = k.dtype == torch.float8_e4m3fn
     result = ops.paged_attention_fwd(
-        q if q.stride(-1) == 1 else q.contiguous(),
-        **pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        dense(q), **pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         softmax_scale=softmax_scale, causal=causal, window_size=(-1, -1) if window_size is None else window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=None if s_aux is None else s_aux.float(),
         k_scale=k_descale.contiguous() if is_fp8 and k_descale is not None else None,
@@ -181,6 +182,7 @@ def find_keys(
         raise NotImplementedError("seqused_k: without block_table needs cu_seqlens_k, too")
     if k.shape[0] == 0:  # a page has at least one slot; this one is never read
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+    k, v = dense(k), dense(v)
     lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     tables = lens.new_zeros(lens.shape[0], 1)
     return dict(k_cache=k[None], v_cache=v[None], block_tables=tables, context_lens=lens, key_starts=cu_seqlens_k[:-1])

@@ -122,3 +122,14 @@ def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
     assert bool(batch.ctas_may_plan) == (len(lens) <= 32)
     if batch.ctas_may_plan:
         assert without_places(units_of(plan_on_cpu, batch, lens, True)) == without_places(units)
+
+
+@pytest.mark.parametrize("group, num_seqs, tokens", [(2, 1 << 16, 1 << 20), (300, 1 << 13, 1 << 19), (300, 1 << 12, 1 << 22)])
+def test_more_steps_than_an_int_holds_are_refused(plan_on_cpu, group, num_seqs, tokens):
+    """Their sum was negative, or zero: then there were no units, and nothing was written."""
+    batch = Batch(num_kv_heads=1, group=group, num_seqs=num_seqs, head_dim=128, block_size=256)
+    batch.max_blocks_per_seq = tokens // batch.block_size
+    lens, rows = np.full(num_seqs, tokens, np.int32), np.zeros((1, len(COLUMNS)), np.int32)
+    tiles = num_seqs * -(-group // (8 if group <= 8 else 16))
+    with pytest.raises(AssertionError, match=f"{tiles} tiles of .* for {tokens} keys are too many for the decode kernel"):
+        plan_on_cpu(batch, lens, 0, rows, len(rows))

@@ -114,6 +114,12 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */
     shape->most_steps = (int)(most_steps < INT32_MAX ? most_steps : INT32_MAX);
     shape->are_whole = most_steps <= DECODE_STAGES && segments == args->num_seqs;
+    if (segments * most_steps > INT32_MAX) /* the plan sums all steps in an int */
+        return pk_fail(
+            call.err, PK_EUNSUPPORTED,
+            "attention: %lld tiles of %d query rows and block_tables for %lld keys are too many for the decode "
+            "kernel: more than 2^31 steps of %d keys",
+            (long long)segments, shape->rows, (long long)(args->max_blocks_per_seq * args->block_size), shape->step);
     if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
         return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
                        (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);

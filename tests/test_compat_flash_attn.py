@@ -284,6 +284,20 @@ def test_fp8_in_flash_attention_3(rng, device):
         assert np.array_equal(k.float().cpu().numpy(), kn)
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3])
+def test_no_gradient_flows_through_a_cache(rng, device, module):
+    """Compiled or not, as in the peers, whose functions with a cache have no backward."""
+    d = Draw(rng, device)
+    q, k, v, new = (d.floats(shape, "float32")[1] for shape in ((2, 3, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32), (2, 3, 2, 32)))
+    lens = d.put([5, 30], "int32")
+    call = lambda q, k, v, new: module.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lens, causal=True)
+    expected = call(q, k.clone(), v.clone(), new)
+    torch._dynamo.reset()
+    for function in call, torch.compile(call, fullgraph=True, backend="aot_eager"):
+        out = function(q.clone().requires_grad_(), k.clone(), v.clone(), new.clone().requires_grad_())
+        assert torch.equal(out, expected) and not out.requires_grad
+
+
 def test_compiled(rng, device):
     """The functions stay in one graph, and what they write in place is written."""
     d = Draw(rng, device)

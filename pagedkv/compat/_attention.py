@@ -148,7 +148,8 @@ def attend_with_kvcache(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens include the cache_leftpad slots
-    before a sequence's keys. Rotary positions begin at rotary_seqlens; None: at cache_seqlens."""
+    before a sequence's keys. Rotary positions begin at rotary_seqlens; None: at cache_seqlens. No gradient flows."""
+    q, k, v = (x if x is None else x.detach() for x in (q, k, v))
     if (rotary_cos is None) != (rotary_sin is None):
         raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
     if k is not None and cache_seqlens is None:

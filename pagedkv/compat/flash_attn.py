@@ -7,7 +7,8 @@ pages may have any size, cache_leftpad goes with pages too, dtypes are float32, 
 the CPU, and nothing waits for a GPU: a length that does not fit the block table is masked there and recorded for
 pagedkv.ops.check_errors().
 
-Refused with NotImplementedError: dropout_p > 0, gradients, and a cache whose head_dim is no multiple of 8.
+Refused with NotImplementedError: dropout_p > 0, gradients, and a cache whose head_dim is no multiple of 8. Gradients
+do not flow through flash_attn_with_kvcache, as they do not through flash-attn's.
 """
 
 from __future__ import annotations

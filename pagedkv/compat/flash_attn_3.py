@@ -7,7 +7,8 @@ RuntimeError. pack_gqa, sm_margin and scheduler_metadata are hints and change no
 None, because a call needs no plan. float8_e4m3fn is taken where all of q, k and v have it; out is bfloat16 then.
 
 Refused with NotImplementedError: qv, attention_chunk, values with another head_dim than keys, seqused_q, gradients, and
-a head_dim that is no multiple of 8.
+a head_dim that is no multiple of 8. Gradients do not flow through flash_attn_with_kvcache, as they do not through
+FlashAttention 3's.
 """
 
 from __future__ import annotations

@@ -359,6 +359,13 @@ def test_packed_sequences_are_refused(rng, seed):
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     with pytest.raises(NotImplementedError, match="packed_sequence"):
         by(model, "pagedkv", lambda model: model(draw(rng, 1, 5), position_ids=positions, use_cache=False))
+    torch._dynamo.reset()  # the compiler cannot look whether they are
+    run = torch.compile(lambda model, ids, **options: model(ids, use_cache=False, **options).logits, backend="eager")
+    ids = draw(rng, 2, 5)
+    with pytest.raises(NotImplementedError, match="packed_sequence.* in compiled code pass attention_mask"):
+        by(model, "pagedkv", lambda model: run(model, ids))
+    got = by(model, "pagedkv", lambda model: run(model, ids, attention_mask=torch.ones_like(ids)))
+    torch.testing.assert_close(got, by(model, "eager", lambda model: model(ids).logits), rtol=1e-4, atol=1e-4)
 
 
 def test_a_release_without_what_is_hooked_into(monkeypatch):

@@ -69,8 +69,10 @@ def window_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
         elif part.__code__ is WINDOW_OF_BOTH_SIDES:
             left = right = variable
         elif part is not masking_utils.bidirectional_mask_function:
+            is_packed = "packed_sequence" in part.__qualname__
+            hint = "; in compiled code pass attention_mask, without which any batch may be packed" if is_packed else ""
             raise NotImplementedError(
-                f"attention_mask: pagedkv has causal and bidirectional masks and windows, not {part.__qualname__}"
+                f"attention_mask: pagedkv has causal and bidirectional masks and windows, not {part.__qualname__}{hint}"
             )
     return left, right
 

@@ -79,9 +79,8 @@ class Scheduler:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
         if seq.num_prompt_tokens == 0:
             raise ValueError("the prompt is empty")
-        num_total = seq.num_prompt_tokens if seq.wants_embedding else seq.max_num_tokens
-        if num_total > self.max_model_len:
-            raise ValueError(f"{_wanted(seq)} exceed max_model_len={self.max_model_len}")
+        if (seq.num_prompt_tokens if seq.wants_embedding else seq.max_num_tokens) > self.max_model_len:
+            raise ValueError(f"{seq.wanted} exceed max_model_len={self.max_model_len}")
         self.check_pages(seq)
 
     def check_pages(self, seq: Sequence) -> None:
@@ -89,7 +88,7 @@ class Scheduler:
         num_pages = self.pages_of(seq)
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
-                f"{_wanted(seq)} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
+                f"{seq.wanted} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
                 f"{self.manager.num_blocks}"
             )
 
@@ -301,7 +300,3 @@ class Scheduler:
             seq.restart()
             if seq.finish_reason is None and seq not in unforked:
                 self.add(seq)
-
-
-def _wanted(seq: Sequence) -> str:
-    return f"{seq.num_prompt_tokens} prompt tokens and max_tokens={seq.params.max_tokens}"

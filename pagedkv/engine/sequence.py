@@ -93,6 +93,11 @@ class Sequence:
         return self.num_prompt_tokens + len(self.new_tokens)
 
     @property
+    def wanted(self) -> str:
+        """What was asked for, for messages."""
+        return f"{self.num_prompt_tokens} prompt tokens and max_tokens={self.params.max_tokens}"
+
+    @property
     def tokens(self) -> array[int]:
         """The tokens that the host knows, in a new array."""
         return self.prompt + array("i", self.new_tokens)

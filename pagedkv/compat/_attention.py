@@ -69,7 +69,7 @@ def refuse_odd_heads(name: str, tensor: torch.Tensor) -> None:
 
 
 def dense(tensor: T) -> T:
-    """A tensor whose last dimension is dense. Never for a cache that is written: it may be a copy."""
+    """The tensor, or a copy whose last dimension is dense. Not for a cache: what is written to a copy is lost."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     copy: T = tensor.contiguous()
@@ -92,7 +92,7 @@ def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def dense_batch(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block tables and lengths of keys [batch, seqlen_k, kv_heads, head_dim]."""
+    """Block tables and lengths of keys [batch, seqlen_k, kv_heads, head_dim], which all count."""
     if len(k) != len(q):
         raise ValueError(f"k has {len(k)} sequences but q has {len(q)}")
     return one_page_each(len(q), q), full(len(q), k.shape[1], q)
@@ -164,6 +164,8 @@ def attend_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = full(num_seqs, room if cache_seqlens is None else cache_seqlens, q)
     lens = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
+    tables, lens = dense(tables), dense(lens)  # what both operations read is copied once
+    cu_seqlens_q, cache_leftpad = dense(cu_seqlens_q), dense(cache_leftpad)
     if k is not None:
         if v is None:
             raise RuntimeError("k is given but v is not")
@@ -198,8 +200,8 @@ def _append(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Appends k and v. Returns the queries, rotated if there is rotary, and the lengths with the new keys."""
     keys, values = (dense(x if cu_seqlens is not None else x.flatten(0, 1)) for x in (k, v))
-    pages = (k_cache, v_cache, dense(tables), dense(lens))
-    shares = {"cu_seqlens": dense(cu_seqlens), "key_starts": dense(key_starts)}
+    pages = (k_cache, v_cache, tables, lens)
+    shares = {"cu_seqlens": dense(cu_seqlens), "key_starts": key_starts}
     new = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if rotary is None:
         operations().append_kvcache(keys, values, *pages, **shares)
@@ -207,6 +209,6 @@ def _append(
     rows = dense(q.flatten(0, 1) if cu_seqlens_q is None else q)
     rotation = {name: dense(value) for name, value in rotation.items()}
     turned = operations().rope_append_kvcache(
-        rows, *map(dense, rotary), keys, values, *pages, **shares, cu_seqlens_q=dense(cu_seqlens_q), **rotation
+        rows, *map(dense, rotary), keys, values, *pages, **shares, cu_seqlens_q=cu_seqlens_q, **rotation
     )
     return turned.view(q.shape), lens + new

@@ -24,7 +24,8 @@ class RequestBook:
     def __init__(self, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
         """owner: the name of the engine's class, for messages."""
         self._scheduler, self._vocab_size, self._owner = scheduler, vocab_size, owner
-        # Guards what follows. A stream that the garbage collector closes leaves in whichever thread the collector runs.
+        # Guards what follows. The garbage collector may close a stream, and so abort its request, within a thread that
+        # holds the lock: that thread takes it again.
         self._lock = threading.RLock()
         self._living: dict[str, Request] = {}
         self._arriving: deque[Request] = deque()  # those of them that the scheduler does not know yet
@@ -74,7 +75,7 @@ class RequestBook:
             return self._living.get(request_id)
 
     def _prepare(self, request: Request) -> Exception | None:
-        """What takes its time, before the lock is held. Returns why the request can never be served, if so."""
+        """Does what takes time, before the lock is taken. Returns why the request can never be served; None: it can."""
         first = request.sequences[0]
         try:
             if first.error is None:
@@ -117,14 +118,15 @@ class RequestBook:
             self._scheduler.add(first)
             self._arriving.popleft()
 
-    def resize(self, num_blocks: int, resize: Callable[[], None]) -> None:
-        """Resizes the pool. Raises OutOfBlocks where an unfinished request could not end in so few pages."""
+    def resize(self, num_blocks: int, action: Callable[[], None]) -> None:
+        """Calls the action, which resizes the pool, and takes no request meanwhile. Raises OutOfBlocks where an
+        unfinished request could not end in so few pages."""
         with self._lock:
             for request in list(self._living.values()):
                 num_pages = self._scheduler.pages_of(request.sequences[0])
                 if num_pages > num_blocks:
                     raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
-            resize()
+            action()
 
     def _abort(self, request: Request) -> None:
         living = [seq for seq in request.sequences if seq.finish_reason is None]

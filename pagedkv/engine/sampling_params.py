@@ -11,7 +11,8 @@ from math import inf, isnan
 from numbers import Integral, Real
 from typing import Any, Self
 
-MAX_FLOAT, MIN_FLOAT = 3.4e38, 1.2e-38  # what float32 holds; the least that does not lose digits
+MAX_FLOAT = 3.4e38  # what float32 holds
+MIN_FLOAT = 1.2e-38  # positive numbers below lose digits in float32, or become zero
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 

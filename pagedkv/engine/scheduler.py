@@ -84,7 +84,7 @@ class Scheduler:
         self.check_pages(seq)
 
     def check_pages(self, seq: Sequence) -> None:
-        """Raises OutOfBlocks where it could never run."""
+        """Raises OutOfBlocks where the pool is too small for the sequence alone."""
         num_pages = self.pages_of(seq)
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
@@ -93,7 +93,7 @@ class Scheduler:
             )
 
     def pages_of(self, seq: Sequence) -> int:
-        """The most that it will hold. The last token's KV is never computed."""
+        """The most pages that the sequence will hold. The last token's KV is never computed."""
         return -(-(seq.max_num_tokens - 1) // self.manager.block_size)
 
     def add(self, seq: Sequence) -> None:

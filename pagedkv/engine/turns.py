@@ -34,7 +34,7 @@ class Turns:
 
     def __init__(self, step: Callable[[Action], None], settle: Action, is_unsettled: Callable[[], bool]) -> None:
         self._step, self._settle, self._is_unsettled = step, settle, is_unsettled
-        self._lock = threading.RLock()  # see RequestBook
+        self._lock = threading.RLock()  # a thread may take it again, as RequestBook's
         self._owner: Mailbox | None = None  # whose turn it is
         self._waiting: list[Mailbox] = []
 

@@ -195,7 +195,7 @@ def install(name: str) -> None:
 
     transformers accepts a fixed list of names there, and takes any name with "flash" in it for one of its own. And from
     5.24 on models update the cache before they call attention. So some of its functions are replaced; for all other
-    names they do what they did before, but for a wait.
+    names they do what they did before, but continuous batching waits for the GPU once, when it starts.
     """
 
     def switch(original: Any) -> Any:

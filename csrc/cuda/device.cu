@@ -23,7 +23,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error)
 static struct device_state {
     pk_cuda_device device;
     bool is_ready;
-    pk_cuda_bad_id *bad_id_host; /* pinned: where check_errors reads */
+    pk_cuda_bad_id *bad_id_taken; /* pinned: where check_errors reads */
 } devices[PK_CUDA_MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int known_device_count; /* 0: not known yet; -1: in a child of fork(), where the driver does not work */
@@ -56,8 +56,23 @@ pk_status pk_cuda_count_devices(int *device_count, pk_error *err)
                    error == cudaSuccess ? "the driver sees none" : cudaGetErrorString(error));
 }
 
-/* Tells which architecture the device runs our kernels as: with no Hopper code in the file, that of older PTX. */
-static __global__ void marker_kernel() {}
+/* What the numbers of a record are until they are written: no kernel records it. */
+enum { UNWRITTEN_BYTE = 0x80 };
+static constexpr int64_t UNWRITTEN = (int64_t)0x8080808080808080;
+
+/* One thread. A record that is being written is left for the next check. */
+static __global__ void take_bad_id_kernel(pk_cuda_bad_id *bad_id, pk_cuda_bad_id *taken)
+{
+    volatile pk_cuda_bad_id *there = bad_id;
+    pk_cuda_bad_id record = {there->kind, there->index, there->value, there->limit};
+    bool is_whole = record.index != UNWRITTEN && record.value != UNWRITTEN && record.limit != UNWRITTEN;
+    if (!is_whole) record.kind = PK_NO_BAD_ID;
+    *taken = record;
+    if (record.kind == PK_NO_BAD_ID) return;
+    there->index = there->value = there->limit = UNWRITTEN;
+    __threadfence();
+    there->kind = PK_NO_BAD_ID;
+}
 
 /* PAGEDKV_CUDA_MAX_CC=80 makes newer devices take the kernels of compute capability 8.0, so that they can be tested. */
 static pk_status cap_capability(int *capability, pk_error *err)
@@ -86,13 +101,15 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
     PK_TRY(cap_capability(&device->compute_capability, err));
     device->smem_per_cta = properties.sharedMemPerBlockOptin;
     device->l2_bytes = (size_t)properties.l2CacheSize;
-    cudaFuncAttributes marker;
-    PK_CUDA(err, cudaFuncGetAttributes(&marker, marker_kernel));
-    device->can_launch_early = device->compute_capability >= 90 && marker.ptxVersion >= 90;
+    cudaFuncAttributes kernel;
+    PK_CUDA(err, cudaFuncGetAttributes(&kernel, take_bad_id_kernel)); /* any: without Hopper's code it is older PTX */
+    device->can_launch_early = device->compute_capability >= 90 && kernel.ptxVersion >= 90;
     if (!device->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&device->own_stream, cudaStreamNonBlocking));
-    if (!state->bad_id_host) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_host, sizeof(pk_cuda_bad_id)));
+    if (!state->bad_id_taken) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_taken, sizeof(pk_cuda_bad_id)));
     if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));
-    PK_CUDA(err, cudaMemsetAsync(device->bad_id, 0, sizeof(pk_cuda_bad_id), device->own_stream));
+    pk_cuda_bad_id *bad_id = device->bad_id;
+    PK_CUDA(err, cudaMemsetAsync(bad_id, UNWRITTEN_BYTE, sizeof *bad_id, device->own_stream));
+    PK_CUDA(err, cudaMemsetAsync(&bad_id->kind, 0, sizeof bad_id->kind, device->own_stream));
     PK_CUDA(err, cudaStreamSynchronize(device->own_stream));
     __atomic_store_n(&state->is_ready, true, __ATOMIC_RELEASE);
     return PK_OK;
@@ -155,22 +172,22 @@ pk_status pk_cuda_synchronize(pk_device device, pk_error *err)
 pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
 {
 #define PK_BAD_FORMAT(kind, format) format,
-    static const char *const formats[PK_NUM_BAD_KINDS] = {"kernels recorded a bad id of an unknown kind",
-                                                          PK_BAD_KINDS(PK_BAD_FORMAT)};
+    static const char *const formats[PK_NUM_BAD_KINDS] = {nullptr, PK_BAD_KINDS(PK_BAD_FORMAT)};
+    const pk_cuda_pause pause;
     PK_TRY(pk_cuda_synchronize(device, err));
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
-    device_state *state = &devices[device.index];
-    pk_cuda_bad_id *host = state->bad_id_host, *on_device = call.device->bad_id;
-    const pk_cuda_lock held(&lock); /* the pinned copy is shared */
-    PK_CUDA(err, cudaMemcpyAsync(host, on_device, sizeof *host, cudaMemcpyDeviceToHost, call.device->own_stream));
-    PK_CUDA(err, cudaMemsetAsync(on_device, 0, sizeof *host, call.device->own_stream));
-    PK_CUDA(err, cudaStreamSynchronize(call.device->own_stream));
-    const pk_cuda_bad_id bad_id = *host;
-    if (bad_id.kind == 0) return PK_OK;
-    __atomic_fetch_add(&state->device.num_errors, 1, __ATOMIC_RELEASE);
+    pk_cuda_bad_id *taken = devices[device.index].bad_id_taken;
+    const pk_cuda_lock held(&lock); /* what is taken has one place */
+    call.stream = call.device->own_stream;
+    PK_TRY(pk_cuda_launch(call, "take_bad_id_kernel", take_bad_id_kernel, dim3(1), dim3(1), 0, call.device->bad_id,
+                          taken));
+    PK_CUDA(err, cudaStreamSynchronize(call.stream));
+    const pk_cuda_bad_id bad_id = *taken;
+    if (bad_id.kind == PK_NO_BAD_ID) return PK_OK;
+    __atomic_fetch_add(&devices[device.index].device.num_errors, 1, __ATOMIC_RELEASE);
     pk_error what;
-    pk_fail(&what, PK_EVALUE, formats[bad_id.kind < PK_NUM_BAD_KINDS ? bad_id.kind : 0], (long long)bad_id.index,
-            (long long)bad_id.value, (long long)bad_id.limit);
+    pk_fail(&what, PK_EVALUE, formats[bad_id.kind], (long long)bad_id.index, (long long)bad_id.value,
+            (long long)bad_id.limit);
     return pk_fail(err, PK_EVALUE, "%s (first of possibly many on cuda:%d)", what.message, device.index);
 }

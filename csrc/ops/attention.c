@@ -32,9 +32,10 @@
  * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
  * values in front of a sequence's queries. With a plan, CUDA reads them while earlier operations still run.
  *
- * qkv_attention_fwd: where the slot of a token is not negative, it must be the one that block_tables gives the token,
- * or one whose keys nobody reads in this call: a backend may write and read in any order. past_is_constant means
- * positions, slot_mapping, cos_sin and the norms' weights too.
+ * qkv_attention_fwd: where the slot of a token is not negative, it must be the one that block_tables gives the token: a
+ * backend may write and read in any order, or take the token's key for the sequence's last one without reading it. A row
+ * of padding may have any slot that nobody reads in this call; what out has for it is undefined then. past_is_constant
+ * means positions, slot_mapping, cos_sin and the norms' weights too.
  *
  * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys
  * and records it in the device status word.

@@ -5,7 +5,10 @@ template <auto LAUNCHER, typename Args>
 static pk_status launch(pk_device device, const Args *args, pk_stream stream, pk_error *err)
 {
     const pk_cuda_call call(device, stream, err);
-    return call.status == PK_OK ? LAUNCHER(args, call) : call.status;
+    if (call.status != PK_OK) return call.status;
+    pk_status status = LAUNCHER(args, call);
+    if (status == PK_ECUDA || status == PK_ENOMEM) pk_cuda_count_failure(call);
+    return status;
 }
 
 #define PK_CUDA_OP(name, args) .name = launch<pk_cuda_##name>,

@@ -90,10 +90,10 @@ enum { PK_CUDA_MAX_DEVICES = 64 };
 struct pk_cuda_device {
     int index, num_sms, compute_capability; /* 90 for a Hopper */
     size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
-    bool can_launch_early;   /* Hopper or newer, and our kernels are built for it: they know how to wait */
-    pk_cuda_bad_id *bad_id;  /* device memory */
-    unsigned int num_errors; /* that check_errors has raised: atomic */
-    cudaStream_t own_stream; /* never blocks with the legacy stream; for what belongs to no caller's stream */
+    bool can_launch_early;     /* Hopper or newer, and our kernels are built for it: they know how to wait */
+    pk_cuda_bad_id *bad_id;    /* device memory */
+    unsigned int num_failures; /* what check_errors has raised, and calls that CUDA failed: atomic */
+    cudaStream_t own_stream;   /* never blocks with the legacy stream; for what belongs to no caller's stream */
 };
 
 /* What a launcher gets beside its arguments. The device is current until the end, then the caller's is again; where it
@@ -103,13 +103,18 @@ struct pk_cuda_call {
     const pk_cuda_device *device;
     cudaStream_t stream;
     pk_error *err;
-    int previous = -1; /* the caller's device, where it is another */
+    int previous = -1;                /* the caller's device, where it is another */
+    mutable bool has_scratch = false; /* pk_cuda_scratch_of: to its end, no other call has any */
 
     pk_cuda_call(pk_device device, pk_stream stream, pk_error *err);
     ~pk_cuda_call();
     pk_cuda_call(const pk_cuda_call &) = delete;
     pk_cuda_call &operator=(const pk_cuda_call &) = delete;
 };
+
+/* Where CUDA failed, what the call's first launches left in scratch memory may be there still. */
+void pk_cuda_count_failure(const pk_cuda_call &call);
+void pk_cuda_leave_scratch(const pk_cuda_call &call); /* at the call's end */
 
 /* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */
 template <typename Body>
@@ -143,22 +148,25 @@ struct pk_cuda_pause {
  * must not be held by who waits here. */
 struct pk_cuda_lock {
     pthread_mutex_t *mutex;
-    explicit pk_cuda_lock(pthread_mutex_t *mutex) : mutex(mutex)
+    explicit pk_cuda_lock(pthread_mutex_t *mutex) : mutex(mutex) { acquire(mutex); }
+    ~pk_cuda_lock() { pthread_mutex_unlock(mutex); }
+    static void acquire(pthread_mutex_t *mutex)
     {
         if (pthread_mutex_trylock(mutex) == 0) return;
         const pk_cuda_pause pause;
         pthread_mutex_lock(mutex);
     }
-    ~pk_cuda_lock() { pthread_mutex_unlock(mutex); }
 };
 
-/* Scratch memory of one stream of one device, for what lives within one call. The counters are zero between calls:
- * kernels must leave them so. After a plan that was changed they may not be; once check_errors has raised, they are set
- * to zero ahead of the next call on their stream that is not captured. `data` holds anything, `bytes` of it. It is made
- * at a stream's first use, large enough for all but num_splits of large batches, which makes a larger piece. Inside a
- * capture too: the allocation is done at once and is no part of the graph. What was outgrown is kept until the stream is
- * destroyed, because graphs point to it. Two graphs captured on one stream share its scratch memory and must not be
- * replayed at the same time. */
+/* Scratch memory of one stream of one device, for what lives within one call. No launch of another thread's call comes
+ * between those of a call that has it, even where one of them lets go of the GIL. The counters are zero between calls:
+ * kernels must leave them so. After a plan that was changed, or a launch that failed behind another one, they may not
+ * be; then they are set to zero ahead of the next call on their stream that is not captured. `data` holds anything,
+ * `bytes` of it. It is made at a stream's first use, large enough for all but num_splits of large batches, which makes a
+ * larger piece. Inside a capture too: the allocation is done at once and is no part of the graph. What was outgrown is
+ * kept until the stream is destroyed, because graphs point to it. Graphs have another piece than the calls that are not
+ * captured, for they may be replayed on any stream. Two of them that were captured on one stream share it, and must not
+ * be replayed at the same time. */
 enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20 };
 /* Kernels that run beside each other have pieces of their own. */
 enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_QUERIES };

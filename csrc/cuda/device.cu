@@ -138,7 +138,13 @@ pk_cuda_call::pk_cuda_call(pk_device device, pk_stream stream, pk_error *err)
 
 pk_cuda_call::~pk_cuda_call()
 {
+    pk_cuda_leave_scratch(*this);
     if (previous >= 0) cudaSetDevice(previous);
+}
+
+void pk_cuda_count_failure(const pk_cuda_call &call)
+{
+    __atomic_fetch_add(&devices[call.device->index].device.num_failures, 1, __ATOMIC_RELEASE);
 }
 
 pk_cuda_loaded pk_cuda_loaded_kernels;
@@ -185,7 +191,7 @@ pk_status pk_cuda_check_errors(pk_device device, pk_error *err)
     PK_CUDA(err, cudaStreamSynchronize(call.stream));
     const pk_cuda_bad_id bad_id = *taken;
     if (bad_id.kind == PK_NO_BAD_ID) return PK_OK;
-    __atomic_fetch_add(&devices[device.index].device.num_errors, 1, __ATOMIC_RELEASE);
+    pk_cuda_count_failure(call);
     pk_error what;
     pk_fail(&what, PK_EVALUE, formats[bad_id.kind], (long long)bad_id.index, (long long)bad_id.value,
             (long long)bad_id.limit);

@@ -6,19 +6,27 @@ enum { MAX_PIECES = 512 };
 struct scratch_piece {
     cudaStream_t stream;
     const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
+    bool is_of_graphs;
     pk_scratch_use use;
-    pk_cuda_scratch scratch; /* one allocation, the counters first; there are none before queries */
-    size_t bytes;            /* of its data */
-    unsigned int num_errors; /* of the device, when its counters were set to zero */
+    pk_cuda_scratch scratch;   /* one allocation, the counters first; there are none before queries */
+    size_t bytes;              /* of its data */
+    unsigned int num_failures; /* of the device, when its counters were set to zero */
 
     size_t counter_bytes() const { return use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int); }
+    bool is_of_stream(const scratch_piece &other) const { return stream == other.stream && thread == other.thread; }
+    bool serves(const scratch_piece &wanted) const
+    {
+        return is_of_stream(wanted) && is_of_graphs == wanted.is_of_graphs && use == wanted.use &&
+               bytes >= wanted.bytes;
+    }
 };
 
 static struct device_pieces {
     scratch_piece pieces[MAX_PIECES];
     int count;
 } devices[PK_CUDA_MAX_DEVICES];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all of them */
+/* Of all of them. A call keeps it to its end, so that its launches follow each other on its stream. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static const void *thread_of(cudaStream_t stream)
 {
@@ -37,22 +45,37 @@ static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk
     void *data;
     PK_CUDA(call.err, cudaMalloc(&data, counter_bytes + piece->bytes));
     if (counter_bytes) {
-        PK_CUDA(call.err, cudaMemsetAsync(data, 0, counter_bytes, call.device->own_stream));
-        PK_CUDA(call.err, cudaStreamSynchronize(call.device->own_stream));
+        cudaError_t error = cudaMemsetAsync(data, 0, counter_bytes, call.device->own_stream);
+        if (error == cudaSuccess) error = cudaStreamSynchronize(call.device->own_stream);
+        if (error != cudaSuccess) {
+            cudaFree(data);
+            return pk_cuda_fail(call.err, "cudaMemsetAsync", error);
+        }
     }
     piece->scratch = {(unsigned int *)data, (char *)data + counter_bytes};
     state->pieces[state->count++] = *piece;
     return PK_OK;
 }
 
-/* In the order of the stream, where calls of before may be under way. */
-static pk_status zero_counters(scratch_piece *piece, unsigned int num_errors, const pk_cuda_call &call)
+static pk_status is_captured(const pk_cuda_call &call, bool *is_it)
 {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    PK_CUDA(call.err, cudaStreamIsCapturing(call.stream, &capture));
-    if (capture != cudaStreamCaptureStatusNone) return PK_OK;
-    PK_CUDA(call.err, cudaMemsetAsync(piece->scratch.counters, 0, piece->counter_bytes(), call.stream));
-    piece->num_errors = num_errors;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    *is_it = false;
+    if (!call.stream || call.stream == cudaStreamLegacy) return PK_OK; /* never, and CUDA refuses the question */
+    PK_CUDA(call.err, cudaStreamIsCapturing(call.stream, &status));
+    *is_it = status != cudaStreamCaptureStatusNone;
+    return PK_OK;
+}
+
+/* Of all pieces of a stream, in its order: calls of before may be under way. */
+static pk_status zero_counters(device_pieces *state, const scratch_piece &wanted, const pk_cuda_call &call)
+{
+    for (scratch_piece *piece = state->pieces; piece < state->pieces + state->count; piece++) {
+        if (!piece->is_of_stream(wanted) || piece->num_failures == wanted.num_failures) continue;
+        if (piece->counter_bytes())
+            PK_CUDA(call.err, cudaMemsetAsync(piece->scratch.counters, 0, piece->counter_bytes(), call.stream));
+        piece->num_failures = wanted.num_failures;
+    }
     return PK_OK;
 }
 
@@ -60,20 +83,26 @@ static pk_status zero_counters(scratch_piece *piece, unsigned int num_errors, co
 static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_pieces *state = &devices[call.device->index];
-    unsigned int num_errors = __atomic_load_n(&call.device->num_errors, __ATOMIC_ACQUIRE);
-    scratch_piece wanted = {call.stream, thread_of(call.stream), use, {}, bytes, num_errors};
-    const pk_cuda_lock held(&lock);
+    unsigned int num_failures = __atomic_load_n(&call.device->num_failures, __ATOMIC_ACQUIRE);
+    scratch_piece wanted = {call.stream, thread_of(call.stream), false, use, {}, bytes, num_failures};
+    PK_TRY(is_captured(call, &wanted.is_of_graphs));
+    if (!call.has_scratch) pk_cuda_lock::acquire(&lock);
+    call.has_scratch = true;
+    if (!wanted.is_of_graphs) PK_TRY(zero_counters(state, wanted, call));
     scratch_piece *piece = state->pieces, *end = piece + state->count;
-    while (piece < end && !(piece->stream == wanted.stream && piece->thread == wanted.thread && piece->use == use &&
-                            piece->bytes >= bytes))
-        piece++;
+    while (piece < end && !piece->serves(wanted)) piece++;
     if (piece == end) {
         PK_TRY(make_piece(&wanted, state, call));
         piece = &wanted;
     }
-    if (piece->num_errors != num_errors && piece->counter_bytes()) PK_TRY(zero_counters(piece, num_errors, call));
     *scratch = piece->scratch;
     return PK_OK;
+}
+
+void pk_cuda_leave_scratch(const pk_cuda_call &call)
+{
+    if (call.has_scratch) pthread_mutex_unlock(&lock);
+    call.has_scratch = false;
 }
 
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes, pk_scratch_use use)

@@ -109,6 +109,8 @@ def ramp(longest, number):
         (4, 4, 128, ramp(16000, 170)),
         (8, 8, 128, [23921] * 12),  # of one length
         (8, 1, 128, [9000] * 39),  # 1.7 shares each
+        (6, 10, 256, [119265] * 5),  # whose rests take turns
+        (5, 12, 256, [4062] * 20),
     ],
 )
 def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):

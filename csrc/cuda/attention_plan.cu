@@ -88,7 +88,7 @@ struct decode_planner {
             }
             atomicAdd(&shared.tried_slots[lane], slots);
             __syncthreads();
-            length = best_length(shape, longest, length, shared.tried_slots[lane]);
+            length = best_length(shape, sharing, longest, length, shared.tried_slots[lane]);
             if (threadIdx.x == 0) shared.most = {length, length, sharing.of_rests};
         }
         if (length == 0 && warp < 2) { /* two chains of divisions at once */

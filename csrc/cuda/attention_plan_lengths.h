@@ -60,6 +60,7 @@ __device__ static inline int count_tried(int num_steps, int length, float invers
  * Where all have one length none is short. */
 struct slot_sharing {
     bool of_sequences, of_rests;
+    int num_equal; /* rests, where all sequences have one length and it matters when they end; else 0 */
 };
 __device__ static inline slot_sharing find_sharing(const decode_shape &shape, int total, int longest)
 {
@@ -67,7 +68,8 @@ __device__ static inline slot_sharing find_sharing(const decode_shape &shape, in
     const bool have_share = shape.may_share_slots && total >= thresholds::FEWEST_STEPS_OF_SHARE * shape.slots;
     const bool are_long = have_share && total >= thresholds::STEPS_TO_LEAVE_RESTS * shape.slots;
     const bool are_uneven = shape.num_segments <= shape.slots && 10 * mean < thresholds::EVEN_TENTHS * longest;
-    return {have_share && (are_long || are_uneven), are_long};
+    const bool are_equal = shape.late_share > 0 && are_long && mean + 1 >= longest; /* to a step */
+    return {have_share && (are_long || are_uneven), are_long, are_equal ? divide_small(total, longest).x : 0};
 }
 /* How many slots a tile takes. A sequence or a rest that is at most half as long as a part takes none, if it may do without.
  * Parts are at least as long as a slot's share of all steps, so the slots that are left have time for it. If it waits until
@@ -86,18 +88,30 @@ __device__ static inline float steps_of_merging(const decode_shape &shape, int p
     if (parts > group) steps = 2 * steps + shape.level_steps;
     return parts == 1 ? 0 : steps;
 }
+/* How much later than the parts the rests of sequences of one length end. They take turns in the slots that are left, and
+ * where their number is no multiple of those, some have one more. Different rests fit (decode/NOTES.md #109). */
+__device__ static inline float steps_late(const decode_shape &shape, slot_sharing sharing, int rest, int length,
+                                          int slots)
+{
+    if (sharing.num_equal == 0 || 2 * rest > length) return 0;
+    const float turns = ceilf(__fdividef((float)sharing.num_equal, (float)(shape.slots - slots)));
+    return shape.late_share * fmaxf(0, turns * (float)rest - (float)length);
+}
 /* An estimate, in the same; INFINITY where there are too few slots. All SMs share the memory's bandwidth: that takes
  * longer, but equally for every length. */
-__device__ static inline float steps_of(const decode_shape &shape, int longest, int length, int slots)
+__device__ static inline float steps_of(const decode_shape &shape, slot_sharing sharing, int longest, int length,
+                                        int slots)
 {
-    int parts = count_tried(longest, length, __frcp_rd((float)length));
-    return slots > shape.slots ? INFINITY : (float)length + steps_of_merging(shape, parts);
+    if (slots > shape.slots) return INFINITY;
+    const int parts = count_tried(longest, length, __frcp_rd((float)length)), rest = longest - (parts - 1) * length;
+    return (float)length + steps_late(shape, sharing, rest, length, slots) + steps_of_merging(shape, parts);
 }
 /* A warp, with a length a lane: the one that takes least time, and of those the longest; 0 if there are too few slots for
  * any. */
-__device__ static inline int best_length(const decode_shape &shape, int longest, int length, int slots)
+__device__ static inline int best_length(const decode_shape &shape, slot_sharing sharing, int longest, int length,
+                                         int slots)
 {
-    const float steps = steps_of(shape, longest, length, slots);
+    const float steps = steps_of(shape, sharing, longest, length, slots);
     length = __shfl_sync(~0u, length, lane_of_least(steps));
     return __ballot_sync(~0u, steps < INFINITY) ? length : 0;
 }

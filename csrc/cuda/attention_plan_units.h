@@ -135,7 +135,7 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
     if (longest > DECODE_STAGES && (shape.is_one_wave || sharing.of_sequences)) {
         length = length_to_try(shape, total, longest, lane);
         int slots = sum_of_slots(sharing, it.num_tiles, it.num_steps, length);
-        length = best_length(shape, longest, length, slots);
+        length = best_length(shape, sharing, longest, length, slots);
     }
     if (length) {
         of_all = {length, length, sharing.of_rests};

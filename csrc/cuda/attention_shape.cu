@@ -89,6 +89,7 @@ static void choose_merging(const pk_attention_args *args, int64_t segments, int6
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
     shape->level_steps = LEVEL_US / step_us;
     shape->start_steps = START_US / step_us;
+    shape->late_share = shape->rows * shape->head_dim >= MANY_SUMS ? LATE_SHARE : 0;
 }
 
 pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import deque
 
 import pytest
 from test_engine_threads import is_empty
@@ -137,4 +138,38 @@ def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeyp
     assert not thread.is_alive(), "the thread waits for itself"
     assert len(left) == 2 and left[1] > 0
     assert last_of({"a": outputs_of(llm)["a"][-1:]}) == {"a": "length"}
+    assert is_empty(llm)
+
+
+def test_a_request_comes_while_the_engine_restarts(cpu_llm, monkeypatch):  # noqa: F811
+    """It is known to the scheduler once."""
+    llm, threads = cpu_llm, []
+    expected = generate(llm, [[1, 2]], GREEDY)[0].token_ids
+
+    class Arriving(deque):
+        def __iter__(self):
+            looked_at = list(super().__iter__())
+            if not threads:
+                threads.append(threading.Thread(target=llm.add_request, args=([1, 2], GREEDY, "b")))
+                threads[0].start()
+                threads[0].join(0.3)  # it waits, or it has arrived since
+            return iter(looked_at)
+
+    def fail():
+        monkeypatch.undo()
+        raise OSError("no step")
+
+    llm.add_request([1, 2], GREEDY, "a")
+    llm.step()
+    llm._book._arriving = Arriving()
+    monkeypatch.setattr(llm._pipeline, "launch", fail)
+    with pytest.raises(OSError, match="no step"):
+        llm.step()
+    threads[0].join()
+    told = []
+    for _ in range(200):
+        told += [(output.request_id, output.outputs[0].token_ids) for output in llm.step() if output.finished]
+        if not llm.has_unfinished_requests():
+            break
+    assert sorted(told) == [("a", expected), ("b", expected)]
     assert is_empty(llm)

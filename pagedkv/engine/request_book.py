@@ -174,8 +174,9 @@ class RequestBook:
     def restart(self) -> None:
         """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again
         from their tokens, and callers are told of those that had ended."""
-        arriving = set(self._arriving)
-        requests = [request for request in self._living.values() if request not in arriving]
+        with self._lock:
+            arriving = set(self._arriving)
+            requests = [request for request in self._living.values() if request not in arriving]
         self._scheduler.restart([seq for request in requests for seq in request.sequences])
         for request in requests:
             ended = [seq for seq in request.sequences if seq.finish_reason is not None]

@@ -353,6 +353,7 @@ BAD_PARAMS = [
     (dict(mask=3), TypeError, "mask is 3 but must be callable"),
     (dict(temperature=float("nan")), ValueError, "temperature is nan"),
     (dict(prompt_logprobs=21), ValueError, "prompt_logprobs is 21 but must be at most 20"),
+    (dict(prompt_logprobs=2, max_tokens=0), ValueError, "prompt_logprobs is 2 but max_tokens=0"),
     (dict(skip_special_tokens=1), TypeError, "skip_special_tokens is 1"),
     (dict(output_kind="delta"), TypeError, "output_kind is 'delta'"),
     (dict(top_pp=0.5), TypeError, "top_pp"),

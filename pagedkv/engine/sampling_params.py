@@ -59,7 +59,8 @@ class SamplingParams:
             prompt is chunked, and so the same tokens, except for the rounding of the logits. Of n answers the i-th has
             the seed + i. None: the engine draws a seed for every answer
         logprobs: 0 to 20: CompletionOutput.logprobs holds each new token and this many of the most likely ones
-        prompt_logprobs: 0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens
+        prompt_logprobs: 0 to 20: RequestOutput.prompt_logprobs holds the same for the prompt's tokens. max_tokens must
+            be at least 1
         skip_special_tokens: leaves special tokens out of the text
         detokenize: makes text of the tokens; False: the answer has no text, and stop cannot be used
         output_kind: which outputs come before the last one, and what they hold (see RequestOutputKind)
@@ -147,6 +148,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put_int(name, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None and self.max_tokens == 0:
+            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs} but max_tokens=0, which computes nothing")
 
     def _check_tokens(self) -> None:
         """Makes tuples and dicts of ints of token ids. The engine checks them against the vocabulary."""

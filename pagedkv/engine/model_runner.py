@@ -23,7 +23,7 @@ from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
-from .decode_graphs import GRAPH_BYTES, DecodeGraphs, batch_sizes
+from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes
 from .kv_caches import KVCaches
 from .launch_watch import LaunchWatch
 from .launched import Launched
@@ -90,8 +90,8 @@ class ModelRunner:
     def affordable_bytes(self, utilization: float) -> int:
         """The bytes that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
-        num_graphs = 0 if self.graphs is None else len(self.batch_sizes)
-        return int(total * utilization) - (total - free) - num_graphs * GRAPH_BYTES - self.caches.rounding_bytes
+        of_graphs = 0 if self.graphs is None else len(self.batch_sizes) * GRAPH_BYTES + SCRATCH_BYTES
+        return int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
 
     def allocate(self, manager: BlockManager) -> None:
         """Makes the pool of the manager's pages."""

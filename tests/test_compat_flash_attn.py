@@ -284,6 +284,20 @@ def test_fp8_in_flash_attention_3(rng, device):
         assert np.array_equal(k.float().cpu().numpy(), kn)
 
 
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+def test_fp8_in_some_tensors_alone_is_refused(rng, device, dtypes):
+    d = Draw(rng, device)
+    (_, q), (_, k), (_, v) = (d.floats(shape, dtype) for shape, dtype in
+                              zip(((2, 3, 4, 64), (2, 9, 2, 64), (2, 9, 2, 64)), (*dtypes, dtypes[1]), strict=True))  # fmt: skip
+    ends, lens = d.put([0, 3, 6], "int32"), d.put([9, 4], "int32")
+    with pytest.raises(RuntimeError, match=f"q is torch.{dtypes[0]} but k is torch.{dtypes[1]}"):
+        flash_attn_3.flash_attn_func(q, k, v)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        flash_attn_3.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), ends, 3 * ends, 3, 9)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens)
+
+
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_3])
 def test_no_gradient_flows_through_a_cache(rng, device, module):
     """Compiled or not, as in the peers, whose functions with a cache have no backward."""

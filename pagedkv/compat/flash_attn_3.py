@@ -51,7 +51,7 @@ def _refuse_shapes(
             f"v has a head_dim of {v.shape[-1]} and k of {k.shape[-1]}, which pagedkv does not compute"
         )
     refuse_odd_heads("k", k)
-    if k.dtype == FP8 and q.dtype != FP8:
+    if (k.dtype == FP8) != (q.dtype == FP8):
         raise RuntimeError(f"q is {q.dtype} but k is {k.dtype}: they must have the same dtype")
 
 

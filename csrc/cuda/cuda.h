@@ -103,8 +103,8 @@ struct pk_cuda_call {
     const pk_cuda_device *device;
     cudaStream_t stream;
     pk_error *err;
-    int previous = -1;                /* the caller's device, where it is another */
-    mutable bool has_scratch = false; /* pk_cuda_scratch_of: to its end, no other call has any */
+    int previous = -1;                       /* the caller's device, where it is another */
+    mutable pthread_mutex_t *held = nullptr; /* to the end: that of the scratch memory, which no other call has then */
 
     pk_cuda_call(pk_device device, pk_stream stream, pk_error *err);
     ~pk_cuda_call();
@@ -114,7 +114,6 @@ struct pk_cuda_call {
 
 /* Where CUDA failed, what the call's first launches left in scratch memory may be there still. */
 void pk_cuda_count_failure(const pk_cuda_call &call);
-void pk_cuda_leave_scratch(const pk_cuda_call &call); /* at the call's end */
 
 /* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */
 template <typename Body>

@@ -138,7 +138,7 @@ pk_cuda_call::pk_cuda_call(pk_device device, pk_stream stream, pk_error *err)
 
 pk_cuda_call::~pk_cuda_call()
 {
-    pk_cuda_leave_scratch(*this);
+    if (held) pthread_mutex_unlock(held);
     if (previous >= 0) cudaSetDevice(previous);
 }
 

@@ -86,8 +86,8 @@ static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t
     unsigned int num_failures = __atomic_load_n(&call.device->num_failures, __ATOMIC_ACQUIRE);
     scratch_piece wanted = {call.stream, thread_of(call.stream), false, use, {}, bytes, num_failures};
     PK_TRY(is_captured(call, &wanted.is_of_graphs));
-    if (!call.has_scratch) pk_cuda_lock::acquire(&lock);
-    call.has_scratch = true;
+    if (!call.held) pk_cuda_lock::acquire(&lock);
+    call.held = &lock;
     if (!wanted.is_of_graphs) PK_TRY(zero_counters(state, wanted, call));
     scratch_piece *piece = state->pieces, *end = piece + state->count;
     while (piece < end && !piece->serves(wanted)) piece++;
@@ -97,12 +97,6 @@ static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t
     }
     *scratch = piece->scratch;
     return PK_OK;
-}
-
-void pk_cuda_leave_scratch(const pk_cuda_call &call)
-{
-    if (call.has_scratch) pthread_mutex_unlock(&lock);
-    call.has_scratch = false;
 }
 
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes, pk_scratch_use use)

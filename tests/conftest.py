@@ -36,6 +36,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
+def environment() -> dict[str, str]:
+    """Of an interpreter that imports the tests' own modules, too."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
+
+
+@pytest.fixture
 def seed(request) -> int:
     fixed = os.environ.get("PAGEDKV_TEST_SEED")
     value = int(fixed) if fixed else random.SystemRandom().randrange(2**31)

@@ -1,6 +1,5 @@
 """A short run of fuzz_calls.py, in a process of its own: a crash there is a failure here."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +7,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("fuzz_calls.py")
 
 
-def test_random_calls(seed):
-    path = os.pathsep.join([str(SCRIPT.parent), os.environ["PYTHONPATH"]])
+def test_random_calls(environment, seed):
     command = [sys.executable, str(SCRIPT), "--calls", "12000", "--seed", str(seed)]
-    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
     assert "12000 calls in" in run.stdout

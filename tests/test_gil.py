@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,13 +207,11 @@ report("numbers", lambda: kept.append(pagedkv.asarray(host[:512], device="cuda")
 
 @pytest.mark.alone
 @pytest.mark.gpu
-def test_what_a_gpu_does_lets_others_run(cuda):
+def test_what_a_gpu_does_lets_others_run(cuda, environment):
     """In a fresh process, so that everything is a first use."""
-    folder = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     seen: dict[str, float] = {}
     for _ in range(3):  # another process may need the processor: the best one counts
-        result = subprocess.run([sys.executable, "-c", GPU_CALLS], env=env, capture_output=True, text=True, check=False)
+        result = subprocess.run([sys.executable, "-c", GPU_CALLS], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         for line in result.stdout.splitlines():
             name, _, worst = line.rsplit(" ", 2)

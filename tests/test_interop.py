@@ -2,13 +2,11 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import textwrap
 import threading
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -258,7 +256,7 @@ def test_torch_out_is_torch(torch, rng):
     assert type(empty) is torch.Tensor and empty.shape == (0, 16)
 
 
-def test_torch_is_first_met_behind_a_silent_framework(torch):
+def test_torch_is_first_met_behind_a_silent_framework(torch, environment):
     """The stream for a producer's __dlpack__ is looked for among the later arguments, PyTorch's for the first time."""
     code = """
         import torch, pagedkv
@@ -267,8 +265,7 @@ def test_torch_is_first_met_behind_a_silent_framework(torch):
         print(pagedkv.ops.rms_norm(x, torch.ones(2), 0.0).tolist())
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     np.testing.assert_allclose(json.loads(result.stdout), [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from cuda_tensors import make_pool
@@ -44,19 +42,15 @@ for i, (shared, own) in enumerate(drawn):
 """
 
 
-def test_first_uses_by_threads_that_share_a_stream(torch, seed):
-    folder = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+def test_first_uses_by_threads_that_share_a_stream(torch, environment, seed):
     for i in range(3):
         command = [sys.executable, "-c", FIRST_USES, str(seed + i)]
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert run.returncode == 0, run.stderr[-4000:]
 
 
-def cut_keys(rng):
+def cut_keys(torch, rng):
     """Attention of one sequence in so many parts that it takes a good part of the card: (arguments, options)."""
-    import torch
-
     arguments = make_pool(torch, 1, 20_000, 8, 1, 128, 16)
     lens = torch.tensor([int(rng.integers(15_000, 20_001))], device="cuda", dtype=torch.int32)
     return (*arguments, lens), {"num_splits": 48}
@@ -64,14 +58,14 @@ def cut_keys(rng):
 
 @pytest.mark.parametrize("who_captures", ["pagedkv", "torch"])
 def test_a_replay_beside_calls_on_the_stream_of_its_capture(torch, rng, who_captures):
-    of_graph, of_calls, other = cut_keys(rng), cut_keys(rng), torch.cuda.Stream()
+    of_graph, of_calls, other = cut_keys(torch, rng), cut_keys(torch, rng), torch.cuda.Stream()
     outs = [torch.empty_like(arguments[0]) for arguments, _ in (of_graph, of_calls)]
     expected = [pagedkv.paged_attention_fwd(*arguments, **options) for arguments, options in (of_graph, of_calls)]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
 
-    def attend(case, out):
-        pagedkv.paged_attention_fwd(*case[0], **case[1], out=out)
+    def attend(case, out, **on):
+        pagedkv.paged_attention_fwd(*case[0], **case[1], out=out, **on)
 
     if who_captures == "torch":
         stream, graph = side, torch.cuda.CUDAGraph()
@@ -94,7 +88,7 @@ def test_a_replay_beside_calls_on_the_stream_of_its_capture(torch, rng, who_capt
             for _ in range(4):
                 replay()
         for _ in range(4):
-            pagedkv.paged_attention_fwd(*of_calls[0], **of_calls[1], out=outs[1], stream=stream)
+            attend(of_calls, outs[1], stream=stream)
         torch.cuda.synchronize()
         for out, right in zip(outs, expected, strict=True):
             assert torch.equal(out, right)

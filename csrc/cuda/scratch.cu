@@ -83,11 +83,11 @@ static pk_status zero_counters(device_pieces *state, const scratch_piece &wanted
 static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_pieces *state = &devices[call.device->index];
-    unsigned int num_failures = __atomic_load_n(&call.device->num_failures, __ATOMIC_ACQUIRE);
-    scratch_piece wanted = {call.stream, thread_of(call.stream), false, use, {}, bytes, num_failures};
+    scratch_piece wanted = {call.stream, thread_of(call.stream), false, use, {}, bytes};
     PK_TRY(is_captured(call, &wanted.is_of_graphs));
     if (!call.held) pk_cuda_lock::acquire(&lock);
     call.held = &lock;
+    wanted.num_failures = __atomic_load_n(&call.device->num_failures, __ATOMIC_ACQUIRE); /* of who had the lock, too */
     if (!wanted.is_of_graphs) PK_TRY(zero_counters(state, wanted, call));
     scratch_piece *piece = state->pieces, *end = piece + state->count;
     while (piece < end && !piece->serves(wanted)) piece++;

@@ -57,16 +57,6 @@ static pk_status make_piece(scratch_piece *piece, device_pieces *state, const pk
     return PK_OK;
 }
 
-static pk_status is_captured(const pk_cuda_call &call, bool *is_it)
-{
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    *is_it = false;
-    if (!call.stream || call.stream == cudaStreamLegacy) return PK_OK; /* never, and CUDA refuses the question */
-    PK_CUDA(call.err, cudaStreamIsCapturing(call.stream, &status));
-    *is_it = status != cudaStreamCaptureStatusNone;
-    return PK_OK;
-}
-
 /* Of all pieces of a stream, in its order: calls of before may be under way. */
 static pk_status zero_counters(device_pieces *state, const scratch_piece &wanted, const pk_cuda_call &call)
 {
@@ -83,8 +73,9 @@ static pk_status zero_counters(device_pieces *state, const scratch_piece &wanted
 static pk_status find_piece(const pk_cuda_call &call, pk_scratch_use use, size_t bytes, pk_cuda_scratch *scratch)
 {
     device_pieces *state = &devices[call.device->index];
-    scratch_piece wanted = {call.stream, thread_of(call.stream), false, use, {}, bytes};
-    PK_TRY(is_captured(call, &wanted.is_of_graphs));
+    uint64_t capture;
+    PK_TRY(pk_cuda_capture_id({PK_CUDA, call.device->index}, call.stream, &capture, call.err));
+    scratch_piece wanted = {call.stream, thread_of(call.stream), capture != 0, use, {}, bytes};
     if (!call.held) pk_cuda_lock::acquire(&lock);
     call.held = &lock;
     wanted.num_failures = __atomic_load_n(&call.device->num_failures, __ATOMIC_ACQUIRE); /* of who had the lock, too */

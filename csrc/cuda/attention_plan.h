@@ -40,7 +40,7 @@ struct decode_shape {
     bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
     bool may_share_slots; /* short ones may do without a slot of their own (find_sharing) */
     float start_steps;    /* that take as long as the start of a CTA behind another */
-    float late_share;     /* of what a step takes among all CTAs, where the others have ended; 0: as good as nothing */
+    float late_share;     /* a step's time in a CTA that runs on alone, of its time beside all others; 0: too little */
     bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
     int most_at_once;     /* parts that one of them merges; more are merged on two levels */
     float batch_steps;    /* that take as long as the wait for a batch of parts to be merged, */

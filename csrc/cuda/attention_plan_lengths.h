@@ -71,14 +71,16 @@ __device__ static inline slot_sharing find_sharing(const decode_shape &shape, in
     const bool are_equal = shape.late_share > 0 && are_long && mean + 1 >= longest; /* to a step */
     return {have_share && (are_long || are_uneven), are_long, are_equal ? divide_small(total, longest).x : 0};
 }
-/* How many slots a tile takes. A sequence or a rest that is at most half as long as a part takes none, if it may do without.
+/* Whether a sequence or a rest is so short that it may follow a part, or another one like it, in one slot. */
+__device__ static inline bool is_short(int num_steps, int length) { return 2 * num_steps <= length; }
+/* How many slots a tile takes. A short sequence or a short rest takes none, if it may do without.
  * Parts are at least as long as a slot's share of all steps, so the slots that are left have time for it. If it waits until
  * the first parts end, it has more of the bandwidth then (decode/NOTES.md #108). */
 __device__ static inline int slots_tried(slot_sharing sharing, int num_steps, int length, float inverse)
 {
     const int parts = count_tried(num_steps, length, inverse), last = num_steps - (parts - 1) * length;
     const bool may_follow = parts == 1 ? sharing.of_sequences : sharing.of_rests;
-    return parts - (may_follow && 2 * last <= length);
+    return parts - (may_follow && is_short(last, length));
 }
 /* What merging so many parts of a tile takes, on a level or two, counted in steps of a CTA. */
 __device__ static inline float steps_of_merging(const decode_shape &shape, int parts)
@@ -88,12 +90,13 @@ __device__ static inline float steps_of_merging(const decode_shape &shape, int p
     if (parts > group) steps = 2 * steps + shape.level_steps;
     return parts == 1 ? 0 : steps;
 }
-/* How much later than the parts the rests of sequences of one length end. They take turns in the slots that are left, and
- * where their number is no multiple of those, some have one more. Different rests fit (decode/NOTES.md #109). */
+/* How much later than the parts the short rests of sequences of one length end, in steps. They take turns in the slots
+ * that are left. Where their number is no multiple of those slots, some slots have one rest more than the others. Rests of
+ * unlike lengths even that out, and are not looked at (decode/NOTES.md #109). */
 __device__ static inline float steps_late(const decode_shape &shape, slot_sharing sharing, int rest, int length,
                                           int slots)
 {
-    if (sharing.num_equal == 0 || 2 * rest > length) return 0;
+    if (sharing.num_equal == 0 || !is_short(rest, length)) return 0;
     const float turns = ceilf(__fdividef((float)sharing.num_equal, (float)(shape.slots - slots)));
     return shape.late_share * fmaxf(0, turns * (float)rest - (float)length);
 }

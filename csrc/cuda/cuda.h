@@ -104,7 +104,7 @@ struct pk_cuda_call {
     cudaStream_t stream;
     pk_error *err;
     int previous = -1;                       /* the caller's device, where it is another */
-    mutable pthread_mutex_t *held = nullptr; /* to the end: that of the scratch memory, which no other call has then */
+    mutable pthread_mutex_t *held = nullptr; /* the lock of the scratch memory, once the call has asked for some */
 
     pk_cuda_call(pk_device device, pk_stream stream, pk_error *err);
     ~pk_cuda_call();
@@ -112,7 +112,7 @@ struct pk_cuda_call {
     pk_cuda_call &operator=(const pk_cuda_call &) = delete;
 };
 
-/* Where CUDA failed, what the call's first launches left in scratch memory may be there still. */
+/* After an error of CUDA: the call's first launches may have left counters in scratch memory that are not zero. */
 void pk_cuda_count_failure(const pk_cuda_call &call);
 
 /* One call of the runtime with the device current: PK_ON_DEVICE(device, err, cudaStreamSynchronize(stream)) */

@@ -15,7 +15,7 @@ from pagedkv import Graph
 from .step_arrays import StepInputs
 
 GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
-SCRATCH_BYTES = 36 << 20  # the same of all of them: their operations' scratch memory (csrc/cuda/scratch.cu)
+SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
 
 
 class DecodeGraphs:

@@ -68,25 +68,37 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     return slots;
 }
 
-/* Who merges parts, and what that takes. */
+static int quads_of_tile(const decode_shape &shape) { return shape.rows * shape.head_dim / 4; }
+static int threads_of_cta(const decode_shape &shape) { return 32 * shape.step / shape.chunk; }
+/* That a CTA's threads take to merge a tile, a quad each. */
+static int64_t merge_rounds(const decode_shape &shape)
+{
+    return pk_ceil_div(quads_of_tile(shape), threads_of_cta(shape));
+}
+
+/* Who merges parts, and how many at once. */
 static void choose_merging(const pk_attention_args *args, int64_t segments, int64_t slots, int64_t most_steps,
                            const pk_cuda_call &call, decode_shape *shape)
 {
     using namespace thresholds;
-    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
-    int threads = 32 * shape->step / shape->chunk, step_bytes = shape->step * 2 * shape->head_dim * bytes;
-    int quads = shape->rows * shape->head_dim / 4, most_at_once = MOST_QUADS_AT_ONCE * threads / quads;
-    int64_t rounds = pk_ceil_div(quads, threads);
+    int most_at_once = MOST_QUADS_AT_ONCE * threads_of_cta(*shape) / quads_of_tile(*shape);
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
     bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
     shape->merges_apart = shape->is_one_wave && is_alone && most_steps > FEW_STEPS_APART &&
                           segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
-                          rounds * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
+                          merge_rounds(*shape) * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
     shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
-    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f;
+}
+
+/* What starts and merges take, in steps of a CTA, and what a step takes that has little beside it. */
+static void fill_costs(const pk_attention_args *args, decode_shape *shape)
+{
+    using namespace thresholds;
+    int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
+    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f, rounds = (float)merge_rounds(*shape);
     if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
-    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * (float)rounds) / step_us;
-    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * (float)rounds) / step_us;
+    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
+    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
     shape->level_steps = LEVEL_US / step_us;
     shape->start_steps = START_US / step_us;
     shape->late_share = shape->rows * shape->head_dim >= MANY_SUMS ? LATE_SHARE : 0;
@@ -102,6 +114,7 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     const bool may_run_at_once = shape->num_splits == 0 && most_steps <= MOST_STEPS_TRIED;
     shape->is_one_wave = may_run_at_once && 3 * segments <= ONE_WAVE_THIRDS * slots;
     choose_merging(args, segments, slots, most_steps, call, shape);
+    fill_costs(args, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;
     shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;

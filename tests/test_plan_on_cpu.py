@@ -126,6 +126,23 @@ def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
         assert without_places(units_of(plan_on_cpu, batch, lens, True)) == without_places(units)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "num_seqs", "are_behind_all"),
+    [(8, 34, True), (8, 67, True), (8, 69, True), (10, 27, True), (8, 36, False), (8, 72, False), (16, 20, False)],
+)
+def test_the_order_of_sequences_that_are_left_over(plan_on_cpu, kv_heads, num_seqs, are_behind_all):
+    """Parts of a few stand behind all whole sequences; of more, in front of them, but for the last parts."""
+    lens = np.full(num_seqs, 1500, np.int32)
+    batch = Batch(num_seqs=num_seqs, num_kv_heads=kv_heads, group=2, head_dim=128, block_size=16)
+    batch.max_blocks_per_seq = -(-1500 // 16)
+    for by_each_cta in range(1 + (num_seqs <= 32)):
+        units = units_of(plan_on_cpu, batch, lens, by_each_cta)
+        assert {unit["seq"] for unit in units if unit["num_parts"] > 1} == set(range(batch.slots, num_seqs))
+        whole = [at for at, unit in enumerate(units) if unit["num_parts"] == 1]
+        first = [at for at, unit in enumerate(units) if unit["part"] < unit["num_parts"] - 1]
+        assert max(whole) < min(first) if are_behind_all else max(first) < min(whole)
+
+
 @pytest.mark.parametrize("group, num_seqs, tokens", [(2, 1 << 16, 1 << 20), (300, 1 << 13, 1 << 19), (300, 1 << 12, 1 << 22)])
 def test_more_steps_than_an_int_holds_are_refused(plan_on_cpu, group, num_seqs, tokens):
     """Their sum was negative, or zero: then there were no units, and nothing was written."""

@@ -16,7 +16,7 @@ static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
 /* Where a sequence's rows stand in the plan: side by side those of all parts but the last ones of its tiles, and, at
  * another place, those of the last ones. */
 struct rows_of_sequence {
-    int seq, num_parts, num_tiles, bucket; /* of the last ones; the others are in bucket 0 */
+    int seq, num_parts, num_tiles, bucket_of_first, bucket_of_last;
     int begin, begin_of_last, first_part;
     __device__ int num_first() const { return num_tiles * (num_parts - 1); }
 };
@@ -109,7 +109,8 @@ struct decode_planner {
         const part_lengths most = shared.left_over.lengths_of(seq, shared.longest, shared.most);
         int num_parts = count_parts(shape, it.num_steps, most);
         const int longest_last = shared.left_over.longest_last(shared.longest, shared.most);
-        return {seq, num_parts, it.num_tiles, bucket_of(it.num_steps, num_parts, longest_last, most)};
+        return {seq, num_parts, it.num_tiles, bucket_of_parts(shared.left_over),
+                bucket_of_last(it.num_steps, num_parts, longest_last, most)};
     }
 
     /* How many units each bucket has becomes where its first one goes. */
@@ -117,8 +118,8 @@ struct decode_planner {
     {
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
             rows_of_sequence rows = rows_of(seq);
-            if (rows.num_first()) atomicAdd(&shared.next_unit[0], rows.num_first());
-            if (rows.num_tiles) atomicAdd(&shared.next_unit[rows.bucket], rows.num_tiles);
+            if (rows.num_first()) atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
+            if (rows.num_tiles) atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
         }
         __syncthreads();
         if (warp == 0) {
@@ -160,9 +161,9 @@ struct decode_planner {
     {
         rows_of_sequence rows = rows_of(seq);
         int count = rows.num_tiles * rows.num_parts, left_at = MOST_LEFT;
-        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[rows.bucket], rows.num_tiles);
+        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
         if (rows.num_first()) {
-            rows.begin = atomicAdd(&shared.next_unit[0], rows.num_first());
+            rows.begin = atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
             rows.first_part = atomicAdd(&shared.num_places, count);
         }
         if (count > ROWS_OF_A_THREAD) left_at = atomicAdd(&shared.num_left, 1);

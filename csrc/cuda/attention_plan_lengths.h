@@ -138,7 +138,8 @@ __device__ static inline part_lengths lengths_of_share(const decode_shape &shape
  * `first` on. These are cut into parts of `length` steps, which fill more of the slots. Left whole, they might take as
  * long as a full wave, in a few slots alone. */
 struct sequences_left_over {
-    int first, length; /* length 0: there are none */
+    int first, length;   /* length 0: there are none */
+    bool are_behind_all; /* so few that their parts go to the end; else to the front */
     /* Where there are some, no other sequence is cut. */
     __device__ part_lengths lengths_of(int seq, int longest, const part_lengths &of_others) const
     {
@@ -172,7 +173,8 @@ __device__ static inline sequences_left_over cut_left_over(const decode_shape &s
     const bool are_possible = parts == 1 || (have_room && parts * DECODE_STAGES <= longest);
     const int best = lane_of_least(are_possible ? steps_of_left_over(shape, left, parts, length) : INFINITY);
     if (best == 0) return {};
-    return {num_long - left, __shfl_sync(~0u, length, best)};
+    const bool are_few = 100 * left <= thresholds::FEW_LEFT_PERCENT * shape.slots;
+    return {num_long - left, __shfl_sync(~0u, length, best), are_few};
 }
 
 /* What a sequence's tiles add to the sum and to the number that the mean is of. */

@@ -10,8 +10,13 @@
 enum { UNIT_BUCKETS = 32 /* of lengths: units of one are in no order */ };
 
 /* The order of units. First, in bucket 0, come the parts of cut sequences, without the last part of each tile. Then come
- * those last parts and whole sequences, the longest first: this is their bucket. */
-__device__ static inline int bucket_of(int num_steps, int num_parts, int longest_last, const part_lengths &most)
+ * those last parts and whole sequences, the longest first. Only the parts of a few sequences that are left over come
+ * after them: in front, they would make as many whole ones start late (decode/NOTES.md #110). */
+__device__ static inline int bucket_of_parts(const sequences_left_over &left_over)
+{
+    return left_over.are_behind_all ? UNIT_BUCKETS - 1 : 0;
+}
+__device__ static inline int bucket_of_last(int num_steps, int num_parts, int longest_last, const part_lengths &most)
 {
     int width = longest_last / (UNIT_BUCKETS - 1) + 1, last = num_steps;
     if (num_parts > 1) last = most.leaves_rests ? num_steps - (num_parts - 1) * most.cut : most.cut;
@@ -68,10 +73,11 @@ __device__ static inline int sum_of_slots(slot_sharing sharing, int num_tiles, i
     return slots;
 }
 
-/* A warp, with a sequence a lane: the unit of that number. If all run at once their order does not matter. */
+/* A warp, with a sequence a lane: the unit of that number. If all run at once their order does not matter. The parts but
+ * the last ones stand before all others, or behind all. */
 __device__ static inline attention_unit find_unit(const decode_shape &shape, const planned_sequence &it, int num_seqs,
                                                   int number, int longest_last, const part_lengths &most,
-                                                  bool run_at_once)
+                                                  bool run_at_once, bool are_behind_all)
 {
     int lane = threadIdx.x % 32, num_parts = count_parts(shape, it.num_steps, most), num_tiles = it.num_tiles;
     int num_first = num_tiles * (num_parts - 1); /* all units but the last ones of tiles */
@@ -85,12 +91,13 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
         int its_placed = __shfl_up_sync(~0u, placed_before, distance);
         if (lane >= distance) first_before += its_first, placed_before += its_placed;
     }
-    int last_before = __shfl_sync(~0u, first_before, 31); /* the last ones stand behind all others */
+    int last_before = are_behind_all ? 0 : __shfl_sync(~0u, first_before, 31);
+    int others_before = are_behind_all ? __reduce_add_sync(~0u, num_tiles) : 0; /* of the first ones */
     first_before -= num_first, placed_before -= num_placed;
     if (run_at_once) {
         last_before += placed_before;
     } else {
-        int bucket = bucket_of(it.num_steps, num_parts, longest_last, most);
+        int bucket = bucket_of_last(it.num_steps, num_parts, longest_last, most);
 #pragma unroll 1
         for (int first = 0; first < num_seqs; first += LANES_AT_ONCE)
 #pragma unroll
@@ -99,7 +106,7 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
                 if (its_bucket < bucket || (its_bucket == bucket && other < lane)) last_before += its_tiles;
             }
     }
-    unsigned int among_first = number - first_before, among_last = number - last_before;
+    unsigned int among_first = number - others_before - first_before, among_last = number - last_before;
     bool is_first = among_first < (unsigned)num_first, is_last = among_last < (unsigned)num_tiles;
     int owner = __ffs(__ballot_sync(~0u, is_first || is_last)) - 1;
     attention_unit unit = {};
@@ -147,7 +154,8 @@ __device__ static inline attention_unit plan_unit(const pk_attention_args &args,
         of_all = lengths_of_share(shape, total, longest, mean);
     }
     return find_unit(shape, it, num_seqs, number, left_over.longest_last(longest, of_all),
-                     left_over.lengths_of(lane, longest, of_all), shape.is_one_wave && !sharing.of_sequences);
+                     left_over.lengths_of(lane, longest, of_all), shape.is_one_wave && !sharing.of_sequences,
+                     left_over.are_behind_all);
 }
 /* The same as a function of its own, for kernels that usually have a plan. If it were inline, their CTAs would fetch
  * these instructions before the first copy and not use them. */

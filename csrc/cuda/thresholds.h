@@ -45,6 +45,7 @@ constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
 constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
 constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
 constexpr int EVEN_TENTHS = 9;            /* of the longest: the mean of sequences of one length (#80) */
+constexpr int FEW_LEFT_PERCENT = 6;       /* of the places: so many that are left over go to the end (#110) */
 constexpr int FEWEST_STEPS_OF_SHARE = 8;  /* of a slot: with fewer each short sequence has one (#78, #108), */
 constexpr int STEPS_TO_LEAVE_RESTS = 16;  /* and so has each rest of a cut sequence (#108) */
 constexpr int MOST_SEQS_OF_A_SLOT = 4;    /* on average: with more it takes long to see whether they fit */

@@ -84,6 +84,12 @@ def test_bad_calls(planned):
         (lambda: prefill.run(q, caches, lse_base="log10"), ValueError, "lse_base must be one of"),
         (lambda: prefill.run(q, caches, lse_layout="TH"), ValueError, "lse_layout must be one of"),
         (lambda: decode.plan(*batch.pages, 4, 2, 64, 4, pos_encoding_mode="SIN"), KeyError, "Invalid pos_encoding_mode SIN"),
+        (lambda: decode.plan(batch.indptr[:1], *batch.pages[1:], 4, 2, 64, 4), ValueError,
+         "indptr of the pages has 1 entries but must have 3, batch_size + 1"),
+        (lambda: decode.plan(*batch.pages, 4, 2, 64, 4, seq_lens=torch.tensor([3])), ValueError,
+         "seq_lens has 1 entries but must have 2, batch_size"),
+        (lambda: prefill.plan(torch.tensor([0]), *batch.pages, 4, 2, 64, 4), ValueError,
+         "qo_indptr has 1 entries but must have 3, batch_size + 1"),
         (lambda: decode.plan(*batch.pages, 4, 2, 64, 4, q_len_per_req=0), ValueError, "q_len_per_req must be >= 1, got 0"),
         (lambda: fi.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), "DNH"), KeyError, "Invalid kv_layout DNH"),
         (lambda: fi.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), use_cuda_graph=True), ValueError,
@@ -106,6 +112,11 @@ def test_fixed_sizes_of_graphs(planned):
     indptr, indices, last = graph_buffers(2, 9, "cpu")
     with pytest.raises(ValueError, match="The size of paged_kv_indptr_buffer should be batch_size \\+ 1"):
         fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), indptr[1:], indices, last)
+    with pytest.raises(ValueError, match="The size of qo_indptr_buf should be batch_size \\+ 1"):
+        fi.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), "NHD", True, last, indptr, indices, last)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), "NHD", True, indptr.clone(), indptr, indices, last)
+    with pytest.raises(ValueError, match="qo_indptr has 1 entries but must have 3"):  # it would have filled the buffer
+        wrapper.plan(torch.tensor([0]), *batch.pages, 4, 2, 64, 4)
 
 
 # --- signatures

@@ -25,6 +25,12 @@ def check_buffer(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torc
             raise ValueError(f"{name}: {what} is {given} but must be {expected}")
 
 
+def check_entries(name: str, x: torch.Tensor, number: int, wanted: str) -> None:
+    """For what is copied into a buffer: one entry alone would fill it."""
+    if x.numel() != number:
+        raise ValueError(f"{name} has {x.numel()} entries but must have {number}, {wanted}")
+
+
 def check_layout(kv_layout: str) -> None:
     if kv_layout not in ("NHD", "HND"):
         raise KeyError(f"Invalid kv_layout {kv_layout}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pagedkv.compat._attention import refuse
-from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale
+from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale, check_entries
 from pagedkv.compat.flashinfer.wrapper import Wrapper
 
 
@@ -45,8 +45,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
         super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None)
-        if use_cuda_graph and not isinstance(qo_indptr_buf, torch.Tensor):
-            raise ValueError("qo_indptr_buf should be a torch.Tensor in cudagraph mode")
+        if use_cuda_graph:
+            if not isinstance(qo_indptr_buf, torch.Tensor):
+                raise ValueError("qo_indptr_buf should be a torch.Tensor in cudagraph mode")
+            if len(qo_indptr_buf) != self._pages.batch_size + 1:
+                raise ValueError("The size of qo_indptr_buf should be batch_size + 1")
         self._qo_indptr: Any = qo_indptr_buf
 
     def plan(
@@ -99,6 +102,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         if head_dim_vo not in (None, head_dim_qk):
             raise NotImplementedError(f"head_dim_vo: is {head_dim_vo} but head_dim_qk is {head_dim_qk}")
+        check_entries("qo_indptr", qo_indptr, len(paged_kv_last_page_len) + 1, "batch_size + 1")
         self._plan(
             (num_qo_heads, num_kv_heads, head_dim_qk, page_size), (q_data_type, kv_data_type, o_data_type), causal,
             (pos_encoding_mode, window_left, logits_soft_cap, sm_scale), fixed_split_size, disable_split_kv,

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from pagedkv.compat._attention import operations
-from pagedkv.compat.flashinfer.arguments import Dtype, Pair, Scale, caches_in_nhd, check_buffer, check_layout, dtype_of
+from pagedkv.compat.flashinfer.arguments import (
+    Dtype,
+    Pair,
+    Scale,
+    caches_in_nhd,
+    check_buffer,
+    check_entries,
+    check_layout,
+    dtype_of,
+)
 
 LOG2_E = math.log2(math.e)
 FIXED_SPLITS = 16  # parts of a sequence, by its length alone, if the order of additions must not depend on the batch
@@ -57,6 +66,9 @@ class Pages:
         seq_lens: torch.Tensor | None,
         non_blocking: bool,
     ) -> None:
+        check_entries("indptr of the pages", indptr, len(last_page_len) + 1, "batch_size + 1")
+        if seq_lens is not None:
+            check_entries("seq_lens", seq_lens, len(last_page_len), "batch_size")
         if self.is_fixed:
             if len(last_page_len) != self.batch_size:
                 raise ValueError(

@@ -223,6 +223,14 @@ def test_numbers_of_numpy():
     assert [type(v) for v in (params.temperature, params.max_tokens, params.seed)] == [float, int, int]
 
 
+def test_params_are_keys_of_a_dict():
+    """Those with a dict of biases, too."""
+    options = dict(temperature=0.5, logit_bias={3: 1.0, 5: -2.0}, stop=["a"], allowed_token_ids=[3, 5])
+    found = {SamplingParams(**options): "with", SamplingParams(): "without"}
+    assert found[SamplingParams(**options)] == "with" and found[SamplingParams()] == "without"
+    assert SamplingParams(**options | dict(logit_bias={3: 1.5})) not in found
+
+
 @pytest.mark.parametrize("prompts", [None, 5, 2.5])
 def test_prompts_of_the_wrong_type(llm, prompts):
     with pytest.raises(TypeError, match=f"prompts is {prompts} but must be a string or a list of prompts"):

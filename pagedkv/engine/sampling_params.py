@@ -75,7 +75,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # a dict has none
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
     mask: Mask | None = None

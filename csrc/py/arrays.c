@@ -69,8 +69,9 @@ static int out_of_range(const char *name, int64_t index, int64_t value, int64_t 
 /* Room for `count` elements of the wanted dtype: the few inside the struct, or allocated. */
 static void *reserve_ints(py_ints *ints, int64_t count, size_t bytes)
 {
-    if ((size_t)count * bytes <= sizeof ints->few) return ints->few;
-    if (!(ints->converted = malloc((size_t)count * bytes))) PyErr_NoMemory();
+    size_t most = PY_SSIZE_T_MAX / bytes; /* a range may say that it has 2^62 */
+    if ((size_t)count <= sizeof ints->few / bytes) return ints->few;
+    if ((size_t)count > most || !(ints->converted = malloc((size_t)count * bytes))) PyErr_NoMemory();
     return ints->converted;
 }
 

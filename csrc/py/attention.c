@@ -9,7 +9,9 @@ void py_call_window(py_call *call, int parameter, pk_attention_call *request)
     request->window_left = request->window_right = -1;
     if (call->has_failed || !object) return;
     PyObject *pair = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
-    if (!pair || PyTuple_Size(pair) != 2) {
+    if (!pair && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) {
+        call->has_failed = true; /* of its own iterator */
+    } else if (!pair || PyTuple_Size(pair) != 2) {
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError, "window_size: must be a pair of ints, not %R", object);
         call->has_failed = true;

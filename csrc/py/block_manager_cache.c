@@ -2,6 +2,7 @@
 #include "py/block_manager_py.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 const char py_bm_resize_doc[] =
     "resize($self, num_blocks)\n--\n\n"
@@ -157,25 +158,30 @@ PyObject *py_bm_export_cache(PyObject *self, PyObject *unused)
 
 // --- import
 
-/* A list of bytes objects, which stay the caller's; NULL and an exception where it is something else. */
-static pk_salt *salts_arg(PyObject *value, Py_ssize_t *count)
+/* The bytes objects of a tuple, which holds them; NULL and an exception where they are something else. */
+static pk_salt *salts_of(PyObject *tuple, Py_ssize_t *count)
 {
-    if (!PyList_Check(value)) {
-        PyErr_SetString(PyExc_TypeError, "salts: must be a list of bytes");
-        return NULL;
-    }
-    *count = PyList_Size(value);
+    *count = PyTuple_Size(tuple);
     pk_salt *salts = malloc(((size_t)*count + 1) * sizeof *salts);
     if (!salts) {
         PyErr_NoMemory();
         return NULL;
     }
     for (Py_ssize_t i = 0; i < *count; i++)
-        if (py_salt_arg(PyList_GetItem(value, i), &salts[i]) < 0) {
+        if (py_salt_arg(PyTuple_GetItem(tuple, i), &salts[i]) < 0) {
             free(salts);
             return NULL;
         }
     return salts;
+}
+
+/* A copy: the core checks numbers before it uses them, and another thread could write to the caller's in between. */
+static int32_t *copy_of(const py_ints *ints)
+{
+    int32_t *copy = malloc(((size_t)ints->count + 1) * sizeof *copy);
+    if (!copy) return (int32_t *)PyErr_NoMemory();
+    memcpy(copy, ints->i32, (size_t)ints->count * sizeof *copy);
+    return copy;
 }
 
 /* The arrays in the memory of the call: core writes pages->blocks. */
@@ -192,11 +198,14 @@ static PyObject *import_pages(PyObject *self, const py_ints *parents, const py_i
                             (long long)(indices->count != count ? indices->count : tokens->count), (long long)count);
     PyObject *result = py_array_new(PK_I32, 1, &count, &blocks);
     if (!result) return NULL;
-    pk_bm_pages pages = {count, blocks, (int32_t *)parents->i32, (int32_t *)indices->i32, (int32_t *)tokens->i32};
-    PY_LOCKED(self, status = pk_bm_import(manager_of(self)->core, &pages, num_salts, salts, &err));
-    if (status == PK_OK) return result;
+    pk_bm_pages pages = {count, blocks, copy_of(parents), copy_of(indices), (int32_t *)tokens->i32};
+    const bool has_copies = pages.parents && pages.salts;
+    if (has_copies) PY_LOCKED(self, status = pk_bm_import(manager_of(self)->core, &pages, num_salts, salts, &err));
+    free(pages.parents);
+    free(pages.salts);
+    if (has_copies && status == PK_OK) return result;
     Py_DECREF(result);
-    return py_raise(py_state_of(self), &err);
+    return has_copies ? py_raise(py_state_of(self), &err) : NULL;
 }
 
 const char py_bm_import_cache_doc[] =
@@ -211,8 +220,10 @@ PyObject *py_bm_import_cache(PY_FASTCALL)
     PY_BIND_METHOD(self, import_cache);
     py_state *state = py_state_of(self);
     py_ints parents = {0}, indices = {0}, tokens = {0};
-    Py_ssize_t num_salts;
-    pk_salt *salts = salts_arg(given[2], &num_salts);
+    Py_ssize_t num_salts = 0;
+    if (!PyList_Check(given[2])) return PyErr_Format(PyExc_TypeError, "salts: must be a list of bytes");
+    PyObject *held = PyList_AsTuple(given[2]); /* code of the other arguments may change the list */
+    pk_salt *salts = held ? salts_of(held, &num_salts) : NULL;
     PyObject *result = NULL;
     if (salts && py_take_ints(state, "parents", given[0], PK_I32, -1, INT32_MAX, &parents) == 0 &&
         py_take_ints(state, "salt_indices", given[1], PK_I32, 0, INT32_MAX, &indices) == 0 &&
@@ -222,5 +233,6 @@ PyObject *py_bm_import_cache(PY_FASTCALL)
     py_release_ints(&indices);
     py_release_ints(&parents);
     free(salts);
+    Py_XDECREF(held);
     return result;
 }

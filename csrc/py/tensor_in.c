@@ -59,7 +59,8 @@ static int read_exchange(const char *name, PyObject *object, bool must_outlive_c
     if (!must_outlive_call && exchange->dltensor_from_py_object_no_sync) {
         DLTensor tensor;
         if (exchange->dltensor_from_py_object_no_sync(object, &tensor) < 0) return name_error(name);
-        return py_view_of_dltensor(name, &tensor, false, &taken->view);
+        if (tensor.device.device_type != kDLCPU) return py_view_of_dltensor(name, &tensor, false, &taken->view);
+        /* The host's memory is used after other Python code may have run, which can give the tensor other memory. */
     }
     DLManagedTensorVersioned *managed;
     if (exchange->managed_tensor_from_py_object_no_sync(object, &managed) < 0) return name_error(name);

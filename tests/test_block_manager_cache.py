@@ -339,6 +339,22 @@ def test_bad_imports_change_nothing(change, error, message):
     assert manager.num_cached_blocks == 0
 
 
+def test_a_watermark_follows_the_pool():
+    """As a fraction, until it is set in pages."""
+    manager = BlockManager(100, 4, watermark=0.5)
+    manager.resize(20)
+    assert manager.watermark_blocks == 10
+    for seq_id in range(10):
+        manager.allocate(seq_id, [1])
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(10, [1])
+    manager.resize(40)
+    assert manager.watermark_blocks == 20
+    manager.watermark_blocks = 3
+    manager.resize(30)
+    assert manager.watermark_blocks == 3
+
+
 def test_nothing_to_export():
     manager = BlockManager(8, 2)
     blocks, parents, indices, salts, tokens = manager.export_cache()

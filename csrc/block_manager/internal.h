@@ -73,6 +73,7 @@ typedef struct {
 
 struct pk_block_manager {
     int64_t num_blocks, block_size, num_host_blocks, watermark_blocks;
+    double watermark; /* the fraction that watermark_blocks follows; -1: it was set in pages */
     bool is_caching;
 
     pk_page *pages;  /* [num_blocks] */

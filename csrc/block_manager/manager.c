@@ -32,6 +32,7 @@ pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **created, p
     manager->num_blocks = config->num_blocks;
     manager->block_size = config->block_size;
     manager->num_host_blocks = config->num_host_blocks;
+    manager->watermark = config->watermark;
     manager->watermark_blocks = (int64_t)(config->watermark * (double)config->num_blocks);
     manager->is_caching = config->is_caching;
     manager->is_lru = config->is_lru;
@@ -107,6 +108,7 @@ pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_
     if (num_blocks < 0)
         return pk_fail(err, PK_EVALUE, "watermark_blocks is %lld but must be at least 0", (long long)num_blocks);
     manager->watermark_blocks = num_blocks;
+    manager->watermark = -1;
     return PK_OK;
 }
 
@@ -185,6 +187,9 @@ pk_status pk_bm_allocate(pk_block_manager *manager, int64_t count, const int64_t
     for (; status == PK_OK && num_made < count; num_made += status == PK_OK)
         status = seq_create(manager, seq_ids[num_made], salt_number, blocks_for(manager, prompts[num_made].count),
                             &manager->named[num_made], err);
+    for (int64_t i = 0; status == PK_EVALUE && i < num_made; i++)
+        if (manager->named[i]->id == seq_ids[num_made])  // made by this call: there is nothing to free
+            status = pk_fail(err, PK_EVALUE, "seq_ids: %lld is there twice", (long long)seq_ids[num_made]);
     if (status == PK_OK) status = find_hits(manager, count, prompts, err);
     salt_release(manager, salt_number);  // the sequences have their own references
     if (status != PK_OK) {

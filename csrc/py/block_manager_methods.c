@@ -302,7 +302,7 @@ PyObject *py_bm_swap_in(PY_FASTCALL)
 const char py_bm_reset_prefix_cache_doc[] =
     "reset_prefix_cache($self)\n--\n\n"
     "Forgets all reusable KV, after a change of weights say; sequences that live on are never cached. Returns how\n"
-    "many pages were in the cache.";
+    "many pages were in the cache, or were to come into it once computed.";
 PyObject *py_bm_reset_prefix_cache(PyObject *self, PyObject *unused)
 {
     (void)unused;

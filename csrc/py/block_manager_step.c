@@ -154,7 +154,7 @@ const char py_bm_prepare_doc[] =
     "prepare($self, seq_ids, query_starts, query_lens, *, max_tokens=0, max_seqs=0, max_blocks=0)\n--\n\n"
     "The arrays of one step in which sequence i queries positions query_starts[i] .. + query_lens[i], as a Step:\n"
     "slot_mapping, positions, context_lens, cu_seqlens_q, block_tables (int32 arrays) and max_seqlen_q. A slot is -1\n"
-    "where the KV is computed already, so that a page that others may read is never written again.\n"
+    "where the KV is computed already, so that a full page that others may read is never written again.\n"
     "The arrays are views of memory that the next prepare writes again (the views keep it alive). It moves only when\n"
     "a step needs more room: max_tokens, max_seqs and max_blocks say how much to make at first, and block_tables is\n"
     "at least max_blocks wide. Changes no sequence.";

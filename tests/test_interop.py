@@ -339,6 +339,23 @@ def test_torch_tensors_that_have_no_memory_or_too_much_shape():
         pagedkv.from_dlpack(torch.zeros(1).expand(2**31, 2**31))
 
 
+def test_a_device_that_is_not_there():
+    """Of a producer that gives a stream's memory: its error, no SystemError."""
+    import producer
+
+    class OnGpu(producer.Producer):
+        def __init__(self):
+            super().__init__(4096, (4,), None, "f4")
+            self._tensor.device_type, self._tensor.device_id = 2, 99
+
+        def __dlpack_device__(self):
+            return (2, 99)
+
+    for take in pagedkv.from_dlpack, pagedkv.asarray:
+        with pytest.raises(BufferError, match="CUDA"):
+            take(OnGpu())
+
+
 def test_a_deleter_may_run_python_after_an_error():
     """A producer's deleter finds no exception, and the exception survives it."""
     import fuzz_calls_memory

@@ -92,6 +92,18 @@ def test_index_of_several_dimensions(rng):
         assert part.shape == array[key].shape and part.tolist() == array[key].tolist()
 
 
+def test_bad_indices_are_told_by_the_tensors_own_dimensions():
+    tensor = pagedkv.empty((2, 3))
+    for key, message in [
+        ((0, 5), "index 5 is out of range for dimension 1 of size 3"),
+        (5, "index 5 is out of range for dimension 0 of size 2"),
+        ((slice(None), -4), "index -4 is out of range for dimension 1 of size 3"),
+        ((0, 0, 0), "too many indices: the tensor has 2 dimensions"),
+    ]:
+        with pytest.raises(IndexError, match=message):
+            tensor[key]
+
+
 def test_rows_between_host_and_gpu(rng, device):
     """Two dimensions with gaps between the rows on either side."""
     array = rng.standard_normal((7, 12)).astype(np.float32)
@@ -221,6 +233,12 @@ def test_asarray_of_python_numbers():
     assert pagedkv.asarray(3).shape == () and pagedkv.asarray(2.5).tolist() == 2.5
     assert pagedkv.asarray([1, 2], dtype="bfloat16").tolist() == [1.0, 2.0]
     assert pagedkv.asarray([], dtype="int32").shape == (0,)
+    for numbers in ((), (1,), (1.0, 2.0), ((1, 2), (3, 4)), ((1, 2),), ([1, 2], [3, 4])):
+        tensor, array = pagedkv.asarray(numbers), np.asarray(numbers)
+        assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
+    assert pagedkv.asarray(pagedkv.asarray([1.0, -2.0], dtype="bfloat16"), dtype="int64").tolist() == [1, -2]
+    with pytest.raises(ValueError, match="obj: a number does not fit int32"):
+        pagedkv.asarray(pagedkv.asarray([1.5], dtype="float8_e4m3fn"), dtype="int32")
     assert pagedkv.asarray(np.array([1.5, 2.5])).dtype == "float32"  # float64 has no tensor
     assert pagedkv.asarray(pagedkv.asarray([1, 2]), dtype="int32").dtype == "int32"
     for bad in ([2**40], [-1], [1.5], [256]):

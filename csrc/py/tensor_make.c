@@ -59,8 +59,11 @@ static PyObject *tensor_from(py_state *state, const char *name, PyObject *object
         return NULL;
     }
     py_queue *writer = call.num_peers ? call.peers[0].queue : NULL;
-    if (taken.reader == PY_READ_DLPACK && taken.view.device.type != PK_CPU)
-        writer = py_queue_of(state, taken.view.device, call.stream, PY_STREAM_LASTS);
+    const bool has_stream = taken.reader == PY_READ_DLPACK && taken.view.device.type != PK_CPU;
+    if (has_stream && !(writer = py_queue_of(state, taken.view.device, call.stream, PY_STREAM_LASTS))) {
+        py_release(&taken.hold);
+        return NULL;
+    }
     PyObject *tensor = py_tensor_from_view(state, &taken.view, &taken.hold);
     if (tensor && writer) {
         writer->submitted++; /* what the framework has queued */
@@ -164,7 +167,7 @@ static PyObject *from_numpy(py_state *state, PyObject *object, const pk_dtype *d
 {
     PyObject *tensor = NULL, *cast = NULL, *own = NULL, *kind = NULL;
     PyObject *numpy = PyImport_ImportModule("numpy");
-    PyObject *array = numpy ? PyObject_CallMethod(numpy, "asarray", "O", object) : NULL;
+    PyObject *array = numpy ? PyObject_CallMethod(numpy, "asarray", "(O)", object) : NULL;
     if (array && (own = PyObject_GetAttrString(array, "dtype"))) kind = PyObject_GetAttrString(own, "kind");
     const char *letter = kind ? PyUnicode_AsUTF8AndSize(kind, NULL) : NULL;
     if (letter && !strchr("fiub", *letter)) {
@@ -191,7 +194,8 @@ PyDoc_STRVAR(
     "    obj: any tensor, or numbers in (nested) lists; floats become float32 and integers int64 where no dtype is\n"
     "        given.\n"
     "    dtype: floats convert to every float dtype with rounding to nearest, ties to even (float8_e4m3fn saturates\n"
-    "        at 448); integers that do not fit raise ValueError.\n"
+    "        at 448), float64 and integers by way of float32 where the dtype is none of NumPy's; integers that do not\n"
+    "        fit raise ValueError.\n"
     "    device: \"cpu\", \"cuda\", \"cuda:1\". A copy comes after what the object's framework has queued so far, and\n"
     "        only a copy to the CPU is waited for.");
 static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
@@ -222,7 +226,7 @@ static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (!has_device) device = view->device;
     bool is_there = device.type == view->device.type && device.index == view->device.index;
     if (dtype != view->dtype && (dtype > PK_F8E4M3 || view->dtype > PK_F8E4M3)) {
-        Py_SETREF(tensor, py_tensor_on_cpu(state, tensor));
+        Py_SETREF(tensor, py_tensor_as_numbers(state, tensor));
         if (tensor) Py_SETREF(tensor, from_numpy(state, tensor, &dtype));
         is_there = device.type == PK_CPU;
     } else if (dtype != view->dtype) {

@@ -9,13 +9,14 @@ Py_ssize_t py_tensor_length(PyObject *self)
     return -1;
 }
 
-/* Applies one index to dimension `dim`; returns how many dimensions it leaves there (0 or 1), or -1. */
-static int index_dim(pk_view *view, int dim, PyObject *key)
+/* Applies the index of that number to dimension `dim`, which is left of the tensor's own `number`. Returns how many
+ * dimensions it leaves there (0 or 1), or -1. */
+static int index_dim(pk_view *view, int dim, int number, PyObject *key)
 {
     int64_t start;
     int left = 1;
     if (dim == view->ndim) {
-        PyErr_Format(PyExc_IndexError, "too many indices: the tensor has %d dimensions", view->ndim);
+        PyErr_Format(PyExc_IndexError, "too many indices: the tensor has %d dimensions", number);
         return -1;
     }
     if (PySlice_Check(key)) {
@@ -29,7 +30,7 @@ static int index_dim(pk_view *view, int dim, PyObject *key)
         if (i == -1 && PyErr_Occurred()) return -1;
         if (i < 0) i += (Py_ssize_t)view->shape[dim];
         if (i < 0 || i >= view->shape[dim]) {
-            PyErr_Format(PyExc_IndexError, "index %R is out of range for dimension %d of size %lld", key, dim,
+            PyErr_Format(PyExc_IndexError, "index %R is out of range for dimension %d of size %lld", key, number,
                          (long long)view->shape[dim]);
             return -1;
         }
@@ -49,10 +50,10 @@ static int index_dim(pk_view *view, int dim, PyObject *key)
 PyObject *py_tensor_subscript(PyObject *self, PyObject *key)
 {
     pk_view view = *py_tensor_view(self);
-    if (!PyTuple_Check(key)) return index_dim(&view, 0, key) < 0 ? NULL : py_tensor_view_of(self, &view);
+    if (!PyTuple_Check(key)) return index_dim(&view, 0, 0, key) < 0 ? NULL : py_tensor_view_of(self, &view);
     Py_ssize_t count = PyTuple_Size(key);
     for (Py_ssize_t i = 0, dim = 0; i < count; i++) {
-        int left = index_dim(&view, (int)dim, PyTuple_GetItem(key, i));
+        int left = index_dim(&view, (int)dim, (int)i, PyTuple_GetItem(key, i));
         if (left < 0) return NULL;
         dim += left;
     }

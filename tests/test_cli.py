@@ -100,6 +100,8 @@ def test_generate_options(capsys, tmp_path):
     assert main(capsys, *args, "--seed", "1", "--block-size", "3") == first
     assert main(capsys, *args, "--seed", "2")[1] != first[1]
     assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0")[1] == "abc\n"
+    assert main(capsys, "generate", str(tmp_path), "--max-tokens", "0", "abc")[1] == "abc\n"  # in any order
+    assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0", "cba", "bac")[1] == "abc\ncba\nbac\n"
     code, out, err = main(capsys, "generate", str(tmp_path), "abc", "", "--max-tokens", "0")
     assert (code, out) == (1, "abc\n") and "the prompt is empty" in err  # the others are not lost
 
@@ -112,6 +114,8 @@ ERRORS = [
     (("generate", "{tmp}", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
     (("generate", "{tmp}", "a", "--block-size", "0"), 2, "0 is less than 1"),
     (("generate", "{tmp}", "a", "--seed", "x"), 2, "invalid int value: 'x'"),
+    (("generate", "{tmp}", "a", "--device", "cuda:99"), 1, "CUDA"),
+    (("info", "a"), 2, "unrecognized arguments: a"),
     (("generate", "{tmp}"), 1, "no prompt: give one, or --file, --jsonl, or a text on stdin"),
     (("generate", "{tmp}", "--file", "{tmp}/nowhere"), 1, "nowhere"),
     (("generate", "{tmp}", "--file", "{tmp}/model.safetensors"), 1, "is no UTF-8 text"),

@@ -17,10 +17,11 @@ from . import bench, chat, demo, generate, info
 from .options import Parser
 
 COMMANDS = (demo, generate, chat, bench, info)
+ERRORS = OSError, ValueError, NotImplementedError, MemoryError, ImportError, BufferError, pagedkv.CudaError
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = _arguments(argv)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
@@ -29,9 +30,21 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, ValueError, NotImplementedError, MemoryError, ImportError, pagedkv.CudaError) as error:
+    except ERRORS as error:
         print(f"pagedkv {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    """argparse leaves over the texts that come after an option which comes after the model."""
+    parser = _parser()
+    args, left_over = parser.parse_known_args(argv)
+    texts: list[str] | None = getattr(args, getattr(args, "texts", ""), None)
+    if left_over and (texts is None or any(text.startswith("-") for text in left_over)):
+        parser.error(f"unrecognized arguments: {' '.join(left_over)}")
+    if texts is not None:
+        texts += left_over
+    return args
 
 
 def _parser() -> Parser:

@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
     chat.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     add_inputs(chat, "message")
     add_model_options(chat, temperature=0.6, max_tokens=None)
-    chat.set_defaults(run=run)
+    chat.set_defaults(run=run, texts="message")
 
 
 def run(args: argparse.Namespace) -> int:

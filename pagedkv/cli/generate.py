@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     generate.add_argument("prompt", nargs="*", help="one or several texts, served as one batch; -: stdin")
     add_inputs(generate, "prompt")
     add_model_options(generate, temperature=0.0, max_tokens=64)
-    generate.set_defaults(run=run)
+    generate.set_defaults(run=run, texts="prompt")
 
 
 def run(args: argparse.Namespace) -> int:

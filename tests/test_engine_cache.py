@@ -21,7 +21,7 @@ from tiny_engine import engine, generate
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
 from pagedkv.engine import snapshot
-from pagedkv.models.weights import CheckpointError
+from pagedkv.models.weights import CheckpointError, SafetensorsFile
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU = ("cpu", 1)
@@ -270,6 +270,45 @@ def test_another_models_file_is_refused(folder, tmp_path, change, message):
         with pytest.raises(ValueError, match=message):
             llm.load_cache(path)
         assert llm.manager.num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("salts", [None, "[1]", "5", '["xy"]', "[" * 100_000, "{"])
+def test_a_file_with_a_right_digest_and_bad_salts(folder, tmp_path, salts):
+    path = tmp_path / "cache"
+    metadata, tensors = saved_parts(folder, path)
+    if salts is None:
+        del metadata["salts"]
+    else:
+        metadata["salts"] = salts
+    check_refused(folder, path, metadata, tensors, "its salts are no list of hexadecimal strings")
+
+
+def test_a_file_with_a_right_digest_and_too_few_keys(folder, tmp_path):
+    """The cache that was there before stays."""
+    path = tmp_path / "cache"
+    metadata, tensors = saved_parts(folder, path)
+    tensors["kv"] = ("U8", [0, *tensors["kv"][1][1:]], b"")
+    check_refused(folder, path, metadata, tensors, r"kv has shape \[0, ")
+
+
+def saved_parts(folder, path):
+    """What is in a saved cache: its metadata, and the dtype, shape and bytes of its tensors."""
+    saved(folder, path, draw_prompts(1, 5))
+    file = SafetensorsFile(path)
+    metadata = {name: value for name, value in file.metadata.items() if name != "digest"}
+    return metadata, {n: (each.dtype, list(each.shape), file.content(n).tobytes()) for n, each in file.entries.items()}
+
+
+def check_refused(folder, path, metadata, tensors, message):
+    shapes = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+    contents = [content for _, _, content in tensors.values()]
+    snapshot._write_whole(path, lambda file: snapshot._write(file, shapes, metadata, iter(contents)))
+    with engine(folder, CPU) as llm:
+        generate(llm, draw_prompts(2, 5), GREEDY)
+        before = llm.manager.num_cached_blocks
+        with pytest.raises(CheckpointError, match=message):
+            llm.load_cache(path)
+        assert llm.manager.num_cached_blocks == before > 0
 
 
 def test_a_file_that_is_no_cache(folder, tmp_path):

@@ -66,8 +66,8 @@ def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockM
     _check_identity(file, identity)
     _check_digest(file)
     parents, indices, tokens = (_array(file, name) for name in ("parents", "salts", "tokens"))
-    kv = file.content("kv").reshape(file.entry("kv").shape)
-    salts = [bytes.fromhex(salt) for salt in json.loads(file.metadata["salts"])]
+    kv = _kv(file, (len(parents), caches.num_caches, caches.page_bytes // caches.num_caches))
+    salts = _salts(file)
     pages = manager.import_cache(parents, indices, salts, tokens)
     (taken,) = np.nonzero(pages >= 0)
     at_once = max(PIECE_BYTES // caches.page_bytes, 1)
@@ -186,6 +186,20 @@ def _check_digest(file: SafetensorsFile) -> None:
     digest.update(file.bytes[file.data_start :].data)
     if digest.hexdigest() != file.metadata.get("digest"):
         raise CheckpointError(f"{file.path}: damaged: its content is not what was saved")
+
+
+def _salts(file: SafetensorsFile) -> list[bytes]:
+    try:
+        return [bytes.fromhex(salt) for salt in json.loads(file.metadata["salts"])]
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: damaged: its salts are no list of hexadecimal strings") from error
+
+
+def _kv(file: SafetensorsFile, shape: tuple[int, ...]) -> np.ndarray:
+    given = tuple(file.entry("kv").shape)
+    if given != shape:
+        raise CheckpointError(f"{file.path}: damaged: kv has shape {list(given)} but must have {list(shape)}")
+    return file.content("kv").reshape(shape)
 
 
 def _array(file: SafetensorsFile, name: str) -> np.ndarray:

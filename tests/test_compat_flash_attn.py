@@ -381,7 +381,7 @@ def test_what_is_refused():
         (RuntimeError, "k is given but v is not", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, q, cache_seqlens=0)),
         (RuntimeError, "k is given but cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, q, q)),
         (RuntimeError, "only new keys are rotated", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, rotary_cos=q, rotary_sin=q)),
-        (RuntimeError, "flash_attn_with_kvcache: context_lens: dtype is int64", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=2, cache_leftpad=torch.zeros(1, dtype=torch.int64))),
+        (RuntimeError, r"flash_attn_with_kvcache: cache_leftpad is torch.int64 \(1,\) but must be torch.int32 \(1,\)", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=2, cache_leftpad=torch.zeros(1, dtype=torch.int64))),
         (RuntimeError, r"context_lens\[0\] is 3 but block_tables has room for 0 to 2 keys", lambda: flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=3)),
     ]  # fmt: skip
     for error, message, call in table:

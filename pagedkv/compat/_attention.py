@@ -91,6 +91,27 @@ def one_page_each(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(num_seqs, dtype=torch.int32, device=like.device)[:, None]
 
 
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape[: len(shape)]) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, which must begin with {shape}")
+
+
+def check_numbers(name: str, tensor: torch.Tensor | None, num_seqs: int) -> None:
+    """For int32 [batch] that is added to another one: torch would broadcast, or widen."""
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != (num_seqs,) or tensor.dtype != torch.int32:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} but must be torch.int32 {(num_seqs,)}")
+
+
+def rows_of(tables: torch.Tensor, index: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """tables[index]. A negative index has no pages, one beyond the last row pages that do not exist: both without an
+    error of torch's, which would end all CUDA work of the process."""
+    is_there = (index >= 0) & (index < len(tables))
+    rows = tables[index.where(is_there, 0)]
+    return rows.masked_fill((index >= len(tables))[:, None], num_pages).masked_fill((index < 0)[:, None], -1)
+
+
 def dense_batch(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Block tables and lengths of keys [batch, seqlen_k, kv_heads, head_dim], which all count."""
     if len(k) != len(q):
@@ -118,6 +139,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """paged_attention_fwd of q [batch, seqlen, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q.
     Returns out in q's shape, and where return_lse is set the log-sum-exp, [batch, heads, seqlen] or [heads, tokens]."""
+    check_shape("v", v_cache, tuple(k_cache.shape))
     if k_cache.shape[1] == 0:  # no keys, but a page has a slot, which nobody looks at
         k_cache = v_cache = k_cache.new_zeros((len(k_cache), 1, *k_cache.shape[2:]))
     rows = q.flatten(0, 1) if q.dim() == 4 else q
@@ -145,10 +167,14 @@ def attend_with_kvcache(
     window_size: Window,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
+    most_queries: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Stores k and v (and rotates k and q) in one launch, then attends. cache_seqlens include the cache_leftpad slots
-    before a sequence's keys. Rotary positions begin at rotary_seqlens; None: at cache_seqlens. No gradient flows."""
+    before a sequence's keys. Rotary positions begin at rotary_seqlens; None: at cache_seqlens. No gradient flows.
+
+    Whether a window bounds anything decides where queries are rotated: with FlashAttention 2 one that is shorter than
+    the cache does, with 3, which gives most_queries, one that could leave out a key."""
     q, k, v = (x if x is None else x.detach() for x in (q, k, v))
     if (rotary_cos is None) != (rotary_sin is None):
         raise RuntimeError("of rotary_cos and rotary_sin one is given: give both or neither")
@@ -159,17 +185,25 @@ def attend_with_kvcache(
     if tables is None:
         tables = one_page_each(num_seqs, q) if cache_batch_idx is None else cache_batch_idx[:, None]
     elif cache_batch_idx is not None:
-        tables = tables[cache_batch_idx]
+        tables = rows_of(tables, cache_batch_idx, len(k_cache))
+    if len(tables) != num_seqs:
+        raise ValueError(f"q has {num_seqs} sequences but the page tables (or cache_batch_idx) have {len(tables)}")
     room = tables.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = full(num_seqs, room if cache_seqlens is None else cache_seqlens, q)
+    check_numbers("cache_seqlens", cache_seqlens, num_seqs)
+    check_numbers("cache_leftpad", cache_leftpad, num_seqs)
     lens = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
     tables, lens = dense(tables), dense(lens)  # what both operations read is copied once
     cu_seqlens_q, cache_leftpad = dense(cu_seqlens_q), dense(cache_leftpad)
     if k is not None:
         if v is None:
             raise RuntimeError("k is given but v is not")
-        is_local = any(0 <= int(side) < room for side in window_size)
+        if cu_seqlens_k_new is None:
+            check_shape("k", k, (num_seqs,))
+        check_shape("v", v, tuple(k.shape))
+        bounds = (room, room) if most_queries is None else (room - 1, most_queries - 1)
+        is_local = any(0 <= int(side) < bound for side, bound in zip(window_size, bounds, strict=True))
         q, lens = _append(
             q, k, v, k_cache, v_cache, tables, lens, rotary, cu_seqlens_q, cu_seqlens_k_new,
             key_starts=cache_leftpad, rotary_starts=cache_seqlens if rotary_seqlens is None else rotary_seqlens,

@@ -51,6 +51,13 @@ def _results(out: torch.Tensor, lse: torch.Tensor | None, head_dim: int) -> Resu
     return out if lse is None else (out, _with_infinities(lse), out.new_empty(0))
 
 
+def _check_head_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Before they are padded, which would make them equal."""
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name} has a head_dim of {tensor.shape[-1]} but q of {q.shape[-1]}")
+
+
 @with_torchs_errors
 def flash_attn_func(
     q: torch.Tensor,
@@ -69,6 +76,7 @@ def flash_attn_func(
     return_attn_probs (out, lse [batch, heads, seqlen_q] float32, an empty tensor). Masks align at the keys' end."""
     refuse(dropout_p=dropout_p)
     refuse_gradients(q=q, k=k, v=v)
+    _check_head_dims(q, k, v)
     out, lse = attend(
         padded(q), padded(k), padded(v), *dense_batch(q, k),
         softmax_scale=_scale(softmax_scale, q), causal=causal, window_size=window_size, softcap=softcap,
@@ -101,6 +109,7 @@ def flash_attn_varlen_func(
     shape, or with return_attn_probs (out, lse [heads, total_q] float32, an empty tensor)."""
     refuse(dropout_p=dropout_p)
     refuse_gradients(q=q, k=k, v=v)
+    _check_head_dims(q, k, v)
     num_seqs, head_dim, scale = len(cu_seqlens_q) - 1, q.shape[-1], _scale(softmax_scale, q)
     if block_table is None:
         tables, starts = one_page_for_all(num_seqs, q), cu_seqlens_k[:-1]

@@ -188,7 +188,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         rotary_cos=_widened(rotary_cos), rotary_sin=_widened(rotary_sin),
         rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
+        cu_seqlens_k_new=cu_seqlens_k_new, most_queries=q.shape[1] if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, num_splits=min(num_splits, MAX_SPLITS),
         return_lse=return_softmax_lse, **_scales(k_cache, q_descale, k_descale, v_descale),
     )  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from pagedkv.compat._attention import operations
-from pagedkv.compat.flashinfer.arguments import Pair, caches_in_nhd, check_buffer
+from pagedkv.compat.flashinfer.arguments import Pair, caches_in_nhd, check_buffer, check_entries
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """The number of keys of every sequence [batch_size]: kv_indptr [batch_size + 1] says where its pages start,
     kv_last_page_len how many keys its last page has. As there, a sequence without pages has kv_last_page_len keys."""
+    check_entries("kv_last_page_len", kv_last_page_len, len(kv_indptr) - 1, "batch_size")
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -31,6 +32,7 @@ def get_batch_indices_positions(
             -1, and positions keeps what it held (0 in new memory).
     """
     device, shape = append_indptr.device, (nnz,)
+    check_entries("seq_lens", seq_lens, len(append_indptr) - 1, "batch_size")
     if batch_indices is None:
         batch_indices = torch.empty(shape, dtype=torch.int32, device=device)
     if positions is None:
@@ -69,19 +71,22 @@ def append_paged_kv_cache(
         kv_last_page_len: not read.
         kv_layout: "NHD" or "HND".
 
-    Errors are store_kvcache's. It reports a token whose position lies outside of its sequence's pages as one with the
-    slot num_pages * page_size, which no cache has: on the CPU at once, on a GPU by ops.check_errors.
+    Errors are store_kvcache's. It reports a token of a sequence that there is not, or whose position lies outside of its
+    sequence's pages, as one with the slot num_pages * page_size, which no cache has: on the CPU at once, on a GPU by ops.check_errors.
     """
     k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
-    page_size = k_cache.shape[1]
+    page_size, last = k_cache.shape[1], max(len(kv_indptr) - 2, 0)
+    check_entries("batch_indices", batch_indices, len(append_key), "nnz")
+    check_entries("positions", positions, len(append_key), "nnz")
     pages = kv_indices if len(kv_indices) else kv_indices.new_zeros(1)  # a lookup wants an entry
     if append_key.dtype == k_cache.dtype == torch.float8_e4m3fn:  # nothing is rounded: pairs of bytes are copied
         append_key, append_value, k_cache, v_cache = (
             each.view(torch.float16) for each in (append_key, append_value, k_cache, v_cache)
         )
-    starts, ends = kv_indptr[:-1][batch_indices], kv_indptr[1:][batch_indices]  # of padding: the last sequence's
+    owners = batch_indices.clamp(0, last)  # a lookup out of range would end all of the process's CUDA work
+    starts, ends = kv_indptr[owners], kv_indptr[(owners + 1).clamp_(max=len(kv_indptr) - 1)]
     at = starts + positions // page_size
-    is_theirs = (at >= starts) & (at < ends)  # a lookup out of range would end all of the process's CUDA work
+    is_theirs = (at >= starts) & (at < ends) & (batch_indices <= last)
     slots = torch.add(positions % page_size, pages[at.where(is_theirs, 0)], alpha=page_size)
     slots = slots.where(is_theirs, len(k_cache) * page_size).masked_fill_(batch_indices < 0, -1)
     operations().store_kvcache(append_key, append_value, k_cache, v_cache, slots)

@@ -117,7 +117,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         if self.is_cuda_graph_enabled:
             self._qo_indptr.copy_(qo_indptr, non_blocking=non_blocking)
         else:
-            self._qo_indptr = qo_indptr.to(self.device, torch.int32, non_blocking=non_blocking)
+            self._qo_indptr = qo_indptr.to(self.device, torch.int32, non_blocking=non_blocking).contiguous()
 
     begin_forward = plan
 

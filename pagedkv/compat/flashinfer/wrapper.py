@@ -83,7 +83,7 @@ class Pages:
         else:
             self.batch_size = len(last_page_len)
             self.indptr, self.indices, self.last_page_len = (
-                each.to(self.device, torch.int32, non_blocking=non_blocking)
+                each.to(self.device, torch.int32, non_blocking=non_blocking).contiguous()
                 for each in (indptr, indices, last_page_len)
             )
             self.tables, self.starts = self.indices.expand(self.batch_size, -1), self.indptr[:-1]

@@ -119,6 +119,7 @@ class AsyncEngine:
                 self.engine._book.add([request])
             except BaseException:
                 del self._streams[request.id]
+                self._mailbox.put(None)  # the thread may wait for news, and no others come
                 raise
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="pagedkv", daemon=True)
@@ -129,10 +130,8 @@ class AsyncEngine:
     # --- the thread
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closed or self._streams:  # those that close() has aborted are told
             self._has_requests.wait()
-            if self._is_closed:
-                return
             self._has_requests.clear()
             while self._streams:
                 try:
@@ -146,9 +145,11 @@ class AsyncEngine:
                     self._pass_on(news)
             self._wake()
 
-    def _pass_on(self, news: list[Increment]) -> None:
+    def _pass_on(self, news: list[Increment | None]) -> None:
         """Puts them into their streams, without waking the readers."""
         for item in news:
+            if item is None:
+                continue
             stream = self._streams.get(item.request.id)
             if stream is not None and stream.request is item.request:  # not an earlier one with the same id
                 stream.items.append(item)

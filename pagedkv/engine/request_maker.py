@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class RequestMaker:
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
         if params.prompt_logprobs is not None:  # the whole prompt must be computed: nothing may be found in the cache
-            salt += b"prompt_logprobs %d" % ids[0]
+            salt += os.urandom(16)
         for index, id in enumerate(ids):
             seq = Sequence(
                 id, [] if error else token_ids, params, self._seed(params, index), self._config.eos_token_ids,

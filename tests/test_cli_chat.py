@@ -83,7 +83,8 @@ def test_separators_of_unicode_end_no_line(adds):
 
 def test_json_lines_of_chats(adds, tmp_path):
     chats = [{"messages": [{"role": "user", "content": "12+34"}]}, {"messages": "x"}, {"messages": [{"content": "1+1"}]},
-             {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 0}]  # fmt: skip
+             {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 0},
+             {"messages": [1, 2, 3]}, {"messages": []}]  # fmt: skip
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, chats)))
     code, out, err = run("chat", adds, "--jsonl", str(path))
@@ -91,6 +92,7 @@ def test_json_lines_of_chats(adds, tmp_path):
     assert (code, err) == (1, "") and rows[0] == {"text": "46", "num_tokens": 3, "finish_reason": "stop"}
     assert "messages is 'x'" in rows[1]["error"] and "role is None" in rows[2]["error"]
     assert rows[3] == {"text": "", "num_tokens": 0, "finish_reason": "length"}
+    assert "messages[0] is 1 but must be a dict" in rows[4]["error"] and "messages is empty" in rows[5]["error"]
 
 
 def test_a_template_and_a_system_message(adds, tmp_path):

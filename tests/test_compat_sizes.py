@@ -80,7 +80,7 @@ def test_rows_of_a_page_table_that_there_are_not():
 
 def test_a_window_that_bounds_nothing_rotates_like_none(rng):
     """By FlashAttention 3's rule: it leaves out no key of any query."""
-    make = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).float()  # noqa: E731
+    make = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).float()
     k_cache, v_cache, q, k, v = make(1, 20, 2, 16), make(1, 20, 2, 16), make(1, 4, 4, 16), make(1, 4, 2, 16), make(1, 4, 2, 16)
     cos, sin = make(40, 8), make(40, 8)
 
@@ -130,7 +130,7 @@ def test_lengths_for_each_sequence():
 
 def test_strided_indices():
     """They are copied, as those of another dtype are."""
-    twice = lambda x: torch.stack([x, x], -1)[:, 0]  # noqa: E731
+    twice = lambda x: torch.stack([x, x], -1)[:, 0]
     caches, q = (torch.ones(4, 4, 2, 16), torch.ones(4, 4, 2, 16)), torch.ones(2, 4, 16)
     indptr, indices, last = (twice(x) for x in (ints(0, 2, 4), ints(0, 1, 2, 3), ints(1, 1)))
     decode = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))

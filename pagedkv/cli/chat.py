@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedkv.engine.chat import check_messages
+
 from .options import (
     MODEL_HELP,
     SAMPLING,
@@ -153,8 +155,7 @@ def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
             unknown = sorted(options.keys() - set(SAMPLING))
             if unknown:
                 raise ValueError(f"no option {unknown[0]!r}: there are messages, {', '.join(SAMPLING)}")
-            if not isinstance(messages, list):
-                raise ValueError(f"messages is {messages!r} but must be a list")
+            check_messages(messages)
             chat.reset()
             print_json(**chat.answer([*chat.messages, *messages], options, lambda new: None))
         except (TypeError, ValueError) as error:

@@ -97,8 +97,9 @@ class WaitingQueue:
         return next((call for call in calls if not call.num_running), None) or next(iter(calls))
 
     def clear(self) -> None:
-        for seq in list(self):
-            seq.call.waiting.clear()
+        for calls in self._calls.values():  # an interrupt may have left a priority without calls
+            for call in calls:
+                call.waiting.clear()
         self._priorities.clear()
         self._calls.clear()
         self._count = 0

@@ -180,6 +180,7 @@ class Engine:
 
     def _between_steps(self, action: Callable[[], T]) -> T:
         """Runs the action while no step is planned or taken, and returns its result. Steps may be on their way."""
+        self._turns.refuse_within_step()
         future = self._errands.add(action)
         self._turns.settle()
         return future.result()

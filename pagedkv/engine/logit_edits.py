@@ -66,7 +66,7 @@ class LogitEdits:
                 continue  # it has ended: its row is one too many
             params = seq.params
             pairs += [(row, token, bias) for token, bias in (params.logit_bias or {}).items()]
-            pairs += [(row, token, -np.inf) for token in self._forbidden(seq)]
+            pairs += [(row, token, -np.inf) for token in self._forbidden(seq) if token < self._vocab_size]
             if params.allowed_token_ids is not None:
                 masks.append((row, self._bits_of_ids(params.allowed_token_ids)))
             if params.mask is not None and (bits := self._ask(seq)) is not None:

@@ -199,6 +199,7 @@ class RequestBook:
     # --- to look at
 
     def explain(self, request: Request) -> str:
+        self.settle()  # it may have arrived while another errand ran
         return explain(self._scheduler, request.sequences)
 
     def stats(self, counters: EngineCounters) -> EngineStats:

@@ -118,9 +118,10 @@ class Sampler:
             return None
         if not self._best:
             size = self._max_num_seqs * (1 + MAX_LOGPROBS)
-            self._best = [[ops.empty(size, dtype, self._device) for dtype in ("int32", "float32")]]
-            self._best += [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
-            self._best_arrays = [[memory.numpy() for memory in pair] for pair in self._best[1:]]
+            of_device = [ops.empty(size, dtype, self._device) for dtype in ("int32", "float32")]
+            of_host = [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
+            self._best_arrays = [[memory.numpy() for memory in pair] for pair in of_host]
+            self._best = [of_device, *of_host]  # last: there may be no memory
         shape = num_rows, 1 + self._options.num_logprobs
         there, here = (
             [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])

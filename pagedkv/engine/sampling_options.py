@@ -85,8 +85,8 @@ class SamplingOptions:
 
     def _count(self, seq: Sequence) -> None:
         if self._counts is None:
-            self._counts = ops.empty(self._counts_shape, "int32", self._device)
             self._token_ids = ops.empty(self._max_model_len, "int32", self._device)
+            self._counts = ops.empty(self._counts_shape, "int32", self._device)  # last: there may be no memory
         tokens = np.asarray(seq.tokens)
         ids = self._token_ids[: len(tokens)].copy_(tokens)
         end = seq.num_prompt_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -112,8 +114,7 @@ class Sequence:
         self.new_tokens.append(token)
         may_stop = len(self.new_tokens) >= self.params.min_tokens
         if token in self.end_ids and may_stop:
-            self.finish("stop", now)
-            self.stop_reason = token if token in self.params.stop_token_ids else None
+            self._finish_at_last_token(now)
             if self.detokenizer is not None and self.params.include_stop_str_in_output:
                 self.detokenizer.push(token, check_stop=False)
             return
@@ -122,7 +123,14 @@ class Sequence:
             if self.stop_reason is not None:
                 self.finish("stop", now)
                 return
-        if len(self.new_tokens) == self.params.max_tokens:
+        self._finish_at_last_token(now)
+
+    def _finish_at_last_token(self, now: float) -> None:
+        """Finishes for what the number of tokens, or the last one, says."""
+        if self.new_tokens[-1] in self.end_ids and len(self.new_tokens) >= self.params.min_tokens:
+            self.finish("stop", now)
+            self.stop_reason = self.new_tokens[-1] if self.new_tokens[-1] in self.params.stop_token_ids else None
+        elif len(self.new_tokens) >= self.params.max_tokens:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
@@ -131,7 +139,13 @@ class Sequence:
         self._drop_logprobs()
 
     def restart(self) -> None:
-        """Starts again from the tokens that the host knows, after an error has lost the steps on their way."""
+        """Starts again from the tokens that the host knows, after an error has lost the steps on their way. An
+        interrupt may have come after a last token and before the end that it means."""
+        if self.new_tokens and self.finish_reason is None:
+            self._finish_at_last_token(time.perf_counter())
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
+            # Some of the prompt may have been computed but not told: nothing of it may be found.
+            self.prompt_logprobs, self.salt = [None], self.salt + os.urandom(16)
         self.num_tokens = self.num_known
         self.num_computed = self.num_in_pages = self.retry_step = 0
         self.is_swapped = False

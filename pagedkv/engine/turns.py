@@ -36,6 +36,7 @@ class Turns:
         self._step, self._settle, self._is_unsettled = step, settle, is_unsettled
         self._lock = threading.RLock()  # a thread may take it again, as RequestBook's
         self._owner: Mailbox | None = None  # whose turn it is
+        self._thread: int | None = None  # that steps the engine, or settles
         self._waiting: list[Mailbox] = []
 
     def receive(self, mailbox: Mailbox, meanwhile: Action = nothing) -> Any:
@@ -51,7 +52,11 @@ class Turns:
                 if item is not WAKE:
                     return item
         finally:  # an error or an interrupt, too
-            self._leave(mailbox)
+            try:
+                self._leave(mailbox)
+            except KeyboardInterrupt:  # as in _run_alone
+                self._leave(mailbox)
+                raise
             self.settle()  # what arrived after the last step, while it was still this caller's turn
 
     def receive_all(self, mailbox: Mailbox, meanwhile: Action = nothing) -> list[Any]:
@@ -76,17 +81,27 @@ class Turns:
     def _run_alone(self, action: Action) -> bool:
         """Runs the action if it is nobody's turn. Returns whether it did."""
         nobody: Mailbox = SimpleQueue()
-        with self._lock:
-            if self._owner is not None:
-                return False
-            self._owner = nobody
         try:
+            with self._lock:
+                if self._owner is not None:
+                    return False
+                self._owner, self._thread = nobody, threading.get_ident()
             action()
         finally:
-            self._leave(nobody)
+            try:
+                self._leave(nobody)
+            except KeyboardInterrupt:  # on its first line, say: without a new turn all would wait for ever
+                self._leave(nobody)
+                raise
         return True
 
+    def refuse_within_step(self) -> None:
+        """Raises for a caller that would wait for the end of the step which it is called from."""
+        if self._thread == threading.get_ident():
+            raise RuntimeError("called from within a step of the engine: by a mask, or by a signal's handler")
+
     def _next(self, mailbox: Mailbox, meanwhile: Action) -> Any:
+        self.refuse_within_step()
         with self._lock:
             if self._owner is None:
                 self._owner = mailbox
@@ -94,8 +109,10 @@ class Turns:
                 self._waiting.append(mailbox)
             is_mine = self._owner is mailbox
         if is_mine:
+            self._thread = threading.get_ident()
             while mailbox.empty():
                 self._step(meanwhile)
+            self._thread = None
         else:
             meanwhile()
         return mailbox.get()
@@ -105,6 +122,7 @@ class Turns:
             if mailbox in self._waiting:
                 self._waiting.remove(mailbox)
             if self._owner is mailbox:
+                self._thread = None
                 self._owner = self._waiting.pop(0) if self._waiting else None
                 if self._owner is not None:
                     self._owner.put(WAKE)

@@ -71,8 +71,9 @@ def append_paged_kv_cache(
         kv_last_page_len: not read.
         kv_layout: "NHD" or "HND".
 
-    Errors are store_kvcache's. It reports a token of a sequence that there is not, or whose position lies outside of its
-    sequence's pages, as one with the slot num_pages * page_size, which no cache has: on the CPU at once, on a GPU by ops.check_errors.
+    Errors are store_kvcache's. It reports a token of a sequence that there is not, or whose position lies outside of
+    its sequence's pages, as one with the slot num_pages * page_size, which no cache has: on the CPU at once, on a GPU
+    by ops.check_errors.
     """
     k_cache, v_cache = caches_in_nhd(paged_kv_cache, kv_layout)
     page_size, last = k_cache.shape[1], max(len(kv_indptr) - 2, 0)

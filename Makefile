@@ -45,12 +45,13 @@ fuzz: ## the BlockManager core under libFuzzer for FUZZ_SECONDS (default 60); ne
 	    tests/fuzz_block_manager.c $(wildcard csrc/block_manager/*.c) csrc/pk.c -o .fuzz/block_manager
 	.fuzz/block_manager -max_total_time=$(FUZZ_SECONDS) -max_len=512 -print_final_stats=1 -artifact_prefix=.fuzz/ .fuzz/corpus
 
-bench: build ## every CPU benchmark; results go to benchmarks/results
+bench: build ## the short CPU benchmarks; all but replay_trace, which wants a trace, write to benchmarks/results
 	for name in attention block_manager engine_step linear overhead replay_trace; do \
 	    PYTHONPATH=. $(PYTHON) benchmarks/$$name.py || exit 1; done
 
 bench-growth: build ## on a GPU: decode steps and decode attention as sequences, keys and queries grow
-	for name in "batch_sizes.py --models 0.6B 8B" "batch_sizes.py --kv-cache-dtype fp8" growth.py queries.py; do \
+	for name in "batch_sizes.py --models 0.6B 8B --contexts 640 1128" \
+	    "batch_sizes.py --kv-cache-dtype fp8 --contexts 640 1128" growth.py queries.py; do \
 	    PYTHONPATH=. $(PYTHON) benchmarks/$$name || exit 1; done
 
 docs: ## the API reference, from the docstrings, in build/docs; needs pdoc (pip install '.[docs]')

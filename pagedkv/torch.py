@@ -18,7 +18,8 @@ writes in place; there PyTorch warns that it has none.
 If k_cache and v_cache are views of one tensor, leave its sizes static: with `dynamic=True` the compiler of PyTorch 2.13
 gives both the same address, and the call raises BufferError (v_cache overlaps k_cache).
 
-This module needs PyTorch 2.4 or newer, as do pagedkv.compat and pagedkv.integrations, but nothing else.
+This module needs PyTorch 2.4 or newer and nothing else. So do the modules of pagedkv.compat, but for nanovllm, which
+needs none; those of pagedkv.integrations need their framework, too.
 """
 
 from __future__ import annotations

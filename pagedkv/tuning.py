@@ -38,8 +38,9 @@ def tune_linear(
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
     The choice holds in this process, for x and out that are contiguous and aligned to 256 bytes. There is nothing to
-    choose for products that pagedkv's own kernels compute, nor on the CPU. A product that the file does not have takes
-    40 to 100 ms, with many rows the time of 300 such products. The GPU should have nothing else to do meanwhile.
+    choose for products that pagedkv's own kernels compute, nor on the CPU. Choices are kept in a file of the cache
+    folder (PAGEDKV_CACHE_DIR). A product that this file does not have takes 40 to 100 ms, with many rows the time of
+    300 such products. The GPU should have nothing else to do meanwhile.
 
     Args:
         weights: [out_features, in_features] each, on one GPU; they are only read. Weights of the same shape and strides

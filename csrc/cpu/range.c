@@ -1,8 +1,8 @@
 /* range.c - memory that grows and shrinks in place, on the host.
  *
  * The whole range is mapped without access: it takes addresses and no memory. Growing makes the next pages accessible,
- * shrinking maps fresh inaccessible pages over the last ones, which gives both their memory and what the kernel has
- * promised of it back. Whoever touches what is not there gets a SIGSEGV, not somebody else's memory.
+ * shrinking maps new ones without access over the last ones: Linux gets back their memory and no longer counts it as
+ * promised. Whoever touches what is not there gets a SIGSEGV, not somebody else's memory.
  */
 #define _DEFAULT_SOURCE /* madvise, MAP_ANONYMOUS */
 #include "cpu/cpu.h"

@@ -100,7 +100,7 @@ __device__ static inline float steps_late(const decode_shape &shape, slot_sharin
     const float turns = ceilf(__fdividef((float)sharing.num_equal, (float)(shape.slots - slots)));
     return shape.late_share * fmaxf(0, turns * (float)rest - (float)length);
 }
-/* An estimate, in the same; INFINITY where there are too few slots. All SMs share the memory's bandwidth: that takes
+/* An estimate of what all parts take, in steps of a CTA; INFINITY where there are too few slots. All SMs share the memory's bandwidth: that takes
  * longer, but equally for every length. */
 __device__ static inline float steps_of(const decode_shape &shape, slot_sharing sharing, int longest, int length,
                                         int slots)

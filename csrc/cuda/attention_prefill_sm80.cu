@@ -10,11 +10,11 @@
  * other. Tiles run from the last visible key to the first; only those that not all rows of a warp see are masked.
  *
  * The softmax looks for no maxima: a row's offset is the greatest score of its first tile and stays. Any offset gives
- * the same quotient as long as nothing overflows; where exponentials of a row sum to more than fp16 holds, the warp
- * multiplies the tile again and raises the offset of that row. A row's arithmetic depends on its own sequence alone.
+ * the same quotient as long as nothing overflows; where a lane's exponentials of a row sum to so much that fp16 may
+ * overflow, the warp multiplies the tile again and raises the offset of that row. A row's arithmetic depends on its own
+ * sequence alone.
  *
- * Reached on an H200, bf16, 16/8 heads of 128, page 16 (TFLOP/s): 1 x 16384 375, 1 x 4096 325. Attempts:
- * benchmarks/lab/prefill/NOTES.md.
+ * Attempts: benchmarks/lab/prefill/NOTES.md.
  */
 #include "cuda/attention_prefill.h"
 

@@ -1,4 +1,5 @@
-/* scratch.cu - the scratch memory of streams: made at a stream's first use, kept until it is destroyed. */
+/* scratch.cu - the scratch memory of streams: made at a stream's first use, larger where a call needs
+ * more, kept until the stream is destroyed. */
 #include "cuda/cuda.h"
 
 enum { MAX_PIECES = 512 };

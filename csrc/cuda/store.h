@@ -17,8 +17,8 @@ __device__ static inline bool pk_is_slot(const pk_store_args &args, int64_t slot
     return slot >= 0 && slot < args.num_blocks * args.block_size;
 }
 
-/* Elements from the start of a cache to a slot. Block sizes are powers of two, or the division costs 100 instructions.
- */
+/* Elements from the start of a cache to a slot. Where a block's size is a power of two a shift
+ * replaces the division, which costs 100 instructions. */
 __device__ static inline int64_t pk_cache_offset(const pk_store_args &args, int64_t slot, int64_t block_stride,
                                                  int64_t slot_stride)
 {

@@ -36,7 +36,7 @@ constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
 constexpr float BUSY_SHARE = 0.75f;       /* of them: so many read as fast as all (decode/NOTES.md #100) */
 constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
-constexpr int FEW_STEPS = 16;             /* of the smallest CTAs: starting them takes a quarter of it (#101) */
+constexpr int FEW_STEPS = 16;             /* of the smallest CTAs: a start takes as long as three of them (#101) */
 constexpr int ONE_WAVE_THIRDS = 2;        /* of the places: with more tiles, parts run in several waves */
 constexpr int QUARTERS = 6;               /* of a place's share of all steps: a sequence up to that is not cut */
 constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly empty, */
@@ -71,7 +71,7 @@ constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, 
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
 constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
 constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many times what the cache holds (#14) */
+constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
 /* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
 constexpr double SAVED_BY_FEWER_HEADS = 0.03;

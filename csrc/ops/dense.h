@@ -27,7 +27,7 @@ typedef struct pk_gather_args {
     const char *ids_name; /* for errors */
 } pk_gather_args;
 
-/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps) * weight;
+/* rms_norm: if residual: residual += x (rounded to dtype), x' = residual; out = x' / sqrt(mean(x'^2) + eps), rounded, * weight;
  * scale_columns, which does not divide: out = x * weight */
 typedef struct pk_rms_norm_args {
     const void *x;      /* [num_rows, row_size] */

@@ -94,7 +94,8 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, or (out, lse). lse is [num_q_heads, num_tokens] float32: the natural log of the sum of the exponentials\n"
-    "        of the logits. A row that sees no key gives 0 and -inf.\n" PY_DOC_RAISES
+    "        of the logits. A row that sees no key gives 0, and -inf or, with sinks, its head's\n"
+    "        sink.\n" PY_DOC_RAISES
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {

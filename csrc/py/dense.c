@@ -53,7 +53,8 @@ PyObject *py_gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 const char py_rms_norm_doc[] = PyDoc_STR(
     "rms_norm($module, x, weight, eps=1e-06, *, residual=None, out=None, stream=None)\n--\n\n"
-    "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019).\n"
+    "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019). The quotient is\n"
+    "computed in float32 and rounded to x's dtype before the product, as transformers does.\n"
     "\n"
     "Args:\n"
     "    x: [num_rows, row_size] float32, float16 or bfloat16. It is never changed, unless it is given as out.\n"
@@ -107,7 +108,7 @@ PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t n
 const char py_silu_and_mul_doc[] = PyDoc_STR(
     "silu_and_mul($module, x, *, out=None, stream=None)\n--\n\n"
     "out = silu(x[:, :n]) * x[:, n:] with silu(a) = a / (1 + exp(-a)): gate and up projection side by side (SwiGLU,\n"
-    "Shazeer 2020).\n"
+    "Shazeer 2020). silu is rounded to x's dtype before the product.\n"
     "\n"
     "Args:\n"
     "    x: [num_rows, 2 * n] float32, float16 or bfloat16.\n" PY_DOC_OUT PY_DOC_STREAM

@@ -1,7 +1,7 @@
 /* hold.c - letting go of what keeps a view's memory alive. */
 #include "py/py.h"
 
-/* Giving much host memory back takes the kernel milliseconds. */
+/* Giving much host memory back takes Linux milliseconds. */
 static void release_memory(py_hold *hold)
 {
     const pk_backend *backend;

@@ -57,7 +57,7 @@ static int module_exec(PyObject *module)
                       "The pool of a BlockManager has no free block left for what was asked; nothing was changed.",
                       PyExc_MemoryError) < 0 ||
         add_exception(module, &state->cuda_error, "CudaError",
-                      "A call of CUDA, cuBLAS or NCCL failed; the message has the call and the error's name.",
+                      "A call of CUDA or cuBLASLt failed; the message has the call and the error's name.",
                       PyExc_RuntimeError) < 0)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;

@@ -7,8 +7,8 @@ A Call is what was asked for at once: a batch, or a single request. Waiting sequ
 - then the sequences of the other calls, one call after the other.
 
 So a short request from one thread starts before the rest of another's batch, two batches share the engine evenly, and
-single requests are served first come, first served. A batch cannot starve: when it has nothing running, it is the
-oldest call that has nothing running.
+single requests are served first come, first served. A batch cannot starve: once nothing of it runs, calls that come
+later start after it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class LLM(Engine):
     ) -> Iterator[RequestOutput]:
         """Yields the answer as it grows: each output holds what is new; the last one has finish_reason.
 
-        `prompt` may also be a chat, with the options of chat(). Leaving the loop early ends the request.
+        `prompt` may also be a chat, with chat_template and chat_template_kwargs as in chat(). Leaving the loop early
+        ends the request.
         """
         text: Any = prompt
         if is_chat(prompt):

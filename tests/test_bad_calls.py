@@ -309,7 +309,7 @@ TENSOR_TABLE = [
     (lambda t: t["a"], TypeError, "a tensor is indexed by integers and slices"),
     (lambda t: t[0, "a"], TypeError, "a tensor is indexed by integers and slices"),
     (lambda t: t[:, 3], IndexError, "index 3 is out of range for dimension 1 of size 3"),
-    (lambda t: t[0, 0, 0], IndexError, "too many indices: the tensor has 0 dimensions"),
+    (lambda t: t[0, 0, 0], IndexError, "too many indices: the tensor has 2 dimensions"),
     (lambda t: t[0][0][0], IndexError, "too many indices: the tensor has 0 dimensions"),
     (lambda t: t[::0], ValueError, "slice step cannot be zero"),
     (lambda t: t["x":], TypeError, "slice indices must be integers"),

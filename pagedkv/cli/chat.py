@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.engine.chat import check_messages
-
 from .options import (
     MODEL_HELP,
     SAMPLING,
@@ -145,6 +143,8 @@ def _converse(chat: Chat) -> None:
 
 def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
     """Answers one line after the other, and prints each answer as soon as it is complete."""
+    from pagedkv.engine.chat import check_messages
+
     num_errors = 0
     for line in json_lines(args.jsonl):
         try:

@@ -123,14 +123,16 @@ class Sequence:
             if self.stop_reason is not None:
                 self.finish("stop", now)
                 return
-        self._finish_at_last_token(now)
+        if len(self.new_tokens) >= self.params.max_tokens:
+            self._finish_at_last_token(now)
 
     def _finish_at_last_token(self, now: float) -> None:
-        """Finishes for what the number of tokens, or the last one, says."""
-        if self.new_tokens[-1] in self.end_ids and len(self.new_tokens) >= self.params.min_tokens:
+        """Finishes if the last token is one that ends it, or the last one that was asked for."""
+        last, count = self.new_tokens[-1], len(self.new_tokens)
+        if last in self.end_ids and count >= self.params.min_tokens:
             self.finish("stop", now)
-            self.stop_reason = self.new_tokens[-1] if self.new_tokens[-1] in self.params.stop_token_ids else None
-        elif len(self.new_tokens) >= self.params.max_tokens:
+            self.stop_reason = last if last in self.params.stop_token_ids else None
+        elif count >= self.params.max_tokens:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:

@@ -352,7 +352,7 @@ def test_a_device_that_is_not_there():
             return (2, 99)
 
     for take in pagedkv.from_dlpack, pagedkv.asarray:
-        with pytest.raises(BufferError, match="CUDA"):
+        with pytest.raises((BufferError, NotImplementedError), match="CUDA"):  # the latter: built without
             take(OnGpu())
 
 

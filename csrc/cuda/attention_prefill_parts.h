@@ -27,13 +27,15 @@ struct prefill_parts {
 
     /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of the
      * longest prompt on average. Kernels that cut are slower for items that stay whole. */
-    static bool may_pay(const pk_attention_args &args, double items)
+    static bool may_pay(const pk_attention_args &args, double items, bool is_planned)
     {
+        using namespace thresholds;
         int64_t longest = args.max_blocks_per_seq * args.block_size;
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
         double queries = (double)(args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q);
-        double key_us = us_of_key(args), us = items * (0.5 * queries * key_us + thresholds::PART_US);
-        return items <= thresholds::MOST_WAVES_TO_CUT && (double)longest * key_us > us + thresholds::CUTTING_US;
+        double key_us = us_of_key(args), us = items * (0.5 * queries * key_us + PART_US);
+        double least_us = is_planned ? CUTTING_US : CUTTING_US_UNPLANNED;
+        return items <= MOST_WAVES_TO_CUT && (double)longest * key_us > us + least_us;
     }
 
     /* Of an item; those of the level `whole_from` and higher ones stay whole. */

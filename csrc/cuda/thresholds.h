@@ -62,14 +62,15 @@ constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its 
 constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73), */
 constexpr int FEW_STEPS_APART = 6;        /* and the table is for more steps than these (#85) */
 
-/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34). */
+/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
-constexpr float PART_US = 1.0f;                         /* to begin a part, or an item that stays whole */
+constexpr float PART_US = 2.0f;                         /* to begin a part, or an item that stays whole */
 constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be merged */
 constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
-constexpr float CUTTING_US = 12;                        /* that cutting has to save, or its kernel is not taken */
+constexpr float CUTTING_US = 14;                        /* that cutting has to save, or its kernel is not taken; */
+constexpr float CUTTING_US_UNPLANNED = 18;              /* where each CTA has to find out what is cut */
 constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
 constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many chunks, of half the cache each (#14) */
 

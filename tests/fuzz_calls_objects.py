@@ -213,6 +213,7 @@ def try_runtime(rng, report) -> str:
         ops.check_errors,
         ops.reload_context,
         ops.memory_info,
+        ops.num_multiprocessors,
         pagedkv.Stream,
         pagedkv.Graph,
         lambda x: pagedkv.Event(True, x),

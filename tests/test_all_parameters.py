@@ -18,6 +18,7 @@ WITHOUT = {
     "check_errors",
     "reload_context",
     "memory_info",
+    "num_multiprocessors",
     "get_num_threads",
     "set_num_threads",
     "build_info",

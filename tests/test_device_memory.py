@@ -68,6 +68,13 @@ def test_pinned_memory_is_given_back(cuda):
     pagedkv.empty(0, pinned=True)
 
 
+@pytest.mark.gpu
+def test_num_multiprocessors(cuda):
+    torch = pytest.importorskip("torch")
+    expected = torch.cuda.get_device_properties(0).multi_processor_count
+    assert ops.num_multiprocessors() == ops.num_multiprocessors("cuda:0") == expected
+
+
 @pytest.mark.alone
 @pytest.mark.gpu
 def test_memory_info(cuda):

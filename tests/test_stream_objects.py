@@ -1,4 +1,4 @@
-"""Stream and Event on a GPU; and what they, pinned memory, memory_info and reload_context say where there is none."""
+"""Stream and Event on a GPU; and what they, pinned memory and functions of a GPU alone say where there is none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pagedkv
 from pagedkv import Event, Stream, ops
 
 HAS_GPU = ops.build_info()["cuda_problem"] is None
+OF_A_GPU = [ops.memory_info, ops.num_multiprocessors, ops.reload_context]
 
 
 # --- without a GPU
@@ -21,8 +22,8 @@ HAS_GPU = ops.build_info()["cuda_problem"] is None
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 @pytest.mark.parametrize(
     "make",
-    [Stream, Event, ops.memory_info, ops.reload_context, lambda: pagedkv.empty(3, pinned=True)],
-    ids=["Stream", "Event", "memory_info", "reload_context", "pinned"],
+    [Stream, Event, *OF_A_GPU, lambda: pagedkv.empty(3, pinned=True)],
+    ids=["Stream", "Event", *(function.__name__ for function in OF_A_GPU), "pinned"],
 )
 def test_what_is_missing_is_said(make):
     expected = NotImplementedError if "CPU only" in ops.build_info()["cuda_problem"] else BufferError
@@ -31,9 +32,10 @@ def test_what_is_missing_is_said(make):
     assert str(caught.value) == ops.build_info()["cuda_problem"]
 
 
-@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), ops.memory_info, ops.reload_context])
+@pytest.mark.parametrize("what", [Stream, lambda d: Event(device=d), *OF_A_GPU])
 def test_the_cpu_has_none(what):
-    with pytest.raises(NotImplementedError, match="(Stream|Event|memory_info|reload_context) is not available on cpu"):
+    names = "|".join(["Stream", "Event", *(function.__name__ for function in OF_A_GPU)])
+    with pytest.raises(NotImplementedError, match=f"({names}) is not available on cpu"):
         what("cpu")
     with pytest.raises(ValueError, match="device: 'tpu' is not a device"):
         what("tpu")

@@ -151,6 +151,7 @@ def use(q: npt.NDArray[Any], cache: npt.NDArray[Any], ints: npt.NDArray[np.int32
     assert_type(ops.linear_algorithms(tensor, q, out=q), tuple[str, list[bytes]])
     assert_type(ops.paged_attention_fwd(q, cache, cache, ints, ints, return_lse=flag), Array | tuple[Array, Array])
     assert_type(pagedkv.ops.memory_info(), tuple[int, int])
+    assert_type(pagedkv.ops.num_multiprocessors(), int)
     assert_type(pagedkv.__version__, str)
     tensor + 1  # type: ignore[operator]
     tensor[0] = 1  # type: ignore[index]

@@ -1,7 +1,9 @@
-/* memory.cu - memory of a device, and of the host that a device copies by itself. */
+/* memory.cu - memory of a device, and of the host that a device copies by itself; how large a device is. */
 #include "cuda/runtime.h"
 
 PK_RUNTIME_CALL(memory_info, cudaMemGetInfo(free_bytes, total_bytes), size_t *free_bytes, size_t *total_bytes)
+PK_RUNTIME_CALL(num_multiprocessors, cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device.index),
+                int *count)
 PK_RUNTIME_RELEASE(release, cudaFree(data), data)
 PK_RUNTIME_RELEASE(release_pinned, cudaFreeHost(data), data)
 

@@ -45,6 +45,7 @@
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                              \
     X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
+    X(num_multiprocessors)                                                                                            \
     X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize) X(ElasticBuffer_tensor)                                                                                   \
     X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
     X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \

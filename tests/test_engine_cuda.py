@@ -15,7 +15,7 @@ from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.decode_graphs import batch_sizes
+from pagedkv.engine.decode_graphs import batch_sizes, filling_sizes
 from pagedkv.engine.model_runner import ModelRunner
 from pagedkv.models.qwen3 import Qwen3
 
@@ -72,8 +72,22 @@ def test_any_batch_size(folder, max_num_seqs):
 
 def test_every_number_of_sequences_has_a_graph():
     for max_num_seqs in [*range(1, 70), 255, 256, 257, 288, 289, 500, 1024]:
-        sizes = batch_sizes(max_num_seqs)
-        assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
+        for filling in [[], filling_sizes("cuda", 8), filling_sizes("cuda", 1), filling_sizes("cuda", 1 << 20)]:
+            sizes = batch_sizes(max_num_seqs, filling)
+            assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
+            assert {n for n in filling if 0 < n < max_num_seqs} <= set(sizes)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 16])
+def test_filling_sizes_fill_the_gpu(num_kv_heads):
+    """As many sequences as have no more KV heads than CTAs can run at once."""
+    num_sms, sizes = torch_num_sms(), filling_sizes("cuda", num_kv_heads)
+    for ctas, size in zip((1, 2, 4), sizes, strict=True):
+        assert size * num_kv_heads <= ctas * num_sms < (size + 1) * num_kv_heads
+
+
+def torch_num_sms() -> int:
+    return pytest.importorskip("torch").cuda.get_device_properties(0).multi_processor_count
 
 
 ENGINES = {

@@ -7,10 +7,10 @@ ends with the logits; it is captured after the first such step of its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from pagedkv import Graph
+from pagedkv import Graph, ops
 
 from .step_arrays import StepInputs
 
@@ -37,7 +37,16 @@ class DecodeGraphs:
         self._graphs[len(inputs.batch.token_ids), inputs.needs_logits] = graph
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that have graphs. The last one is max_num_seqs."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:
+    """The batch sizes that have graphs, those of filling_sizes among them. The last one is max_num_seqs."""
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), *filling}
+    return sorted(size for size in sizes if 0 < size < max_num_seqs) + [max_num_seqs]
+
+
+def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
+    """The sequences whose KV heads fill the GPU when attention has one, two or four CTAs on a multiprocessor.
+
+    One more begins another wave of CTAs, even if it is padding: 33 sequences of 8 heads, padded to 40, take up to 12 %
+    longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
+    """
+    return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]

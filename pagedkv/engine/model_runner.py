@@ -23,7 +23,7 @@ from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
-from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes
+from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
 from .kv_caches import KVCaches
 from .launch_watch import LaunchWatch
 from .launched import Launched
@@ -63,7 +63,9 @@ class ModelRunner:
         self.sampler = Sampler(
             model, config.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
-        self.batch_sizes = batch_sizes(max_num_seqs) if self.is_gpu else list(range(1, max_num_seqs + 1))
+        self.batch_sizes = list(range(1, max_num_seqs + 1))
+        if self.is_gpu:
+            self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, config.num_kv_heads))
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans,

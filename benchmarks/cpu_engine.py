@@ -11,7 +11,7 @@ turns.
 
 Each instruction set is a process of its own (torch is held to it, too). With --onednn, the folder of a libdnnl.so.3
 (lib of the unpacked wheel onednn-cpu-gomp), the native one runs a second time with oneDNN, which pagedkv takes only on
-CPUs with AVX-512 and without AMX.
+AMD's CPUs with AVX512_BF16.
 """
 
 from __future__ import annotations

@@ -277,7 +277,8 @@ static const pk_attention_kernel *kernel_for(const pk_attention_args *args)
 {
 #if defined(__x86_64__)
     bool is_bf16 = args->dtype == PK_BF16 && args->cache_dtype == PK_BF16;
-    if (is_bf16 && pk_cpu_has_avx512bf16()) return pk_cpu_has_amx() ? &pk_attention_amx : &pk_attention_avx512bf16;
+    if (is_bf16 && pk_cpu_has_amx()) return &pk_attention_amx;
+    if (is_bf16 && pk_cpu_has_fast_avx512bf16()) return &pk_attention_avx512bf16;
     if (pk_cpu_isa_level() >= PK_ISA_AVX512) return &pk_attention_avx512;
     if (pk_cpu_isa_level() >= PK_ISA_AVX2) return &pk_attention_avx2;
 #endif

@@ -28,8 +28,8 @@ const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
 /* Beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without both. */
-bool pk_cpu_has_avx512bf16(void);
-bool pk_cpu_has_amx(void); /* for bf16; the first call asks Linux to let this process use it */
+bool pk_cpu_has_fast_avx512bf16(void); /* faster than fp32 */
+bool pk_cpu_has_amx(void);             /* for bf16; the first call asks Linux to let this process use it */
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
 pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);
@@ -62,7 +62,7 @@ pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *rang
 pk_status pk_cpu_range_resize(pk_range *range, size_t bytes, pk_error *err);
 pk_status pk_cpu_range_release(pk_range *range, pk_error *err);
 
-enum { PK_INTO_L2 = 2 }; /* of __builtin_prefetch: how near */
+enum { PK_INTO_L1 = 3, PK_INTO_L2 = 2 }; /* of __builtin_prefetch: how near */
 
 /* To the next multiple of `step`, which x may be. */
 static inline int64_t pk_cpu_round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }

@@ -43,12 +43,10 @@ static int64_t min_sgemm_rows(pk_dtype dtype)
     }
 }
 
-/* The same for oneDNN's bf16 matmul. (3.2.0 on the same core: 64 rows 340 : 338, 256 rows 367 : 425.) With AMX ours are
- * as fast or faster: a layer's four products of 0.6B, 28 times, by two cores, 64 rows 117 ms : 146, 512 rows 750 : 859. */
-static int64_t min_onednn_rows(pk_dtype dtype)
-{
-    return dtype == PK_BF16 && pk_cpu_isa_level() >= PK_ISA_AVX512 && !pk_cpu_has_amx() ? 64 : NEVER;
-}
+/* The same for oneDNN's bf16 matmul. (3.2.0 on the same core: 64 rows 340 : 338, 256 rows 367 : 425.) On Intel's CPUs
+ * ours are as fast or faster. A layer's four products of 0.6B, 28 times, by two cores, 64 and 512 rows: with AMX 117 and
+ * 750 ms : 146 and 859, without it 241 and 1,910 : 381 and 2,706. */
+static int64_t min_onednn_rows(pk_dtype dtype) { return dtype == PK_BF16 && pk_cpu_has_fast_avx512bf16() ? 64 : NEVER; }
 
 bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype)
 {
@@ -70,7 +68,7 @@ const char *pk_cpu_blas_name(void)
     return text;
 }
 
-typedef enum { X_AS_IT_IS, X_IN_F32, X_IN_TILES } x_order;
+typedef enum { X_AS_IT_IS, X_IN_F32, X_IN_PANELS, X_IN_TILES } x_order;
 
 typedef struct {
     pk_dot_kernel kernel;
@@ -88,7 +86,7 @@ static int64_t block_rows(int64_t row_bytes)
     return larger(8, smaller(MAX_BLOCK, BLOCK_BYTES / larger(1, row_bytes) / 8 * 8));
 }
 
-static void choose_own_kernel(linear_plan *plan, pk_dtype dtype)
+static void choose_own_kernel(linear_plan *plan, pk_dtype dtype, int64_t num_rows)
 {
     plan->kernel = pk_dot_generic;
     plan->x_order = dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32;
@@ -97,8 +95,10 @@ static void choose_own_kernel(linear_plan *plan, pk_dtype dtype)
     if (is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX2) plan->x_order = X_AS_IT_IS;
     if (is_bf16 && pk_cpu_has_amx())
         plan->kernel = pk_dot_amx, plan->x_order = X_IN_TILES;
-    else if (is_bf16 && pk_cpu_has_avx512bf16())
+    else if (is_bf16 && pk_cpu_has_fast_avx512bf16())
         plan->kernel = pk_dot_avx512bf16;
+    else if (is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX512 && num_rows >= PK_PANEL_ROWS)
+        plan->kernel = pk_dot_panels_avx512, plan->x_order = X_IN_PANELS;
     else if (pk_cpu_isa_level() >= PK_ISA_AVX512)
         plan->kernel = is_bf16 ? pk_dot_bf16_avx512 : pk_dot_avx512;
     else if (pk_cpu_isa_level() >= PK_ISA_AVX2)
@@ -108,7 +108,7 @@ static void choose_own_kernel(linear_plan *plan, pk_dtype dtype)
 
 static int64_t x_bytes(const linear_plan *plan, pk_dtype dtype)
 {
-    return plan->x_order == X_IN_F32 ? 4 : (int64_t)pk_dtype_bytes(dtype);
+    return plan->x_order == X_IN_F32 || plan->x_order == X_IN_PANELS ? 4 : (int64_t)pk_dtype_bytes(dtype);
 }
 
 static linear_plan make_plan(const pk_linear_args *args, int num_threads)
@@ -120,7 +120,7 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
                              .row_block = 2 * BLAS_BLOCK,
                              .output_block = BLAS_BLOCK};
     linear_plan plan = {0};
-    choose_own_kernel(&plan, args->dtype);
+    choose_own_kernel(&plan, args->dtype, args->num_rows);
     int64_t weight_bytes = args->in_features * (int64_t)pk_dtype_bytes(args->dtype);
     int64_t share = args->out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
@@ -158,7 +158,7 @@ static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int6
     }
 }
 
-/* Writes x in fp32, or in tiles, to rows that are x_stride elements apart. */
+/* Writes x in the plan's order, to rows that are x_stride elements apart. */
 static void convert_x(const pk_linear_args *args, const linear_plan *plan, char *to, int64_t x_stride, int num_threads)
 {
     int64_t row_bytes = args->x_stride * (int64_t)pk_dtype_bytes(args->dtype);
@@ -170,6 +170,12 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
 #ifdef __x86_64__
         if (plan->x_order == X_IN_TILES) {
             pk_amx_tiles_of(rows, x, count, args->x_stride, args->in_features);
+            continue;
+        }
+        if (plan->x_order == X_IN_PANELS) {
+            for (int64_t r = 0; r < count; r += PK_PANEL_ROWS)
+                pk_panel_of((float *)rows + r * x_stride, x + r * row_bytes, smaller(PK_PANEL_ROWS, count - r),
+                            args->x_stride, args->in_features);
             continue;
         }
 #endif
@@ -219,6 +225,7 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;
     int64_t x_stride = args->x_stride, converted = 0; /* elements */
     if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
+    if (plan.x_order == X_IN_PANELS) x_stride = size, converted = pk_cpu_round_up(num_rows, PK_PANEL_ROWS) * size;
     if (plan.x_order == X_IN_TILES) {
         x_stride = pk_cpu_round_up(size, PK_AMX_STEP);
         converted = pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;

@@ -34,7 +34,7 @@ struct prefill_parts {
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
         double queries = (double)(args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q);
         double key_us = us_of_key(args), us = items * (0.5 * queries * key_us + PART_US);
-        double least_us = is_planned ? CUTTING_US : CUTTING_US_UNPLANNED;
+        double least_us = CUTTING_US + CUTTING_DIM_US * (double)args.head_dim + (is_planned ? 0 : CUTTING_US_UNPLANNED);
         return items <= MOST_WAVES_TO_CUT && (double)longest * key_us > us + least_us;
     }
 

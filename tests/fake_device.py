@@ -74,6 +74,10 @@ class FakeOps:
         device.synchronize()
 
     @staticmethod
+    def num_multiprocessors(device: Device) -> int:
+        return 6
+
+    @staticmethod
     def reload_context(device: Device) -> None:
         device.synchronize()
 

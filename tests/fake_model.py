@@ -257,7 +257,7 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    for module in (model_runner, kv_caches, sampler, sampling_options, step_memory):
+    for module in (model_runner, decode_graphs, kv_caches, sampler, sampling_options, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
     monkeypatch.setattr(decode_graphs, "Graph", FakeGraph)
     monkeypatch.setattr(step_arrays, "Tensor", FakeTensor)

@@ -1,5 +1,5 @@
-/* linear_avx512bf16.c - the kernel of linear.inc with AVX512_BF16: bf16 pairs are multiplied as they lie in memory, at
- * twice the rate of fp32, and summed in fp32. */
+/* linear_avx512bf16.c - the kernel of linear.inc with AVX512_BF16: bf16 pairs are multiplied as they lie in memory, on
+ * AMD's CPUs at twice the rate of fp32, and summed in fp32. */
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #define PK_DOT pk_dot_avx512bf16

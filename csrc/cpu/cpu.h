@@ -27,6 +27,7 @@ float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype);
 const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
+bool pk_cpu_is_intel(void);
 /* Beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without both. */
 bool pk_cpu_has_fast_avx512bf16(void); /* faster than fp32 */
 bool pk_cpu_has_amx(void);             /* for bf16; the first call asks Linux to let this process use it */

@@ -59,12 +59,22 @@ static bool may_go_beyond_avx512(void)
     return (!cap || !*cap) && pk_cpu_isa_level() == PK_ISA_AVX512;
 }
 
+bool pk_cpu_is_intel(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
 /* vdpbf16ps multiplies two elements a lane where an fma of fp32 multiplies one. Zen starts as many of either; Intel's
  * CPUs start four fma in the time of one vdpbf16ps, so bf16 would take twice as long (benchmarks/lab/cpu/NOTES.md #16). */
 bool pk_cpu_has_fast_avx512bf16(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    return may_go_beyond_avx512() && __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
+    return may_go_beyond_avx512() && __builtin_cpu_supports("avx512bf16") && !pk_cpu_is_intel();
 #else
     return false;
 #endif

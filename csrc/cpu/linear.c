@@ -25,9 +25,11 @@ enum {
 static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 
 /* From this many rows on an sgemm beats our kernel (in 16 bits: of weights converted a block at a time). Measured on
- * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours : its
+ * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours : its;
+ * Intel's by two cores at the four products of 0.6B
  *
  *   AVX-512   f32, 64 rows 150 : 96, 256 rows 174 : 116 (194 where it is told to take its AVX-512 kernels)
+ *   Intel's   f32, 64 rows 149 : 156, 256 rows 185 : 242, 512 rows 159 : 260
  *   AVX2      f32, 64 rows 85 : 91, 256 rows 109 : 115; bf16, 64 rows 77 : 85, 256 rows 91 : 108
  *   SSE2      f32, 64 rows 37 : 37; bf16, 16 rows 22 : 30; f16, 16 rows 11 : 20
  */
@@ -35,7 +37,7 @@ static int64_t min_sgemm_rows(pk_dtype dtype)
 {
     switch (pk_cpu_isa_level()) {
         case PK_ISA_AVX512:
-            return NEVER;
+            return dtype == PK_F32 && pk_cpu_is_intel() ? 64 : NEVER;
         case PK_ISA_AVX2:
             return 64;
         default:
@@ -61,7 +63,8 @@ const char *pk_cpu_blas_name(void)
     if (onednn)
         snprintf(text, sizeof text, "%s for bfloat16 from %lld rows", onednn, (long long)min_onednn_rows(PK_BF16));
     else if (sgemm)
-        snprintf(text, sizeof text, "%s from %lld rows", sgemm, (long long)min_sgemm_rows(PK_F32));
+        snprintf(text, sizeof text, "%s%s from %lld rows", sgemm, min_sgemm_rows(PK_BF16) < NEVER ? "" : " for float32",
+                 (long long)min_sgemm_rows(PK_F32));
     else
         snprintf(text, sizeof text, "none (own %s kernels for any number of rows)",
                  pk_cpu_has_amx() ? "AMX" : pk_cpu_isa());

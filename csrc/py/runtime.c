@@ -1,4 +1,5 @@
 /* runtime.c - devices, threads, and what this binary was built with. */
+#include "py/stream.h"
 #include "py/tensor.h"
 
 #ifdef __clang__
@@ -30,26 +31,20 @@ static pk_status reload_context(pk_device device, pk_error *err)
     return backend->reload_context(device, err);
 }
 
-/* The only argument, `device`, if it is given; -1 with an exception. */
-static int bind_device(PyObject *module, int signature, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
-                       pk_device *device)
-{
-    PyObject *given[1];
-    if (py_bind(&py_module_state(module)->signatures[signature], args, nargs, kwnames, given) < 0) return -1;
-    return given[0] ? py_device_arg("device", given[0], device) : 0;
-}
-
 /* They wait for the device, so the GIL is released. */
 static PyObject *on_device(PyObject *module, int signature, pk_device_type otherwise, device_function function,
                            PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
     pk_device device = {otherwise, 0};
     pk_error err;
-    if (bind_device(module, signature, args, nargs, kwnames, &device) < 0) return NULL;
+    if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
+    if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
     py_release_gil();
     pk_status status = function(device, &err);
     py_take_gil();
-    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(py_module_state(module), &err);
+    return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
 }
 
 PyDoc_STRVAR(
@@ -88,14 +83,15 @@ PyDoc_STRVAR(memory_info_doc,
              "(free, total) bytes of the memory of a GPU, by the driver: what other processes hold is not free.");
 static PyObject *py_memory_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    pk_device device = {PK_CUDA, 0};
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
+    pk_device device;
     const pk_backend *backend;
-    size_t free_bytes, total_bytes;
+    size_t free_bytes, total_bytes, entry = offsetof(pk_backend, memory_info);
     pk_error err;
-    if (bind_device(module, PY_SIG_memory_info, args, nargs, kwnames, &device) < 0) return NULL;
-    if (pk_backend_with(device, offsetof(pk_backend, memory_info), "memory_info", &backend, &err) != PK_OK ||
-        backend->memory_info(device, &free_bytes, &total_bytes, &err) != PK_OK)
-        return py_raise(py_module_state(module), &err);
+    if (py_bind(&state->signatures[PY_SIG_memory_info], args, nargs, kwnames, given) < 0) return NULL;
+    if (py_device_with(state, given[0], entry, "memory_info", &device, &backend) < 0) return NULL;
+    if (backend->memory_info(device, &free_bytes, &total_bytes, &err) != PK_OK) return py_raise(state, &err);
     return Py_BuildValue("(KK)", (unsigned long long)free_bytes, (unsigned long long)total_bytes);
 }
 
@@ -104,15 +100,16 @@ PyDoc_STRVAR(num_multiprocessors_doc,
              "The streaming multiprocessors (SMs) of a GPU, such as the 132 of an H200.");
 static PyObject *py_num_multiprocessors(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    pk_device device = {PK_CUDA, 0};
+    PyObject *given[1];
+    py_state *state = py_module_state(module);
+    pk_device device;
     const pk_backend *backend;
+    size_t entry = offsetof(pk_backend, num_multiprocessors);
     int count;
     pk_error err;
-    if (bind_device(module, PY_SIG_num_multiprocessors, args, nargs, kwnames, &device) < 0) return NULL;
-    if (pk_backend_with(device, offsetof(pk_backend, num_multiprocessors), "num_multiprocessors", &backend, &err) !=
-            PK_OK ||
-        backend->num_multiprocessors(device, &count, &err) != PK_OK)
-        return py_raise(py_module_state(module), &err);
+    if (py_bind(&state->signatures[PY_SIG_num_multiprocessors], args, nargs, kwnames, given) < 0) return NULL;
+    if (py_device_with(state, given[0], entry, "num_multiprocessors", &device, &backend) < 0) return NULL;
+    if (backend->num_multiprocessors(device, &count, &err) != PK_OK) return py_raise(state, &err);
     return PyLong_FromLong(count);
 }
 

@@ -81,13 +81,10 @@ def test_every_number_of_sequences_has_a_graph():
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 16])
 def test_filling_sizes_fill_the_gpu(num_kv_heads):
     """As many sequences as have no more KV heads than CTAs can run at once."""
-    num_sms, sizes = torch_num_sms(), filling_sizes("cuda", num_kv_heads)
+    torch = pytest.importorskip("torch")
+    num_sms, sizes = torch.cuda.get_device_properties(0).multi_processor_count, filling_sizes("cuda", num_kv_heads)
     for ctas, size in zip((1, 2, 4), sizes, strict=True):
         assert size * num_kv_heads <= ctas * num_sms < (size + 1) * num_kv_heads
-
-
-def torch_num_sms() -> int:
-    return pytest.importorskip("torch").cuda.get_device_properties(0).multi_processor_count
 
 
 ENGINES = {

@@ -25,11 +25,11 @@ enum {
 static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 
 /* From this many rows on an sgemm beats our kernel (in 16 bits: of weights converted a block at a time). Measured on
- * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours : its;
- * Intel's by two cores at the four products of 0.6B
+ * one Zen 5 core at 4096 x 1024 and 1024 x 3072 with NumPy 2.4's OpenBLAS 0.3.31, GFLOP/s of ours : its. The row "on
+ * Intel" is two cores of a Xeon with AVX-512 at the four products of a layer of 0.6B.
  *
  *   AVX-512   f32, 64 rows 150 : 96, 256 rows 174 : 116 (194 where it is told to take its AVX-512 kernels)
- *   Intel's   f32, 64 rows 149 : 156, 256 rows 185 : 242, 512 rows 159 : 260
+ *   on Intel  f32, 64 rows 149 : 156, 256 rows 185 : 242, 512 rows 159 : 260
  *   AVX2      f32, 64 rows 85 : 91, 256 rows 109 : 115; bf16, 64 rows 77 : 85, 256 rows 91 : 108
  *   SSE2      f32, 64 rows 37 : 37; bf16, 16 rows 22 : 30; f16, 16 rows 11 : 20
  */

@@ -69,11 +69,11 @@ constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be
 constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
-constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken; */
-constexpr float CUTTING_DIM_US = 6.0f / 128;            /* per head_dim; */
-constexpr float CUTTING_US_UNPLANNED = 7;               /* where each CTA has to find out what is cut */
-constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4; /* all heads at once, up to so many chunks, of half the cache each (#14) */
+constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken, */
+constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
+constexpr float CUTTING_US_UNPLANNED = 7; /* and more without a plan, when each CTA finds out what is cut */
+constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
+constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
 /* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
 constexpr double SAVED_BY_FEWER_HEADS = 0.03;

@@ -5,21 +5,27 @@
  */
 #include "cuda/attention_parts.h"
 
-enum { THREADS = 256, MANY = 4 };
+enum { THREADS = 256 };
 
-/* CTAs an SM. With few parts a thread has few loads under way, so that there must be many threads. For MANY one CTA is
- * launched, with registers for two, so that there is room beside decode's. */
-constexpr int CTAS = 3, CTAS_OF_MANY = 1, ROOM_OF_MANY = 2;
+/* How rows of a source are merged: threads that share four dims of one, and parts whose loads a thread has under way at
+ * once. With few parts there are few loads, so that there must be many threads. Behind decode one CTA an SM is launched,
+ * with registers for two, so that there is room beside decode's. */
+template <parts_source SOURCE>
+struct merging {
+    static constexpr bool IS_DECODE = SOURCE == PARTS_OF_DECODE;
+    static constexpr int GROUPS = SOURCE == PARTS_OF_MANY_ITEMS ? 1 : 4, BATCH = IS_DECODE ? MERGE_BATCH : 8;
+    static constexpr int CTAS = IS_DECODE ? 1 : 3, ROOM = IS_DECODE ? 2 : CTAS;
+};
 
 // --- kernels
 
 /* Four dims of a row a thread, or GROUPS threads, each with every GROUPS-th part. */
-template <typename T, int D, int GROUPS>
-__global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
+template <typename T, int D, parts_source SOURCE>
+__global__ void __launch_bounds__(THREADS, merging<SOURCE>::ROOM)
     attention_parts_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ parts_room room)
 {
+    constexpr int GROUPS = merging<SOURCE>::GROUPS;
     constexpr int QUADS = D / 4, AT_ONCE = THREADS / GROUPS; /* quads of a CTA */
-    constexpr int BATCH = GROUPS == 1 ? 8 : MERGE_BATCH;
     __shared__ row_state states[GROUPS][AT_ONCE];
     const int head_dim = (int)args.head_dim, group = (int)(args.num_q_heads / args.num_kv_heads);
     const int own = threadIdx.x % AT_ONCE, part_group = threadIdx.x / AT_ONCE;
@@ -34,8 +40,9 @@ __global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
         bool is_there = position < it.num_positions;
         row_state sums[1] = {{PK_NO_SCORE, 0, {}}}, &state = sums[0];
         if (__any_sync(~0u, is_there))
-            add_parts<D, BATCH>(sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
-                                [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
+            add_parts<D, merging<SOURCE>::BATCH>(
+                sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
+                [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
         if constexpr (GROUPS > 1) {
             states[part_group][own] = state;
             __syncthreads();
@@ -54,22 +61,26 @@ __global__ void __launch_bounds__(THREADS, GROUPS == 1 ? CTAS : ROOM_OF_MANY)
 
 // --- launchers
 
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, bool are_many,
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, parts_source source,
                               const pk_cuda_call &call)
 {
-    const int ctas = (are_many ? CTAS_OF_MANY : CTAS) * call.device->num_sms;
-    auto launch = [&](auto kernel) {
-        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, dim3(ctas), dim3(THREADS), 0, args, room);
+    auto launch_for = [&](auto element, auto head_dim, auto of_source) {
+        constexpr parts_source SOURCE = decltype(of_source)::value;
+        auto kernel = attention_parts_kernel<decltype(element), decltype(head_dim)::value, SOURCE>;
+        dim3 grid(merging<SOURCE>::CTAS * call.device->num_sms);
+        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, grid, dim3(THREADS), 0, args, room);
     };
-    auto launch_for = [&](auto element, auto head_dim) {
-        using T = decltype(element);
-        constexpr int D = decltype(head_dim)::value;
-        return are_many ? launch(attention_parts_kernel<T, D, MANY>) : launch(attention_parts_kernel<T, D, 1>);
+    auto launch_of = [&](auto element, auto head_dim) {
+        if (source == PARTS_OF_DECODE)
+            return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_DECODE>());
+        if (source == PARTS_OF_FEW_ITEMS)
+            return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_FEW_ITEMS>());
+        return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_MANY_ITEMS>());
     };
-    auto launch_of = [&](auto element) {
-        if (args.head_dim <= 64) return launch_for(element, std::integral_constant<int, 64>());
-        if (args.head_dim <= 128) return launch_for(element, std::integral_constant<int, 128>());
-        return launch_for(element, std::integral_constant<int, 256>());
+    auto launch = [&](auto element) {
+        if (args.head_dim <= 64) return launch_of(element, std::integral_constant<int, 64>());
+        if (args.head_dim <= 128) return launch_of(element, std::integral_constant<int, 128>());
+        return launch_of(element, std::integral_constant<int, 256>());
     };
-    return args.dtype == PK_BF16 ? launch_of(__nv_bfloat16()) : launch_of(__half());
+    return args.dtype == PK_BF16 ? launch(__nv_bfloat16()) : launch(__half());
 }

@@ -58,8 +58,11 @@ __device__ static inline int lane_of_least(float number)
     return __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
 }
 
-/* After the kernel that leaves parts, on the same stream. `are_many`: there are few rows, of many parts each. */
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, bool are_many,
+/* Who leaves parts. Decode's tiles and few items of prefill are cut into many parts each. */
+enum parts_source { PARTS_OF_DECODE, PARTS_OF_FEW_ITEMS, PARTS_OF_MANY_ITEMS };
+
+/* After the kernel that leaves parts, on the same stream. */
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, parts_source source,
                               const pk_cuda_call &call);
 
 #endif

@@ -113,10 +113,12 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     return PK_OK;
 }
 
-/* There are no more items than that. */
+/* There are no more items than that: only the last one of a sequence is not full, and none has more than the longest. */
 static inline int64_t most_items(const prefill_batch &batch)
 {
-    return (batch.args.num_tokens / batch.positions + batch.args.num_seqs) * batch.num_bundles;
+    int64_t of_tokens = batch.args.num_tokens / batch.positions + batch.args.num_seqs;
+    int64_t of_longest = batch.args.num_seqs * pk_ceil_div(batch.args.max_seqlen_q, batch.positions);
+    return (of_tokens < of_longest ? of_tokens : of_longest) * batch.num_bundles;
 }
 
 /* Whether items of so many rows are to be cut where that pays. With num_splits a row's arithmetic may not depend on the

@@ -173,7 +173,7 @@ def beside_vllm() -> str:
             ratio = theirs / ours if key.endswith("_ms") else ours / theirs
             rows.append((name, model, number(theirs), number(ours), f"{ratio:.2f}"))
     table = markdown("| | model | vLLM 0.26.0 | pagedkv | times as fast |", rows)
-    return f"{table}\n\nBoth on one NVIDIA H200, pagedkv at {VLLM['pagedkv']['commit']}."
+    return f"{table}\n\nEach model on one NVIDIA H200, pagedkv at {VLLM['pagedkv']['commit']}."
 
 
 def concurrency() -> str:

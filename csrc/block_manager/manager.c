@@ -33,7 +33,7 @@ pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **created, p
     manager->block_size = config->block_size;
     manager->num_host_blocks = config->num_host_blocks;
     manager->watermark = config->watermark;
-    manager->watermark_blocks = (int64_t)(config->watermark * (double)config->num_blocks);
+    follow_watermark(manager);
     manager->is_caching = config->is_caching;
     manager->is_lru = config->is_lru;
     pk_status status = pool_create(manager, err);

@@ -77,6 +77,6 @@ pk_status pk_bm_resize(pk_block_manager *manager, int64_t num_blocks, pk_error *
     announce(manager, num_blocks > manager->num_blocks ? num_blocks : manager->num_blocks, 0);
     PK_TRY((num_blocks > manager->num_blocks ? grow : shrink)(manager, num_blocks, err));
     pool_list_free(manager);
-    if (manager->watermark >= 0) manager->watermark_blocks = (int64_t)(manager->watermark * (double)num_blocks);
+    follow_watermark(manager);
     return PK_OK;
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from .arguments import Prompt, encode
 from .calls import Call
 from .request import Receiver, Request
 from .sampling_params import RequestOutputKind, SamplingParams, check_int
-from .sequence import Sequence
+from .sequence import Sequence, private_salt
 from .tokenizer import Tokenizer
 
 
@@ -73,8 +72,8 @@ class RequestMaker:
         kind = params.output_kind if output_kind is None else output_kind
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
-        if params.prompt_logprobs is not None:  # the whole prompt must be computed: nothing may be found in the cache
-            salt += os.urandom(16)
+        if params.prompt_logprobs is not None:  # they are computed with the prompt
+            salt = private_salt(salt)
         for index, id in enumerate(ids):
             seq = Sequence(
                 id, [] if error else token_ids, params, self._seed(params, index), self._config.eos_token_ids,

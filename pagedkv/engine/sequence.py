@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .logit_edits import MaskRequest
 
 
+def private_salt(salt: bytes) -> bytes:
+    """Of a sequence whose prompt must be computed: with it nothing is found in the prefix cache."""
+    return salt + os.urandom(16)
+
+
 class Sequence:
     """Token ids, and the counts that the scheduler works on. It knows no pages: BlockManager does, by `id`.
 
@@ -146,8 +151,8 @@ class Sequence:
         if self.new_tokens and self.finish_reason is None:
             self._finish_at_last_token(time.perf_counter())
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
-            # Some of the prompt may have been computed but not told: nothing of it may be found.
-            self.prompt_logprobs, self.salt = [None], self.salt + os.urandom(16)
+            # Some of the prompt may have been computed but not told.
+            self.prompt_logprobs, self.salt = [None], private_salt(self.salt)
         self.num_tokens = self.num_known
         self.num_computed = self.num_in_pages = self.retry_step = 0
         self.is_swapped = False

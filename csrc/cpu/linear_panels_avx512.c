@@ -26,7 +26,7 @@ enum {
 void pk_panel_of(float *panel, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size)
 {
     const int64_t whole = size - size % STEP, rest = size - whole;
-    memset(panel, 0, (size_t)(ROWS * size) * sizeof *panel);
+    if (num_rows < ROWS) memset(panel, 0, (size_t)(ROWS * size) * sizeof *panel);
     for (int64_t r = 0; r < num_rows; r++) {
         const uint16_t *row = (const uint16_t *)rows + r * row_stride;
         for (int64_t i = 0; i < whole; i += STEP)

@@ -1,9 +1,9 @@
 /* linear_panels_avx512.c - the kernel of `linear` for eight rows of bf16 and more with AVX-512, where the CPU multiplies
  * fp32 faster than pairs of bf16.
  *
- * A vector of the weight becomes two of fp32, the even elements and the odd ones, once for PK_PANEL_ROWS rows of x. Those
- * are fp32 and so ordered before, in panels: what a tile needs of all its rows for a vector of the weight is side by
- * side. A slice of a panel stays in L1 while a group of outputs is walked, and the weight, which comes from L2 for all
+ * A vector of the weight becomes two of fp32, the even elements and the odd ones, once for PK_PANEL_ROWS rows of x. Such
+ * rows are a panel: they were made fp32 before, and what all of them have for a vector of the weight lies side by side.
+ * A slice of a panel stays in L1 while a group of outputs is walked, and the weight, which comes from L2 for all
  * panels but the first, is fetched a group ahead.
  *
  * Every sum is formed in the order of linear.inc with BF16_PAIRS: a row's result does not depend on the rows beside it.

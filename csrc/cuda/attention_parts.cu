@@ -7,14 +7,15 @@
 
 enum { THREADS = 256 };
 
-/* How rows of a source are merged: threads that share four dims of one, and parts whose loads a thread has under way at
- * once. With few parts there are few loads, so that there must be many threads. Behind decode one CTA an SM is launched,
- * with registers for two, so that there is room beside decode's. */
+/* A thread that has few parts to load keeps little under way, so prefill has many CTAs. Decode has one an SM, with
+ * registers for two, so that there is room beside the CTAs of its own kernel. */
 template <parts_source SOURCE>
 struct merging {
     static constexpr bool IS_DECODE = SOURCE == PARTS_OF_DECODE;
-    static constexpr int GROUPS = SOURCE == PARTS_OF_MANY_ITEMS ? 1 : 4, BATCH = IS_DECODE ? MERGE_BATCH : 8;
-    static constexpr int CTAS = IS_DECODE ? 1 : 3, ROOM = IS_DECODE ? 2 : CTAS;
+    static constexpr int GROUPS = SOURCE == PARTS_OF_MANY_ITEMS ? 1 : 4; /* threads that share four dims of a row */
+    static constexpr int BATCH = IS_DECODE ? MERGE_BATCH : 8;            /* parts that a thread loads at once */
+    static constexpr int CTAS = IS_DECODE ? 1 : 3;                       /* an SM */
+    static constexpr int ROOM = IS_DECODE ? 2 : CTAS;                    /* CTAs for which an SM has registers */
 };
 
 // --- kernels

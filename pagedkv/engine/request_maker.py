@@ -72,7 +72,7 @@ class RequestMaker:
         kind = params.output_kind if output_kind is None else output_kind
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
-        if params.prompt_logprobs is not None:  # they are computed with the prompt
+        if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         for index, id in enumerate(ids):
             seq = Sequence(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def private_salt(salt: bytes) -> bytes:
-    """Of a sequence whose prompt must be computed: with it nothing is found in the prefix cache."""
+    """A salt that no other sequence has: nothing is found in the prefix cache, so the whole prompt is computed."""
     return salt + os.urandom(16)
 
 
@@ -151,7 +151,7 @@ class Sequence:
         if self.new_tokens and self.finish_reason is None:
             self._finish_at_last_token(time.perf_counter())
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
-            # Some of the prompt may have been computed but not told.
+            # Steps that were lost may have computed some of the prompt: it must be computed once more.
             self.prompt_logprobs, self.salt = [None], private_salt(self.salt)
         self.num_tokens = self.num_known
         self.num_computed = self.num_in_pages = self.retry_step = 0

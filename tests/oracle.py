@@ -67,33 +67,38 @@ def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_s
         cu_seqlens_q = np.arange(num_seqs + 1) * (num_tokens // max(num_seqs, 1))
     scale = 1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale
     left, right = window_size[0], 0 if causal else window_size[1]
-    head_of = np.arange(num_q_heads) // (num_q_heads // num_kv_heads)
+    group = num_q_heads // num_kv_heads
     out = np.full(q.shape, np.nan)
     lse = np.full((num_q_heads, num_tokens), np.nan)
     for s in range(num_seqs):
         first, end, context = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1]), int(context_lens[s])
+        start = 0 if key_starts is None else int(key_starts[s])
+        table = block_tables[s, 0 if table_starts is None else int(table_starts[s]) :]
+        places = start + np.arange(context)
+        pages, slots = table[places // block_size], places % block_size
         for token in range(first, end):
             position = token - first + context - (end - first)
-            start = 0 if key_starts is None else int(key_starts[s])
-            table = block_tables[s, 0 if table_starts is None else int(table_starts[s]) :]
-            seen = [j for j in range(context)
-                    if (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
-                    and table[(start + j) // block_size] >= 0]
-            pages = [int(table[(start + j) // block_size]) for j in seen]
-            slots = [(start + j) % block_size for j in seen]
-            keys = k_cache[pages, slots].astype(np.float64) * _scale_of(k_scale, s, num_kv_heads)[:, None]
-            values = v_cache[pages, slots].astype(np.float64) * _scale_of(v_scale, s, num_kv_heads)[:, None]
-            logits = scale * np.einsum("hd,jhd->hj", q[token], keys[:, head_of])
+            is_seen = pages >= 0
+            if left >= 0:
+                is_seen[: max(position - left, 0)] = False
+            if right >= 0:
+                is_seen[max(position + right + 1, 0) :] = False
+            seen = np.flatnonzero(is_seen)
+            keys = k_cache[pages[seen], slots[seen]] * _scale_of(k_scale, s, num_kv_heads)[:, None]
+            values = v_cache[pages[seen], slots[seen]] * _scale_of(v_scale, s, num_kv_heads)[:, None]
+            queries = q[token].reshape(num_kv_heads, group, head_dim)
+            logits = scale * (queries @ keys.transpose(1, 2, 0)).reshape(num_q_heads, len(seen))
             if softcap:
                 logits = softcap * np.tanh(logits / softcap)
             if alibi_slopes is not None:
                 slopes = np.asarray(alibi_slopes, np.float64)
                 slopes = slopes[s] if slopes.ndim == 2 else slopes
-                logits = logits - slopes[:, None] * np.abs(position - np.array(seen, np.float64))
+                logits = logits - slopes[:, None] * np.abs(position - seen)
             with_sink = logits if sinks is None else np.concatenate([logits, np.asarray(sinks)[:, None]], axis=1)
             lse[:, token] = log_sum_exp(with_sink, axis=1)
             weights = np.exp(logits - np.where(np.isneginf(lse[:, token]), 0, lse[:, token])[:, None])
-            out[token] = np.einsum("hj,jhd->hd", weights, values[:, head_of])
+            sums = weights.reshape(num_kv_heads, group, len(seen)) @ values.transpose(1, 0, 2)
+            out[token] = sums.reshape(num_q_heads, head_dim)
     return out, lse
 
 

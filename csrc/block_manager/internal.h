@@ -134,13 +134,14 @@ static inline int64_t num_available(const pk_block_manager *manager)
 {
     return manager->num_free + manager->cached[0].count + manager->cached[1].count;
 }
-/* After num_blocks or the fraction has changed. */
+static inline int64_t num_used(const pk_block_manager *manager) { return manager->num_blocks - num_available(manager); }
+
+/* Whoever changes num_blocks or the fraction calls this, so that watermark_blocks is the fraction of all pages. */
 static inline void follow_watermark(pk_block_manager *manager)
 {
     if (manager->watermark >= 0)
         manager->watermark_blocks = (int64_t)(manager->watermark * (double)manager->num_blocks);
 }
-static inline int64_t num_used(const pk_block_manager *manager) { return manager->num_blocks - num_available(manager); }
 
 // --- pool.c
 

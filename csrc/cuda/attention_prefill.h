@@ -113,7 +113,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     return PK_OK;
 }
 
-/* There are no more items than that: a sequence has one that is not full, and no more than max_seqlen_q tokens fill. */
+/* An upper bound. A sequence has at most one item that is not full, and at most those that max_seqlen_q tokens make. */
 static inline int64_t most_items(const prefill_batch &batch)
 {
     int64_t of_tokens = batch.args.num_tokens / batch.positions + batch.args.num_seqs;

@@ -73,7 +73,7 @@ constexpr float CUTTING_US = 8;                         /* that cutting has to s
 constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
 constexpr float CUTTING_US_UNPLANNED = 7; /* and more without a plan, when each CTA finds out what is cut */
 constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
-constexpr int FEW_ITEMS_SHARE = 13;       /* up to a 13th of the SMs: four threads merge a row's dims, not one (#50) */
+constexpr int FEW_ITEMS_SHARE = 13;       /* items are few up to SMs / 13: four threads merge what one does (#50) */
 constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
 /* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */

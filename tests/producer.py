@@ -15,7 +15,7 @@ class _Tensor(ctypes.Structure):
                 ("byte_offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]  # fmt: skip
 
 
-CODES = {"i": 0, "u": 1, "f": 2}
+CODES = {"i": 0, "u": 1, "f": 2, "bfloat16": 4}
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
@@ -28,10 +28,11 @@ class Producer:
 
     def __init__(self, address: int, shape, strides, dtype: str, byte_offset: int = 0) -> None:
         self.alive.append(self)
-        self.dtype = np.dtype(dtype)
+        self.dtype = np.dtype("u2" if dtype == "bfloat16" else dtype)  # NumPy has none
+        code = CODES[dtype if dtype in CODES else self.dtype.kind]
         self._shape = (ctypes.c_int64 * len(shape))(*shape)
         self._strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
-        self._tensor = _Tensor(address or None, 1, 0, len(shape), CODES[self.dtype.kind], 8 * self.dtype.itemsize, 1,
+        self._tensor = _Tensor(address or None, 1, 0, len(shape), code, 8 * self.dtype.itemsize, 1,
                                self._shape, self._strides, byte_offset, None, None)  # fmt: skip
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from pools import get, put, put_sliceable
+from producer import Producer
 
 import pagedkv
 from pagedkv import ops
@@ -108,6 +109,47 @@ def test_rows_in_reverse_and_repeated(rng):
     np.testing.assert_array_equal(ops.linear(x[::-1], weight[::-1]), ops.linear(x, weight)[::-1, ::-1])
     repeated = ops.linear(np.broadcast_to(x[:1], (5, 40)), weight)
     np.testing.assert_array_equal(repeated, np.repeat(ops.linear(x[:1], weight), 5, 0))
+
+
+class Rows:
+    """A matrix of `dtype` whose rows are `stride` elements apart, in memory that is NaN where no row is."""
+
+    def __init__(self, rng, rows: int, size: int, stride: int, dtype: str) -> None:
+        first = max(0, -stride * (rows - 1))
+        self.places = first + stride * np.arange(rows)[:, None] + np.arange(size)
+        numbers = np.full(int(self.places.max(initial=0)) + 1, np.nan)
+        numbers[self.places] = rng.integers(-8, 9, numbers.size)[self.places] / 4
+        self.memory = put(numbers, "cpu", dtype)
+        self.before = get(self.memory)
+        code, item = {"float32": ("f4", 4), "float16": ("f2", 2), "bfloat16": ("bfloat16", 2)}[dtype]
+        self.tensor = Producer(self.memory.data_ptr() + first * item, (rows, size), (stride, 1), code)
+
+    def values(self) -> np.ndarray:
+        return get(self.memory)[self.places]
+
+
+def draw_stride(rng, rows: int, size: int, kinds: str) -> int:
+    """dense, wide, apart, reversed, expanded (0) or overlapping"""
+    kind = rng.choice(list(kinds))
+    wide = size + int(rng.integers(1, 40))
+    return {"d": size, "w": wide, "a": 3 * size + 1, "r": -size, "R": -wide, "e": 0, "o": int(rng.integers(1, max(size, 2)))}[kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(40), ids="cpu{}".format)
+def test_any_strides_of_any_number_of_rows(rng, dtype, case):
+    """A library for many rows takes no strides but those of a matrix; what it refuses it does not write."""
+    rows, outputs = (int(rng.choice([0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 257])) for _ in range(2))
+    size = int(rng.choice([0, 1, 2, 31, 64, 100, 1030]))
+    x = Rows(rng, rows, size, draw_stride(rng, rows, size, "dwarReo" if case else "e"), dtype)
+    weight = Rows(rng, outputs, size, draw_stride(rng, outputs, size, "dwarReo"), dtype)
+    out = Rows(rng, rows, outputs, draw_stride(rng, rows, outputs, "dwarR"), "float32")
+    before, adds = out.values(), bool(rng.integers(2))
+    ops.linear(x.tensor, weight.tensor, out=out.tensor, add_to_out=adds)
+    np.testing.assert_array_equal(out.values(), x.values() @ weight.values().T + (before if adds else 0))
+    is_between = np.ones(out.before.size, bool)
+    is_between[out.places] = False
+    np.testing.assert_array_equal(get(out.memory)[is_between], out.before[is_between])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,6 +50,24 @@ static int64_t min_sgemm_rows(pk_dtype dtype)
  * 750 ms : 146 and 859, without it 241 and 1,910 : 381 and 2,706. */
 static int64_t min_onednn_rows(pk_dtype dtype) { return dtype == PK_BF16 && pk_cpu_has_fast_avx512bf16() ? 64 : NEVER; }
 
+/* What a library can be told: rows of `size` elements that lie one after the other, within 32 bits. It need not notice
+ * anything else: an sgemm that refuses its arguments writes nothing and returns as ever. */
+static bool are_rows_apart(int64_t size, int64_t stride) { return size > 0 && stride >= size && stride <= INT32_MAX; }
+
+/* Not expanded, reversed or overlapping rows, nor rows of nothing. x is converted where it is not float32. */
+static bool fits_sgemm(const pk_linear_args *args)
+{
+    return args->dtype != PK_F32 ? are_rows_apart(args->in_features, args->in_features)
+                                 : are_rows_apart(args->in_features, args->x_stride) &&
+                                       are_rows_apart(args->in_features, args->weight_stride);
+}
+
+static bool fits_onednn(const pk_linear_args *args)
+{
+    return are_rows_apart(args->in_features, args->x_stride) && are_rows_apart(args->in_features, args->weight_stride) &&
+           are_rows_apart(args->out_features, args->out_stride);
+}
+
 bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype)
 {
     return num_rows >= min_sgemm_rows(dtype) && !pk_cpu_find_sgemm();
@@ -116,7 +134,7 @@ static int64_t x_bytes(const linear_plan *plan, pk_dtype dtype)
 
 static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
-    if (args->num_rows >= min_sgemm_rows(args->dtype) && pk_cpu_find_sgemm())
+    if (args->num_rows >= min_sgemm_rows(args->dtype) && fits_sgemm(args) && pk_cpu_find_sgemm())
         return (linear_plan){.kernel = pk_dot_sgemm,
                              .x_order = args->dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32,
                              .is_sgemm = true,
@@ -220,7 +238,7 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     (void)device, (void)stream;
     int64_t size = args->in_features, num_rows = args->num_rows;
     if (num_rows == 0) return PK_OK; /* of however many outputs */
-    if (num_rows >= min_onednn_rows(args->dtype) && pk_cpu_onednn_linear(args)) return PK_OK;
+    if (num_rows >= min_onednn_rows(args->dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
     int num_threads = num_rows * args->out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
     linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */

@@ -156,6 +156,13 @@ def test_no_files_call_each_other_in_a_circle(folder, suffix):
     assert circle(calls(folder, suffix)) == []
 
 
+def test_the_environment_is_read_at_import_only():
+    """getenv beside setenv of another thread (os.environ[...] = ...) reads memory that was freed."""
+    assert where(r"\b(secure_)?(getenv|setenv|putenv|unsetenv|environ)\b") <= {"csrc/environment.c", "csrc/environment.h"}
+    calls = where(r"\bgetenv\(\w")
+    assert calls == {"csrc/environment.c"} and where(r"\bpk_read_environment\(&") == {"csrc/py/module.c"}
+
+
 def test_no_exit_and_no_assert_in_the_library():
     assert where(r"\b(exit|abort|assert)\s*\(") == set()
 

@@ -45,6 +45,20 @@ def test_number_of_threads_belongs_to_the_process():
         ops.set_num_threads(before)
 
 
+def test_what_the_environment_was_at_import_counts():
+    """Nobody looks there later: another thread may be setting a variable, which moves what getenv reads."""
+    code = """if True:
+        import os, pagedkv
+        os.environ["PAGEDKV_CPU_ISA"] = "generic"
+        print(pagedkv.ops.build_info()["isa"])
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PAGEDKV_CPU_ISA"}
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    own = subprocess.run([sys.executable, "-c", code.replace("os.environ", "{}")], env=environment, capture_output=True, text=True)
+    assert said == own.stdout != ""
+
+
 FORK = """
 import os, sys, numpy as np, pagedkv
 x = np.ones((64, 1024), np.float32)

@@ -1,10 +1,10 @@
 /* isa.c - which instruction set the kernels of this process use. */
 #define _GNU_SOURCE /* syscall */
 #include "cpu/cpu.h"
+#include "environment.h"
 
 #include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -30,8 +30,8 @@ static pk_isa best_isa(void)
 static pk_isa choose_isa(void)
 {
     pk_isa best = best_isa();
-    const char *cap = getenv("PAGEDKV_CPU_ISA");
-    if (!cap || !*cap) return best;
+    const char *cap = pk_variable_text(PK_ENV_PAGEDKV_CPU_ISA);
+    if (!cap) return best;
     for (pk_isa isa = PK_ISA_GENERIC; isa <= PK_ISA_AVX512; isa++)
         if (!strcmp(cap, names[isa])) return isa < best ? isa : best;
     fprintf(stderr, "pagedkv: PAGEDKV_CPU_ISA is '%s' but must be generic, avx2 or avx512; using %s\n", cap,
@@ -55,8 +55,7 @@ const char *pk_cpu_isa(void) { return names[pk_cpu_isa_level()]; }
 /* Whether what some CPUs have beside AVX-512 may be used. */
 static bool may_go_beyond_avx512(void)
 {
-    const char *cap = getenv("PAGEDKV_CPU_ISA");
-    return (!cap || !*cap) && pk_cpu_isa_level() == PK_ISA_AVX512;
+    return !pk_variable_text(PK_ENV_PAGEDKV_CPU_ISA) && pk_cpu_isa_level() == PK_ISA_AVX512;
 }
 
 bool pk_cpu_is_intel(void)

@@ -3,11 +3,11 @@
 #define _GNU_SOURCE /* dladdr */
 #endif
 #include "cuda/cublaslt.h"
+#include "environment.h"
 
 #include <dlfcn.h>
 #include <glob.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -62,8 +62,8 @@ static const char *root_of(char *path)
 
 static void find_library(search *s)
 {
-    const char *given = getenv("PAGEDKV_CUBLASLT");
-    if (given && *given) return try_path(s, given, 0);
+    const char *given = pk_variable_text(PK_ENV_PAGEDKV_CUBLASLT);
+    if (given) return try_path(s, given, 0);
     for (const char *soname : SONAMES) try_path(s, soname, RTLD_NOLOAD);
     for (const char *soname : SONAMES) try_path(s, soname, 0);
 
@@ -72,8 +72,9 @@ static void find_library(search *s)
     if (dladdr((const void *)SONAMES, &self) && self.dli_fname)
         snprintf(extension, sizeof extension, "%s", self.dli_fname);
     if (readlink("/proc/self/exe", interpreter, sizeof interpreter - 1) < 0) *interpreter = 0;
-    const char *site = root_of(extension), *base = root_of(interpreter), *environment = getenv("VIRTUAL_ENV");
-    const char *home = getenv("CUDA_HOME"), *path = getenv("CUDA_PATH");
+    const char *site = root_of(extension), *base = root_of(interpreter);
+    const char *environment = pk_variable_text(PK_ENV_VIRTUAL_ENV);
+    const char *home = pk_variable_text(PK_ENV_CUDA_HOME), *path = pk_variable_text(PK_ENV_CUDA_PATH);
 #define SITE_PACKAGES "lib/python3*/site-packages/"
     const struct {
         const char *folder, *tail;

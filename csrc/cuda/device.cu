@@ -4,6 +4,7 @@
  * neither: pk_cuda_count_devices() is the first call that needs one, and says what is missing.
  */
 #include "cuda/cuda.h"
+#include "environment.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -77,8 +78,8 @@ static __global__ void take_bad_id_kernel(pk_cuda_bad_id *bad_id, pk_cuda_bad_id
 /* PAGEDKV_CUDA_MAX_CC=80 makes newer devices take the kernels of compute capability 8.0, so that they can be tested. */
 static pk_status cap_capability(int *capability, pk_error *err)
 {
-    const char *cap = getenv("PAGEDKV_CUDA_MAX_CC");
-    if (!cap || !*cap) return PK_OK;
+    const char *cap = pk_variable_text(PK_ENV_PAGEDKV_CUDA_MAX_CC);
+    if (!cap) return PK_OK;
     int most = atoi(cap);
     if (most < 80) return pk_fail(err, PK_EVALUE, "PAGEDKV_CUDA_MAX_CC is '%s' but must be 80 or more", cap);
     if (most < *capability) *capability = most;

@@ -1,4 +1,5 @@
 /* module.c - the module pagedkv._C: its state, exceptions, types and functions. */
+#include "environment.h"
 #include "py/call.h"
 
 #ifndef PAGEDKV_VERSION
@@ -51,7 +52,12 @@ static int intern_names(py_state *state)
 static int module_exec(PyObject *module)
 {
     py_state *state = py_module_state(module);
+    pk_error err;
     py_set_pause();
+    if (pk_read_environment(&err) != PK_OK) { /* the exceptions of the table are not made yet */
+        PyErr_NoMemory();
+        return -1;
+    }
     if (intern_names(state) < 0) return -1;
     if (add_exception(module, &state->out_of_blocks, "OutOfBlocks",
                       "The pool of a BlockManager has no free block left for what was asked; nothing was changed.",

@@ -76,7 +76,8 @@ def test_going_on_with_the_last_message(theirs):
     messages[-1]["content"] = ""
     assert ChatTemplate({"default": template}, {}).render(messages, **options).endswith("assistant\n")
     with pytest.raises(ValueError, match="needs add_generation_prompt=False"):
-        ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True)
+        ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True, add_generation_prompt=True)
+    assert ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True).endswith("assistant\n")
     with pytest.raises(ValueError, match="whose content is a text"):
         ChatTemplate({"default": template}, {}).render(CHATS[2][:1], **options)
     with pytest.raises(ValueError, match="leaves out the last message"):
@@ -180,6 +181,19 @@ def test_llm_chat(chatty):
         options = {"add_generation_prompt": False, "continue_final_message": True}
         assert llm.chat(going_on, params, use_tqdm=False, **options)[0].text == "46"
         assert llm.chat(chats[0], params, use_tqdm=False, chat_template="5+5=")[0].text == "10"
+        assert llm.chat(going_on, params, use_tqdm=False, continue_final_message=True)[0].text == "46"
+        assert [each.text for each in llm.stream(going_on, params, continue_final_message=True)][-1] is not None
+        switch = {"chat_template": "{% if enable_thinking is defined and not enable_thinking %}5{% endif %}5+5="}
+        texts = [llm.chat(chats[0], params, use_tqdm=False, **switch, **more)[0].text for more in (
+            {}, {"enable_thinking": True}, {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}})]  # fmt: skip
+        assert texts == ["10", "10", "60", "60"]
+        assert "".join(each.text for each in llm.stream(chats[0], params, **switch, enable_thinking=False)) == "60"
+        with pytest.raises(ValueError, match="enable_thinking is False but the chat template has no such switch"):
+            llm.chat(chats[0], params, enable_thinking=False)
+        with pytest.raises(TypeError, match="enable_thinking is 'no' but must be"):
+            llm.chat(chats[0], params, **switch, enable_thinking="no")
+        with pytest.raises(TypeError, match="enable_thinking, continue_final_message: for chats, but the prompt is no"):
+            llm.stream("1+1=", params, enable_thinking=False, continue_final_message=True)
         with pytest.raises(ValueError, match="the chat template failed: SecurityError"):
             llm.chat(chats[0], params, use_tqdm=False, chat_template="{{ ''.__class__ }}")
         with pytest.raises(TypeError, match="messages"):

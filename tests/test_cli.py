@@ -108,7 +108,7 @@ def test_generate_options(capsys, tmp_path):
 
 ERRORS = [
     (("generate", "{tmp}/nowhere", "a"), 1, "nowhere: no such folder"),
-    (("generate", "{tmp}", "a", "--max-tokens", "1000"), 1, "exceed max_model_len=256"),
+    (("generate", "{tmp}", "a" * 256), 1, "256 prompt tokens and"),
     (("generate", "{tmp}", ""), 1, "the prompt is empty"),
     (("generate", "{tmp}", "a", "--temperature", "-1"), 1, "temperature is -1.0"),
     (("generate", "{tmp}", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),

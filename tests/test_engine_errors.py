@@ -38,9 +38,8 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path, place):  # noqa: 
 def test_bad_requests_fail_alone(llm):  # noqa: F811
     """An empty prompt, or one larger than the pool or the model, gets its own error; the others get their tokens."""
     expected = generate(llm, ["abc"], GREEDY)[0].token_ids
-    huge = SamplingParams(max_tokens=2**31 - 1)
-    prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 250, "abc", "abc"]
-    outputs = generate(llm, prompts, [GREEDY] * 7 + [huge, GREEDY])
+    prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 256, "abc"]
+    outputs = generate(llm, prompts, GREEDY)
     messages = [
         None,
         "the prompt is empty",
@@ -48,8 +47,7 @@ def test_bad_requests_fail_alone(llm):  # noqa: F811
         f"token id {VOCAB_SIZE} is not in 0..{VOCAB_SIZE - 1}",
         "token id -1 is not in",
         f"token id {2**40} is not in",
-        "250 prompt tokens and max_tokens=12 exceed max_model_len=256",
-        "3 prompt tokens and max_tokens=2147483647 exceed max_model_len=256",
+        "256 prompt tokens and a new one exceed max_model_len=256",
         None,
     ]
     for output, message in zip(outputs, messages, strict=True):

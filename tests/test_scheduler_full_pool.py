@@ -16,7 +16,7 @@ def test_what_never_fits_is_refused():
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.submit([], 5)
     engine.scheduler.max_model_len = 12
-    with pytest.raises(ValueError, match="10 prompt tokens and max_tokens=3 exceed max_model_len=12"):
+    with pytest.raises(ValueError, match="10 prompt tokens and 3 new ones exceed max_model_len=12"):
         engine.submit([1] * 10, 3)
     engine.finish()
 

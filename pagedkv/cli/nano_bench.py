@@ -72,7 +72,12 @@ class Workload:
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(one.max_tokens for one in self.params)
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the answers, which have no other end."""
+        return [one.max_tokens or 0 for one in self.params]
 
 
 def make_workload(num_requests: int = 256, seed: int = 0) -> Workload:
@@ -143,7 +148,7 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
-    prompts, ends = list(map(len, workload.prompts)), [one.max_tokens for one in workload.params]
+    prompts, ends = list(map(len, workload.prompts)), workload.lengths
     linear = 0.0
     for step in range(1, max(ends)):  # the first token of each is the prompt's
         rows = sum(end > step for end in ends)

@@ -97,9 +97,11 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(f"{name} holds token id {bad[0]}, which is not in 0..{vocab_size - 1}")
 
 
-def params_of_each(given: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def params_of_each(
+    given: SamplingParams | SequenceOf[SamplingParams] | None, default: SamplingParams, count: int
+) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+        return [given or default] * count
     params = list(given)
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts")

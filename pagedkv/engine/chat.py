@@ -50,7 +50,7 @@ class ChatTemplate:
         *,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
@@ -61,11 +61,13 @@ class ChatTemplate:
             tools: JSON schemas of functions that the model may call
             template: the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given
                 and there is one, else "default"
-            add_generation_prompt: the text ends with the beginning of an answer
+            add_generation_prompt: the text ends with the beginning of an answer; None: unless the last message goes on
             continue_final_message: the text ends within the last message, which the model continues
             options: variables of the template
         """
         check_messages(messages)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False: the last message goes on")
         chat = [dict(message) for message in messages]
@@ -74,7 +76,7 @@ class ChatTemplate:
                 raise ValueError("continue_final_message=True needs a last message whose content is a text")
             chat[-1]["content"] += MARKER
         text = self._run(
-            self._find(template, tools),
+            self.find(template, tools),
             self.special_tokens
             | {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
             | options,
@@ -85,7 +87,8 @@ class ChatTemplate:
             raise ValueError("continue_final_message=True, but the template leaves out the last message")
         return text[: text.rindex(MARKER)]
 
-    def _find(self, template: str | None, tools: object) -> str:
+    def find(self, template: str | None, tools: object) -> str:
+        """The text of the template that render() takes."""
         if template is not None:
             return self.templates.get(template, template)
         for name in ("tool_use", "default") if tools else ("default",):
@@ -106,6 +109,26 @@ class ChatTemplate:
         except Exception as error:  # a division by zero, a wrong type, an endless recursion, or any other error
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return "".join(parts)
+
+
+def render_chats(
+    template: ChatTemplate,
+    chats: SequenceOf[Any],
+    *,
+    enable_thinking: bool | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """The texts of chats, with the options of LLM.chat()."""
+    options |= {"template": chat_template, **(chat_template_kwargs or {})}
+    if enable_thinking is not None:
+        if not isinstance(enable_thinking, bool):
+            raise TypeError(f"enable_thinking is {enable_thinking!r} but must be True, False or None")
+        if "enable_thinking" not in template.find(chat_template, options.get("tools")):
+            raise ValueError(f"enable_thinking is {enable_thinking} but the chat template has no such switch")
+        options["enable_thinking"] = enable_thinking
+    return [template.render(messages, **options) for messages in chats]
 
 
 def check_messages(messages: object, name: str = "messages") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from html import escape
 from inspect import Parameter, Signature, signature
 from queue import SimpleQueue
@@ -60,38 +59,39 @@ class Engine:
         eviction: "reuse" keeps cached pages longer that were found again, "lru" does not: see BlockManager
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
 
-    Attributes to read: `config`, `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`,
+    Attributes to read: `config`, `default_params` (the SamplingParams of requests without any: what the model's
+    generation_config.json says), `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`,
     `memory` (on a GPU, bytes by use, as the driver counts them at the start; there is room for the graphs of steps that
     filter, penalise or report tokens, which are captured when they are needed).
 
     Every method may be called from any thread.
     """
 
-    # What **options may be, for help() and inspect.
-    __signature__ = Signature(
-        [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD), *signature(EngineOptions).parameters.values()]
-    )
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        check_names(cls.__name__, options, [each.name for each in fields(EngineOptions)] + ["model"])
-        return super().__new__(cls)
-
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        check_names(type(self).__name__, options, list(signature(EngineOptions).parameters))
         checked = EngineOptions(**options)
         parts = build_parts(model, checked)
         self.folder, self.device, self.config = parts.folder, parts.device, parts.config
         self.dtype, self.kv_cache_dtype = parts.dtype, parts.kv_cache_dtype
         self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
-        self.manager, self.scheduler = parts.manager, parts.scheduler
+        self.manager, self.scheduler, self.default_params = parts.manager, parts.scheduler, parts.default_params
         self.counters = EngineCounters()
         self._runner: ModelRunner | None = parts.runner  # None: closed
         self._identity = parts.identity
         self._book = RequestBook(parts.scheduler, parts.config.vocab_size, type(self).__name__)
-        self._maker = RequestMaker(parts.tokenizer, parts.config, checked.seed, self._book.find)
+        self._maker = RequestMaker(
+            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._book.find
+        )
         self._outputs: Mailbox = SimpleQueue()  # of requests made by add_request()
         self._errands = Errands()
         self._turns = Turns(self._step, self._settle, self._is_unsettled)
         self._pipeline = self._new_pipeline(parts.runner)
+
+    # What **options may be, for help() and inspect.
+    __init__.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "model")]
+        + list(signature(EngineOptions).parameters.values())
+    )
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
         return Pipeline(runner, self.scheduler, self.counters, self._book.received)

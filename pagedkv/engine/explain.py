@@ -23,7 +23,7 @@ def _state(scheduler: Scheduler, seq: Sequence) -> str:
     if seq.num_in_pages:
         if seq.num_computed < seq.num_prompt_tokens:
             return f"runs: {seq.num_computed} of {seq.num_prompt_tokens} prompt tokens are computed"
-        return f"runs: {len(seq.new_tokens)} of at most {seq.params.max_tokens} tokens are sampled"
+        return f"runs: {len(seq.new_tokens)} of at most {seq.max_tokens} tokens are sampled"
     if any(seq in parent.siblings for parent in seq.owner.sequences):
         return "waits until the prompt is computed, which it shares with answer 0"
     if seq.num_tokens == seq.max_num_tokens:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import Prompt, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .calls import Call
-from .chat import ChatTemplate
+from .chat import ChatTemplate, render_chats
 from .engine import Engine
 from .outputs import EmbeddingOutput, RequestOutput
 from .request import Request
@@ -38,11 +38,14 @@ class LLM(Engine):
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in order. A string is one prompt; token ids are a list inside the list.
 
+        sampling_params: one for all prompts, or a list of one for each; None: default_params, which the model's makers
+        recommend. An answer with finish_reason "length" was cut: it has max_tokens, or fills the model's length.
+
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         `priority` and `salt` are those of Engine.add_request().
         """
         all_prompts = list_of_prompts(prompts)
-        params = params_of_each(sampling_params, len(all_prompts))
+        params = params_of_each(sampling_params, self.default_params, len(all_prompts))
         return self._run(all_prompts, params, priority=priority, salt=salt, use_tqdm=use_tqdm)
 
     def stream(
@@ -50,19 +53,30 @@ class LLM(Engine):
         prompt: Prompt | SequenceOf[Message],
         params: SamplingParams | None = None,
         *,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         priority: int = 0,
         salt: bytes = b"",
     ) -> Iterator[RequestOutput]:
         """Yields the answer as it grows: each output holds what is new; the last one has finish_reason.
 
-        `prompt` may also be a chat, with chat_template and chat_template_kwargs as in chat(). Leaving the loop early
-        ends the request.
+        `prompt` may also be a chat, with the options of chat(). Leaving the loop early ends the request.
         """
         text: Any = prompt
+        options = {
+            "tools": tools, "enable_thinking": enable_thinking, "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+        }  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None}
         if is_chat(prompt):
-            text = self._render([prompt], {"template": chat_template, **(chat_template_kwargs or {})})[0]
+            text = self._render([prompt], given)[0]
+        elif given:
+            raise TypeError(f"{', '.join(given)}: for chats, but the prompt is no list of messages")
         mailbox: Mailbox = SimpleQueue()
         kind = RequestOutputKind.DELTA
         request = self._maker.make(text, params, mailbox, Call(), priority=priority, salt=salt, output_kind=kind)
@@ -85,28 +99,38 @@ class LLM(Engine):
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         priority: int = 0,
         salt: bytes = b"",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Returns the model's answer to a chat, which is a list of messages ({"role", "content"}), or to each of a list
-        of chats. The chat template is that of the model's folder; ChatTemplate.render describes the options."""
+        of chats.
+
+        Args:
+            enable_thinking: whether the model thinks before it answers, for templates that have this switch, as Qwen3's
+                has; None: what the template does without it
+            chat_template: instead of that of the model's folder
+            chat_template_kwargs: other variables of the template
+
+        The other options are those of ChatTemplate.render(), and of generate().
+        """
         chats = list_of_chats(messages)
         options = {
-            "tools": tools, "template": chat_template, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, **(chat_template_kwargs or {}),
+            "tools": tools, "enable_thinking": enable_thinking, "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
         }  # fmt: skip
-        params = params_of_each(sampling_params, len(chats))
+        params = params_of_each(sampling_params, self.default_params, len(chats))
         return self._run(self._render(chats, options), params, priority=priority, salt=salt, use_tqdm=use_tqdm)
 
     def _render(self, chats: SequenceOf[Any], options: Mapping[str, Any]) -> list[Prompt]:
         """The chats as token ids: a template writes the special tokens itself."""
-        template = ChatTemplate.from_folder(self.folder)
-        texts = [template.render(messages, **options) for messages in chats]
+        texts = render_chats(ChatTemplate.from_folder(self.folder), chats, **options)
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def embed(

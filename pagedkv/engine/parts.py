@@ -15,10 +15,11 @@ from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import Checkpoint
 
 from .arguments import KV_CACHE_DTYPES, check_options, find_device, model_len
+from .default_params import read_default_params
 from .hub import model_folder
 from .model_runner import ModelRunner
 from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
-from .sampling_params import check_int
+from .sampling_params import SamplingParams, check_int
 from .scheduler import Scheduler
 from .step_size import step_size
 from .tokenizer import Tokenizer
@@ -83,6 +84,7 @@ class EngineParts:
     kv_cache_dtype: str
     max_model_len: int
     tokenizer: Tokenizer
+    default_params: SamplingParams
     runner: ModelRunner
     manager: BlockManager
     scheduler: Scheduler
@@ -92,7 +94,7 @@ class EngineParts:
 
 def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
     device, folder = find_device(options.device), model_folder(model, options.revision)
-    config = Qwen3Config.from_folder(folder)
+    config, default_params = Qwen3Config.from_folder(folder), read_default_params(folder)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
     max_model_len = model_len(options.max_model_len, config)
@@ -144,8 +146,8 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         "block_size": str(options.block_size),
     }
     return EngineParts(
-        folder, device, config, dtype, kv_cache_dtype, max_model_len, Tokenizer(folder), runner, manager, scheduler,
-        identity, memory.by_name,
+        folder, device, config, dtype, kv_cache_dtype, max_model_len, Tokenizer(folder), default_params, runner,
+        manager, scheduler, identity, memory.by_name,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ class RequestBook:
                 self._scheduler.check_pages(request.sequences[0])  # once more: the pool may have shrunk since
         except OutOfBlocks as problem:
             error = problem
-        if error is None and request.params.max_tokens > 0:
+        if error is None and request.params.max_tokens != 0:
             return False
         now = time.perf_counter()
         for seq in request.sequences:

@@ -13,6 +13,7 @@ from .arguments import Prompt, encode
 from .calls import Call
 from .request import Receiver, Request
 from .sampling_params import RequestOutputKind, SamplingParams, check_int
+from .scheduler import Scheduler
 from .sequence import Sequence, private_salt
 from .tokenizer import Tokenizer
 
@@ -21,14 +22,22 @@ class RequestMaker:
     """Works in the caller's thread; any thread may call it.
 
     Args:
+        default_params: of requests without params
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
         find: the unfinished request with an id, or None
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, config: Qwen3Config, seed: int | None, find: Callable[[str], Request | None]
+        self,
+        tokenizer: Tokenizer,
+        config: Qwen3Config,
+        scheduler: Scheduler,
+        default_params: SamplingParams,
+        seed: int | None,
+        find: Callable[[str], Request | None],
     ) -> None:
-        self._tokenizer, self._config, self._find = tokenizer, config, find
+        self._tokenizer, self._config, self._scheduler, self._find = tokenizer, config, scheduler, find
+        self._default_params = default_params
         self._random = random.Random(seed)
         self._sequence_ids = itertools.count()
         self._request_ids = itertools.count()
@@ -59,7 +68,7 @@ class RequestMaker:
         A wrong type or option raises. A prompt that cannot be encoded becomes the error of its request.
         """
         start_time = time.perf_counter()
-        params = SamplingParams() if params is None else params
+        params = self._default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r} but must be SamplingParams")
         if request_id is not None and not isinstance(request_id, str):
@@ -71,13 +80,14 @@ class RequestMaker:
         token_ids, error = encode(name, prompt, self._tokenizer, self._config.vocab_size)
         kind = params.output_kind if output_kind is None else output_kind
         request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
+        max_tokens = self._scheduler.max_tokens(len(token_ids), params.max_tokens)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         for index, id in enumerate(ids):
             seq = Sequence(
                 id, [] if error else token_ids, params, self._seed(params, index), self._config.eos_token_ids,
-                start_time, call=call, priority=priority, salt=salt,
+                start_time, max_tokens=max_tokens, call=call, priority=priority, salt=salt,
             )  # fmt: skip
             seq.owner, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
             if index > 0:

@@ -7,9 +7,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
+from functools import wraps
 from math import inf, isnan
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MAX_FLOAT = 3.4e38  # what float32 holds
 MIN_FLOAT = 1.2e-38  # positive numbers below lose digits in float32, or become zero
@@ -28,9 +31,26 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # there are none: one output at the end
 
 
-@dataclass(frozen=True, slots=True)
+def checks_names(cls: type[T]) -> type[T]:
+    """For a dataclass: an option that it does not have raises with the name that may have been meant. (The class keeps
+    its own signature, and can be subclassed with arguments of its own.)"""
+    make, known = cls.__init__, [each.name for each in fields(cls) if each.init]  # type: ignore[arg-type]
+
+    @wraps(make)
+    def __init__(self: T, *args: Any, **options: Any) -> None:
+        check_names(type(self).__name__, options, known)
+        make(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+@checks_names
+@dataclass(frozen=True)
 class SamplingParams:
     """Frozen; a wrong value raises at once. Names and meanings are those of vLLM and of pagedkv.ops.sample.
+
+    None is the default of every option, but for max_tokens: there it is as many tokens as fit.
 
     Args:
         n: how many answers; they share the prompt's computation and its pages
@@ -49,7 +69,8 @@ class SamplingParams:
             word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are those sampled so far;
             `request` has id, index (which of n) and prompt_token_ids, and lives as long as the answer. It is called on
             the host while the device works
-        max_tokens: the most tokens; 0 returns at once
+        max_tokens: the most tokens; 0 returns at once; None: as many as max_model_len and the pool leave. The answer
+            ends with "length" when it has them, and also where it reaches max_model_len
         min_tokens: until the answer has this many tokens, only max_tokens ends it
         stop: texts (or one) that end the answer where they appear; they are not part of its text
         include_stop_str_in_output: True: they are
@@ -79,7 +100,7 @@ class SamplingParams:
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
     mask: Mask | None = None
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     min_tokens: int = 0
     stop: str | SequenceOf[str] = ()
     include_stop_str_in_output: bool = False
@@ -94,11 +115,10 @@ class SamplingParams:
     has_filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p, min_p
     has_penalties: bool = field(init=False, repr=False, compare=False)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        check_names(cls.__name__, options, [each.name for each in fields(cls) if each.init])
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
+        for each in fields(SamplingParams):
+            if each.init and each.name != "max_tokens" and getattr(self, each.name) is None:
+                self._put(each.name, each.default)
         self._check_numbers()
         self._check_tokens()
         self._check_text()
@@ -132,10 +152,11 @@ class SamplingParams:
         put_float("presence_penalty", -MAX_FLOAT, MAX_FLOAT)
         put_float("frequency_penalty", -MAX_FLOAT, MAX_FLOAT)
         put_int("top_k", -1)
-        put_int("max_tokens", 0)
         put_int("min_tokens", 0)
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens} but must be at most max_tokens={self.max_tokens}")
+        if self.max_tokens is not None:
+            put_int("max_tokens", 0)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens is {self.min_tokens} but must be at most max_tokens={self.max_tokens}")
         put_int("n", 1)
         if self.best_of is not None:
             put_int("best_of", 1)
@@ -170,8 +191,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._put("stop", check_texts("stop", stop))
+        self._put("stop", check_texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._put("bad_words", check_texts("bad_words", self.bad_words))
         if self.stop and not self.detokenize:
             raise ValueError(f"stop is {list(self.stop)!r} but detokenize=False: there is no text to find it in")

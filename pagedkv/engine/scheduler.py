@@ -75,6 +75,14 @@ class Scheduler:
         """Preemptions that kept the KV in host pages."""
         return self._running.num_swaps
 
+    def max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
+        """How many new tokens a sequence gets at most: those wanted, as far as max_model_len goes. None: as far as the
+        pool goes, too. At least one, if any is wanted: check() refuses a prompt that leaves no room for it."""
+        limit = self.max_model_len
+        if wanted is None:
+            limit = wanted = min(limit, self.manager.num_blocks * self.manager.block_size + 1)
+        return min(wanted, max(limit - num_prompt_tokens, 1))
+
     def check(self, seq: Sequence) -> None:
         """Raises ValueError or OutOfBlocks where the sequence could never run."""
         if seq.num_prompt_tokens == 0:

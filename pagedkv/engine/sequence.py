@@ -34,10 +34,10 @@ class Sequence:
     __slots__ = (
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
         "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_told",
-        "is_swapped", "logprobs", "mask_request", "max_num_tokens", "new_tokens", "num_cached", "num_computed",
-        "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown", "num_tokens", "owner",
-        "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt", "seed", "siblings",
-        "source", "start_time", "stop_reason", "wants_embedding",
+        "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "new_tokens", "num_cached",
+        "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown",
+        "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt",
+        "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
 
     def __init__(
@@ -49,10 +49,14 @@ class Sequence:
         eos: frozenset[int],
         start_time: float,
         *,
+        max_tokens: int | None = None,
         call: Call | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> None:
+        """max_tokens: as in params, but as far as it fits (Scheduler.max_tokens)"""
+        max_tokens = params.max_tokens if max_tokens is None else max_tokens
+        assert max_tokens is not None, "only the scheduler knows what fits"
         self.id, self.params, self.seed = id, params, seed
         self.call, self.priority, self.salt = call or Call(), priority, salt
         # Tokens that end it, once there are min_tokens of them.
@@ -60,7 +64,8 @@ class Sequence:
         self.prompt = array("i", prompt)
         self.new_tokens: list[int] = []  # what was sampled, as far as the host knows
         self.num_prompt_tokens = self.num_tokens = len(self.prompt)
-        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
+        self.max_tokens = max_tokens
+        self.max_num_tokens = self.num_prompt_tokens + max_tokens
         self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
         self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
         self.is_swapped = False  # its KV is in host pages
@@ -101,7 +106,8 @@ class Sequence:
     @property
     def wanted(self) -> str:
         """What was asked for, for messages."""
-        return f"{self.num_prompt_tokens} prompt tokens and max_tokens={self.params.max_tokens}"
+        new = "a new one" if self.max_tokens == 1 else f"{self.max_tokens} new ones"
+        return f"{self.num_prompt_tokens} prompt tokens" + ("" if self.wants_embedding else f" and {new}")
 
     @property
     def tokens(self) -> array[int]:
@@ -128,7 +134,7 @@ class Sequence:
             if self.stop_reason is not None:
                 self.finish("stop", now)
                 return
-        if len(self.new_tokens) >= self.params.max_tokens:
+        if len(self.new_tokens) >= self.max_tokens:
             self._finish_at_last_token(now)
 
     def _finish_at_last_token(self, now: float) -> None:
@@ -137,7 +143,7 @@ class Sequence:
         if last in self.end_ids and count >= self.params.min_tokens:
             self.finish("stop", now)
             self.stop_reason = last if last in self.params.stop_token_ids else None
-        elif count >= self.params.max_tokens:
+        elif count >= self.max_tokens:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:

@@ -106,7 +106,8 @@ def test_unknown_options(llm, folder):
         LLM(folder, device="cpu", gpu_memory_use=0.9)
     with pytest.raises(TypeError, match="Engine has no option 'zzz'$"):
         Engine(folder, zzz=1)
-    assert "max_num_seqs: 'int | None' = None" in str(inspect.signature(LLM))
+    assert "max_num_seqs: int | None = None" in str(inspect.signature(LLM))
+    assert str(inspect.signature(SamplingParams)).startswith("(n: 'int' = 1, best_of: ")
     assert "model" in inspect.signature(Engine).parameters
     with pytest.raises(TypeError, match="verbose"):
         llm.generate("a", verbose=True)

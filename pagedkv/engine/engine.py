@@ -90,7 +90,7 @@ class Engine:
     # What **options may be, for help() and inspect.
     __init__.__signature__ = Signature(  # type: ignore[attr-defined]
         [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "model")]
-        + list(signature(EngineOptions).parameters.values())
+        + list(signature(EngineOptions, eval_str=True).parameters.values())
     )
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pagedkv.engine.detokenizer import Detokenizer
-from pagedkv.engine.text_stream import text_stream
+from pagedkv.engine.text_stream import text_streams
 
 
 def random_text(rng: random.Random, length: int) -> str:
@@ -57,7 +57,7 @@ class Wrapped:
         self.tokenizer = tokenizer
 
     def text_stream(self, *, skip_special_tokens: bool):
-        return text_stream(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        return text_streams(self.tokenizer, skip_special_tokens=skip_special_tokens)()
 
 
 def random_ids(name: str, rng: random.Random) -> list[int]:
@@ -92,7 +92,7 @@ def test_the_parts_are_the_whole(name, skips, seed):
 
 def test_a_character_of_several_tokens_comes_whole():
     tokenizer = TOKENIZERS["byte level"]
-    stream = text_stream(tokenizer, skip_special_tokens=True)
+    stream = text_streams(tokenizer, skip_special_tokens=True)()
     ids = [tokenizer.token_to_id(char) for char in ("ð", "Ł", "ĺ", "Ģ")]  # the bytes F0 9F 98 80
     assert [stream.push(token_id) for token_id in ids] == ["", "", "", "\U0001f600"]
     assert stream.push(ids[0]) == "" and stream.finish() == "\ufffd"
@@ -101,7 +101,7 @@ def test_a_character_of_several_tokens_comes_whole():
 def test_a_run_without_text_is_not_decoded_again_and_again():
     """Bytes that never become a character: the window stays short."""
     tokenizer = TOKENIZERS["byte fallback"]
-    stream = text_stream(tokenizer, skip_special_tokens=True)
+    stream = text_streams(tokenizer, skip_special_tokens=True)()
     text = "".join(stream.push(tokenizer.token_to_id("<0x80>")) for _ in range(1000)) + stream.finish()
     assert len(stream._window) <= 2 * stream.MAX_HELD and set(text) == {"\ufffd"} and len(text) >= 990
 

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .added_tokens import NamedTokens
+
 MAX_CHARS = 1 << 26  # of a rendered chat
 MAX_BITS = 1 << 16  # of an integer that a template computes by * or **
 MARKER = "\ue000end of the final message\ue001"  # private code points, which texts do not have
@@ -42,7 +44,7 @@ class ChatTemplate:
             templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
             templates[path.stem] = path.read_text("utf-8")
-        return cls(templates, _special_tokens(config), str(folder))
+        return cls(templates, NamedTokens.from_folder(folder).texts(), str(folder))
 
     def render(
         self,
@@ -154,13 +156,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object")
     return value
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like, which are texts or dicts with "content"."""
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _is_too_large(operator: str, left: object, right: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,7 +94,9 @@ class EngineParts:
 
 def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
     device, folder = find_device(options.device), model_folder(model, options.revision)
-    config, default_params = Qwen3Config.from_folder(folder), read_default_params(folder)
+    config, tokenizer, default_params = Qwen3Config.from_folder(folder), Tokenizer(folder), read_default_params(folder)
+    ends = config.eos_token_ids | tokenizer.eos_token_ids()
+    config = replace(config, eos_token_ids=frozenset(i for i in ends if 0 <= i < config.vocab_size))
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
     max_model_len = model_len(options.max_model_len, config)
@@ -146,7 +148,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         "block_size": str(options.block_size),
     }
     return EngineParts(
-        folder, device, config, dtype, kv_cache_dtype, max_model_len, Tokenizer(folder), default_params, runner,
+        folder, device, config, dtype, kv_cache_dtype, max_model_len, tokenizer, default_params, runner,
         manager, scheduler, identity, memory.by_name,
     )  # fmt: skip
 

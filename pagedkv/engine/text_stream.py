@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Protocol
 
 
@@ -17,19 +18,21 @@ class TextStream(Protocol):
         """The text of what was held back. No token follows."""
 
 
-def text_stream(tokenizer: Any, *, skip_special_tokens: bool) -> TextStream:
-    """A TextStream for this tokenizer (of the `tokenizers` library)."""
+def text_streams(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[], TextStream]:
+    """What makes TextStreams for this tokenizer (of the `tokenizers` library). They share the bytes of its tokens, so
+    it should be kept as long as the tokenizer is, and no longer."""
     from tokenizers.decoders import ByteLevel
 
-    kind = ByteStream if isinstance(tokenizer.decoder, ByteLevel) else WindowStream
-    return kind(tokenizer, skip_special_tokens=skip_special_tokens)
+    if isinstance(tokenizer.decoder, ByteLevel):
+        return partial(ByteStream, _BytesOfTokens(tokenizer, skip_special_tokens))
+    return partial(WindowStream, tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class ByteStream:
     """For byte-level BPE, Qwen3's kind: a token stands for its bytes."""
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self._bytes = _bytes_of_tokens(tokenizer, skip_special_tokens)
+    def __init__(self, bytes_of_tokens: _BytesOfTokens) -> None:
+        self._bytes = bytes_of_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -52,11 +55,6 @@ class _BytesOfTokens(dict[int, bytes]):
         return value
 
 
-@cache
-def _bytes_of_tokens(tokenizer: Any, skip_special_tokens: bool) -> _BytesOfTokens:
-    return _BytesOfTokens(tokenizer, skip_special_tokens)
-
-
 def _bytes_of_token(token: str) -> bytes:
     """Each character stands for a byte. A token with any other character was added later, and is its own text."""
     table = _byte_of_char()
@@ -75,7 +73,14 @@ def _byte_of_char() -> dict[str, int]:
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    return frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    """The tokens that decoding may skip. One that was special once is skipped, too, whatever its flag says later."""
+
+    def is_skipped(token_id: int) -> bool:
+        with_it, without = (tokenizer.decode([token_id], skip_special_tokens=skips) for skips in (False, True))
+        return bool(with_it != without)
+
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special or is_skipped(token_id))
 
 
 class WindowStream:

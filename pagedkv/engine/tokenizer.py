@@ -1,33 +1,61 @@
-"""tokenizer.json, read by the `tokenizers` library when the first text must be encoded or decoded."""
+"""tokenizer.json, read by the `tokenizers` library when it is first needed, and the tokens of the files beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .text_stream import TextStream, text_stream
+from pagedkv.models.config import refuse_pointer
+
+from .added_tokens import NamedTokens
+from .text_stream import TextStream, text_streams
+
+RANDOM = ("dropout", "alpha", "nbest_size")  # settings of a tokenizer's model that draw one of several splits
 
 
 class Tokenizer:
+    """A prompt becomes the token ids that transformers 5.24 makes of it. docs/files.md has the differences."""
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
+        self._streams: dict[bool, Callable[[], TextStream]] = {}  # by skip_special_tokens
 
     @cached_property
     def exists(self) -> bool:
         return self.path.is_file()
 
     @cached_property
+    def named_tokens(self) -> NamedTokens:
+        return NamedTokens.from_folder(self.path.parent)
+
+    @cached_property
     def library(self) -> Any:
-        """The tokenizer, of the `tokenizers` library."""
+        """The tokenizer, of the `tokenizers` library. What its file holds of a training (truncation, padding, random
+        splits) is switched off."""
         if not self.exists:
             raise FileNotFoundError(f"{self.path} is missing: without it prompts must be lists of token ids")
         from tokenizers import Tokenizer as Loaded
 
+        refuse_pointer(self.path)
         try:
-            return Loaded.from_file(str(self.path))
+            library = Loaded.from_file(str(self.path))
         except Exception as error:  # the library raises a bare Exception
             raise ValueError(f"{self.path}: {error}") from None
+        self.named_tokens.add_to(library)
+        library.encode_special_tokens = self.named_tokens.splits_special_tokens
+        library.no_truncation()
+        library.no_padding()
+        for name in RANDOM:
+            if getattr(library.model, name, None) is not None:
+                setattr(library.model, name, None)
+        return library
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """The id of the folder's eos_token, if it names one."""
+        text = self.named_tokens.texts().get("eos_token")
+        return frozenset() if text is None or not self.exists else frozenset([self.library.token_to_id(text)])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.library
@@ -41,4 +69,6 @@ class Tokenizer:
 
     def text_stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """For the tokens of one answer, one at a time."""
-        return text_stream(self.library, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens not in self._streams:
+            self._streams[skip_special_tokens] = text_streams(self.library, skip_special_tokens=skip_special_tokens)
+        return self._streams[skip_special_tokens]()

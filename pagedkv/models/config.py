@@ -14,6 +14,7 @@ from typing import Any
 
 ROPE_TYPES = ("default", "linear", "yarn")
 DTYPES = ("float32", "float16", "bfloat16")
+LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ class Qwen3Config:
         return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a JSON file. A file that is not there raises FileNotFoundError, or is `missing`."""
+    if missing is not None and not path.is_file():
+        return missing
+    refuse_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # JSON or UTF-8
@@ -78,6 +83,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
     return value
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises where git has put a pointer in place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path}: a git-lfs pointer stands in place of the file: run `git lfs pull` in its folder")
 
 
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:

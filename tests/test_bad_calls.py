@@ -350,3 +350,27 @@ def test_cuda_without_cuda():
     ):
         with pytest.raises((error, pagedkv.CudaError), match="cuda|CUDA"):
             call()
+
+
+CALLABLES = {name: each for module in (pagedkv, ops) for name, each in vars(module).items()
+             if getattr(each, "__module__", "").startswith("pagedkv._C") or isinstance(each, type(ops.linear))
+             or each in (pagedkv.BlockManager, pagedkv.Stream, pagedkv.Event, pagedkv.Graph, ops.ElasticBuffer)}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [1, 1e300, (1, 2), b"x", None, object()], ids=lambda key: type(key).__name__)
+@pytest.mark.parametrize("name", sorted(CALLABLES))
+def test_a_keyword_that_is_no_string(name, key):
+    """The interpreter looks for a function, but not for a type."""
+    assert len(CALLABLES) > 40
+    with pytest.raises(TypeError, match="keywords must be strings|takes at most 0 arguments"):
+        CALLABLES[name](**{key: 2})
+
+
+def test_keywords_of_every_kind_of_string():
+    class Text(str):
+        __slots__ = ()
+
+    assert pagedkv.BlockManager(**{Text("num_blocks"): 3, "".join(["block", "_size"]): 4}).num_blocks == 3
+    for word in ("\ud800", "a" * 5000, "", "num_blocks\0"):
+        with pytest.raises((TypeError, UnicodeEncodeError), match="unexpected keyword|surrogates"):
+            pagedkv.BlockManager(1, 2, **{word: 1})

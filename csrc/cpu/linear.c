@@ -64,7 +64,8 @@ static bool fits_sgemm(const pk_linear_args *args)
 
 static bool fits_onednn(const pk_linear_args *args)
 {
-    return are_rows_apart(args->in_features, args->x_stride) && are_rows_apart(args->in_features, args->weight_stride) &&
+    return are_rows_apart(args->in_features, args->x_stride) &&
+           are_rows_apart(args->in_features, args->weight_stride) &&
            are_rows_apart(args->out_features, args->out_stride);
 }
 

@@ -117,7 +117,7 @@ static int missing(const py_signature *signature, PyObject *const *given)
 
 // --- the binder
 
-/* The parameter called `name`, -1 with no exception where there is none. */
+/* The parameter called `name`, a str; -1 with no exception where there is none. */
 static int find_parameter(const py_signature *signature, PyObject *name, int start)
 {
     int first = signature->num_unnamed, count = signature->num_params;
@@ -141,6 +141,7 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
     for (Py_ssize_t k = 0; k < num_keywords; k++) {
         PyObject *name = PyTuple_GetItem(kwnames, k);
         int i = find_parameter(signature, name, next);
+        if (i < 0 && PyErr_Occurred()) return -1;
         if (i < 0 || given[i]) {
             PyErr_Format(
                 PyExc_TypeError,
@@ -168,11 +169,18 @@ int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs
     }
     if (num_keywords && !(kwnames = PySequence_Tuple(kwargs))) return -1;
     for (Py_ssize_t i = 0; i < nargs; i++) values[i] = PyTuple_GetItem(args, i);
-    for (Py_ssize_t k = 0; k < num_keywords; k++)
-        values[nargs + k] = PyDict_GetItemWithError(kwargs, PyTuple_GetItem(kwnames, k));
-    int result = py_bind(signature, values, nargs, kwnames, given);
+    int result = 0;
+    for (Py_ssize_t k = 0; k < num_keywords && result == 0; k++) {
+        PyObject *name = PyTuple_GetItem(kwnames, k);
+        if (!PyUnicode_Check(name)) { /* the interpreter looks for a function, but not for a type */
+            PyErr_Format(PyExc_TypeError, "%s() keywords must be strings", signature->function);
+            result = -1;
+        } else if (!(values[nargs + k] = PyDict_GetItemWithError(kwargs, name))) {
+            if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s() keywords changed", signature->function);
+            result = -1;
+        }
+    }
+    if (result == 0) result = py_bind(signature, values, nargs, kwnames, given);
     Py_XDECREF(kwnames);
     return result;
 }
-
-// --- numbers

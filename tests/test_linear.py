@@ -238,6 +238,12 @@ BUFFER = floats(6, 20)
      ValueError, "add_to_out: not with gate_up"),
     (lambda: ops.linear(BUFFER[:, :4].view(np.float16), np.zeros((4, 8), np.float16), out=BUFFER[:, 3:7]),
      BufferError, "out: overlaps x"),
+    (lambda: ops.use_linear_algorithm(floats(2, 4), floats(3, 4), None, out=floats(2, 3)),
+     TypeError, "algorithm: must be bytes, not None"),
+    (lambda: ops.use_linear_algorithm(floats(2, 4), floats(3, 4), b"12", out=floats(2, 3)),
+     ValueError, "algorithm: has 2 bytes but must have 64"),
+    (lambda: ops.linear_algorithms(floats(2, 4), floats(3, 4), near="x", out=floats(2, 3)),
+     TypeError, "near: must be bytes, not 'x'"),
     (lambda: ops.linear(BUFFER[1:5, 10:], floats(10, 10), out=BUFFER[2:6, 9:19]), BufferError, "out: overlaps x"),
 ])  # fmt: skip
 def test_refusals(call, error, message):

@@ -32,7 +32,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void event_dealloc(PyObject *object)
 {
     py_event *self = py_event_of(object);
-    if (self->backend) self->backend->event_destroy(self->device, self->handle);
+    if (self->backend && py_is_alive(self->device)) self->backend->event_destroy(self->device, self->handle);
     py_free_object(object);
 }
 

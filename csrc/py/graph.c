@@ -5,6 +5,8 @@
  */
 #include "py/stream.h"
 
+#include <stdlib.h>
+
 typedef struct {
     py_memory *memory; /* of a Tensor in `kept` */
     bool is_written;
@@ -32,24 +34,43 @@ py_queue *py_capturing_queue(void) { return capturing ? py_stream_of(capturing->
 
 // --- what a captured call uses
 
+/* Once for every use: a memory may be in the Graphs of several threads at once, so it has no place in one of them. */
 static int use_memory(py_graph *graph, py_memory *memory, bool is_written)
 {
-    if (!memory->graph_slot) {
-        if (graph->num_used == graph->room) {
-            int room = 2 * graph->room + 16;
-            used_memory *used = PyMem_Realloc(graph->used, (size_t)room * sizeof *used);
-            if (!used) {
-                PyErr_NoMemory();
-                return -1;
-            }
-            graph->used = used;
-            graph->room = room;
+    if (graph->num_used == graph->room) {
+        int room = 2 * graph->room + 16;
+        used_memory *used = PyMem_Realloc(graph->used, (size_t)room * sizeof *used);
+        if (!used) {
+            PyErr_NoMemory();
+            return -1;
         }
-        graph->used[graph->num_used++] = (used_memory){memory, false};
-        memory->graph_slot = graph->num_used;
+        graph->used = used;
+        graph->room = room;
     }
-    graph->used[memory->graph_slot - 1].is_written |= is_written;
+    graph->used[graph->num_used++] = (used_memory){memory, is_written};
     return 0;
+}
+
+static int compare_memories(const void *left, const void *right)
+{
+    const py_memory *a = ((const used_memory *)left)->memory, *b = ((const used_memory *)right)->memory;
+    return ((uintptr_t)a > (uintptr_t)b) - ((uintptr_t)a < (uintptr_t)b);
+}
+
+/* At the end of the capture: each memory once, written where one of its uses writes it. */
+static void join_uses(py_graph *graph)
+{
+    int count = 0;
+    if (graph->num_used) qsort(graph->used, (size_t)graph->num_used, sizeof *graph->used, compare_memories);
+    for (int i = 0; i < graph->num_used; i++) {
+        if (count && graph->used[count - 1].memory == graph->used[i].memory)
+            graph->used[count - 1].is_written |= graph->used[i].is_written;
+        else
+            graph->used[count++] = graph->used[i];
+    }
+    used_memory *fewer = count ? PyMem_Realloc(graph->used, (size_t)count * sizeof *fewer) : NULL;
+    if (fewer) graph->used = fewer, graph->room = count;
+    graph->num_used = count;
 }
 
 int py_graph_use(PyObject *object, py_memory *memory, bool is_written)
@@ -98,7 +119,6 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void forget_uses(py_graph *graph)
 {
-    for (int i = 0; i < graph->num_used; i++) graph->used[i].memory->graph_slot = 0;
     PyMem_Free(graph->used);
     graph->used = NULL;
     graph->num_used = graph->room = graph->num_peers = 0;
@@ -119,10 +139,12 @@ static int graph_clear(PyObject *self)
     py_graph *graph = graph_of(self);
     if (graph->handle) {
         py_stream *stream = py_stream_of(graph->stream);
-        if (graph->last && py_queue_wait(py_state_of(self), graph->last, graph->last_tick) < 0)
+        pk_graph handle = graph->handle;
+        bool is_alive = py_is_alive(stream->device);
+        graph->handle = NULL; /* what follows lets other threads run */
+        if (is_alive && graph->last && py_queue_wait(py_state_of(self), graph->last, graph->last_tick) < 0)
             PyErr_WriteUnraisable(self);
-        stream->backend->graph_destroy(stream->device, graph->handle);
-        graph->handle = NULL;
+        if (is_alive) stream->backend->graph_destroy(stream->device, handle);
     }
     forget_uses(graph);
     Py_CLEAR(graph->stream);
@@ -168,25 +190,38 @@ static void collect_garbage(py_state *state)
     if (--state->num_captures == 0 && state->collects_later) PyGC_Enable();
 }
 
+static int begin_capture(py_state *state, py_graph *graph, py_stream *stream)
+{
+    pk_error err;
+    if (!(graph->kept = PyList_New(0))) return -1;
+    /* Who needs what was queued on the stream so far can wait for it during the capture, too. */
+    if (py_queue_mark(state, stream->queue) < 0) return -1;
+    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK) {
+        py_raise(state, &err);
+        return -1;
+    }
+    if (py_enter_stream(graph->stream) == 0) return 0;
+    stream->backend->capture_end(stream->device, stream->handle, NULL, NULL, NULL);
+    return -1;
+}
+
 static PyObject *graph_enter(PyObject *self, PyObject *unused)
 {
     (void)unused;
     py_graph *graph = graph_of(self);
     py_state *state = py_state_of(self);
-    pk_error err;
     if (!graph->stream || graph->handle || graph->is_capturing)
         return PyErr_Format(PyExc_RuntimeError, "a Graph is entered once, by `with graph.capture(stream):`");
     if (capturing) return PyErr_Format(PyExc_RuntimeError, "this thread is capturing another Graph");
     py_stream *stream = py_stream_of(graph->stream);
-    /* Who needs what was queued on the stream so far can wait for it during the capture, too. */
-    if (!(graph->kept = PyList_New(0)) || py_queue_mark(state, stream->queue) < 0) return NULL;
-    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK) return py_raise(state, &err);
-    if (py_enter_stream(graph->stream) < 0) {
-        stream->backend->capture_end(stream->device, stream->handle, NULL, NULL, NULL);
+    graph->is_capturing = true; /* first: no other thread may enter it meanwhile */
+    if (begin_capture(state, graph, stream) < 0) {
+        graph->is_capturing = false;
+        forget_uses(graph);
         return NULL;
     }
     keep_garbage(state);
-    stream->queue->is_capturing = graph->is_capturing = true;
+    stream->queue->is_capturing = true;
     capturing = graph_of(Py_NewRef(self));
     return Py_NewRef(self);
 }
@@ -201,13 +236,14 @@ static PyObject *graph_exit(PyObject *self, PyObject *args)
     bool has_failed = PyTuple_Size(args) > 0 && PyTuple_GetItem(args, 0) != Py_None;
     capturing = NULL;
     Py_DECREF(self); /* the caller has one, too */
-    stream->queue->is_capturing = graph->is_capturing = false;
-    collect_garbage(py_state_of(self));
     pk_status status = stream->backend->capture_end(stream->device, stream->handle, has_failed ? NULL : &graph->handle,
                                                     &graph->num_nodes, &err);
-    for (int i = 0; i < graph->num_used; i++) graph->used[i].memory->graph_slot = 0;
+    collect_garbage(py_state_of(self));
+    join_uses(graph);
     if (!graph->handle) forget_uses(graph);
-    if (py_leave_stream(graph->stream) < 0) return NULL;
+    int left = py_leave_stream(graph->stream);
+    stream->queue->is_capturing = graph->is_capturing = false; /* last: other threads ran meanwhile */
+    if (left < 0) return NULL;
     return has_failed ? Py_NewRef(Py_None) : py_none_or_raise(self, status, &err); /* the error from inside says more */
 }
 
@@ -278,7 +314,8 @@ static PyObject *graph_replay(PY_FASTCALL)
     PY_BIND_NAMED(self, Graph_replay);
     py_graph *graph = graph_of(self);
     pk_error err;
-    if (!graph->handle) return PyErr_Format(PyExc_RuntimeError, "this Graph is not captured yet");
+    if (!graph->handle || graph->is_capturing)
+        return PyErr_Format(PyExc_RuntimeError, "this Graph is not captured yet");
     py_queue *queue = replay_queue(self, given[0]);
     if (!queue || order_replay(self, queue) < 0) return NULL;
     py_stream *captured_on = py_stream_of(graph->stream);

@@ -37,33 +37,35 @@ PyObject *py_linear(PyObject *module, PyObject *const *args, Py_ssize_t nargs, P
     if (py_call_begin(&call, py_module_state(module), PY_SIG_linear, STREAM, args, nargs, kwnames) < 0) return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const double rms_eps = py_call_double(&call, RMS_EPS, 0);
-    const pk_linear_options options = {
-        .bias = py_call_optional(&call, BIAS),
-        .gate_up = py_call_optional_writable(&call, GATE_UP),
-        .rms_eps = call.given[RMS_EPS] && call.given[RMS_EPS] != Py_None ? &rms_eps : NULL,
-        .adds_to_out = py_call_bool(&call, ADD_TO_OUT, false),
-        .weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false),
-    };
+    pk_linear_options options = {0};
+    options.bias = py_call_optional(&call, BIAS);
+    options.gate_up = py_call_optional_writable(&call, GATE_UP);
+    if (call.given[RMS_EPS] && call.given[RMS_EPS] != Py_None) options.rms_eps = &rms_eps;
+    options.adds_to_out = py_call_bool(&call, ADD_TO_OUT, false);
+    options.weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false);
     py_call_ensure_blas(&call, x);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_linear(x, weight, &options, &out.base, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));
 }
 
-/* Whether there is one; or call->has_failed. */
-static bool read_algorithm(py_call *call, int index, pk_linear_algorithm *algorithm)
+/* Its bytes, or call->has_failed. */
+static void read_algorithm(py_call *call, int index, pk_linear_algorithm *algorithm)
 {
     char *bytes;
     Py_ssize_t size;
-    if (call->has_failed || !call->given[index] || call->given[index] == Py_None) return false;
-    call->has_failed = PyBytes_AsStringAndSize(call->given[index], &bytes, &size) < 0;
+    if (call->has_failed) return;
+    call->has_failed = !PyBytes_Check(call->given[index]);
+    if (call->has_failed)
+        PyErr_Format(PyExc_TypeError, "%s: must be bytes, not %R", call->signature->texts[index], call->given[index]);
+    else
+        call->has_failed = PyBytes_AsStringAndSize(call->given[index], &bytes, &size) < 0;
     if (!call->has_failed && size != sizeof *algorithm) {
         PyErr_Format(PyExc_ValueError, "%s: has %zd bytes but must have %zu", call->signature->texts[index], size,
                      sizeof *algorithm);
         call->has_failed = true;
     }
     if (!call->has_failed) memcpy(algorithm, bytes, sizeof *algorithm);
-    return !call->has_failed;
 }
 
 const char py_linear_algorithms_doc[] = PyDoc_STR(
@@ -92,7 +94,8 @@ PyObject *py_linear_algorithms(PyObject *module, PyObject *const *args, Py_ssize
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
     const pk_view *out = py_call_tensor(&call, OUT);
     pk_linear_algorithm near;
-    bool has_near = read_algorithm(&call, NEAR, &near);
+    bool has_near = call.given[NEAR] && call.given[NEAR] != Py_None;
+    if (has_near) read_algorithm(&call, NEAR, &near);
     PY_CALL_RUN(&call, pk_linear_algorithms(x, weight, out, has_near ? &near : NULL, &choices, &call.err));
     if (call.has_failed || call.status != PK_OK) return py_call_end(&call, NULL);
     PyObject *list = PyList_New(choices.count);

@@ -60,7 +60,6 @@ struct py_memory {
     py_memory_reader readers[PY_MAX_READERS]; /* the latest first; a new one runs after the one that it pushes out */
     bool is_shared;                           /* other libraries know the address and may write there by themselves */
     bool is_in_graph;                         /* of somebody else's, which may be replayed at any time, on any stream */
-    int graph_slot;                           /* 1 + its place in the Graph that is capturing; 0: none */
 };
 
 /* What `queue` submits next may use the memory. A few ns where the queue used it last. */

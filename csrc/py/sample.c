@@ -68,21 +68,19 @@ PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, P
     py_call call;
     py_output out;
     if (py_call_begin(&call, py_module_state(module), PY_SIG_sample, STREAM, args, nargs, kwnames) < 0) return NULL;
-    pk_sample_call request = {
-        .logits = py_call_tensor(&call, LOGITS),
-        .temperatures = py_call_tensor(&call, TEMPERATURES),
-        .seeds = py_call_tensor(&call, SEEDS),
-        .positions = py_call_tensor(&call, POSITIONS),
-        .top_k = py_call_optional(&call, TOP_K),
-        .top_p = py_call_optional(&call, TOP_P),
-        .min_p = py_call_optional(&call, MIN_P),
-        .repetition_penalties = py_call_optional(&call, REPETITION_PENALTIES),
-        .presence_penalties = py_call_optional(&call, PRESENCE_PENALTIES),
-        .frequency_penalties = py_call_optional(&call, FREQUENCY_PENALTIES),
-        .counts = py_call_optional_writable(&call, COUNTS),
-        .slots = py_call_optional(&call, SLOTS),
-        .out = &out.base,
-    };
+    pk_sample_call request = {.out = &out.base};
+    request.logits = py_call_tensor(&call, LOGITS);
+    request.temperatures = py_call_tensor(&call, TEMPERATURES);
+    request.seeds = py_call_tensor(&call, SEEDS);
+    request.positions = py_call_tensor(&call, POSITIONS);
+    request.top_k = py_call_optional(&call, TOP_K);
+    request.top_p = py_call_optional(&call, TOP_P);
+    request.min_p = py_call_optional(&call, MIN_P);
+    request.repetition_penalties = py_call_optional(&call, REPETITION_PENALTIES);
+    request.presence_penalties = py_call_optional(&call, PRESENCE_PENALTIES);
+    request.frequency_penalties = py_call_optional(&call, FREQUENCY_PENALTIES);
+    request.counts = py_call_optional_writable(&call, COUNTS);
+    request.slots = py_call_optional(&call, SLOTS);
     py_call_output(&call, OUT, &out);
     PY_CALL_RUN(&call, pk_sample(&request, call.stream, &call.err));
     return py_call_end(&call, py_output_result(&out));

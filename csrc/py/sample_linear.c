@@ -31,13 +31,11 @@ PyObject *py_sample_linear(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (py_call_begin(&call, py_module_state(module), PY_SIG_sample_linear, STREAM, args, nargs, kwnames) < 0)
         return NULL;
     const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
-    const pk_sample_call request = {
-        .temperatures = py_call_tensor(&call, TEMPERATURES),
-        .seeds = py_call_tensor(&call, SEEDS),
-        .positions = py_call_tensor(&call, POSITIONS),
-        .logits = py_call_writable(&call, LOGITS),
-        .out = &out.base,
-    };
+    pk_sample_call request = {.out = &out.base};
+    request.temperatures = py_call_tensor(&call, TEMPERATURES);
+    request.seeds = py_call_tensor(&call, SEEDS);
+    request.positions = py_call_tensor(&call, POSITIONS);
+    request.logits = py_call_writable(&call, LOGITS);
     const bool weight_is_constant = py_call_bool(&call, WEIGHT_IS_CONSTANT, false);
     py_call_ensure_blas(&call, x);
     py_call_output(&call, OUT, &out);

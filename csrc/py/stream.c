@@ -59,6 +59,7 @@ int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream, py_queue
         return 0;
     }
     PyObject *number = PyLong_Check(object) ? Py_NewRef(object) : PyObject_GetAttr(object, state->str_cuda_stream);
+    if (!number && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1; /* a property's own error */
     bool is_number = number && PyLong_Check(number) && !PyBool_Check(number);
     if (is_number) *stream = (pk_stream)(uintptr_t)PyLong_AsUnsignedLongLong(number); /* negative: OverflowError */
     Py_XDECREF(number);
@@ -84,6 +85,12 @@ py_queue *py_queue_arg(PyObject *self, PyObject *object, pk_device device)
     if (queue->device.index == device.index) return queue;
     PyErr_Format(PyExc_BufferError, "stream: is of cuda:%d but this is of cuda:%d", queue->device.index, device.index);
     return NULL;
+}
+
+bool py_is_alive(pk_device device)
+{
+    const pk_backend *backend;
+    return pk_backend_of(device, &backend, NULL) == PK_OK;
 }
 
 int py_device_with(py_state *state, PyObject *object, size_t entry, const char *what, pk_device *device,
@@ -143,14 +150,18 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return NULL;
 }
 
+/* The queue is told before the handle can be given again: both functions of the backend let other threads run. */
 static void stream_dealloc(PyObject *object)
 {
     py_stream *self = py_stream_of(object);
-    if (self->backend) self->backend->stream_destroy(self->device, self->handle);
-    if (self->queue) { /* its work is done: the end of a stream waits for it */
+    pk_error err;
+    bool is_alive = self->backend && py_is_alive(self->device);
+    if (is_alive) (void)self->backend->stream_synchronize(self->device, self->handle, &err);
+    if (self->queue) {
         self->queue->done = self->queue->submitted;
         self->queue->is_gone = true;
     }
+    if (is_alive) self->backend->stream_destroy(self->device, self->handle);
     py_free_object(object);
 }
 

@@ -42,6 +42,8 @@ static inline void py_free_object(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Whether what the device's driver made can be given back: in a child of fork() it is the parent's. */
+bool py_is_alive(pk_device device);
 /* The device that `object` names (NULL: "cuda"), whose backend must have the member of pk_backend at offset `entry` for
  * a `what`. */
 int py_device_with(py_state *state, PyObject *object, size_t entry, const char *what, pk_device *device,

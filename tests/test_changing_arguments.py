@@ -54,6 +54,35 @@ def test_an_import_whose_numbers_another_thread_changes():
     assert outcomes <= {n, None}
 
 
+def test_tokens_that_another_thread_changes():
+    """They are checked, and then kept without the GIL."""
+    n, is_over = 100_000, threading.Event()
+    tokens = np.zeros(n, np.int32)
+
+    def write():
+        while not is_over.is_set():
+            tokens[n // 2] = -5
+            tokens[n // 2] = 7
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    manager, num_kept = BlockManager(n, 4), 0
+    for _ in range(300):
+        try:
+            manager.allocate(1, tokens)
+            manager.append(1, tokens)
+        except ValueError:
+            pass
+        if 1 in manager:
+            num_kept += 1
+            assert manager.token_ids(1).min() >= 0
+            manager.free(1)
+    is_over.set()
+    thread.join()
+    assert num_kept
+    manager.check()
+
+
 def test_torch_memory_that_goes_within_a_call(torch):
     """Code of another argument, or another thread, gives the tensor other memory: what was read stays."""
     num_seqs = 1 << 14  # enough work to let go of the GIL

@@ -163,6 +163,11 @@ def test_the_environment_is_read_at_import_only():
     assert calls == {"csrc/environment.c"} and where(r"\bpk_read_environment\(&") == {"csrc/py/module.c"}
 
 
+def test_the_gil_is_let_go_of_in_one_file():
+    """It knows which threads are without; a backend that pauses must not let go of it twice."""
+    assert where(r"\bPyEval_SaveThread\(|\bPy_BEGIN_ALLOW_THREADS\b") == {"csrc/py/gil.c"}
+
+
 def test_no_exit_and_no_assert_in_the_library():
     assert where(r"\b(exit|abort|assert)\s*\(") == set()
 

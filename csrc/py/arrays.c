@@ -154,15 +154,22 @@ static int64_t read_int(const pk_view *view, int64_t i)
     return view->dtype == PK_I32 ? ((const int32_t *)view->data)[i] : ((const int64_t *)view->data)[i];
 }
 
-/* Up to the first element that is out of range; returns its index, or how many there are. `data` NULL: only looks. */
-static int64_t convert_tensor(const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, void *data)
+/* Copies, then checks what was copied: another thread may write to the tensor. Up to the first element that is out of
+ * range, which is *value then; returns its index, or how many there are. */
+static int64_t convert_tensor(const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, void *data, int64_t *value)
 {
-    for (int64_t i = 0; i < view->shape[0]; i++) {
-        int64_t value = read_int(view, i);
-        if (value < min || value > max) return i;
-        if (data) store_int(data, dtype, i, value);
+    int64_t count = view->shape[0];
+    bool is_alike = view->dtype == dtype && view->stride[0] == 1;
+    if (is_alike && count) memcpy(data, view->data, (size_t)count * pk_dtype_bytes(dtype));
+    for (int64_t i = 0; i < count; i++) {
+        int64_t x = !is_alike ? read_int(view, i) : dtype == PK_I32 ? ((int32_t *)data)[i] : ((int64_t *)data)[i];
+        if (x < min || x > max) {
+            *value = x;
+            return i;
+        }
+        if (!is_alike) store_int(data, dtype, i, x);
     }
-    return view->shape[0];
+    return count;
 }
 
 static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, int64_t min, int64_t max, py_ints *ints)
@@ -181,13 +188,13 @@ static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, in
         return -1;
     }
     int64_t count = view->shape[0];
-    bool in_place = dtype == PK_I32 && view->dtype == PK_I32 && (count < 2 || view->stride[0] == 1);
-    void *data = in_place ? view->data : reserve_ints(ints, count, pk_dtype_bytes(dtype));
-    if (!data && count) return -1;
-    PyThreadState *thread = count >= MANY_INTS ? PyEval_SaveThread() : NULL;
-    int64_t good = convert_tensor(view, dtype, min, max, in_place ? NULL : data);
-    if (thread) PyEval_RestoreThread(thread);
-    if (good < count) return out_of_range(name, good, read_int(view, good), min, max);
+    void *data = reserve_ints(ints, count, pk_dtype_bytes(dtype));
+    if (!data) return -1;
+    bool are_many = count >= MANY_INTS;
+    if (are_many) py_release_gil();
+    int64_t value = 0, good = convert_tensor(view, dtype, min, max, data, &value);
+    if (are_many) py_take_gil();
+    if (good < count) return out_of_range(name, good, value, min, max);
     ints->i64 = data;
     ints->count = count;
     return 0;
@@ -199,7 +206,6 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
     ints->i64 = NULL;
     ints->count = 0;
     ints->converted = NULL;
-    ints->hold.kind = PY_HOLD_NOTHING;
     if (PyList_Check(object) || PyTuple_Check(object) || PyRange_Check(object))
         return from_sequence(name, object, dtype, min, max, ints);
 
@@ -210,15 +216,15 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
         PyErr_Clear();
         return from_sequence(name, object, dtype, min, max, ints);
     }
-    ints->hold = taken.hold;
-    return from_tensor(name, &taken.view, dtype, min, max, ints);
+    int result = from_tensor(name, &taken.view, dtype, min, max, ints);
+    py_release(&taken.hold);
+    return result;
 }
 
 void py_release_ints(py_ints *ints)
 {
     free(ints->converted);
     ints->converted = NULL;
-    py_release(&ints->hold);
 }
 
 PyDoc_STRVAR(
@@ -239,9 +245,10 @@ static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t
         bytes = PyBytes_FromStringAndSize(NULL, ints.count * (Py_ssize_t)sizeof *ints.i32);
     if (bytes && ints.count) {
         char *to = PyBytes_AsString(bytes);
-        PyThreadState *thread = ints.count >= MANY_INTS ? PyEval_SaveThread() : NULL; /* the object is still our own */
+        bool are_many = ints.count >= MANY_INTS;
+        if (are_many) py_release_gil(); /* the object is still our own */
         memcpy(to, ints.i32, (size_t)ints.count * sizeof *ints.i32);
-        if (thread) PyEval_RestoreThread(thread);
+        if (are_many) py_take_gil();
     }
     py_release_ints(&ints);
     return bytes;

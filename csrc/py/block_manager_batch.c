@@ -19,10 +19,11 @@ static void release_token_lists(token_lists *lists)
         py_release_ints(&lists->ints[i]);
         if (i % 64 == 63) py_yield_gil_when_due(&since);
     }
-    PyThreadState *thread = lists->num_ints >= 4096 ? PyEval_SaveThread() : NULL; /* a py_ints has 300 bytes */
+    bool are_many = lists->num_ints >= 4096; /* a py_ints has 300 bytes */
+    if (are_many) py_release_gil();
     free(lists->tokens);
     free(lists->ints);
-    if (thread) PyEval_RestoreThread(thread);
+    if (are_many) py_take_gil();
 }
 
 static int make_token_lists(token_lists *lists, int64_t count, int64_t num_ints)
@@ -62,7 +63,7 @@ static int take_token_lists(PyObject *self, PyObject *object, int64_t num_seqs, 
         lists->tokens[i] = (pk_tokens){ints->i32, ints->count};
         if (i % 64 == 63) py_yield_gil_when_due(&since);  // the tuple is our own
     }
-    Py_DECREF(items);  // an int32 tensor that is read in place is held by its py_ints
+    Py_DECREF(items);
     return result;
 }
 
@@ -149,7 +150,6 @@ PyObject *py_bm_append_batch(PY_FASTCALL)
 static int take_ids_and_numbers(PyObject *self, PyObject **given, const char *name, py_ints *ids, py_ints *numbers)
 {
     numbers->converted = NULL;
-    numbers->hold.kind = PY_HOLD_NOTHING;
     if (py_take_seq_ids(self, given[0], ids) < 0) return -1;
     if (py_take_ints(py_state_of(self), name, given[1], PK_I64, INT64_MIN, INT64_MAX, numbers) < 0) return -1;
     return same_count(name, numbers->count, ids->count);

@@ -61,8 +61,7 @@ const char py_bm_allocate_doc[] =
     "allocate($self, seq_id, token_ids, *, salt=b'')\n--\n\n"
     "A new sequence that starts with token_ids. Returns how many leading tokens are in the cache already: whole\n"
     "pages, verified; they count as computed, so the caller computes the rest and then commits. token_ids: list,\n"
-    "tuple, range, or a one-dimensional int32 or int64 array (int32 is read in place). Only sequences with the same\n"
-    "salt share pages.";
+    "tuple, range, or a one-dimensional int32 or int64 array. Only sequences with the same salt share pages.";
 PyObject *py_bm_allocate(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, allocate);

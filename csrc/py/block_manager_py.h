@@ -27,7 +27,7 @@ typedef struct py_step_memory py_step_memory; /* block_manager_step.c */
 typedef struct {
     PyObject_HEAD pk_block_manager *core;
     pthread_mutex_t mutex;       /* of all that follows, and of what is in the core */
-    PyThreadState *released;     /* of the thread that has the mutex, where it has let go of the GIL; else NULL */
+    bool is_without_gil;         /* so the thread that has the mutex runs */
     py_step_memory *step_memory; /* what the arrays of the last step lie in; NULL before the first */
 } py_block_manager;
 
@@ -36,21 +36,22 @@ static inline py_block_manager *manager_of(PyObject *self) { return (py_block_ma
 static inline void py_bm_lock(py_block_manager *manager)
 {
     if (pthread_mutex_trylock(&manager->mutex) == 0) return;
-    PyThreadState *thread = PyEval_SaveThread();
+    py_release_gil();
     pthread_mutex_lock(&manager->mutex);
-    manager->released = thread;
+    manager->is_without_gil = true;
 }
 /* With the mutex: lets go of the GIL, if it has not yet. */
 static inline void py_bm_release_gil(py_block_manager *manager)
 {
-    if (!manager->released) manager->released = PyEval_SaveThread();
+    if (!manager->is_without_gil) py_release_gil();
+    manager->is_without_gil = true;
 }
 static inline void py_bm_unlock(py_block_manager *manager)
 {
-    PyThreadState *thread = manager->released;
-    manager->released = NULL;
+    bool is_without_gil = manager->is_without_gil;
+    manager->is_without_gil = false;
     pthread_mutex_unlock(&manager->mutex);
-    if (thread) PyEval_RestoreThread(thread);
+    if (is_without_gil) py_take_gil();
 }
 
 /* PY_LOCKED(self, statement): the statement must not touch a Python object, for it may run without the GIL. */

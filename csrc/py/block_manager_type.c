@@ -96,9 +96,9 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     pthread_mutex_init(&self->mutex, NULL);
     pk_status status;
     pk_error err;
-    Py_BEGIN_ALLOW_THREADS /* a big pool takes its time, here and in dealloc */
+    py_release_gil(); /* a big pool takes its time, here and in dealloc */
     status = pk_bm_create(&config, &self->core, &err);
-    Py_END_ALLOW_THREADS
+    py_take_gil();
     if (status != PK_OK) {
         py_raise(state, &err);
         Py_CLEAR(self);
@@ -111,10 +111,10 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 static void manager_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    Py_BEGIN_ALLOW_THREADS
+    py_release_gil();
     pk_bm_destroy(manager_of(self)->core);
     py_step_memory_release(manager_of(self)->step_memory);
-    Py_END_ALLOW_THREADS
+    py_take_gil();
     pthread_mutex_destroy(&manager_of(self)->mutex);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -168,10 +168,12 @@ static PyObject *array_of_seq(PyObject *self, PyObject *value, bool is_tokens)
         bool is_done = false;
         PY_LOCKED(self, {
             status = pk_bm_seq_info(core, seq_id, &info, &err);
-            int64_t now = is_tokens ? info.num_tokens : info.num_blocks;
-            is_done = status == PK_OK && size == now;
-            if (is_done) status = (is_tokens ? pk_bm_copy_tokens : pk_bm_copy_blocks)(core, seq_id, data, &err);
-            size = now;
+            if (status == PK_OK) {
+                int64_t now = is_tokens ? info.num_tokens : info.num_blocks;
+                is_done = size == now;
+                if (is_done) status = (is_tokens ? pk_bm_copy_tokens : pk_bm_copy_blocks)(core, seq_id, data, &err);
+                size = now;
+            }
         });
         if (is_done && status == PK_OK) return array;
         Py_XDECREF(array);

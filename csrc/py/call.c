@@ -263,9 +263,8 @@ static PyObject *allocate_by_exchange(const DLPackExchangeAPI *exchange, pk_dtyp
     DLManagedTensorVersioned *managed = NULL;
     if (exchange->managed_tensor_allocator(&prototype, &managed, NULL, set_error) != 0) return NULL;
     view->data = managed->dl_tensor.data ? (char *)managed->dl_tensor.data + managed->dl_tensor.byte_offset : NULL;
-    void *object = NULL;
-    if (exchange->managed_tensor_to_py_object_no_sync(managed, &object) != 0) return NULL;
-    return object;
+    void *object = NULL; /* DLPack: the managed tensor is stolen, whatever comes of it */
+    return exchange->managed_tensor_to_py_object_no_sync(managed, &object) == 0 ? object : NULL;
 }
 
 /* The same for the stream of the call. */

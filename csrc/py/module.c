@@ -1,6 +1,6 @@
 /* module.c - the module pagedkv._C: its state, exceptions, types and functions. */
-#include "environment.h"
 #include "py/call.h"
+#include "environment.h"
 
 #ifndef PAGEDKV_VERSION
 #error "setup.py passes PAGEDKV_VERSION"

@@ -262,9 +262,8 @@ PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **da
 bool py_array_has_dtype(pk_dtype dtype);
 
 /* A sequence of integers as a C array: int32 where `dtype` is PK_I32, int64 where it is PK_I64. Takes a list, a tuple,
- * any other sequence, or a one-dimensional int32 or int64 tensor on the CPU. An int32 tensor is read in place where
- * int32 is wanted. int64 is always copied: the core checks numbers before it uses them, and another thread could write
- * to the tensor in between. Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A
+ * any other sequence, or a one-dimensional int32 or int64 tensor on the CPU. It is a copy: the core checks numbers before
+ * it uses them, and another thread could write to the tensor in between. Every element is checked: "token_ids: element 3 is -5 but must be in [0, 2147483647]". A
  * single int is not a sequence. */
 typedef struct {
     union {
@@ -274,7 +273,6 @@ typedef struct {
     int64_t count;
     /* private */
     void *converted;
-    py_hold hold;
     int64_t few[32];
 } py_ints;
 int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max,

@@ -1,4 +1,5 @@
-"""Chat templates, beside transformers' apply_chat_template; what must be refused; LLM.chat on a copy of the demo model."""
+"""Chats: what must be refused, where templates are found, and LLM.chat on a copy of the demo model. (What templates write
+is compared with transformers in test_chat_parity.py.)"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.chat import MAX_CHARS, ChatTemplate
+from pagedkv.engine.chat import ChatTemplate
+from pagedkv.engine.template_sandbox import MAX_CHARS
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 CHATS = [
@@ -21,67 +23,29 @@ CHATS = [
         {"role": "assistant", "content": "2", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": [1, None]}}]},
         {"role": "user", "content": "and 2+2?"},
     ],
-    [{"role": "user", "content": [{"type": "text", "text": "parts"}]}, {"role": "assistant", "content": "a"}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "<sum> \u00fc", "parameters": {"type": "object"}}}]
-TEMPLATES = {
-    "like Qwen3's": """{%- if tools %}
-{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}
-    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}{{ ns.last }}""",
-    "special tokens": "{{ bos_token }}{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}",
-    "tojson": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
-    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}u{% endif %}{% endfor %}",
-    "trimmed blocks": "{% for m in messages %}\n    {% if true %}\n  {{ m.role }}\n    {% endif %}\n{% endfor %}\n",
-    "macros": "{% macro show(m) %}[{{ m.role|upper }}]{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
-    "the time": "{{ strftime_now('%Y') }}",
-    "undefined": "{{ nothing }}{% if documents %}d{% endif %}{% if tools is none %}none{% else %}{{ tools|length }}{% endif %}",
-    "slices and tests": "{{ messages[0].role[:2] }}{{ messages[-1].content is mapping }}{{ 'é' ~ (1, 2)|list }}",
-    "dict order": "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}",
-}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    transformers = pytest.importorskip("transformers")
-    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), bos_token="<s>", eos_token="<eos>")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_same_text_as_transformers(theirs, name):
-    ours = ChatTemplate({"default": TEMPLATES[name]}, {"bos_token": "<s>", "eos_token": "<eos>"})
-    for messages in CHATS:
-        for tools in (None, TOOLS):
-            for prompts in (True, False):
-                for options in ({}, {"enable_thinking": False}):
-                    expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], tools=tools, add_generation_prompt=prompts, tokenize=False, **options)  # fmt: skip
-                    assert ours.render(messages, tools=tools, add_generation_prompt=prompts, **options) == expected
-
-
-def test_going_on_with_the_last_message(theirs):
-    template = TEMPLATES["like Qwen3's"]
-    messages = [*CHATS[1], {"role": "assistant", "content": "The sum is"}]
-    expected = theirs.apply_chat_template(messages, chat_template=template, continue_final_message=True, tokenize=False)
-    options = {"add_generation_prompt": False, "continue_final_message": True}
-    assert ChatTemplate({"default": template}, {}).render(messages, **options) == expected
-    assert expected.endswith("The sum is")
+def test_going_on_with_the_last_message():
+    template = ChatTemplate({"default": "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"}, {})
+    messages = [*CHATS[1], {"role": "assistant", "content": "The sum is "}]
+    assert template.render(messages, continue_final_message=True).endswith("2+2?;assistant: The sum is ")
     messages[-1]["content"] = ""
-    assert ChatTemplate({"default": template}, {}).render(messages, **options).endswith("assistant\n")
+    assert template.render(messages, continue_final_message=True).endswith("assistant: ")
     with pytest.raises(ValueError, match="needs add_generation_prompt=False"):
-        ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True, add_generation_prompt=True)
-    assert ChatTemplate({"default": template}, {}).render(messages, continue_final_message=True).endswith("assistant\n")
-    with pytest.raises(ValueError, match="whose content is a text"):
-        ChatTemplate({"default": template}, {}).render(CHATS[2][:1], **options)
-    with pytest.raises(ValueError, match="leaves out the last message"):
-        ChatTemplate({"default": "x"}, {}).render(messages, **options)
+        template.render(messages, continue_final_message=True, add_generation_prompt=True)
+    for content in (None, 5):
+        messages[-1]["content"] = content
+        with pytest.raises(ValueError, match="the last message has no text as its content"):
+            ChatTemplate({"default": "{{ messages[-1].content }}"}, {}).render(messages, continue_final_message=True)
+    for field in ("reasoning_content", "thoughts"):
+        with pytest.raises(ValueError, match=f"the last message has no text as its {field}"):
+            template.render(CHATS[1], continue_final_message=field)
+    messages[-1]["content"] = "abc"
+    for cut in ("x", "{{ messages[-1].content[1:] }}"):
+        with pytest.raises(ValueError, match="leaves out the last message or some of it"):
+            ChatTemplate({"default": cut}, {}).render(messages, continue_final_message=True)
 
 
 FAILING = {
@@ -124,6 +88,8 @@ def test_templates_that_fail_or_leave_the_sandbox(name):
         ([{"role": "user"}, "x"], TypeError, r"messages\[1\] is 'x' but must be a dict"),
         ([{"content": "x"}], ValueError, r"messages\[0\]: role is None"),
         ([{"role": 3, "content": "x"}], ValueError, r"messages\[0\]: role is 3"),
+        ({"role": "user", "content": "x"}, TypeError, "messages is {'role'"),
+        ([["role", "user"]], TypeError, r"messages\[0\] is \['role'"),
     ],
 )
 def test_bad_messages(messages, error, message):
@@ -198,5 +164,7 @@ def test_llm_chat(chatty):
             llm.chat(chats[0], params, use_tqdm=False, chat_template="{{ ''.__class__ }}")
         with pytest.raises(TypeError, match="messages"):
             llm.chat("12+34", params)
+        with pytest.raises(ValueError, match=r"messages\[0\]: part 0 of its content is of type 'image_url': only text is read"):
+            llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([], params)

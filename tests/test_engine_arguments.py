@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import inspect
+import io
 import threading
+from collections import deque
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,7 +240,65 @@ def test_prompts_of_the_wrong_type(llm, prompts):
         generate(llm, prompts)
 
 
-@pytest.mark.parametrize("prompt", [["a"], [1.5], np.ones((2, 2), int), {"a": 1}])
+NO_LISTS = {
+    "a file": lambda: io.StringIO("abc\ncba\n"),
+    "a set": lambda: {"abc", "cba"},
+    "an iterator of characters": lambda: iter("abc"),
+    "a generator": lambda: (text for text in ["abc"]),
+    "a map": lambda: map(str, [1, 2]),
+    "keys": lambda: {"abc": 1}.keys(),
+    "bytes": lambda: b"abc",
+    "a bytearray": lambda: bytearray(b"abc"),
+    "a view": lambda: memoryview(b"abc"),
+    "one list of token ids": lambda: [1, 2, 3],
+    "one array of token ids": lambda: np.array([1, 2, 3]),
+    "one array.array": lambda: array.array("i", [1, 2, 3]),
+    "a range": lambda: range(3),
+    "a dict of other keys": lambda: {"text": "abc"},
+    "an empty dict": dict,
+    "a message": lambda: {"role": "user", "content": "abc"},
+    "messages": lambda: [{"role": "user", "content": "abc"}],
+    "an image": lambda: {"prompt": "abc", "multi_modal_data": {"image": 1}},
+    "a text that is none": lambda: {"prompt": [1, 2]},
+    "token ids that are none": lambda: {"prompt_token_ids": "abc"},
+    "no token ids": lambda: {"prompt_token_ids": None},
+}
+
+
+@pytest.mark.parametrize("name", NO_LISTS)
+def test_what_is_no_list_of_prompts(llm, name):
+    for call in (llm.generate, llm.embed):
+        with pytest.raises(TypeError, match=r"prompt"):
+            call(NO_LISTS[name](), use_tqdm=False)
+    assert llm.stats().num_waiting == 0 and not llm.has_unfinished_requests()
+
+
+def test_prompts_as_dicts(llm):
+    """As vLLM's, alone or in a list; with both, the token ids are served, and the text is shown."""
+    ids = [ALPHABET.index(c) for c in "12+34="]
+    expected = generate(llm, ["12+34="], GREEDY)[0].token_ids
+    ways = [{"prompt": "12+34="}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}, {"prompt": "x", "prompt_token_ids": ids},
+            {"prompt": "12+34=", "prompt_token_ids": None}, MappingProxyType({"prompt": "12+34=", "multi_modal_data": None})]  # fmt: skip
+    shown = ["12+34=", None, None, "x", "12+34=", "12+34="]
+    together = generate(llm, [*ways, "12+34="], GREEDY)
+    alone = [generate(llm, way, GREEDY)[0] for way in ways] + together[-1:]
+    for output, single, text in zip(together, alone, [*shown, "12+34="], strict=True):
+        assert (output.prompt, single.prompt) == (text, text)
+        assert output.prompt_token_ids == single.prompt_token_ids == ids
+        assert output.token_ids == single.token_ids == expected
+    streamed = list(llm.stream(ways[1], GREEDY))
+    assert [token for output in streamed for token in output.token_ids] == expected
+    vectors = [llm.embed(way, use_tqdm=False)[0].embedding for way in (*ways, "12+34=")]
+    assert all((vector == vectors[0]).all() for vector in vectors)
+    llm.add_request(ways[0], GREEDY, "a")
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    assert outputs[-1].prompt == "12+34=" and outputs[-1].token_ids == expected
+    assert [each.token_ids for each in generate(llm, np.array([ids, ids]), GREEDY)] == [expected] * 2
+    assert [each.token_ids for each in generate(llm, deque([ids]), GREEDY)] == [expected]
+
+
+@pytest.mark.parametrize("prompt", [["a"], [1.5], np.ones((2, 2), int)])
 def test_a_prompt_that_holds_no_token_ids(llm, prompt):
     with pytest.raises(TypeError, match=r"prompts\[1\] holds no token ids: "):
         generate(llm, ["abc", prompt])

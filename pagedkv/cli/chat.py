@@ -143,7 +143,7 @@ def _converse(chat: Chat) -> None:
 
 def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
     """Answers one line after the other, and prints each answer as soon as it is complete."""
-    from pagedkv.engine.chat import check_messages
+    from pagedkv.engine.messages import plain_messages
 
     num_errors = 0
     for line in json_lines(args.jsonl):
@@ -155,7 +155,7 @@ def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
             unknown = sorted(options.keys() - set(SAMPLING))
             if unknown:
                 raise ValueError(f"no option {unknown[0]!r}: there are messages, {', '.join(SAMPLING)}")
-            check_messages(messages)
+            plain_messages(messages)
             chat.reset()
             print_json(**chat.answer([*chat.messages, *messages], options, lambda new: None))
         except (TypeError, ValueError) as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from operator import index
 from typing import Any
@@ -12,10 +13,12 @@ from pagedkv import Stream, ops
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import DTYPES, Qwen3Config
 
+from .messages import is_message
 from .sampling_params import SamplingParams, check_int
 from .tokenizer import Tokenizer
 
-Prompt = str | SequenceOf[int]
+Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a dict: {"prompt": text} or {"prompt_token_ids": ids}
+Prompts = str | Mapping[str, Any] | SequenceOf[Prompt]  # one, or a list
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
 
 
@@ -69,24 +72,48 @@ def model_len(wanted: int | None, config: Qwen3Config) -> int:
     return wanted
 
 
-def list_of_prompts(prompts: str | SequenceOf[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+def list_of_prompts(prompts: Prompts) -> list[Prompt]:
+    """A text or a dict is one prompt. Other iterables than lists and arrays are refused: a set has no order, and a
+    file's lines or an iterator's items are hardly meant to be prompts."""
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts is {prompts!r} but must be a string or a list of prompts")
+    is_list = isinstance(prompts, SequenceOf) and not isinstance(prompts, (bytes, bytearray, memoryview))
+    if not is_list and not hasattr(prompts, "__dlpack__"):
+        raise TypeError(f"prompts is {reprlib.repr(prompts)} but must be a string or a list of prompts")
     return list(prompts)
+
+
+def read_prompt(name: str, prompt: Prompt) -> tuple[str | None, str | SequenceOf[int]]:
+    """A prompt's text to be shown, and its text or token ids to be served. A dict may have both."""
+    if not isinstance(prompt, Mapping):
+        return (prompt, prompt) if isinstance(prompt, str) else (None, prompt)
+    given = {key: value for key, value in prompt.items() if value is not None}
+    unknown = sorted(map(str, given.keys() - {"prompt", "prompt_token_ids"}))
+    if unknown or not given:
+        raise TypeError(
+            f"{name} has {unknown[0] if unknown else 'nothing'!r}: a dict holds 'prompt', a text, or 'prompt_token_ids'"
+            + ("; messages are for chat()" if "role" in given else "")
+        )
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"{name}['prompt'] is {text!r} but must be a text")
+    if isinstance(ids, (str, Mapping)):
+        raise TypeError(f"{name}['prompt_token_ids'] is {ids!r} but must be a list of token ids")
+    return text, given["prompt"] if ids is None else ids
 
 
 def is_chat(prompt: Any) -> bool:
     """Whether the prompt is a list of messages, neither a text nor token ids."""
-    return isinstance(prompt, SequenceOf) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    messages = getattr(prompt, "messages", prompt)
+    return isinstance(messages, SequenceOf) and len(messages) > 0 and is_message(messages[0])
 
 
 def list_of_chats(messages: Any) -> list[Any]:
     """A list of chats. One chat is a list of messages."""
+    messages = getattr(messages, "messages", messages)
     if not isinstance(messages, SequenceOf) or isinstance(messages, (str, bytes)):
         raise TypeError(f"messages is {messages!r} but must be a list of messages, or a list of such lists")
-    return [messages] if not messages or is_chat(messages) else list(messages)
+    return [messages] if not messages or is_message(messages[0]) else list(messages)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
@@ -112,7 +139,7 @@ def params_of_each(
 
 
 def encode(
-    name: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int
+    name: str, prompt: str | SequenceOf[int], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[array[int] | list[int], ValueError | None]:
     """The token ids of a prompt, and the error if they are wrong. A prompt of the wrong type raises TypeError, whose
     message calls it `name`. The first step waits for this: 144,000 ids take 1 ms, and 10 ms in a loop of Python."""

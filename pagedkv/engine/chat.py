@@ -5,21 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .added_tokens import NamedTokens
+from .messages import (
+    REASONING,
+    Chat,
+    check_text_only,
+    join_parts,
+    parse_arguments,
+    plain,
+    plain_dicts,
+    plain_messages,
+)
+from .template_sandbox import run_template
 
-MAX_CHARS = 1 << 26  # of a rendered chat
-MAX_BITS = 1 << 16  # of an integer that a template computes by * or **
-MARKER = "\ue000end of the final message\ue001"  # private code points, which texts do not have
+# Marks where the final message ends. Its last character, a space, is missing where the template trims the message.
+MARKER = "END_OF_THE_FINAL_MESSAGE_OF_PAGEDKV "
 
 
 class ChatTemplate:
     """Renders as transformers' apply_chat_template does: its variables, filters, functions and tags, in Jinja's sandbox
-    for untrusted templates (jinja2.sandbox.ImmutableSandboxedEnvironment).
+    for untrusted templates (jinja2.sandbox.ImmutableSandboxedEnvironment). Messages are prepared as there: keys that
+    are None are left out, `reasoning` and `thinking` are found as `reasoning_content`, and objects with model_dump(),
+    which the clients of servers return, are taken for dicts.
+
+    Four things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
+    template that would lose the parts, as vLLM does. Arguments of tool calls that are JSON texts become dicts for a
+    template that fails on texts. Each message must have a role. Tools must be JSON schemas, not functions.
 
     A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
     the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops
@@ -48,69 +62,96 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: SequenceOf[Mapping[str, Any]],
+        messages: SequenceOf[Any],
         *,
-        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        tools: SequenceOf[Any] | None = None,
+        documents: SequenceOf[Any] | None = None,
         template: str | None = None,
         add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         **options: Any,
     ) -> str:
         """The text of a chat.
 
         Args:
-            messages: dicts with a "role" and, in most of them, "content"
+            messages: dicts with a "role" and, in most of them, "content": a text, or a list of parts
             tools: JSON schemas of functions that the model may call
+            documents: dicts with "title" and "text", for templates that know of them
             template: the text of a template, or the name of one of the folder's; None: "tool_use" where tools are given
-                and there is one, else "default"
+                (an empty list, too) and there is one, else "default"
             add_generation_prompt: the text ends with the beginning of an answer; None: unless the last message goes on
-            continue_final_message: the text ends within the last message, which the model continues
-            options: variables of the template
+            continue_final_message: the text ends within the last message, which the model continues: at the end of its
+                content or, where this is a name, of the field of this name, such as "reasoning_content"
+            options: other variables of the template
         """
-        check_messages(messages)
+        chat = plain_messages(messages)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False: the last message goes on")
-        chat = [dict(message) for message in messages]
-        if continue_final_message:
-            if not isinstance(chat[-1].get("content"), str):
-                raise ValueError("continue_final_message=True needs a last message whose content is a text")
-            chat[-1]["content"] += MARKER
-        text = self._run(
-            self.find(template, tools),
-            self.special_tokens
-            | {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-            | options,
-        )
+        source = self.find(template, tools)
+        variables = self.special_tokens | plain(options)
+        variables |= {"tools": plain_dicts("tools", tools), "documents": plain_dicts("documents", documents)}
+        variables["add_generation_prompt"] = add_generation_prompt
+
+        def write(chat: Chat) -> str:
+            try:
+                return run_template(source, variables | {"messages": chat})
+            except ValueError:
+                parsed = parse_arguments(chat)
+                if parsed == chat:
+                    raise
+                return run_template(source, variables | {"messages": parsed})
+
+        chat = join_parts(chat, write)
         if not continue_final_message:
-            return text
-        if MARKER not in text:
-            raise ValueError("continue_final_message=True, but the template leaves out the last message")
-        return text[: text.rindex(MARKER)]
+            return write(chat)
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        return _cut(write(_with_marker(chat, field)), _final_text(chat, field))
 
     def find(self, template: str | None, tools: object) -> str:
         """The text of the template that render() takes."""
         if template is not None:
             return self.templates.get(template, template)
-        for name in ("tool_use", "default") if tools else ("default",):
+        for name in ("default",) if tools is None else ("tool_use", "default"):
             if name in self.templates:
                 return self.templates[name]
         raise ValueError(f"{self.source}: no chat template in the model's folder; give one (chat_template)")
 
-    @staticmethod
-    def _run(template: str, variables: Mapping[str, Any]) -> str:
-        environment = _environment()
-        parts, length = [], 0
-        try:
-            for part in environment.from_string(template).generate(**variables):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_CHARS:
-                    raise ValueError(f"it wrote more than {MAX_CHARS:,} characters")
-        except Exception as error:  # a division by zero, a wrong type, an endless recursion, or any other error
-            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
-        return "".join(parts)
+
+def _final_text(chat: Chat, field: str) -> str:
+    """What is continued: the field of the last message, or the last text part in it."""
+    value = chat[-1].get(field)
+    if isinstance(value, (list, tuple)):
+        texts = [part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        value = texts[-1] if texts else None
+    if not isinstance(value, str):
+        raise ValueError(f"continue_final_message: the last message has no text as its {field}")
+    return value
+
+
+def _with_marker(chat: Chat, field: str) -> Chat:
+    """The chat with MARKER behind what _final_text() returns, under all names that it has."""
+    last = dict(chat[-1])
+    text, names = _final_text(chat, field), REASONING if field in REASONING else (field,)
+    for name in names:
+        value = last.get(name)
+        if isinstance(value, (list, tuple)):
+            parts = list(value)
+            at = max(k for k, part in enumerate(parts) if isinstance(part, dict) and isinstance(part.get("text"), str))
+            parts[at] = {**parts[at], "text": text + MARKER}
+            last[name] = parts
+        elif value == text:
+            last[name] = text + MARKER
+    return [*chat[:-1], last]
+
+
+def _cut(text: str, final: str) -> str:
+    """The text up to the marker. Where the template has trimmed the message, the end of the message is trimmed, too."""
+    if MARKER.strip() not in text or final.strip() not in text:
+        raise ValueError("continue_final_message, but the chat template leaves out the last message or some of it")
+    at = text.rindex(MARKER.strip())
+    return text[:at] if text[at:].startswith(MARKER) else text[:at].rstrip()
 
 
 def render_chats(
@@ -130,20 +171,10 @@ def render_chats(
         if "enable_thinking" not in template.find(chat_template, options.get("tools")):
             raise ValueError(f"enable_thinking is {enable_thinking} but the chat template has no such switch")
         options["enable_thinking"] = enable_thinking
-    return [template.render(messages, **options) for messages in chats]
-
-
-def check_messages(messages: object, name: str = "messages") -> None:
-    """Raises unless it is a list of dicts that have a role, and not empty."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, SequenceOf):
-        raise TypeError(f"{name} is {messages!r} but must be a list of messages")
-    if not messages:
-        raise ValueError(f"{name} is empty")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{name}[{i}] is {message!r} but must be a dict with role and content")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{name}[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
+    plain_chats = [plain_messages(messages) for messages in chats]
+    for chat in plain_chats:
+        check_text_only(chat)
+    return [template.render(chat, **options) for chat in plain_chats]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -156,56 +187,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object")
     return value
-
-
-def _is_too_large(operator: str, left: object, right: object) -> bool:
-    """Whether left * right or left ** right would be too long, or an integer of too many bits."""
-    if isinstance(left, int) and isinstance(right, int):
-        lengths = left.bit_length(), right.bit_length()
-        return (lengths[0] * max(right, 0) if operator == "**" else sum(lengths)) > MAX_BITS
-    for sized, times in ((left, right), (right, left)):
-        if isinstance(sized, (str, bytes, list, tuple)) and isinstance(times, int):
-            return len(sized) * times > MAX_CHARS
-    return False
-
-
-@cache
-def _environment() -> Any:
-    try:
-        from jinja2 import TemplateError, ext, nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-    except ModuleNotFoundError as error:
-        raise ImportError("chat templates need Jinja2 (pip install pagedkv[chat]), which is not installed") from error
-
-    class Generation(ext.Extension):  # type: ignore[misc]
-        """{% generation %} ... {% endgeneration %} marks what the model has written; here it changes nothing."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:  # Jinja's own writes an empty text for it
-            raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not for templates")
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _is_too_large(operator, left, right):
-                raise SecurityError(f"what {operator} makes here is too large")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

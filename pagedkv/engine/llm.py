@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Prompt, is_chat, list_of_chats, list_of_prompts, params_of_each
+from .arguments import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .calls import Call
 from .chat import ChatTemplate, render_chats
 from .engine import Engine
@@ -29,14 +29,17 @@ class LLM(Engine):
 
     def generate(
         self,
-        prompts: str | SequenceOf[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         priority: int = 0,
         salt: bytes = b"",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Returns one output per prompt, in order. A string is one prompt; token ids are a list inside the list.
+        """Returns one output per prompt, in order.
+
+        prompts: a list of texts, of lists of token ids, or of dicts with "prompt" (a text) or "prompt_token_ids"; one
+        text or dict is one prompt.
 
         sampling_params: one for all prompts, or a list of one for each; None: default_params, which the model's makers
         recommend. An answer with finish_reason "length" was cut: it has max_tokens, or fills the model's length.
@@ -134,7 +137,7 @@ class LLM(Engine):
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def embed(
-        self, prompts: str | SequenceOf[Prompt], *, priority: int = 0, salt: bytes = b"", use_tqdm: bool = True
+        self, prompts: Prompts, *, priority: int = 0, salt: bytes = b"", use_tqdm: bool = True
     ) -> list[EmbeddingOutput]:
         """Returns for every prompt the last hidden state of its last token, normalised to length 1: float32
         [hidden_size].

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pagedkv.models.config import Qwen3Config
 
-from .arguments import Prompt, encode
+from .arguments import Prompt, encode, read_prompt
 from .calls import Call
 from .request import Receiver, Request
 from .sampling_params import RequestOutputKind, SamplingParams, check_int
@@ -77,9 +77,11 @@ class RequestMaker:
         if not isinstance(salt, bytes):
             raise TypeError(f"salt is {salt!r} but must be bytes")
         request_id = self._free_id() if request_id is None else request_id
-        token_ids, error = encode(name, prompt, self._tokenizer, self._config.vocab_size)
+        text, served = read_prompt(name, prompt)
+        token_ids, error = encode(name, served, self._tokenizer, self._config.vocab_size)
         kind = params.output_kind if output_kind is None else output_kind
-        request = Request(request_id, prompt, token_ids, params, receiver, kind, self._tokenizer, start_time)
+        shown = served if text is None else text
+        request = Request(request_id, shown, token_ids, params, receiver, kind, self._tokenizer, start_time)
         max_tokens = self._scheduler.max_tokens(len(token_ids), params.max_tokens)
         ids = [next(self._sequence_ids) for _ in range(params.num_sequences)]
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache

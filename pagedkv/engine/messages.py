@@ -1,0 +1,176 @@
+"""Messages as people send them, made into the plain dicts that chat templates are written for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+Chat = list[dict[str, Any]]
+# What servers call the thoughts of an answer; templates read the first.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MEDIA = ("image", "audio", "video", "file")
+
+
+def is_message(value: object) -> bool:
+    """A dict, or an object that has one: a dataclass, or a model of pydantic, as the clients of servers return."""
+    return isinstance(value, Mapping) or _has_fields(value) or callable(getattr(value, "model_dump", None))
+
+
+def _has_fields(value: object) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types, built anew: a template gets nothing of the caller's to change or to call. Anything
+    else becomes the name of its type, such as "<ndarray>"."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enum, say
+            return str.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    for sequence in (list, tuple):
+        if isinstance(value, sequence):
+            return sequence(map(plain, value))
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if _has_fields(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def plain_messages(messages: object, name: str = "messages") -> Chat:
+    """The messages as dicts without the keys that are None. Raises unless they are a list that is not empty, and each
+    has a role. Thoughts are also found under the names that templates read."""
+    messages = getattr(messages, "messages", messages)
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, SequenceOf):
+        raise TypeError(f"{name} is {messages!r} but must be a list of messages")
+    if not messages:
+        raise ValueError(f"{name} is empty")
+    chat = []
+    for i, given in enumerate(messages):
+        if not is_message(given):
+            raise TypeError(f"{name}[{i}] is {given!r} but must be a dict with role and content")
+        message = {key: value for key, value in plain(given).items() if value is not None}
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{name}[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
+        thoughts = [message[key] for key in REASONING if key in message]
+        if thoughts:
+            message = {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
+        chat.append(message)
+    return chat
+
+
+def plain_dicts(name: str, values: object) -> list[Any] | None:
+    """Tools or documents as dicts; None: there are none."""
+    if values is None:
+        return None
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} is {values!r} but must be a list of dicts, or None")
+    for i, value in enumerate(values):
+        if not is_message(value):
+            raise TypeError(f"{name}[{i}] is {value!r} but must be a dict")
+    return [plain(value) for value in values]
+
+
+def check_text_only(messages: Chat) -> None:
+    """Raises where a message has a part that the model cannot see."""
+    for i, message in enumerate(messages):
+        for k, part in enumerate(message["content"] if isinstance(message.get("content"), (list, tuple)) else ()):
+            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+            if any(word in kind for word in MEDIA):
+                raise ValueError(f"messages[{i}]: part {k} of its content is of type {kind!r}: only text is read")
+
+
+# --- content in parts
+
+
+def join_parts(messages: Chat, write: Callable[[Chat], str]) -> Chat:
+    """The messages with content as a text instead of a list of parts where the template would lose parts of the list.
+
+    Qwen3's own template writes nothing for a list, others write Python's notation of it. Whether a template writes the
+    parts is seen when it does: it gets the chat once with lists and once with texts, in which each part carries a mark
+    (of characters that Python's notation writes otherwise).
+    """
+    lists = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), (list, tuple))}
+    if not lists:
+        return messages
+    marks = {i: [f"\ue000{i}.{k}\ue001" for k in range(max(len(parts), 1))] for i, parts in lists.items()}
+    marked = {i: _with_marks(parts, marks[i]) for i, parts in lists.items()}
+    as_lists = _attempt(write, _with_contents(messages, marked))
+    as_texts = _attempt(write, _with_contents(messages, {i: _joined(parts) for i, parts in marked.items()}))
+    if as_texts is None:
+        return messages
+
+    def is_lost(i: int) -> bool:
+        return as_lists is None or any(mark in as_texts and mark not in as_lists for mark in marks[i])
+
+    for i, parts in lists.items():
+        for k, part in enumerate(parts if is_lost(i) else ()):
+            if _text_of(part) is None:
+                raise ValueError(f"messages[{i}]: part {k} of its content is {part!r}, which the template leaves out")
+    return _with_contents(messages, {i: _joined(parts) for i, parts in lists.items() if is_lost(i)})
+
+
+def _text_of(part: Any) -> str | None:
+    """Of a text or a dict such as {"type": "text", "text": ...}; None: it has none."""
+    text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
+
+
+def _joined(parts: SequenceOf[Any]) -> str:
+    """As vLLM joins them."""
+    return "\n".join(text for text in map(_text_of, parts) if text is not None)
+
+
+def _with_marks(parts: SequenceOf[Any], marks: list[str]) -> list[Any]:
+    """The parts with a mark at the end of each text. An empty list gets a part, which is a mark."""
+    marked: list[Any] = []
+    for part, mark in zip(parts or [{"type": "text", "text": ""}], marks, strict=True):
+        if isinstance(part, str):
+            marked.append(part + mark)
+        elif isinstance(part, Mapping):
+            texts = {key: part[key] + mark for key in ("text", "refusal") if isinstance(part.get(key), str)}
+            marked.append({**part, **texts})
+        else:
+            marked.append(part)
+    return marked
+
+
+def _with_contents(messages: Chat, contents: Mapping[int, Any]) -> Chat:
+    return [message | ({"content": contents[i]} if i in contents else {}) for i, message in enumerate(messages)]
+
+
+def _attempt(write: Callable[[Chat], str], messages: Chat) -> str | None:
+    try:
+        return write(messages)
+    except ValueError:
+        return None
+
+
+# --- the arguments of tool calls
+
+
+def parse_arguments(messages: Chat) -> Chat:
+    """The messages with the arguments of tool calls as dicts where they are JSON texts, as servers send them."""
+    return [m | {"tool_calls": list(map(_parsed, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
+
+
+def _parsed(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    changed = {"function": _parsed(call["function"])} if "function" in call else {}
+    if isinstance(call.get("arguments"), str):
+        try:
+            changed["arguments"] = json.loads(call["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            pass  # a text that is no JSON is left to the template
+    return {**call, **changed}

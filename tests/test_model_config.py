@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints import TINY
+from checkpoints import TINY, write_model
 
+from pagedkv import LLM, SamplingParams
 from pagedkv.models.config import Qwen3Config
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def config_of(folder, remove: str | None = None, generation: dict | None = None, **changes) -> Qwen3Config:
@@ -19,14 +22,14 @@ def config_of(folder, remove: str | None = None, generation: dict | None = None,
 
 
 def test_spellings_of_transformers_4_and_5(tmp_path):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    new = config_of(tmp_path, rope_parameters=yarn | {"rope_theta": 1e6})
-    old = config_of(tmp_path, remove="rope_parameters", rope_scaling=yarn, rope_theta=1e6)
-    older = config_of(tmp_path, remove="rope_parameters", rope_scaling={"type": "yarn", **yarn}, rope_theta=1e6)
+    new = config_of(tmp_path, rope_parameters=YARN | {"rope_theta": 1e6})
+    old = config_of(tmp_path, remove="rope_parameters", rope_scaling=YARN, rope_theta=1e6)
+    older = config_of(tmp_path, remove="rope_parameters", rope_scaling={"type": "yarn", **YARN}, rope_theta=1e6)
     assert new == old == older
     assert (new.rope.type, new.rope.theta, new.rope.factor) == ("yarn", 1e6, 4.0)
     assert config_of(tmp_path, remove="dtype", torch_dtype="bfloat16").dtype == "bfloat16"
-    assert config_of(tmp_path, remove="head_dim").head_dim == 16
+    assert config_of(tmp_path, remove="head_dim").head_dim == 128  # what Qwen3Config of transformers has
+    assert config_of(tmp_path, head_dim=None).head_dim == 16
     assert config_of(tmp_path, remove="rope_parameters", rope_scaling=None, rope_theta=5e5).rope.theta == 5e5
 
 
@@ -54,6 +57,48 @@ REFUSED = {
         NotImplementedError,
         "layer_types holds 'chunked_attention'",
     ),
+    "layer type without windows": ({"layer_types": ["conv", "full_attention"]}, NotImplementedError, "layer_types holds 'conv'"),
+    "layers without windows": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ValueError,
+        "layer_types holds 'sliding_attention' but there is no window: use_sliding_window is None",
+    ),
+    "number of layers": ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries but num_hidden"),
+    "window": ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, ValueError, "sliding_window is 0"),
+    "both directions": ({"is_causal": False}, NotImplementedError, "is_causal is False; only True is supported"),
+    "null directions": ({"is_causal": None}, NotImplementedError, "is_causal is None; only True is supported"),
+    "bidirectional": ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention is True"),
+    "softcap": ({"attn_logit_softcapping": 50.0}, NotImplementedError, "attn_logit_softcapping is 50.0; only None"),
+    "scale": ({"logit_scale": 0.5}, NotImplementedError, "logit_scale is 0.5; only 1 is supported"),
+    "experts": ({"num_experts": 8}, NotImplementedError, "num_experts is 8; only 0 is supported"),
+    "layers of their own": ({"per_layer_config": {"0": {"head_dim": 16}}}, NotImplementedError, "per_layer_config is {'0'"),
+    "unknown": ({"qk_clip": 100}, ValueError, "qk_clip is 100, a setting that is not known here"),
+    "unknown text": ({"position_embedding_type": "alibi"}, ValueError, "position_embedding_type is 'alibi', a setting"),
+    "unknown flag": ({"use_sparse_attention": False}, ValueError, "use_sparse_attention is False, a setting"),
+    "unknown and long": ({"steps": list(range(1000))}, ValueError, r"steps is \[0, 1, 2, 3, 4, 5, ...\], a setting"),
+    "weights of another name": ({"transformers_weights": "a.safetensors"}, ValueError, "transformers_weights is 'a.saf"),
+    "quantised by MLX": ({"quantization": {"bits": 4}}, ValueError, "quantization is {'bits': 4}, a setting"),
+    "own code": ({"auto_map": {"AutoModel": "modeling.Mine"}}, NotImplementedError, "auto_map is .*code of its own"),
+    "class": ({"architectures": ["Qwen3ForSequenceClassification"]}, NotImplementedError, "architectures holds 'Qwen3ForSeq"),
+    "draft": ({"architectures": ["DFlashDraftModel"]}, NotImplementedError, "architectures holds 'DFlashDraftModel'"),
+    "rope key": ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, ValueError, "rope_parameters.factor is 2.0, a"),
+    "yarn key": ({"rope_scaling": YARN | {"finetuned": True}}, ValueError, "rope_scaling.finetuned is True, a setting"),
+    "sections": ({"rope_parameters": {"mrope_section": [8, 4, 4]}}, ValueError, "rope_parameters.mrope_section is"),
+    "extrapolation": (
+        {"rope_scaling": YARN | {"extrapolation_factor": 0.5}}, NotImplementedError, "rope_scaling.extrapolation_factor is 0.5",
+    ),
+    "rope of each layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ValueError, "rope_parameters.full_attention is",
+    ),
+    "two factors": (
+        {"rope_scaling": YARN | {"attention_factor": 1.0, "attn_factor": 0.9}}, ValueError,
+        "attention_factor is 1.0 and attn_factor is 0.9: only one",
+    ),
+    "two thetas": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN}, ValueError,
+        "rope_scaling has no rope_theta but rope_parameters has 1000000.0: write it into rope_scaling",
+    ),
+    "rope that is none": ({"rope_scaling": "yarn"}, ValueError, "rope_scaling is 'yarn' but must be an object"),
     "heads": ({"num_key_value_heads": 3}, ValueError, "num_attention_heads is 4, no multiple of num_key_value_heads 3"),
     "negative": ({"hidden_size": -1}, ValueError, "hidden_size is -1 but must be a positive integer"),
     "huge": ({"num_hidden_layers": 2**63}, ValueError, "num_hidden_layers is 9223372036854775808 but must be"),
@@ -70,6 +115,78 @@ def test_refused_config(tmp_path, case):
         config_of(tmp_path, **changes)
 
 
+# What other people's tools leave in config.json, and what asks for nothing.
+RECORDS = {
+    "transformers 4": {
+        "_name_or_path": "Qwen/Qwen3-0.6B", "_attn_implementation_autoset": True, "transformers_version": "4.51.0",
+        "torch_dtype": "bfloat16", "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": False,
+        "bos_token_id": 151643, "pad_token_id": 151643, "max_window_layers": 36, "sliding_window": 32768,
+        "use_sliding_window": False, "rope_scaling": None, "pretraining_tp": 1, "return_dict": True,
+        "output_attentions": False, "is_decoder": True, "is_encoder_decoder": False, "pruned_heads": {},
+        "chunk_size_feed_forward": 0, "tie_encoder_decoder": False, "torchscript": False, "task_specific_params": None,
+        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "finetuning_task": None, "num_beams": 1,
+        "temperature": 1.0, "problem_type": None, "layer_types": ["full_attention"] * 2,
+    },
+    "Unsloth": {"unsloth_version": "2025.9.1", "unsloth_fixed": True, "model_name": "unsloth/Qwen3-4B", "layer_types": ["attention"] * 2},
+    "FSDP": {"architectures": ["FSDPQwen3ForCausalLM"], "gradient_checkpointing": True, "use_flash_attn": True},
+    "sentence-transformers": {"architectures": ["Qwen3Model"], "is_matryoshka": True, "task_names": ["a"], "is_causal": True},
+    "transformers.js": {"transformers.js_config": {"dtype": "q4"}, "auto_map": {"AutoTokenizer": ["a.B", None]}},
+    "other families": {
+        "use_mrope": False, "mlp_bias": False, "num_experts": 0, "logit_scale": 1.0, "attn_logit_softcapping": None,
+        "use_bidirectional_attention": None, "partial_rotary_factor": 1.0, "unheard_of": None, "quantization_config": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", RECORDS)
+def test_records_change_nothing(tmp_path, tool):
+    changed = config_of(tmp_path, **RECORDS[tool])
+    assert changed == config_of(tmp_path, **{key: RECORDS[tool][key] for key in RECORDS[tool] if key == "layer_types"})
+
+
+def test_settings_that_mean_the_default_are_read(tmp_path):
+    neutral = {"partial_rotary_factor": 1.0, "extrapolation_factor": 1, "apply_yarn_scaling": True, "mscale": None}
+    assert config_of(tmp_path, rope_scaling=YARN | neutral) == config_of(tmp_path, rope_scaling=YARN)
+    assert config_of(tmp_path, use_sliding_window=True, max_window_layers=1).windows == (0, 4096)
+    assert config_of(tmp_path, use_sliding_window=True, sliding_window=None, max_window_layers=0).windows == (0, 0)
+
+
+def test_attn_factor_multiplies(tmp_path):
+    """DeepSeek-R1-0528-Qwen3-8B, a dense Qwen3, has this one, with which nothing is scaled."""
+    factor = {"attn_factor": 0.8782488562869419}
+    assert config_of(tmp_path, rope_scaling=YARN | factor).rope.attention_factor == pytest.approx(1.0, abs=1e-12)
+    assert config_of(tmp_path, rope_scaling=YARN | {"attention_factor": 0.7}).rope.attention_factor == 0.7
+
+
+THETA = {"rope_type": "default", "rope_theta": 1e6}
+TWO_ROPES = {
+    "yarn of the model card": {"rope_scaling": YARN},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "theta in rope_scaling": {"rope_parameters": THETA, "rope_scaling": YARN | {"rope_theta": 500.0}},
+    "theta beside both": {"rope_parameters": THETA, "rope_scaling": YARN, "rope_theta": 500.0},
+    "theta beside rope_parameters": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0},
+    "theta in rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 9.0},
+    "two types": {"rope_scaling": {"type": "linear", **YARN}},
+    "an empty rope_scaling": {"rope_parameters": YARN, "rope_scaling": {}},
+}
+
+
+@pytest.mark.parametrize("case", TWO_ROPES)
+def test_rope_scaling_beside_rope_parameters(tmp_path, case):
+    """The tokens are those of transformers: a file saved by its version 5 has rope_parameters, and the model cards'
+    recipes for long contexts add rope_scaling."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder, prompt = write_model(tmp_path, **TWO_ROPES[case]), list(range(1, 61))
+    oracle, ids = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), list(prompt)
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(oracle(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    with LLM(folder, device="cpu", block_size=4, num_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        assert llm.generate([prompt], params, use_tqdm=False)[0].token_ids == ids[len(prompt) :]
+
+
 def test_config_without_an_entry_or_no_json(tmp_path):
     with pytest.raises(ValueError, match="config.json: no 'hidden_size'"):
         config_of(tmp_path, remove="hidden_size")
@@ -77,5 +194,16 @@ def test_config_without_an_entry_or_no_json(tmp_path):
     with pytest.raises(ValueError, match="config.json: "):
         Qwen3Config.from_folder(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match="no config.json: not the folder of a model"):
         Qwen3Config.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_adapter_is_refused(tmp_path, name, is_alone):
+    """transformers with PEFT loads it: the base model alone would answer as if nothing had been trained."""
+    if not is_alone:
+        write_model(tmp_path)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(NotImplementedError, match=f"{name}: adapters .LoRA. are not supported: merge it"):
+        LLM(tmp_path, device="cpu")

@@ -8,8 +8,7 @@ from checkpoints import VOCAB_SIZE, save_pretrained
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.models.config import Rope
-from pagedkv.models.rope import cos_sin_table
+from pagedkv.models.rope import Rope, cos_sin_table, parse_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FORMS = {
@@ -182,12 +181,10 @@ def test_rotary_table(form):
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    from pagedkv.models.config import _parse_rope
-
     parameters = FORMS[form].get("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=256, rope_parameters=dict(parameters))
     cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(3000)[None])
-    table = cos_sin_table(_parse_rope({"rope_parameters": parameters}, 256), 128, 3000)
+    table = cos_sin_table(parse_rope({"rope_parameters": parameters}, 256), 128, 3000)
     np.testing.assert_allclose(table[:, :64], cos[0, :, :64].numpy(), atol=1e-6)
     np.testing.assert_allclose(table[:, 64:], sin[0, :, :64].numpy(), atol=1e-6)
 

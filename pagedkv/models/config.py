@@ -1,34 +1,26 @@
-"""Qwen3's config.json: the dense models, in the spellings of transformers 4 and 5.
-
-A setting that this file does not know is refused by name: a model with a setting ignored would write wrong text.
-"""
+"""Qwen3's config.json: the dense models, in the spellings of transformers 4 and 5."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "yarn")
+from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
+from .rope import Rope, parse_rope
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model")
+READ = """
+    architectures attention_bias auto_map dtype eos_token_id head_dim hidden_act hidden_size intermediate_size
+    layer_types max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers
+    num_key_value_heads quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
+    tie_word_embeddings torch_dtype use_sliding_window vocab_size
+"""
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 DTYPES = ("float32", "float16", "bfloat16")
 LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: the angle of pair i at position p is p * inv_freq[i]; attention_factor scales cos and sin."""
-
-    type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,13 @@ class Qwen3Config:
     def from_folder(folder: Path) -> Qwen3Config:
         """Reads config.json, and the EOS ids of generation_config.json where there is one."""
         path = folder / "config.json"
+        for name in ADAPTERS:
+            if (folder / name).exists():
+                raise NotImplementedError(
+                    f"{folder / name}: adapters (LoRA) are not supported: merge it into the weights and remove the file"
+                )
+        if not path.exists():
+            raise FileNotFoundError(f"{folder}: no config.json: not the folder of a model")
         raw = read_json(path)
         generation = folder / "generation_config.json"
         generation_raw = read_json(generation) if generation.exists() else {}
@@ -93,20 +92,16 @@ def refuse_pointer(path: Path) -> None:
 
 
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
-    if raw.get("model_type") != "qwen3":
-        raise NotImplementedError(f"model_type is {raw.get('model_type')!r}; only 'qwen3' (dense) is supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise NotImplementedError(f"quantised weights (quantization_config.quant_method is {method!r})")
+    _check_kind(raw)
+    check_keys(raw, READ.split(), NEUTRAL, HARMLESS.split(), HARMLESS_PREFIXES)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"  # transformers 5 and 4
     if dtype not in DTYPES:
         raise NotImplementedError(f"dtype is {dtype!r}; supported are {', '.join(DTYPES)}")
     num_q_heads = _count(raw, "num_attention_heads")
     num_kv_heads = _count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_q_heads
     hidden_size = _count(raw, "hidden_size")
-    head_dim = _count(raw, "head_dim") if raw.get("head_dim") else hidden_size // num_q_heads
+    raw = {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28} | raw  # transformers' defaults
+    head_dim = hidden_size // num_q_heads if raw["head_dim"] is None else _count(raw, "head_dim")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads is {num_q_heads}, no multiple of num_key_value_heads {num_kv_heads}")
     if head_dim % 2:
@@ -125,10 +120,27 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
         dtype=dtype,
-        rope=_parse_rope(raw, max_position_embeddings),
+        rope=parse_rope(raw, max_position_embeddings),
         windows=_parse_windows(raw),
         eos_token_ids=_token_ids(raw, "eos_token_id") | _token_ids(generation, "eos_token_id"),
     )
+
+
+def _check_kind(raw: dict[str, Any]) -> None:
+    """Raises for another model than this one, whatever its settings are."""
+    if raw.get("model_type") != "qwen3":
+        raise NotImplementedError(f"model_type is {raw.get('model_type')!r}; only 'qwen3' (dense) is supported")
+    for name in raw.get("architectures") or ():
+        if str(name).removeprefix("FSDP") not in ARCHITECTURES:  # the prefix is that of a trainer's wrapper
+            raise NotImplementedError(f"architectures holds {name!r}; supported are {', '.join(ARCHITECTURES)}")
+    code = {name: place for name, place in (raw.get("auto_map") or {}).items() if name != "AutoTokenizer"}
+    if code:
+        raise NotImplementedError(f"auto_map is {code}: the model is computed by code of its own, which is not run")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise NotImplementedError(f"quantised weights (quantization_config.quant_method is {method!r})")
 
 
 def _count(raw: dict[str, Any], name: str) -> int:
@@ -148,57 +160,21 @@ def _token_ids(raw: dict[str, Any], name: str) -> frozenset[int]:
 
 def _parse_windows(raw: dict[str, Any]) -> tuple[int, ...]:
     num_layers = _count(raw, "num_hidden_layers")
-    if not raw.get("use_sliding_window") or not raw.get("sliding_window"):
-        return (0,) * num_layers
-    types = raw.get("layer_types")
-    if types is None:
-        full = raw.get("max_window_layers", 28)
-        types = ["sliding_attention" if i >= full else "full_attention" for i in range(num_layers)]
-    unknown = set(types) - {"sliding_attention", "full_attention"}
+    has_windows = bool(raw.get("use_sliding_window")) and raw["sliding_window"] is not None
+    num_full = raw["max_window_layers"] if has_windows else num_layers
+    kinds = ("full_attention", "sliding_attention")
+    types = raw.get("layer_types") or [kinds[i >= num_full] for i in range(num_layers)]
+    types = ["full_attention" if each == "attention" else each for each in types]  # its older name
+    unknown = set(types) - set(kinds)
     if unknown:
         raise NotImplementedError(f"layer_types holds {sorted(unknown)[0]!r}")
     if len(types) != num_layers:
         raise ValueError(f"layer_types has {len(types)} entries but num_hidden_layers is {num_layers}")
-    return tuple(_count(raw, "sliding_window") if t == "sliding_attention" else 0 for t in types)
-
-
-def _parse_rope(raw: dict[str, Any], max_position_embeddings: int) -> Rope:
-    # transformers 5 writes rope_parameters with everything in it, 4 wrote rope_theta beside rope_scaling.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if kind not in ROPE_TYPES:
-        raise NotImplementedError(f"rope type {kind!r}; supported are {', '.join(ROPE_TYPES)}")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotImplementedError("partial_rotary_factor other than 1")
-    if kind == "default":
-        return Rope(theta=theta)
-    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
-    factor = scaling.get("factor") or max_position_embeddings / original
-    if factor < 1:
-        raise ValueError(f"the rope scaling factor is {factor} but must be at least 1")
-    if kind == "linear":
-        return Rope("linear", theta, float(factor))
-    return Rope(
-        "yarn",
-        theta,
-        float(factor),
-        int(original),
-        float(scaling.get("beta_fast") or 32.0),
-        float(scaling.get("beta_slow") or 1.0),
-        _yarn_attention_factor(scaling, factor),
-        bool(scaling.get("truncate", True)),
-    )
-
-
-def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """What cos and sin are multiplied by (YaRN, section 3.4: sqrt(1/t) = 0.1 ln(s) + 1), unless the file says."""
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0
-
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+    if "sliding_attention" not in types:
+        return (0,) * num_layers
+    if not has_windows:
+        raise ValueError(
+            "layer_types holds 'sliding_attention' but there is no window: use_sliding_window is "
+            f"{raw.get('use_sliding_window')!r}, sliding_window is {raw['sliding_window']!r}"
+        )
+    return tuple(_count(raw, "sliding_window") if each == "sliding_attention" else 0 for each in types)

@@ -1,16 +1,108 @@
-"""The table of cosines and sines that qk_norm_rope_store reads.
+"""Rotary embedding: what config.json says of it, and the table of cosines and sines that qk_norm_rope_store reads.
 
-Rounded to float32 where transformers' code rounds: at position 3,000 one unit in the last place of a frequency is
-0.0001 rad, and the models were trained with the rounded ones.
+The table is rounded to float32 where transformers' code rounds: at position 3,000 one unit in the last place of a
+frequency is 0.0001 rad, and the models were trained with the rounded ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .config import Rope
+from .config_keys import check_keys
+
+DEFAULT_THETA = 10000.0
+# The keys of each type, besides rope_type (older: type) and rope_theta.
+KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+NEUTRAL = {"partial_rotary_factor": (1,), "extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: the angle of pair i at position p is p * inv_freq[i]; attention_factor scales cos and sin."""
+
+    type: str = "default"
+    theta: float = DEFAULT_THETA
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
+    """Of config.json. transformers 5 writes rope_parameters with everything in it, 4 wrote rope_theta beside
+    rope_scaling. Where both are there, rope_scaling counts, as it does in transformers 5."""
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    scaling = raw.get(name) or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"{name} is {scaling!r} but must be an object")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in KEYS:
+        raise NotImplementedError(f"rope type {kind!r}; supported are {', '.join(KEYS)}")
+    check_keys(scaling, ("rope_type", "type", "rope_theta", *KEYS[kind]), NEUTRAL, where=f"{name}.")
+    theta = _theta(raw, scaling)
+    if kind == "default":
+        return Rope(theta=theta)
+    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
+    factor = scaling.get("factor") or max_position_embeddings / original
+    if factor < 1:
+        raise ValueError(f"the rope scaling factor is {factor} but must be at least 1")
+    if kind == "linear":
+        return Rope("linear", theta, float(factor))
+    return Rope(
+        "yarn",
+        theta,
+        float(factor),
+        int(original),
+        float(scaling.get("beta_fast") or 32.0),
+        float(scaling.get("beta_slow") or 1.0),
+        _yarn_attention_factor(scaling, factor),
+        bool(scaling.get("truncate", True)),
+    )
+
+
+def _theta(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
+    """That of the object which counts, else that beside it. transformers reads no other place; the model's own theta,
+    where it stands in an object that does not count, would be lost."""
+    theta = scaling.get("rope_theta") or raw.get("rope_theta")
+    other = (raw.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None and other not in (None, DEFAULT_THETA):
+        raise ValueError(f"rope_scaling has no rope_theta but rope_parameters has {other}: write it into rope_scaling")
+    return float(theta or DEFAULT_THETA)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """What cos and sin are multiplied by (YaRN, section 3.4: sqrt(1/t) = 0.1 ln(s) + 1), unless the file says.
+
+    attn_factor multiplies it: with 0.8782488562869419, as in DeepSeek-R1-0528-Qwen3-8B, and a factor of 4 nothing is
+    scaled."""
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    given, more = scaling.get("attention_factor"), scaling.get("attn_factor")
+    if given is not None and more is not None:
+        raise ValueError(f"attention_factor is {given} and attn_factor is {more}: only one of them may be there")
+    if given is not None:
+        return float(given)
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        scale = temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    else:
+        scale = temperature(1.0)
+    return scale * (1.0 if more is None else float(more))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

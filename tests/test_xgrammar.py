@@ -119,8 +119,15 @@ def test_errors(folder, tmp_path):
             grammars.regex(3)
         forced = SamplingParams(max_tokens=9, mask=grammars.regex("ab"), allowed_token_ids=[5])
         output = llm.generate(["x"], forced, use_tqdm=False)[0]
-        assert isinstance(output.error, ArithmeticError), "the two leave no token"
+        assert str(output.error) == "mask and allowed_token_ids leave no token to sample"
     endless = write_model(tmp_path)
     (endless / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY)))
     with LLM(endless, device="cpu", num_blocks=20) as llm, pytest.raises(ValueError, match="no end-of-sequence token"):
         Grammars(llm)
+
+
+def test_a_complete_answer_ends_below_min_tokens(folder):
+    with LLM(folder, device="cpu", block_size=4, num_blocks=50) as llm:
+        params = SamplingParams(max_tokens=9, min_tokens=7, temperature=0, mask=Grammars(llm).regex("ab"))
+        output = llm.generate(["x"], params, use_tqdm=False)[0]
+        assert (output.text, output.finish_reason, output.error) == ("ab", "stop", None)

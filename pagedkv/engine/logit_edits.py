@@ -7,6 +7,7 @@ their edits are made anew for every step.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class LogitEdits:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: str) -> None:
         self._vocab_size, self._num_words, self._device = vocab_size, -(-vocab_size // 32), device
+        self._all = self._bits_of_ids(range(vocab_size))
         self.are_there = False  # whether any row asks for an edit
         self.need_tokens = False  # whether some edits depend on tokens that the host must know
         self._changes = False  # whether the next step needs other edits
@@ -44,7 +46,7 @@ class LogitEdits:
         params = [seq.params for seq in sequences]
         self.need_tokens = any(one.mask is not None or one.bad_words for one in params)
         self._changes = self.need_tokens or any(one.min_tokens for one in params)
-        self.are_there = self._changes or any(one.logit_bias or one.allowed_token_ids is not None for one in params)
+        self.are_there = any(one.has_edits for one in params)
         if self.are_there and not self._changes:
             self._upload()
 
@@ -62,15 +64,16 @@ class LogitEdits:
         pairs: list[tuple[int, int, float]] = []
         masks: list[tuple[int, np.ndarray]] = []
         for row, seq in enumerate(self._rows):
-            if seq.finish_reason is not None:
-                continue  # it has ended: its row is one too many
-            params = seq.params
-            pairs += [(row, token, bias) for token, bias in (params.logit_bias or {}).items()]
-            pairs += [(row, token, -np.inf) for token in self._forbidden(seq) if token < self._vocab_size]
-            if params.allowed_token_ids is not None:
-                masks.append((row, self._bits_of_ids(params.allowed_token_ids)))
-            if params.mask is not None and (bits := self._ask(seq)) is not None:
-                masks.append((row, bits))
+            if seq.finish_reason is not None or seq.error is not None or not seq.params.has_edits:
+                continue  # it has ended, and its row is one too many, or it asks for nothing
+            try:
+                allowed, biases = self._edits_of(seq)
+            except Exception as error:  # a mask that fails, or options that leave no token, end this sequence alone
+                seq.error = error
+                continue
+            pairs += [(row, token, bias) for token, bias in biases.items()]
+            if allowed is not None:
+                masks.append((row, allowed))
         self._bias = self._masks = None
         if pairs:
             rows, ids, values = (np.array(each) for each in zip(*pairs, strict=True))
@@ -83,46 +86,69 @@ class LogitEdits:
             rows, bits = zip(*masks, strict=True)
             self._masks = self._there(np.array(rows, np.int32)), self._there(np.stack(bits))
 
-    def _forbidden(self, seq: Sequence) -> set[int]:
-        """Tokens that may not come next."""
-        forbidden: set[int] = set() if seq.bad_words is None else seq.bad_words.next_forbidden(seq.new_tokens)
+    def _edits_of(self, seq: Sequence) -> tuple[np.ndarray | None, dict[int, float]]:
+        """The bits of the tokens that may come next (None: all), and what is added to the logits of some. Raises
+        ValueError where nothing is left."""
+        params, mask = seq.params, self._ask(seq)
+        biases, forbidden = dict(params.logit_bias or {}), dict[str, Set[int]]()
+        forbidden["logit_bias"] = {token for token, bias in biases.items() if bias == -np.inf}
+        if seq.bad_words is not None:
+            forbidden["bad_words"] = seq.bad_words.next_forbidden(seq.new_tokens)
         # The counts run ahead of new_tokens: num_tokens has the token that is being sampled.
-        if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
-            forbidden |= seq.end_ids
-        return forbidden
+        if seq.num_tokens - seq.num_prompt_tokens <= seq.min_tokens:
+            if mask is not None and mask.any() and self._are_within(mask, seq.end_ids):
+                seq.min_tokens = 0  # what the mask describes is complete
+            else:
+                forbidden["min_tokens"] = seq.end_ids
+        allowed = mask
+        if params.allowed_token_ids is not None:
+            bits = self._bits_of_ids(params.allowed_token_ids)
+            allowed = bits if mask is None else bits & mask
+        never = {token for tokens in forbidden.values() for token in tokens if token < self._vocab_size}
+        if self._are_within(self._all if allowed is None else allowed, never):
+            given = {"mask": mask, "allowed_token_ids": params.allowed_token_ids}
+            names = [name for name, value in given.items() if value is not None]
+            names += [name for name, tokens in forbidden.items() if tokens]
+            raise ValueError(f"{' and '.join(names)} leave{'s' if len(names) == 1 else ''} no token to sample")
+        return allowed, biases | dict.fromkeys(never, -np.inf)
 
     def _ask(self, seq: Sequence) -> np.ndarray | None:
-        """The mask's bits; None where all tokens are allowed. A mask that fails ends this sequence alone."""
-        assert seq.params.mask is not None
+        """The mask's bits; None where all tokens are allowed, or there is no mask."""
+        if seq.params.mask is None:
+            return None
         if seq.mask_request is None:
             seq.mask_request = MaskRequest(seq.owner.id, seq.index, list(seq.prompt))
-        try:
-            mask = seq.params.mask(seq.mask_request, list(seq.new_tokens))
-            return None if mask is None else self._bits(mask)
-        except Exception as error:
-            seq.error = error
-            return None
+        mask = seq.params.mask(seq.mask_request, list(seq.new_tokens))
+        return None if mask is None else self._bits(mask)
 
     def _bits(self, mask: Any) -> np.ndarray:
         bits = np.asarray(mask)
         if bits.dtype == np.bool_ and bits.shape == (self._vocab_size,):
             return self._pack(bits)
         if bits.dtype == np.int32 and bits.shape == (self._num_words,):
-            return bits
+            words: np.ndarray = bits & self._all
+            return words
         raise ValueError(
             f"mask gave {bits.dtype} {list(bits.shape)} but must give int32 [{self._num_words}] or bool "
             f"[{self._vocab_size}]"
         )
 
-    def _bits_of_ids(self, token_ids: Any) -> np.ndarray:
+    def _bits_of_ids(self, token_ids: Collection[int]) -> np.ndarray:
+        """int32 [num_words], where bit t % 32 of word t // 32 stands for token t."""
+        ids = np.fromiter(token_ids, np.int64, len(token_ids))
         allowed = np.zeros(self._vocab_size, np.bool_)
-        allowed[list(token_ids)] = True
+        allowed[ids[ids < self._vocab_size]] = True
         return self._pack(allowed)
 
     def _pack(self, allowed: np.ndarray) -> np.ndarray:
         padded = np.zeros(32 * self._num_words, np.bool_)
         padded[: self._vocab_size] = allowed
         return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+    def _are_within(self, bits: np.ndarray, token_ids: Collection[int]) -> bool:
+        """Whether the bits stand for some of these tokens only. (They are counted first, because that is cheap.)"""
+        count = int(np.bitwise_count(bits.view(np.uint32)).sum())
+        return count <= len(token_ids) and not (bits & ~self._bits_of_ids(token_ids)).any()
 
     def _there(self, array: np.ndarray) -> Tensor:
         return ops.asarray(array, device=self._device)

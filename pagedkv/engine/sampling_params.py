@@ -71,7 +71,8 @@ class SamplingParams:
             the host while the device works
         max_tokens: the most tokens; 0 returns at once; None: as many as max_model_len and the pool leave. The answer
             ends with "length" when it has them, and also where it reaches max_model_len
-        min_tokens: until the answer has this many tokens, only max_tokens ends it
+        min_tokens: until the answer has this many tokens, only max_tokens ends it, or a mask that allows nothing but the
+            end: a complete JSON ends below min_tokens
         stop: texts (or one) that end the answer where they appear; they are not part of its text
         include_stop_str_in_output: True: they are
         stop_token_ids: tokens that end the answer, in addition to the model's own
@@ -114,6 +115,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     has_filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p, min_p
     has_penalties: bool = field(init=False, repr=False, compare=False)
+    has_edits: bool = field(init=False, repr=False, compare=False)  # of logits, which may forbid tokens
 
     def __post_init__(self) -> None:
         for each in fields(SamplingParams):
@@ -129,6 +131,8 @@ class SamplingParams:
         self._put("has_filters", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         self._put("has_penalties", penalties != (1, 0, 0))
+        edits = self.logit_bias, self.bad_words, self.min_tokens
+        self._put("has_edits", any(edits) or self.mask is not None or self.allowed_token_ids is not None)
 
     @property
     def num_sequences(self) -> int:

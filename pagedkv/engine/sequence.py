@@ -34,8 +34,8 @@ class Sequence:
     __slots__ = (
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
         "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_told",
-        "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "new_tokens", "num_cached",
-        "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown",
+        "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens", "new_tokens",
+        "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown",
         "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt",
         "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
@@ -64,7 +64,7 @@ class Sequence:
         self.prompt = array("i", prompt)
         self.new_tokens: list[int] = []  # what was sampled, as far as the host knows
         self.num_prompt_tokens = self.num_tokens = len(self.prompt)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
         self.max_num_tokens = self.num_prompt_tokens + max_tokens
         self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
         self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
@@ -123,7 +123,7 @@ class Sequence:
         if self.first_token_time is None:
             self.first_token_time = now
         self.new_tokens.append(token)
-        may_stop = len(self.new_tokens) >= self.params.min_tokens
+        may_stop = len(self.new_tokens) >= self.min_tokens
         if token in self.end_ids and may_stop:
             self._finish_at_last_token(now)
             if self.detokenizer is not None and self.params.include_stop_str_in_output:
@@ -140,7 +140,7 @@ class Sequence:
     def _finish_at_last_token(self, now: float) -> None:
         """Finishes if the last token is one that ends it, or the last one that was asked for."""
         last, count = self.new_tokens[-1], len(self.new_tokens)
-        if last in self.end_ids and count >= self.params.min_tokens:
+        if last in self.end_ids and count >= self.min_tokens:
             self.finish("stop", now)
             self.stop_reason = last if last in self.params.stop_token_ids else None
         elif count >= self.max_tokens:

@@ -42,8 +42,8 @@ class SteadyBatch:
         if step.is_same_batch and last.num_left:
             last.goes_on, step.end_ids, step.num_left = last.end_ids is not None, last.end_ids, last.num_left - 1
         elif only_decodes:
-            # A token alone tells neither that a stop string is complete nor that a mask has failed.
-            if all(seq.detokenizer is None and seq.params.mask is None for seq in step.sequences):
+            # A token alone tells neither that a stop string is complete nor that a mask or another edit has failed.
+            if all(seq.detokenizer is None and not seq.params.has_edits for seq in step.sequences):
                 step.end_ids = frozenset([-1]).union(*(seq.end_ids for seq in step.sequences))
             step.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in step.sequences)
         self._last, self._last_receivers = step, step.receivers

@@ -104,6 +104,20 @@ def write_model(folder: Path, *, seed: int = 0, generation: dict[str, Any] | Non
     return folder
 
 
+def split_in_shards(folder: Path, count: int, seed: int = 0) -> None:
+    """Replaces model.safetensors of write_model() by shards and their index."""
+    weights = random_weights(TINY, seed)
+    names = sorted(weights)
+    weight_map = {}
+    for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = {name: weights[name] for name in names[i::count]}
+        (folder / file).write_bytes(safetensors_bytes(part))
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
 def save_pretrained(folder: Path, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
     """A folder written by transformers' save_pretrained with a tokenizer beside it.
 

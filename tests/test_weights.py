@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 
 import numpy as np
 import pytest
-from checkpoints import TINY, random_weights, safetensors_bytes, tensor_shapes, write_model
+from checkpoints import TINY, random_weights, safetensors_bytes, split_in_shards, tensor_shapes, write_model
 
-from pagedkv import LLM
+from pagedkv import LLM, SamplingParams
 from pagedkv.models.weights import Checkpoint, CheckpointError, SafetensorsFile
 
 
@@ -76,20 +76,6 @@ def test_unaligned_data_is_copied(tmp_path):
     assert SafetensorsFile(tmp_path / "x.safetensors").tensor("a").tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def split_in_shards(folder, count: int) -> None:
-    """Replaces model.safetensors by shards and their index."""
-    weights = random_weights(TINY)
-    names = sorted(weights)
-    weight_map = {}
-    for i in range(count):
-        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
-        part = {name: weights[name] for name in names[i::count]}
-        (folder / file).write_bytes(safetensors_bytes(part))
-        weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def test_sharded_checkpoint(tmp_path):
     whole, shards = write_model(tmp_path / "whole"), write_model(tmp_path / "shards")
     split_in_shards(shards, 3)
@@ -102,12 +88,45 @@ def test_sharded_checkpoint(tmp_path):
         LLM(shards, device="cpu")
 
 
+def tokens_of(folder) -> list[int]:
+    with LLM(folder, device="cpu", num_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        return llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids
+
+
+@pytest.mark.parametrize("stale", ["index", "index and shards", "an other file", "a consolidated file"])
+def test_model_safetensors_counts_before_all_others(tmp_path, stale):
+    """A model that is saved again as one file leaves the old shards in its folder. transformers reads the one file."""
+    folder = write_model(tmp_path / "new")
+    expected = tokens_of(folder)
+    old = write_model(tmp_path / "old", seed=5)
+    assert tokens_of(old) != expected
+    split_in_shards(old, 2, seed=5)
+    for path in old.glob("model*.safetensors*"):
+        if stale == "index and shards" or (stale == "index" and path.suffix == ".json"):
+            shutil.copy(path, folder)
+    if stale in ("an other file", "a consolidated file"):
+        shutil.copy(old / "model-00001-of-00002.safetensors", folder / f"{stale.split()[1]}.safetensors")
+    assert tokens_of(folder) == expected
+
+
+def test_what_stands_in_place_of_weights(tmp_path):
+    folder = write_model(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n")
+    with pytest.raises(ValueError, match="model.safetensors: a git-lfs pointer stands in place of the file: run `git lfs"):
+        LLM(folder, device="cpu")
+    weights.rename(folder / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model-00001-of-00002.bin but no model.safetensors: convert it"):
+        LLM(folder, device="cpu")
+
+
 def test_one_file_of_another_name(tmp_path):
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     LLM(folder, device="cpu").close()
     (folder / "more.safetensors").write_bytes(safetensors_bytes({}))
-    with pytest.raises(FileNotFoundError, match="several .safetensors files but no model.safetensors.index.json"):
+    with pytest.raises(FileNotFoundError, match="several .safetensors files but neither model.safe.* nor model.safetensors.index.json"):
         LLM(folder, device="cpu")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -88,7 +90,7 @@ class EngineParts:
     runner: ModelRunner
     manager: BlockManager
     scheduler: Scheduler
-    identity: dict[str, str]  # what a saved cache must agree with to be loaded
+    identity: Callable[[], dict[str, str]]  # what a saved cache must agree with: the first call reads all weights
     memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by use
 
 
@@ -140,13 +142,17 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    identity = {
-        "model": checkpoint.fingerprint(),
-        "config": config.fingerprint(),
-        "dtype": dtype,
-        "kv_cache_dtype": kv_cache_dtype,
-        "block_size": str(options.block_size),
-    }
+
+    @cache
+    def identity() -> dict[str, str]:
+        return {
+            "model": checkpoint.fingerprint(),
+            "config": config.fingerprint(),
+            "dtype": dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": str(options.block_size),
+        }
+
     return EngineParts(
         folder, device, config, dtype, kv_cache_dtype, max_model_len, tokenizer, default_params, runner,
         manager, scheduler, identity, memory.by_name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pagedkv import BlockManager
+from pagedkv.models.weights import SafetensorsFile
 
 from . import snapshot
 from .model_runner import ModelRunner
@@ -13,14 +14,10 @@ from .sampling_params import check_int
 
 
 class Pool:
-    """The block manager's pages and their memory. Call all but wanted_blocks() between two steps.
+    """The block manager's pages and their memory. Call resize(), save() and load() between two steps."""
 
-    Args:
-        identity: of the model and the layout of the pages: see snapshot.py
-    """
-
-    def __init__(self, manager: BlockManager, runner: ModelRunner, identity: dict[str, str]) -> None:
-        self._manager, self._runner, self._identity = manager, runner, identity
+    def __init__(self, manager: BlockManager, runner: ModelRunner) -> None:
+        self._manager, self._runner = manager, runner
 
     def wanted_blocks(self, num_blocks: int | None, kv_cache_memory: int | None) -> int:
         """num_blocks, or the number of pages that kv_cache_memory bytes hold. Exactly one of them is given."""
@@ -43,10 +40,10 @@ class Pool:
             self._manager.resize(num_blocks)
             self._runner.caches.resize(num_blocks)
 
-    def save(self, path: str | os.PathLike[str]) -> int:
+    def save(self, path: str | os.PathLike[str], identity: dict[str, str]) -> int:
         with self._runner.stream:
-            return snapshot.save(path, self._identity, self._manager, self._runner.caches)
+            return snapshot.save(path, identity, self._manager, self._runner.caches)
 
-    def load(self, path: str | os.PathLike[str]) -> int:
+    def load(self, file: SafetensorsFile) -> int:
         with self._runner.stream:
-            return snapshot.load(path, self._identity, self._manager, self._runner.caches)
+            return snapshot.load(file, self._manager, self._runner.caches)

@@ -57,14 +57,21 @@ def save(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockM
     return len(pages)
 
 
-def load(path: str | os.PathLike[str], identity: dict[str, str], manager: BlockManager, caches: KVCaches) -> int:
-    """Puts the pages of a file into the pool and the prefix cache; returns how many were new and had room.
-
-    FileNotFoundError; ValueError where the file is damaged, or of another model, dtype or layout.
-    """
+def open_saved(path: str | os.PathLike[str], identity: Callable[[], dict[str, str]]) -> SafetensorsFile:
+    """What save() wrote, for load(). FileNotFoundError; ValueError where the file is damaged, or of another model,
+    dtype or layout."""
     file = SafetensorsFile(Path(path))
-    _check_identity(file, identity)
+    if file.metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{file.path}: no saved cache ({FORMAT!r})")
+    for name, value in identity().items():
+        if file.metadata.get(name) != value:
+            raise CheckpointError(f"{file.path}: {name} is {file.metadata.get(name)!r} but this engine's is {value!r}")
     _check_digest(file)
+    return file
+
+
+def load(file: SafetensorsFile, manager: BlockManager, caches: KVCaches) -> int:
+    """Puts the pages of a file into the pool and the prefix cache; returns how many were new and had room."""
     parents, indices, tokens = (_array(file, name) for name in ("parents", "salts", "tokens"))
     kv = _kv(file, (len(parents), caches.num_caches, caches.page_bytes // caches.num_caches))
     salts = _salts(file)
@@ -170,14 +177,6 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 # --- reading
-
-
-def _check_identity(file: SafetensorsFile, identity: dict[str, str]) -> None:
-    if file.metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{file.path}: no saved cache ({FORMAT!r})")
-    for name, value in identity.items():
-        if file.metadata.get(name) != value:
-            raise CheckpointError(f"{file.path}: {name} is {file.metadata.get(name)!r} but this engine's is {value!r}")
 
 
 def _check_digest(file: SafetensorsFile) -> None:

@@ -7,11 +7,11 @@ relative and which they cover without a gap. A large model has several such file
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
-from collections.abc import Set
+import os
+from collections.abc import Mapping, Set
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -22,7 +22,8 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, ops
 
-from .config import read_json
+from .config import read_json, refuse_pointer
+from .fingerprint import fingerprint
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Every dtype of the format, supported or not: the tensors must fill their file.
@@ -36,7 +37,6 @@ ITEM_BITS = (
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 STAGING_BYTES = 32 << 20
-SAMPLE_BYTES = 4096  # of each tensor, in a fingerprint
 
 
 class CheckpointError(ValueError):
@@ -61,8 +61,11 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_pointer(path)
         try:
             with open(path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                self.stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns  # another one: another content
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
@@ -184,26 +187,23 @@ class Checkpoint:
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
         self.files = _open_files(folder)
-        if "embed_tokens.weight" in self.files:  # a model without a head, such as Qwen3-Embedding's
-            self.files = {f"model.{name}": file for name, file in self.files.items()}
+        self.stamps = _stamps(self.files)
         self.used: set[str] = set()
         self._staging: list[tuple[pagedkv.Tensor, Event]] = []
 
     def finish(self) -> None:
-        """Waits until all that was loaded is on the device."""
+        """Waits until all that was loaded is on the device, and lets go of files of which no tensor is a view."""
         ops.synchronize(self.device)
         self._staging.clear()
+        self.files.clear()
 
     def fingerprint(self) -> str:
-        """A digest of the weights, in hexadecimal: of names, shapes and dtypes, and of some bytes of each tensor. Any
-        training changes every tensor, and reading all bytes takes a second per gigabyte."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, file in sorted(self.files.items(), key=lambda each: each[0]):
-            entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]
-            digest.update(repr((name, entry.dtype, entry.shape)).encode())
-            content = file.content(entry.name)
-            digest.update(content[len(content) // 2 :][:SAMPLE_BYTES].data)
-        return digest.hexdigest()
+        """A digest of the weights, in hexadecimal, for which all their bytes are read. Raises CheckpointError where the
+        files are no longer those that were loaded."""
+        files = _open_files(self.folder)
+        if _stamps(files) != self.stamps:
+            raise CheckpointError(f"{self.folder}: the weights in the folder are not those that were loaded from it")
+        return fingerprint(files)
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         """The tensor, which must have this shape. It is the file's own memory where neither dtype nor device differ."""
@@ -261,23 +261,44 @@ class Checkpoint:
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    """The file of every tensor name."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index}: no 'weight_map'")
-        opened = {}
-        for file in sorted(set(weight_map.values())):
-            if not (folder / file).is_file():
-                raise CheckpointError(f"{index} names {file!r}, which is not in the folder")
-            opened[file] = SafetensorsFile(folder / file)
-        return {name: opened[file] for name, file in weight_map.items()}
-    paths = [folder / "model.safetensors"]
-    if not paths[0].exists():
-        paths = sorted(folder.glob("*.safetensors"))
-    if len(paths) != 1:
-        found = "several .safetensors files but no model.safetensors.index.json" if paths else "no model.safetensors"
-        raise FileNotFoundError(f"{folder}: {found}: no weights to load")
-    file = SafetensorsFile(paths[0])
-    return dict.fromkeys(file.entries, file)
+    """The file of every tensor name. model.safetensors counts before an index, as in transformers: where both are
+    there, the shards are older. Without either, a single file of another name will do."""
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not path.exists() and index.exists():
+        files = _open_shards(index)
+    else:
+        path = path if path.exists() else _only_file(folder)
+        file = SafetensorsFile(path)
+        files = dict.fromkeys(file.entries, file)
+    if "embed_tokens.weight" in files:  # a model without a head, such as Qwen3-Embedding's
+        files = {f"model.{name}": file for name, file in files.items()}
+    return files
+
+
+def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: no 'weight_map'")
+    opened = {}
+    for name in sorted(set(weight_map.values())):
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
+        opened[name] = SafetensorsFile(index.parent / name)
+    return {tensor: opened[name] for tensor, name in weight_map.items()}
+
+
+def _only_file(folder: Path) -> Path:
+    paths, others = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
+        found = "several .safetensors files but neither model.safetensors nor model.safetensors.index.json"
+    elif others:
+        found = f"{others[0].name} but no model.safetensors: convert it (load and save_pretrained() in transformers)"
+    else:
+        found = "no model.safetensors"
+    raise FileNotFoundError(f"{folder}: {found}: no weights to load")
+
+
+def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]:
+    return {file.path: file.stamp for file in files.values()}

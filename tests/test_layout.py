@@ -168,6 +168,15 @@ def test_the_gil_is_let_go_of_in_one_file():
     assert where(r"\bPyEval_SaveThread\(|\bPy_BEGIN_ALLOW_THREADS\b") == {"csrc/py/gil.c"}
 
 
+def test_fork_knows_every_mutex():
+    """A child of fork() would wait for ever for one that another thread held. csrc/cuda is refused there before it takes
+    one (device.cu, and py_is_alive where something is given back)."""
+    assert outside(where(r"\bpthread_(mutex|rwlock|spinlock|cond)_t\b"), "csrc/cuda/") == {
+        "csrc/cpu/blas.c", "csrc/py/lock.c", "csrc/py/lock.h",
+    }  # fmt: skip
+    assert {"csrc/cpu/blas.c", "csrc/py/lock.c", "csrc/cuda/device.cu"} <= where(r"\bpthread_atfork\(")
+
+
 def test_no_exit_and_no_assert_in_the_library():
     assert where(r"\b(exit|abort|assert)\s*\(") == set()
 

@@ -87,6 +87,51 @@ def test_a_forked_child_computes(before):
     subprocess.run([sys.executable, "-c", FORK, before], check=True, timeout=60, env=environment)
 
 
+FORKS = """
+import os, signal, sys, threading, numpy as np, pagedkv
+x = np.ones((64, 256), np.float32)
+tokens = np.arange(200_000, dtype=np.int32)
+manager, buffer = pagedkv.BlockManager(200_000, 4), pagedkv.ops.ElasticBuffer(1 << 26)
+def linear():
+    assert (pagedkv.ops.linear(x, x) == 256).all()
+def allocate():
+    seq_id = threading.get_ident()
+    manager.allocate(seq_id, tokens)
+    manager.free(seq_id)
+def resize():
+    for size in (1 << 26, 0):
+        buffer.resize(size)
+call, is_over = globals()[sys.argv[1]], False
+def work():
+    while not is_over:
+        call()
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        manager.check()
+        call()
+        os._exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+is_over = True
+for thread in threads:
+    thread.join()
+sys.exit(any(codes))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("call, num_forks", [("linear", 40), ("allocate", 10), ("resize", 20)])
+def test_a_fork_in_the_middle_of_a_call_of_another_thread(call, num_forks):
+    """No lock that the other thread holds is held in the child for ever, and nothing is half changed there."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, call, str(num_forks)]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+
 def test_one_manager_for_several_threads(seed):
     manager = pagedkv.BlockManager(64, 4)
     failures: list[Exception] = []

@@ -6,7 +6,8 @@
  *                  libopenblas, libblas, libmkl_rt. csrc/py imports NumPy once where one is wanted and none was found
  *
  * An sgemm is called from each of our own threads on its own block, itself with one thread: the number of threads is
- * pagedkv's, and two pools never wait for each other's cores.
+ * pagedkv's, and two pools never wait for each other's cores. Who else uses that BLAS meanwhile, such as NumPy in another
+ * thread, has one thread, too.
  */
 #define _GNU_SOURCE /* dl_iterate_phdr */
 #include "cpu/blas.h"
@@ -102,8 +103,22 @@ static void find_sgemm(void)
     }
 }
 
+// --- fork: a child has neither the threads that multiply nor who has the lock
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void in_parent(void) { pthread_mutex_unlock(&lock); }
+static void in_child(void)
+{
+    if (sgemm.users) sgemm.set_num_threads(sgemm.threads_before);
+    sgemm.users = 0;
+    pthread_mutex_unlock(&lock);
+}
+static void watch_forks(void) { pthread_atfork(before_fork, in_parent, in_child); }
+
 bool pk_cpu_find_sgemm(void)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
     if (!sgemm.ilp64 && !sgemm.lp64) find_sgemm();
     bool is_found = sgemm.ilp64 || sgemm.lp64;
@@ -126,7 +141,8 @@ void pk_cpu_sgemm_end(void)
 {
     if (!sgemm.set_num_threads || !sgemm.get_num_threads) return;
     pthread_mutex_lock(&lock);
-    if (--sgemm.users == 0) sgemm.set_num_threads(sgemm.threads_before);
+    bool is_as_left = --sgemm.users == 0 && sgemm.get_num_threads() == 1; /* nobody has set another number since */
+    if (is_as_left) sgemm.set_num_threads(sgemm.threads_before);
     pthread_mutex_unlock(&lock);
 }
 

@@ -10,15 +10,14 @@
  * Arguments are converted first (that may run the caller's code), then one call of the core does everything under the
  * object's mutex, so that a call is atomic for other threads. A short call keeps the GIL. A long one, or one that must
  * wait for the mutex, lets go of it, and takes it back after the mutex is free again: nobody who has the mutex waits
- * for the GIL, nor the other way round. (A child made by fork must not use a manager that was in a long call just
- * then.)
+ * for the GIL, nor the other way round.
  */
 #ifndef PK_BLOCK_MANAGER_PY_H
 #define PK_BLOCK_MANAGER_PY_H
 
 #include "py/args.h"
+#include "py/lock.h"
 
-#include <pthread.h>
 #include <string.h>
 
 #include "block_manager/block_manager.h"
@@ -26,8 +25,8 @@
 typedef struct py_step_memory py_step_memory; /* block_manager_step.c */
 typedef struct {
     PyObject_HEAD pk_block_manager *core;
-    pthread_mutex_t mutex;       /* of all that follows, and of what is in the core */
-    bool is_without_gil;         /* so the thread that has the mutex runs */
+    py_lock lock;                /* of all that follows, and of what is in the core */
+    bool is_without_gil;         /* so the thread that has the lock runs */
     py_step_memory *step_memory; /* what the arrays of the last step lie in; NULL before the first */
 } py_block_manager;
 
@@ -35,9 +34,9 @@ static inline py_block_manager *manager_of(PyObject *self) { return (py_block_ma
 
 static inline void py_bm_lock(py_block_manager *manager)
 {
-    if (pthread_mutex_trylock(&manager->mutex) == 0) return;
+    if (pthread_mutex_trylock(&manager->lock.mutex) == 0) return;
     py_release_gil();
-    pthread_mutex_lock(&manager->mutex);
+    pthread_mutex_lock(&manager->lock.mutex);
     manager->is_without_gil = true;
 }
 /* With the mutex: lets go of the GIL, if it has not yet. */
@@ -50,7 +49,7 @@ static inline void py_bm_unlock(py_block_manager *manager)
 {
     bool is_without_gil = manager->is_without_gil;
     manager->is_without_gil = false;
-    pthread_mutex_unlock(&manager->mutex);
+    pthread_mutex_unlock(&manager->lock.mutex);
     if (is_without_gil) py_take_gil();
 }
 

@@ -93,7 +93,7 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
     py_block_manager *self = (py_block_manager *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    pthread_mutex_init(&self->mutex, NULL);
+    py_lock_init(&self->lock);
     pk_status status;
     pk_error err;
     py_release_gil(); /* a big pool takes its time, here and in dealloc */
@@ -115,7 +115,7 @@ static void manager_dealloc(PyObject *self)
     pk_bm_destroy(manager_of(self)->core);
     py_step_memory_release(manager_of(self)->step_memory);
     py_take_gil();
-    pthread_mutex_destroy(&manager_of(self)->mutex);
+    py_lock_destroy(&manager_of(self)->lock);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }

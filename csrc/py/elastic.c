@@ -5,8 +5,7 @@
  * need; it is forgotten when the last of them is gone, so that letting go of one takes no search.
  */
 #include "py/stream.h"
-
-#include <pthread.h>
+#include "py/lock.h"
 
 typedef struct {
     PyObject_HEAD const pk_backend *backend; /* NULL: not made */
@@ -15,7 +14,7 @@ typedef struct {
     size_t needed;
     int64_t num_tensors; /* those that count */
     py_memory memory;
-    pthread_mutex_t lock; /* of a resize, which lets go of the GIL */
+    py_lock lock; /* of a resize, which lets go of the GIL */
 } py_elastic;
 
 static py_elastic *elastic_of(PyObject *object) { return (py_elastic *)object; }
@@ -62,7 +61,7 @@ static PyObject *elastic_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         Py_DECREF((PyObject *)self);
         return py_raise(state, &err);
     }
-    pthread_mutex_init(&self->lock, NULL);
+    py_lock_init(&self->lock);
     self->backend = backend;
     return (PyObject *)self;
 }
@@ -91,48 +90,39 @@ static void elastic_dealloc(PyObject *object)
     py_elastic *self = elastic_of(object);
     if (self->backend) {
         release_range(object);
-        pthread_mutex_destroy(&self->lock);
+        py_lock_destroy(&self->lock);
     }
     py_free_object(object);
 }
 
 // --- size
 
-/* Whose turn it is to resize may be waiting for the GIL. */
+/* With the GIL as well: who has the lock does not wait for the GIL, so this waits for the other one and tries again. */
 static void lock_elastic(py_elastic *self)
 {
-    if (pthread_mutex_trylock(&self->lock) == 0) return;
-    py_release_gil();
-    pthread_mutex_lock(&self->lock);
-    py_take_gil();
+    while (pthread_mutex_trylock(&self->lock.mutex) != 0) {
+        py_release_gil();
+        pthread_mutex_lock(&self->lock.mutex);
+        pthread_mutex_unlock(&self->lock.mutex);
+        py_take_gil();
+    }
 }
 
-/* With the lock held. */
+/* With the lock held, which this lets go of. */
 static int resize_range(PyObject *object, size_t bytes)
 {
     py_elastic *self = elastic_of(object);
-    py_state *state = py_state_of(object);
     pk_error err;
-    bool is_on_gpu = self->range.device.type != PK_CPU, shrinks = bytes < self->range.size;
+    bool shrinks = bytes < self->range.size;
     size_t change = shrinks ? self->range.size - bytes : bytes - self->range.size;
-    bool is_slow = !is_on_gpu && change > PY_LARGE_BYTES; /* a GPU's backend lets go of the GIL by itself */
-    if (bytes < self->needed) {
-        PyErr_Format(PyExc_BufferError,
-                     "num_bytes: the buffer cannot shrink to %zu bytes while it has tensors that need %zu", bytes,
-                     self->needed);
-        return -1;
-    }
-    if (shrinks && is_on_gpu && state->num_captures) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "the buffer cannot shrink while a Graph is being captured: it would wait for the GPU");
-        return -1;
-    }
+    bool is_slow = self->range.device.type != PK_CPU || change > PY_LARGE_BYTES;
     if (shrinks) self->size = bytes; /* no new tensor may need what is about to go */
     if (is_slow) py_release_gil();
     pk_status status = self->backend->range_resize(&self->range, bytes, &err);
+    __atomic_store_n(&self->size, self->range.size, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&self->lock.mutex);
     if (is_slow) py_take_gil();
-    self->size = self->range.size;
-    if (status != PK_OK) py_raise(state, &err);
+    if (status != PK_OK) py_raise(py_state_of(object), &err);
     return status == PK_OK ? 0 : -1;
 }
 
@@ -157,9 +147,17 @@ static PyObject *elastic_resize(PY_FASTCALL)
                             elastic->range.capacity);
     size_t bytes = ((size_t)num_bytes + granularity - 1) / granularity * granularity;
     lock_elastic(elastic);
-    int result = resize_range(self, bytes);
-    pthread_mutex_unlock(&elastic->lock);
-    return result < 0 ? NULL : Py_NewRef(Py_None);
+    const size_t needed = elastic->needed;
+    bool waits = bytes < elastic->range.size && elastic->range.device.type != PK_CPU;
+    bool is_refused = bytes < needed || (waits && py_state_of(self)->num_captures);
+    if (!is_refused) return resize_range(self, bytes) < 0 ? NULL : Py_NewRef(Py_None);
+    pthread_mutex_unlock(&elastic->lock.mutex);
+    if (bytes < needed)
+        return PyErr_Format(PyExc_BufferError,
+                            "num_bytes: the buffer cannot shrink to %zu bytes while it has tensors that need %zu",
+                            bytes, needed);
+    return PyErr_Format(PyExc_RuntimeError,
+                        "the buffer cannot shrink while a Graph is being captured: it would wait for the GPU");
 }
 
 // --- tensors

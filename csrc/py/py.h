@@ -12,7 +12,7 @@
  *   order.c               queues of work, and who wrote a memory last
  *   elastic.c             ElasticBuffer: memory that grows and shrinks in place
  *   stream.c              Stream, and which one a thread works on; event.c graph.c: Event, Graph
- *   gil.c                 letting other threads run
+ *   gil.c lock.c          letting other threads run; mutexes that fork() finds free
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
  *   errors.c              pk_status -> exception
  *

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,7 @@ def llm_of(args: argparse.Namespace, num_requests: int) -> LLM:
 
     options = {name: getattr(args, name) for name in ("device", "dtype", "block_size", "max_model_len")}
     num_seqs = max(num_requests, 1) if num_requests < FEW else None
+    logging.getLogger("pagedkv.engine.llm").setLevel(logging.ERROR)  # the commands name requests that fail themselves
     return LLM(args.model, **options, max_num_seqs=num_seqs)
 
 

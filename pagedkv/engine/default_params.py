@@ -42,7 +42,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "stop_strings": ([], ""),
 }
 
-logger = logging.getLogger("pagedkv.engine")
+logger = logging.getLogger(__name__)
 
 
 def read_default_params(folder: Path) -> SamplingParams:
@@ -62,9 +62,15 @@ def read_default_params(folder: Path) -> SamplingParams:
     if raw.get("do_sample") is False:
         given = {name: value for name, value in given.items() if name not in DRAWN} | {"temperature": 0}
     ignored = [name for name, neutral in IGNORED.items() if raw.get(name) is not None and raw[name] not in neutral]
+    if given:
+        logger.info("%s: requests without params have %s", path, _listed(given))
     if ignored:
-        logger.warning("%s: not followed: %s", path, ", ".join(f"{name}={raw[name]!r}" for name in ignored))
+        logger.warning("%s: not followed: %s", path, _listed({name: raw[name] for name in ignored}))
     try:
         return SamplingParams(**{"max_tokens": None} | {NAMES[name]: value for name, value in given.items()})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

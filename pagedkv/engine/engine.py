@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable
 from html import escape
 from inspect import Parameter, Signature, signature
@@ -25,6 +27,7 @@ from .snapshot import open_saved
 from .turns import Action, Errands, Mailbox, Turns
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -70,6 +73,7 @@ class Engine:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         check_names(type(self).__name__, options, list(signature(EngineOptions).parameters))
+        start = time.perf_counter()
         checked = EngineOptions(**options)
         parts = build_parts(model, checked)
         self.folder, self.device, self.config = parts.folder, parts.device, parts.config
@@ -87,6 +91,7 @@ class Engine:
         self._errands = Errands()
         self._turns = Turns(self._step, self._settle, self._is_unsettled)
         self._pipeline = self._new_pipeline(parts.runner)
+        logger.info("%s is ready after %.1f s: %r", self.folder, time.perf_counter() - start, self)
 
     # What **options may be, for help() and inspect.
     __init__.__signature__ = Signature(  # type: ignore[attr-defined]

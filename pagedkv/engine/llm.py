@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from queue import SimpleQueue
@@ -19,6 +20,7 @@ from .turns import Mailbox
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
@@ -176,7 +178,15 @@ class LLM(Engine):
                     bar.update()
         finally:  # after an error or an interrupt no request keeps pages
             self._abort_all(requests)
-        return [outputs[request.id] for request in requests]
+        in_order = [outputs[request.id] for request in requests]
+        failed = [(i, output.error) for i, output in enumerate(in_order) if output.error is not None]
+        if failed:
+            i, error = failed[0]
+            logger.warning(
+                "%d of %d requests failed, the first of them prompts[%d]: %s: %s",
+                len(failed), len(in_order), i, type(error).__name__, error,
+            )  # fmt: skip
+        return in_order
 
 
 def _progress_bar(total: int, use_tqdm: bool) -> tqdm:

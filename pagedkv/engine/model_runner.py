@@ -14,6 +14,8 @@ pinned memory, with an event after it.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,6 +34,8 @@ from .sampler import Sampler
 from .step import Step
 from .step_arrays import StepInputs
 from .step_memory import StepMemory
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -79,7 +83,9 @@ class ModelRunner:
         """Chooses algorithms, and runs the largest steps on a pool of one page. After that, the memory that operations
         need besides the pool is allocated."""
         num_tokens = len(self.buffers.residual)
+        start = time.perf_counter()
         self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # most steps with prompts are full
+        logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
         self.caches.allocate_one()
         with self.stream:
             inputs = self.memory.idle_decodes(self.batch_sizes[-1])
@@ -106,6 +112,7 @@ class ModelRunner:
             return
         from tqdm import tqdm
 
+        start = time.perf_counter()
         with self.stream:
             for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
                 inputs = self.memory.idle_decodes(num_seqs)
@@ -113,6 +120,7 @@ class ModelRunner:
                 self.graphs.capture(inputs, self._compute)
         ops.reload_context(self.device)  # a launch is faster then than after all this
         self.launches.calibrate()
+        logger.info("%d CUDA graphs were captured in %.1f s", len(self.batch_sizes), time.perf_counter() - start)
 
     # --- a step
 

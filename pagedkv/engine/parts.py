@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,6 +27,8 @@ from .sampling_params import SamplingParams, check_int
 from .scheduler import Scheduler
 from .step_size import step_size
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -108,6 +112,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
     gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
+    start = time.perf_counter()
     is_dummy = options.load_format == "dummy"
     checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
     runner = ModelRunner(
@@ -117,6 +122,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
         enforce_eager=options.enforce_eager,
     )  # fmt: skip
     checkpoint.finish()
+    logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
     memory.count("weights and buffers")
     if device != "cpu":
         runner.warm_up()

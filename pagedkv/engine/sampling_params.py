@@ -71,8 +71,8 @@ class SamplingParams:
             the host while the device works
         max_tokens: the most tokens; 0 returns at once; None: as many as max_model_len and the pool leave. The answer
             ends with "length" when it has them, and also where it reaches max_model_len
-        min_tokens: until the answer has this many tokens, only max_tokens ends it, or a mask that allows nothing but the
-            end: a complete JSON ends below min_tokens
+        min_tokens: until the answer has this many tokens, only max_tokens ends it, or a mask that allows nothing but
+            the end: a complete JSON ends below min_tokens
         stop: texts (or one) that end the answer where they appear; they are not part of its text
         include_stop_str_in_output: True: they are
         stop_token_ids: tokens that end the answer, in addition to the model's own

@@ -31,6 +31,7 @@ Rules that keep it fair and alive:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import numpy as np
@@ -43,6 +44,8 @@ from .running_set import RunningSet
 from .sequence import Sequence
 from .steady_batch import SteadyBatch
 from .step import Step
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -60,6 +63,7 @@ class Scheduler:
         self.admission = Admission(manager, max_num_batched_tokens)
         self._running = RunningSet(manager, self.waiting)
         self._steady = SteadyBatch()
+        self._logged: set[int] = set()  # levels: the first preemption of each is told
 
     @property
     def running(self) -> list[Sequence]:
@@ -191,8 +195,12 @@ class Scheduler:
                 victim = self._running.first_to_lose()
                 if victim.num_in_pages < victim.num_tokens:
                     decodes.remove(victim)
-                pairs = self._running.preempt(
-                    victim, "the pool had no page for the next token of a sequence that runs"
+                pairs = self._preempt(
+                    victim,
+                    "the pool had no page for the next token of a sequence that runs",
+                    logging.WARNING,
+                    "a larger pool (kv_cache_memory, num_blocks or, on a GPU, gpu_memory_utilization) or a smaller "
+                    f"max_num_seqs than {self.max_num_seqs} avoids it, and swap_space keeps its KV in host memory",
                 )
                 preempted += [] if pairs is None else [pairs]
         if preempted:
@@ -220,7 +228,15 @@ class Scheduler:
         if last is None or self._waits_for_prefix(head):
             return None
         why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
-        return self._running.preempt(last, f"{why} needed its place")
+        knob = f"a larger max_num_seqs than {self.max_num_seqs} avoids it"
+        return self._preempt(last, f"{why} needed its place", logging.INFO, knob)
+
+    def _preempt(self, seq: Sequence, reason: str, level: int, knob: str) -> np.ndarray | None:
+        pairs = self._running.preempt(seq, reason)
+        if level not in self._logged:
+            self._logged.add(level)
+            logger.log(level, "a sequence was preempted, because %s: %s (told once; stats() counts them)", reason, knob)
+        return pairs
 
     def _admit(self, step: Step, budget: int) -> int:
         """Starts waiting sequences in their order, but skips those that wait for a prefix. Returns the rest of the

@@ -35,9 +35,9 @@ class Sequence:
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
         "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_told",
         "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens", "new_tokens",
-        "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens", "num_shown",
-        "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs", "retry_step", "salt",
-        "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
+        "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens",
+        "num_shown", "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
+        "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
 
     def __init__(

@@ -104,6 +104,20 @@ def test_added_to_out(rng, device, dtype, with_bias, shape):
         np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype, even_from", [("float16", 2048), ("bfloat16", 256)])
+@pytest.mark.parametrize("size, outputs", [(64, 72), (64, 70), (1024, 2048)])
+def test_a_bias_and_what_out_holds_are_rounded_once(rng, device, dtype, even_from, size, outputs):
+    """Whole numbers, whose sum float32 holds exactly: where `dtype` has even ones only, a sum in between would show."""
+    x, weight = rng.integers(-1, 2, (300, size)), rng.integers(-1, 2, (outputs, size))
+    bias, before = rng.integers(-40, 40, outputs), 2 * rng.integers(even_from // 2, even_from, (300, outputs))
+    expected = oracle.rounded((before + bias + x @ weight.T).astype(float), dtype)
+    arguments = put(weight.astype(float), device, dtype), put(bias.astype(float), device, dtype)
+    for rows in (1, 8, 9, 16, 17, 64, 112, 113, 300):
+        out = put(before[:rows].astype(float), device, dtype)
+        ops.linear(put(x[:rows].astype(float), device, dtype), *arguments, add_to_out=True, out=out)
+        np.testing.assert_array_equal(get(out), expected[:rows], err_msg=f"{rows} rows")
+
+
 def test_rows_in_reverse_and_repeated(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (9, 40, 24), "float32"))
     np.testing.assert_array_equal(ops.linear(x[::-1], weight[::-1]), ops.linear(x, weight)[::-1, ::-1])

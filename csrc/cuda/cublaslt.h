@@ -17,7 +17,8 @@ typedef struct pk_lt_layout_ *pk_lt_layout;
 typedef struct pk_lt_preference_ *pk_lt_preference;
 
 enum { PK_LT_COMPUTE_F32 = 68, PK_LT_OP_T = 1 };
-enum { PK_LT_DESC_TRANSA = 3 };
+enum { PK_LT_DESC_TRANSA = 3, PK_LT_DESC_EPILOGUE = 7 /* uint32_t */, PK_LT_DESC_BIAS = 8 /* its address */ };
+enum { PK_LT_EPILOGUE_BIAS = 4 /* of out's dtype, added before out is rounded */ };
 enum {
     PK_LT_PREFERENCE_WORKSPACE = 1,   /* uint64_t */
     PK_LT_PREFERENCE_ALIGNMENT_A = 5, /* uint32_t bytes; then B, C, D */

@@ -1,8 +1,8 @@
 /* linear.cu - out = x @ weight.T + bias: own kernels for few rows (linear_few.cu, linear_sm90.cu), cuBLASLt for more
  * (linear_plans.cu).
  *
- * For cuBLASLt a bias is written to `out` first, and the product is added to it (beta = 1): one way for every dtype,
- * with one rounding. BLAS cannot express rows that overlap or run backwards; they take a plain kernel.
+ * For cuBLASLt a bias is written to `out` first, and the product is added to it (beta = 1): with one rounding. Where
+ * `out` is added to, cuBLASLt adds a bias of out's dtype by itself, for the same reason. BLAS cannot express rows that overlap or run backwards; they take a plain kernel.
  */
 #include "cuda/linear.h"
 #include "cuda/cublaslt.h"
@@ -48,6 +48,9 @@ static bool is_blas(const pk_linear_args *args)
 {
     bool are_rows_apart =
         args->num_rows <= 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features);
+    int64_t strides = args->in_features | args->out_features | args->x_stride | args->weight_stride | args->out_stride;
+    bool fits_bias = strides % 8 == 0 && pk_are_multiples(16, args->x, args->weight, args->bias, args->out);
+    if (pk_cuda_blas_adds_bias(args) && !fits_bias) return false; /* not all of its algorithms can */
     return are_rows_apart && args->in_features > 0 &&
            (args->out_features == 1 || args->weight_stride >= args->in_features);
 }
@@ -56,7 +59,7 @@ template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
-    if (by_blas && args->bias) {
+    if (by_blas && args->bias && !pk_cuda_blas_adds_bias(args)) {
         dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
                   (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
         PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));

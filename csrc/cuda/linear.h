@@ -16,8 +16,13 @@ bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device 
 pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
                              int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
 
-/* linear_plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already. */
+/* linear_plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already, or is added
+ * by cuBLASLt, where `out` holds something else and would be rounded in between. */
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_by_blas;
+static inline bool pk_cuda_blas_adds_bias(const pk_linear_args *args)
+{
+    return args->bias && args->adds_to_out && args->out_dtype != PK_F32;
+}
 /* What linear_algorithms and use_linear_algorithm do, for a call that cuBLASLt answers; it has been loaded. */
 pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,
                               pk_linear_choices *choices);

@@ -18,6 +18,7 @@ struct plan_key {
     uint32_t x_alignment, weight_alignment, out_alignment; /* bytes, up to 256 */
     int32_t device;
     pk_dtype dtype, out_dtype;
+    int64_t adds_bias;
 };
 static_assert(std::has_unique_object_representations_v<plan_key>, "compared as bytes");
 
@@ -44,6 +45,7 @@ static uint32_t alignment_of(const void *pointer)
 static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
 {
     bool is_row = args->num_rows == 1, is_column = args->out_features == 1; /* of one row there is no stride */
+    uint32_t out_alignment = alignment_of(args->out), bias_alignment = alignment_of(args->bias);
     return {args->num_rows,
             args->in_features,
             args->out_features,
@@ -52,10 +54,11 @@ static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
             is_row ? args->out_features : args->out_stride,
             alignment_of(args->x),
             alignment_of(args->weight),
-            alignment_of(args->out),
+            pk_cuda_blas_adds_bias(args) && bias_alignment < out_alignment ? bias_alignment : out_alignment,
             device->index,
             args->dtype,
-            args->out_dtype};
+            args->out_dtype,
+            pk_cuda_blas_adds_bias(args)};
 }
 
 /* The key's plan, else an empty slot, else the plan whose place a new one takes. */
@@ -132,10 +135,12 @@ static const plan *chosen_for_more_rows(const plan_key *key)
 static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
 {
     cudaDataType_t type = data_type_of(key->dtype);
-    int32_t transposed = PK_LT_OP_T;
+    const int32_t transposed = PK_LT_OP_T;
+    const uint32_t epilogue = PK_LT_EPILOGUE_BIAS;
     plan->key = *key;
     PK_LT(err, MatmulDescCreate, &plan->desc, PK_LT_COMPUTE_F32, CUDA_R_32F);
     PK_LT(err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_TRANSA, &transposed, sizeof transposed);
+    if (key->adds_bias) PK_LT(err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_EPILOGUE, &epilogue, sizeof epilogue);
     PK_LT(err, MatrixLayoutCreate, &plan->weight, type, (uint64_t)key->in_features, (uint64_t)key->out_features,
           key->weight_stride);
     PK_LT(err, MatrixLayoutCreate, &plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride);
@@ -180,6 +185,8 @@ pk_status pk_cuda_linear_by_blas(const pk_linear_args *args, const pk_cuda_call 
     const pk_cuda_pause pause(!plan->has_run || memcmp(&plan->key, &key, sizeof key) != 0);
     PK_TRY(find_plan(&key, &plan, call.err));
     plan->has_run = true;
+    if (key.adds_bias)
+        PK_LT(call.err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_BIAS, &args->bias, sizeof args->bias);
     PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
           &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data, PK_SCRATCH_BYTES, call.stream);
     return PK_OK;

@@ -226,6 +226,29 @@ def test_a_graph_of_a_layer_follows_its_inputs(torch):
 # --- large, elsewhere, too much
 
 
+@pytest.mark.parametrize("context", [2**31 - 2**16 - 1, 2**31 - 1])
+def test_contexts_of_nearly_2_31_keys(torch, context):
+    """Of one page that the table repeats: the most that there may be, and more, which is cut to that and recorded."""
+    page, most, queries = 1 << 16, 2**31 - 2**16 - 1, 64
+    k_cache, v_cache = torch.randn(2, 1, page, 1, 64, device="cuda", dtype=torch.bfloat16)
+    tables = torch.zeros(1, 1 << 15, device="cuda", dtype=torch.int32)
+    few = min(context, most) % page + page  # the same keys at the same place in their page, and one page before
+    lens, small = (torch.tensor([n], device="cuda", dtype=torch.int32) for n in (context, few))
+    for window in ((1000, 0), (1000, -1), (1000, 2**31 - 2), (1000, 2**40), (-1, -1)):
+        count = 1 if window == (-1, -1) else queries  # all keys are only for the decode kernel
+        q = torch.randn(count, 8, 64, device="cuda", dtype=torch.bfloat16)
+        arguments = dict(causal=window[1] == 0, window_size=window)
+        # without a window every page weighs as much, but for a key that the last one has not
+        last = small if count > 1 else torch.tensor([page], device="cuda", dtype=torch.int32)
+        expected = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, last, **arguments)
+        out = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **arguments)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2e-2)
+        if context > most:
+            with pytest.raises(ValueError, match=f"sequence 0 has {context} keys but .* below {most + 1}"):
+                ops.check_errors()
+        ops.check_errors()
+
+
 def test_a_pool_of_more_than_2_31_elements(torch, rng):
     """Pages at the far end give the bits that they give in a small pool."""
     blocks, shape = 2**31 // (16 * 8 * 128) + 40, (16, 8, 128)

@@ -7,9 +7,12 @@
 #include "cuda/attention_route.h"
 #include "cuda/thresholds.h"
 
-/* Rows of 16 bytes everywhere, and element types that the tensor cores know. */
+/* Rows of 16 bytes everywhere, element types that the tensor cores know, and windows that fit in int behind any key. */
 static bool fits_tensor_cores(const pk_attention_args *args)
 {
+    int64_t most_keys = args->max_blocks_per_seq * args->block_size;
+    if (most_keys > PK_MOST_KEYS) most_keys = PK_MOST_KEYS;
+    if (most_keys + prefill_window(args->window_right) >= INT32_MAX) return false;
     size_t per_vector = args->cache_dtype == PK_F8E4M3 ? 16 : 8;
     return (args->dtype == PK_BF16 || args->dtype == PK_F16) &&
            pk_are_multiples(16, args->q, args->out, args->k_cache, args->v_cache) &&

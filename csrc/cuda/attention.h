@@ -21,6 +21,7 @@
 #include "cuda/pack.h"
 #include "ops/attention.h"
 
+#include <cfloat>
 #include <initializer_list>
 
 /* Which sequences of a batch a kernel takes, by their query rows (queries * group): min_rows < rows <= max_rows. */
@@ -70,8 +71,14 @@ __host__ __device__ static inline int pk_sign_row(int plan, int place, const Row
 
 #define PK_LOG2E 1.4426950408889634f
 #define PK_LN2 0.6931471805599453f
-/* Below every real score and finite, so that a row that has seen no key yet needs no branch: exp2(-inf - this) is 0. */
-#define PK_NO_SCORE -1e30f
+/* No score is below it but -inf, so that a row that has seen no key yet needs no branch: exp2(-inf - this) is 0. */
+#define PK_NO_SCORE (-FLT_MAX)
+
+/* Kernels count keys and slots in int, and look up pages some thousands of keys beyond the last one. */
+constexpr int PK_MOST_KEYS = INT32_MAX - (1 << 16);
+
+/* Of a kernel that adds it to the place of a key. */
+static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
 
 // --- which keys a sequence may see
 
@@ -107,7 +114,7 @@ __device__ static inline sequence_view view_sequence(const pk_attention_args &ar
         view.first_query = seq * view.num_queries;
     }
     int64_t capacity = args.max_blocks_per_seq * args.block_size, first_slot = first_slot_of(args, seq);
-    if (capacity > INT32_MAX) capacity = INT32_MAX; /* slots are counted in int */
+    if (capacity > PK_MOST_KEYS) capacity = PK_MOST_KEYS;
     if (first_slot < 0 || first_slot > capacity) {
         if (is_recorder) pk_record_bad_id(bad_id, PK_BAD_KEY_START, seq, first_slot, capacity + 1);
         capacity = first_slot = 0;

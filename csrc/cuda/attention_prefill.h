@@ -59,8 +59,6 @@ static inline int64_t surely_longest(const pk_attention_args &args)
     return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
 }
 
-static inline int prefill_window(int64_t window) { return (int)(window < (1 << 30) ? window : 1 << 30); }
-
 /* Query heads of an item of so many rows. Items hold whole tokens: where the whole group leaves rows empty, a part of it
  * with more tokens may need fewer items (64 tokens of 6 heads: 4 items of 21 tokens, or 3 of 64 tokens and 2 heads). But
  * such an item goes through more keys that only some of its rows see. Of the lengths little is known here. We count as if

@@ -66,7 +66,8 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "    q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads is a multiple of\n"
     "        num_kv_heads.\n" PY_DOC_CACHES
     "    block_tables: [num_seqs, max_blocks] int32, the page of every block_size keys; a negative entry is padding.\n"
-    "    context_lens: [num_seqs] int32, all keys that a sequence has, its new tokens included.\n"
+    "    context_lens: [num_seqs] int32, all keys that a sequence has, its new tokens included; CUDA takes up to\n"
+    "        2**31 - 2**16 - 1.\n"
     "    cu_seqlens_q: [num_seqs + 1] int32, where each sequence's queries begin and end; None: num_tokens / num_seqs\n"
     "        each. Rows of out before the first and after the last are not written (padding).\n"
     "    max_seqlen_q: an upper bound of one sequence's queries, for the launch on CUDA; None: num_tokens.\n"

@@ -86,7 +86,10 @@ def visible_archs() -> str | None:
 
 
 def cuda_archs() -> str:
-    return os.environ.get("PAGEDKV_CUDA_ARCHS") or visible_archs() or RELEASE_ARCHS
+    asked = os.environ.get("PAGEDKV_CUDA_ARCHS")
+    if asked and re.search(r"(^|[ ;])9\.?0(\+PTX)?($|[ ;])", asked):
+        sys.exit(f"PAGEDKV_CUDA_ARCHS is {asked!r}: write 9.0a, since 9.0 has no code for Hopper's matrix units")
+    return asked or visible_archs() or RELEASE_ARCHS
 
 
 def cuda_arch_flags(text: str) -> list[str]:

@@ -1,9 +1,17 @@
 """Random tensors on a GPU for its tests, and the attention kernel that others are compared with."""
 
+import os
+
 import numpy as np
 from pools import forget
 
 import pagedkv
+
+
+def compute_capability(torch) -> int:
+    """Of the GPU, or of the one that it stands for: 90 where Hopper's kernels run."""
+    major, minor = torch.cuda.get_device_capability()
+    return int(os.environ.get("PAGEDKV_CUDA_MAX_CC") or 10 * major + minor)
 
 
 def numbers(torch, rng, shape, dtype):

@@ -245,6 +245,17 @@ unsigned atomicInc(unsigned *, unsigned);
 
 namespace emulated
 {
+/* A device of so many SMs that stands for the card of a compute capability of PK_CUDA_CARDS. */
+static pk_cuda_device device_of(int num_sms, int compute_capability)
+{
+    pk_cuda_device device = {};
+    device.num_sms = num_sms, device.l2_bytes = 50 << 20;
+    for (const pk_cuda_card &card : PK_CUDA_CARDS)
+        if (card.compute_capability == compute_capability) device.card = card;
+    device.has_sm90a = compute_capability == 90, device.can_launch_early = compute_capability >= 90;
+    return device;
+}
+
 /* A call without its constructor, which asks for a device. */
 class host_call
 {

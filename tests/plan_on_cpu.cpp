@@ -9,10 +9,12 @@ constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 
 struct planned_batch {
     int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
-    int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole;          /* out */
+    int num_sms, compute_capability, window_left;
+    int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole, ctas_per_sm, step, takes_heads,
+        first_bad_kind; /* out */
 };
 
-/* Fills rows[num_units], [capacity, PLAN_COLUMNS], as on an H200: by the kernel that plans, or as each CTA does for itself.
+/* Fills rows[num_units], [capacity, PLAN_COLUMNS], as on such a device, or nothing where the capacity is 0: by the kernel that plans, or as each CTA does for itself.
  * Returns NULL, or what went wrong. */
 extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by_each_cta, int *rows, int capacity)
 {
@@ -23,12 +25,11 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     args.head_dim = batch->head_dim;
     args.block_size = batch->block_size, args.max_blocks_per_seq = batch->max_blocks_per_seq;
     args.context_lens = lens;
-    args.window_left = args.window_right = -1;
+    args.window_left = batch->window_left, args.window_right = -1;
     args.dtype = PK_BF16, args.cache_dtype = batch->is_fp8 ? PK_F8E4M3 : PK_BF16;
 
     static pk_error error;
-    pk_cuda_device device = {};
-    device.num_sms = 132, device.smem_per_cta = 227 << 10;
+    pk_cuda_device device = emulated::device_of(batch->num_sms, batch->compute_capability);
     emulated::host_call on_host(&device, &error);
     pk_cuda_call &call = on_host.call();
     decode_shape shape = {};
@@ -39,6 +40,10 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     if (by_each_cta) shape = without_plan;
     batch->num_units = shape.num_units, batch->max_slots = shape.max_slots;
     batch->slots = shape.slots, batch->is_crowded = shape.is_crowded;
+    batch->ctas_per_sm = shape.ctas_per_sm, batch->step = shape.step;
+    batch->takes_heads = makes_heads(shape.head_dim, shape.rows) &&
+                         have_heads_room(device.card, shape.head_dim, batch->is_fp8 ? 1 : 2, shape.rows);
+    if (capacity == 0) return nullptr; /* it was the shape that was asked for */
     if (shape.num_units > capacity) return "there is no room for the rows";
 
     static_assert(sizeof(attention_unit) == PLAN_COLUMNS * sizeof(int), "a row");
@@ -60,6 +65,7 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
         for (int i = 0; i < num_arrivals; i++)
             if (arrivals[i] != 0) return "an arrival is not zero";
     }
+    batch->first_bad_kind = bad_id.kind;
     std::memcpy(rows, units.data(), shape.num_units * sizeof(attention_unit));
     for (int i = 0; i < NUM_GUARDS; i++)
         if (units[shape.num_units * PLAN_COLUMNS + i] != GUARD || arrivals[num_arrivals + i] != GUARD)

@@ -32,8 +32,8 @@ extern "C" const char *list_on_cpu(listed_batch *listed, const int *starts, cons
 
     static pk_error error;
     pk_cuda_bad_id bad_id = {};
-    pk_cuda_device device = {};
-    device.num_sms = 132, device.l2_bytes = 50 << 20, device.bad_id = &bad_id;
+    pk_cuda_device device = emulated::device_of(132, 90);
+    device.bad_id = &bad_id;
     emulated::host_call on_host(&device, &error);
     pk_cuda_call &call = on_host.call();
     prefill_batch batch;

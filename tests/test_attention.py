@@ -109,13 +109,34 @@ def test_case_with_an_fp8_cache(case, cuda, rng):
     check(batch, run(batch, cuda))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_queries", [1, 150])
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("greatest", [-(2.0**90), -(2.0**110), -(2.0**124)])
+def test_rows_that_see_only_huge_negative_logits(rng, device, dtype, num_queries, num_splits, greatest):
+    """The first 40 keys have the greatest logit, the others twice as low ones: the result is the mean of their values."""
+    head_dim, num_keys = 64, 700
+    q, k, v = np.zeros((num_queries, 1, head_dim)), np.zeros((num_keys, 1, head_dim)), rng.standard_normal((num_keys, 1, head_dim))
+    q[..., 0], k[..., 0] = 2.0**60, 2 * greatest / 2**60
+    k[:40, :, 0] /= 2
+    q, k, v = (oracle.rounded(each, dtype) for each in (q, k, v))
+    q, k_cache, v_cache = put(q, device, dtype), put(k[None], device, dtype), put(v[None], device, dtype)
+    table, lens = put(np.zeros((1, 1), np.int32), device), put(np.array([num_keys], np.int32), device)
+    out, lse = pagedkv.paged_attention_fwd(q, k_cache, v_cache, table, lens, softmax_scale=1.0, num_splits=num_splits,
+                                           return_lse=True)  # fmt: skip
+    tolerance = oracle.tolerance(dtype)
+    np.testing.assert_allclose(get(out), np.repeat(v[None, :40].mean(1), num_queries, 0), atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(get(lse), np.full((1, num_queries), greatest), rtol=1e-6)
+
+
 @pytest.mark.gpu
-def test_the_kernels_of_older_devices(cuda):
-    """All that runs on a GPU once more in a process whose GPU counts as one of compute capability 8.0."""
+@pytest.mark.parametrize("capability", ["80", "86"])
+def test_the_kernels_of_older_devices(cuda, capability):
+    """All that runs on a GPU once more in a process whose GPU stands for one of that compute capability."""
     names = "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits"
     files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", "case or pool or graph", *files]
-    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "80"}, capture_output=True, text=True)
+    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": capability}, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 
 
@@ -123,7 +144,7 @@ def test_the_kernels_of_older_devices(cuda):
 def test_a_bad_cap_of_the_compute_capability_is_refused(cuda):
     command = [sys.executable, "-c", "import pagedkv; pagedkv.empty((1,), 'float32', 'cuda')"]
     result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "8.0"}, capture_output=True, text=True)
-    assert "ValueError: PAGEDKV_CUDA_MAX_CC is '8.0' but must be 80 or more" in result.stderr
+    assert "ValueError: PAGEDKV_CUDA_MAX_CC is '8.0' but must be 80, 86, 89, 90, 100 or 120" in result.stderr
 
 
 def test_every_instruction_set(lesser_isa):

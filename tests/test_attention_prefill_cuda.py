@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cuda_tensors import make_chunks, simple_kernel
+from cuda_tensors import compute_capability, make_chunks, simple_kernel
 from test_decode_plan import are_cut_alike
 
 import pagedkv
@@ -17,7 +17,7 @@ COLUMNS = ("signature", "seq", "q_head", "first_token", "num_positions", "first_
 
 @pytest.fixture(autouse=True)
 def on_hopper(torch):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if compute_capability(torch) != 90:
         pytest.skip("other devices have no list")
 
 

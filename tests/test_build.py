@@ -1,5 +1,5 @@
 """setup.py finds CUDA, or says why not: the three modes of PAGEDKV_CUDA, and nvcc's architecture flags. What nvcc says of
-the kernels: memory beside their registers."""
+the kernels: memory beside their registers, and shared memory beside that of every card."""
 
 import importlib.util
 import re
@@ -7,6 +7,10 @@ import types
 from pathlib import Path
 
 import pytest
+from cards import CARDS
+from test_linear_few_plan import SQUARES
+
+from pagedkv import ops
 
 SETUP = Path(__file__).parent.parent / "setup.py"
 
@@ -89,6 +93,16 @@ def test_default_architectures_are_those_of_the_visible_gpus(build, monkeypatch,
     assert build.cuda_archs() == "8.0"
 
 
+@pytest.mark.parametrize("asked", ["9.0", "9.0+PTX", "8.0;9.0", "9.0 8.6", "90"])
+def test_hopper_without_its_own_instructions_is_refused(build, monkeypatch, asked):
+    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", asked)
+    with pytest.raises(SystemExit, match=f"PAGEDKV_CUDA_ARCHS is '{re.escape(asked)}': write 9.0a, since 9.0 has no "):
+        build.cuda_archs()
+    for accepted in ("9.0a", "9.0a+PTX", "8.0+PTX", "8.0;9.0a;12.0+PTX"):
+        monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", accepted)
+        assert build.cuda_archs() == accepted
+
+
 # --- local memory: of a build with NVCC_FLAGS=--resource-usage, whose log lies beside each object
 
 # Kernels (a pattern of the mangled name) that may spill registers or keep arrays in memory on sm_90a, up to so many
@@ -124,13 +138,19 @@ ptxas info    : Used 168 registers, used 9 barriers, 208 bytes cumulative stack 
     assert local_memory(log) == {("sm_90a", "_Z1fv"): 208}
 
 
-def compiled_functions() -> dict[str, int]:
-    """Of the newest build here, for sm_90a: function -> bytes of its stack frame."""
+def log_of_kernels() -> list[str]:
+    """What the compiler said in the newest build here."""
     folders = sorted(SETUP.parent.glob("build/temp*/csrc/cuda"), key=lambda folder: folder.stat().st_mtime)
-    logs = [local_memory(path.read_text()) for path in folders[-1].glob("*.log")] if folders else []
-    if not any(logs):
+    logs = [path.read_text() for path in folders[-1].glob("*.log")] if folders else []
+    if not any(map(local_memory, logs)):
         pytest.skip("no kernels were built here with NVCC_FLAGS=--resource-usage")
-    return {function: size for log in logs for (arch, function), size in log.items() if arch == "sm_90a"}
+    return logs
+
+
+def compiled_functions() -> dict[str, int]:
+    """For sm_90a: function -> bytes of its stack frame."""
+    return {function: size for log in log_of_kernels() for (arch, function), size in local_memory(log).items()
+            if arch == "sm_90a"}  # fmt: skip
 
 
 def test_no_kernel_uses_local_memory_beyond_the_allowance():
@@ -139,3 +159,55 @@ def test_no_kernel_uses_local_memory_beyond_the_allowance():
                for name in kernels}  # fmt: skip
     assert {name: size for name, size in kernels.items() if size > allowed[name]} == {}
     assert not kernels or len(kernels) > 100  # none was left out
+
+
+# --- shared memory: of the same build, and what launchers ask for
+
+
+def declared_bytes(log: str) -> dict[tuple[str, str], int]:
+    """(architecture, function) -> bytes of shared memory that it declares."""
+    found, key = {}, ("", "")
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            key = match[2], match[1]
+        elif re.search(r"Used \d+ registers", line) and key[1]:
+            found[key] = int(match[1]) if (match := re.search(r"(\d+) bytes smem", line)) else 0
+            key = "", ""
+    return found
+
+
+def test_declared_bytes_are_read():
+    log = """ptxas info    : Compiling entry function '_Z1fv' for 'sm_86'
+ptxas info    : Function properties for _Z1fv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 23936 bytes smem
+ptxas info    : Compiling entry function '_Z1gv' for 'sm_86'
+ptxas info    : Used 16 registers, used 0 barriers
+ptxas info    : Function properties for _Z1h
+ptxas info    : Used 12 registers
+"""
+    assert declared_bytes(log) == {("sm_86", "_Z1fv"): 23936, ("sm_86", "_Z1gv"): 0}
+
+
+def test_no_kernel_takes_more_shared_memory_than_a_card_has():
+    """What each instance declares, in any architecture that was compiled, and asks for on each card. Kernels without a table
+    ask for no more than every card has without being told (48 KB), and launches refuse the rest."""
+    declared = {name: size for log in log_of_kernels() for (_, name), size in declared_bytes(log).items()}
+    assert len(declared) > 100 and max(declared.values()) < 48 << 10
+    beyond, asked_for = {}, set()
+    for each in ops.kernel_instances():
+        its = f"{len(each['kernel'])}{each['kernel']}I"
+        most = max(size for name, size in declared.items() if its in name)
+        for card in CARDS:
+            asked = each["smem_bytes"][card.arch]
+            if asked is None:
+                continue
+            asked_for.add((each["kernel"], card.arch))
+            if most + asked > card.smem_per_cta:
+                beyond[each["kernel"], each["variant"], each["reads"], each["head_dim"], card.arch] = most, asked
+    assert beyond == {}
+    for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "sample_kernel"):
+        assert {arch for name, arch in asked_for if name == kernel} == {card.arch for card in CARDS}
+    few = max(size for name, size in declared.items() if "17linear_few_kernelI" in name)
+    assert few == SQUARES  # what plans of it count on
+    assert all(size == 0 for name, size in declared.items() if "attention_decode_kernelI" in name)  # the same

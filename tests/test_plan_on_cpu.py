@@ -7,11 +7,20 @@ import heapq
 
 import numpy as np
 import pytest
+from cards import CARDS
 from emulated import load, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
-Batch = struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
-                  "num_units", "max_slots", "slots", "is_crowded", "ctas_may_plan", "are_left_whole")  # fmt: skip
+
+class Batch(struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
+                      "num_sms", "compute_capability", "window_left",
+                      "num_units", "max_slots", "slots", "is_crowded", "ctas_may_plan", "are_left_whole", "ctas_per_sm",
+                      "step", "takes_heads", "first_bad_kind")):  # fmt: skip
+    """On an H200, unless something else is said."""
+
+    def __init__(self, **values):
+        super().__init__(**{"num_sms": 132, "compute_capability": 90, "window_left": -1} | values)
+
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +38,10 @@ def units_of(plan_on_cpu, batch, lens, by_each_cta):
     return [dict(zip(COLUMNS, row.tolist(), strict=True)) for row in units]
 
 
-def draw(rng):
+def draw(rng, **card):
     """From one sequence to five times as many as the smallest CTAs have places for."""
     batch = Batch(
-        num_kv_heads=int(rng.choice([1, 2, 3, 4, 8, 8, 8, 16, 40])), group=int(rng.choice([1, 2, 4, 8, 5, 12, 16]))
+        **card, num_kv_heads=int(rng.choice([1, 2, 3, 4, 8, 8, 8, 16, 40])), group=int(rng.choice([1, 2, 4, 8, 5, 12, 16]))
     )
     batch.head_dim, batch.block_size = int(rng.choice([64, 128, 256])), int(rng.choice([16, 64, 256]))
     batch.is_fp8 = int(rng.integers(3) > 0)
@@ -75,6 +84,77 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
             num_left_whole += batch.are_left_whole
     assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 20 and num_crowded > 5
     assert num_by_ctas > 30 and num_left_whole > 5
+
+
+def bytes_of_cta(batch):
+    """Its warps' rings, and what it has behind them where it takes its heads from the projection."""
+    element = 1 if batch.is_fp8 else 2
+    pieces = batch.head_dim * element // 16  # of a row, which ldmatrix reads: rows of few are padded to an odd number
+    chunk = 32 if batch.head_dim * element <= 128 else 16
+    row_bytes = 16 * (pieces if pieces % 8 == 0 else pieces | 1)
+    stages, rows = (2 if batch.is_crowded else 3), (8 if batch.group <= 8 else 16)
+    heads = rows * (batch.head_dim + 8) * 2 + 2 * batch.head_dim * element + 16
+    return batch.step // chunk * stages * 2 * chunk * row_bytes, heads
+
+
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_slots_are_the_places_of_the_card(plan_on_cpu, rng, card):
+    """As many CTAs as are planned at once have room on an SM, and one more has not, or no registers."""
+    places, num_crowded = {}, 0
+    for i in range(400):
+        batch, lens = draw(rng, num_sms=card.num_sms, compute_capability=card.compute_capability)
+        if i < 12 and batch.num_seqs < 100:  # quick ones
+            units = units_of(plan_on_cpu, batch, lens, False)
+            steps = STEPS["float8_e4m3fn" if batch.is_fp8 else "bfloat16"][batch.head_dim]
+            check_units(units, lens, [1] * batch.num_seqs, batch.group, steps)
+            check_places(units, batch.max_slots)
+        plan_on_cpu(batch, lens, 0, lens, 0)
+        rings, heads = bytes_of_cta(batch)
+        heads = heads if batch.takes_heads else 0
+        assert rings + heads <= card.smem_per_cta
+        assert batch.ctas_per_sm * (rings + heads + 1024) <= card.smem_per_sm
+        assert batch.slots == max(card.num_sms * batch.ctas_per_sm // batch.num_kv_heads, 1)
+        of_registers = {True: 12, False: 4 if batch.head_dim == 256 and not batch.is_fp8 else 8}[bool(batch.is_crowded)]
+        chunk = 32 if batch.head_dim * (1 if batch.is_fp8 else 2) <= 128 else 16
+        if not batch.is_crowded:  # then it may be fewer: an even share
+            by_memory = card.smem_per_sm // (rings + 1024)
+            assert batch.ctas_per_sm == min(by_memory, of_registers // (batch.step // chunk))
+            places.setdefault((batch.head_dim, batch.is_fp8), set()).add(batch.ctas_per_sm)
+        num_crowded += batch.is_crowded
+    assert places[128, 0] == {80: {1, 3}, 86: {1, 2}, 89: {1, 2}, 120: {1, 2}}.get(card.compute_capability, {1, 2, 4})
+    assert num_crowded > 0
+
+
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_heads_are_taken_where_they_cost_no_place(plan_on_cpu, card):
+    taken = set()
+    for is_fp8 in (0, 1):
+        for head_dim in (64, 128, 256):
+            batch = Batch(num_seqs=1, num_kv_heads=1, group=8, head_dim=head_dim, is_fp8=is_fp8, block_size=16,
+                          max_blocks_per_seq=999, num_sms=card.num_sms, compute_capability=card.compute_capability)  # fmt: skip
+            units_of(plan_on_cpu, batch, np.array([999], np.int32), False)
+            taken |= {(head_dim, is_fp8)} if batch.takes_heads else set()
+    everything = {(head_dim, is_fp8) for head_dim in (64, 128, 256) for is_fp8 in (0, 1)}
+    assert taken == (everything if card.smem_per_sm > 102_400 else {(64, 1)})
+
+
+def test_contexts_of_nearly_two_to_the_31(plan_on_cpu, rng):
+    """No number of a step overflows: up to the most keys all of them are planned, and beyond that is recorded."""
+    most = 2**31 - 1 - 2**16
+    for context in (most - 1, most, most + 1, 2**31 - 4096, 2**31 - 1):
+        for window in (-1, 1000, int(rng.integers(2**30, 2**31 - 1))):
+            batch = Batch(num_seqs=1, num_kv_heads=1, group=1, head_dim=128, block_size=1 << 16,
+                          max_blocks_per_seq=1 << 15, window_left=window)  # fmt: skip
+            units = units_of(plan_on_cpu, batch, np.array([context], np.int32), False)
+            seen = min(context, most)
+            first_key = max(seen - 1 - window, 0) // 16 * 16 if window >= 0 else 0
+            assert {unit["context"] for unit in units} == {seen}
+            assert units[0]["num_parts"] == len(units)
+            borders = sorted((unit["first_step"], unit["end_step"]) for unit in units)
+            assert [begin for begin, _ in borders] == [0, *(end for _, end in borders[:-1])]
+            assert borders[-1][1] == -(-(seen - first_key) // batch.step)
+            assert (batch.first_bad_kind != 0) == (context > most)
+            assert without_places(units_of(plan_on_cpu, batch, np.array([context], np.int32), True)) == without_places(units)
 
 
 def time_of(units, slots):

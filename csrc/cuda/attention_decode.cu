@@ -53,17 +53,39 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
     static constexpr int MOST_THREADS = 32 * (IS_CROWDED ? DECODE_FEWEST_WARPS : WARPS_PER_SM); /* of a CTA */
     /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
      * has them, and the squares of the row of x. */
-    static constexpr int QUERY_BYTES = ROWS * QUERY_STRIDE * 2;
+    static constexpr int QUERY_BYTES = decode_query_bytes(D, ROWS);
     static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
-    static constexpr int HEAD_BYTES = QUERY_BYTES + ROW_BYTES + PK_SQUARE_WARPS * (int)sizeof(float);
-    static constexpr int MOST_HEAD_BYTES = makes_heads(D, ROWS) ? HEAD_BYTES : 0;
+    static constexpr int HEAD_BYTES = decode_head_bytes(D, ROWS, Kind::CACHE_BYTES);
     static constexpr int smem_bytes(int warps, int ring_bytes = RING_BYTES)
     {
         return warps * ring_bytes + (TAKES_HEADS ? HEAD_BYTES : 0);
     }
-    static_assert(WARPS_PER_SM * RING_BYTES + WARPS_PER_SM / DECODE_FEWEST_WARPS * (1024 + MOST_HEAD_BYTES) <=
-                      228 * 1024,
-                  "fewer CTAs than the plan counts on");
+    static_assert(QUERY_BYTES == ROWS * QUERY_STRIDE * 2 && STAGE_BYTES == decode_stage_bytes(D, Kind::CACHE_BYTES),
+                  "as the plan counts them");
+    static constexpr int places(const pk_cuda_card &card, int warps)
+    {
+        return decode_places(card, D, Kind::CACHE_BYTES, warps, IS_CROWDED);
+    }
+    static constexpr bool has_room(const pk_cuda_card &card)
+    {
+        bool have_room = !TAKES_HEADS || have_heads_room(card, D, Kind::CACHE_BYTES, ROWS);
+        return places(card, DECODE_FEWEST_WARPS) > 0 && have_room;
+    }
+    /* Of its largest CTA there. */
+    static constexpr int most_smem_bytes(const pk_cuda_card &card)
+    {
+        int warps = MOST_THREADS / 32;
+        while (warps > DECODE_FEWEST_WARPS && places(card, warps) == 0) warps /= 2;
+        return has_room(card) ? smem_bytes(warps) : PK_NO_KERNEL;
+    }
+    static constexpr bool is_as_designed() /* on every card a place, and a Hopper's SM full */
+    {
+        for (const pk_cuda_card &card : PK_CUDA_CARDS) {
+            bool is_full = places(card, MOST_THREADS / 32) * MOST_THREADS == 32 * WARPS_PER_SM && has_room(card);
+            if (card.compute_capability == 90 ? !is_full : places(card, DECODE_FEWEST_WARPS) == 0) return false;
+        }
+        return true;
+    }
 
     __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
         : loading(args, params, smem)
@@ -259,12 +281,12 @@ static pk_status launch_decode(const pk_attention_args *args, decode_params para
     const decode_shape &shape = params.shape;
     auto kernel = attention_decode_kernel<Cta>;
     static uint64_t done;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, call.device->smem_per_cta, &done));
+    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)call.device->card.smem_per_cta, &done));
     int warps = shape.step / shape.chunk;
     params.ring_bytes = Cta::ring_bytes(shape.most_steps);
     size_t smem = Cta::smem_bytes(warps, params.ring_bytes);
     /* An SM that has room before the others must not take their CTAs: each asks for its share of an SM's memory. */
-    size_t share = (call.device->smem_per_cta + 1024) / shape.ctas_per_sm / 128 * 128 - 1024;
+    size_t share = (size_t)call.device->card.smem_per_sm / shape.ctas_per_sm / 128 * 128 - 1024;
     if (shape.is_crowded && smem < share) smem = share;
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
     PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), smem, *args, params));
@@ -280,8 +302,9 @@ static constexpr decode_instance instance_of()
     using cta = decode_cta<Kind, D, NT, TAKES_HEADS, IS_CROWDED>;
     static_assert(!IS_CROWDED || may_be_crowded(D, 8 * NT, Kind::CACHE_BYTES), "there are registers");
     static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
+    static_assert(cta::is_as_designed(), "fewer CTAs than the plan counts on");
     return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][IS_CROWDED], Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
-             cta::MOST_THREADS, cta::smem_bytes(cta::MOST_THREADS / 32)},
+             cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
             launch_decode<cta>};
 }
 /* clang-format off */

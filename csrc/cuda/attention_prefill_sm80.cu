@@ -6,8 +6,8 @@
  * in which lanes read them, S and O in registers, and P becomes an operand where it is.
  *
  * Tiles of 64 keys (32) go through a ring of three slots: K, V, K, V, ... While one is multiplied the next two arrive,
- * and the pages of the one after are looked up. Two CTAs per SM: the softmax of one lies under the products of the
- * other. Tiles run from the last visible key to the first; only those that not all rows of a warp see are masked.
+ * and the pages of the one after are looked up. Two CTAs per SM, where its shared memory has room for them: the softmax
+ * of one lies under the products of the other. Tiles run from the last visible key to the first; only those that not all rows of a warp see are masked.
  *
  * The softmax looks for no maxima: a row's offset is the greatest score of its first tile and stays. Any offset gives
  * the same quotient as long as nothing overflows; where a lane's exponentials of a row sum to so much that fp16 may
@@ -362,7 +362,9 @@ static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &
     static uint64_t done;
     auto kernel = attention_prefill_sm80_kernel<Kind, D>;
     constexpr size_t smem_bytes = sizeof(typename cta::shared_memory);
-    int64_t num_ctas = (int64_t)call.device->num_sms * cta::CTAS_PER_SM;
+    /* No more than start at once: those that came later would have been dealt the next longest items. */
+    const int places = pk_cuda_ctas_at_once(call.device->card, cta::THREADS, (int)smem_bytes);
+    int64_t num_ctas = (int64_t)call.device->num_sms * (places < cta::CTAS_PER_SM ? places : cta::CTAS_PER_SM);
     if (most_items(batch) < num_ctas) num_ctas = most_items(batch);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &done));
     return pk_cuda_launch(call, "attention_prefill_sm80_kernel", kernel, dim3((unsigned)num_ctas), dim3(cta::THREADS),
@@ -372,7 +374,9 @@ static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &
 template <typename Kind, int D>
 static constexpr prefill_instance instance = {
     {"attention_prefill_sm80_kernel", "", Kind::MULTIPLIES, Kind::READS, D, prefill_sm80_cta<Kind, D>::ROWS,
-     prefill_sm80_cta<Kind, D>::THREADS, (int)sizeof(typename prefill_sm80_cta<Kind, D>::shared_memory)},
+     prefill_sm80_cta<Kind, D>::THREADS, pk_cuda_smem_of_cards([](const pk_cuda_card &) {
+         return (int)sizeof(typename prefill_sm80_cta<Kind, D>::shared_memory);
+     })},
     launch_prefill<Kind, D>};
 
 /* The first whose head_dim is large enough is taken. */

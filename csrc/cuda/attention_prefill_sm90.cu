@@ -81,8 +81,15 @@ __global__ void __launch_bounds__(tiling<head_dim, Kind::IS_FP8, WARPGROUPS>::th
         prefetch_tensor_map(&params.k_map);
         prefetch_tensor_map(&params.v_map);
     }
+    /* Beside decode nothing is waited for here: griddepcontrol.wait would wait for decode's end. What this kernel reads
+     * (queries, pages, tables, the plan) was written by the kernels ahead of decode, and decode writes none of it. They
+     * have ended, with their writes performed: this kernel starts after every CTA of decode has let it or has ended,
+     * and each but those without a unit does so behind its own wait; CTA 0 waits in any case. PTX says that a wait makes
+     * such writes visible to the grid that waits, which is decode. They reach other SMs as well, because the end of a
+     * grid brings its writes to the L2 cache, where bulk copies and __ldcg read. For the ordinary loads, which an SM's
+     * L1 might answer, there is this fence: it orders them behind the start, and drops older lines of the L1. */
     if (params.batch.is_beside_decode())
-        __threadfence(); /* its CTAs have all waited for what is ahead of it: nothing older is to be read */
+        __threadfence();
     else
         pk_wait_for_previous_kernel();
     if (CUTS) pk_let_next_kernel_start(); /* which merges, and waits for all of this one */
@@ -168,7 +175,7 @@ static constexpr prefill_instance instance_of()
 {
     using shape = tiling<head_dim, Kind::IS_FP8, WARPGROUPS>;
     return {{"attention_prefill_kernel", CUTS ? CUTS_ITEMS : "", Kind::MULTIPLIES, Kind::READS, head_dim, shape::rows,
-             shape::threads, (int)shape::smem_bytes},
+             shape::threads, pk_cuda_smem_of_hopper([](const pk_cuda_card &) { return (int)shape::smem_bytes; })},
             launch_prefill<head_dim, Kind, CUTS, WARPGROUPS>};
 }
 template <int head_dim, typename Kind>
@@ -198,7 +205,7 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
     for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->k_strides.block, args->k_strides.slot,
                            args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head})
         if (stride <= 0) return false; /* the tensor maps want them so */
-    return device->compute_capability == 90 && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
+    return device->has_sm90a && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
            (args->cache_dtype == args->dtype || is_fp8) &&
            (args->max_blocks_per_seq == 1 || (args->block_size % 8 == 0 && !args->key_starts)) &&
            pk_are_multiples(dim % 64 ? 32 : 64, args->k_strides.head, args->v_strides.head) && args->num_blocks > 0 &&

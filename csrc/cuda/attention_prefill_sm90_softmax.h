@@ -121,6 +121,7 @@ struct prefill_rows {
             }
             for (int i = 0; i < 8; i++) scores[4 * j + i] = d[i / 4][i % 4];
         }
+        fence_async_proxy(); /* the engine may write where ordinary loads have read */
         cap_and_mask(scores);
         for (int i = 0; i < tile / 2; i++)
             if (wanted[i / 2 % 2]) s[i] = scores[i];

@@ -11,7 +11,7 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
     shape->filter = filter;
     shape->num_splits = args->num_splits;
     shape->group = (int)(args->num_q_heads / args->num_kv_heads);
-    shape->head_dim = args->head_dim <= 64 ? 64 : args->head_dim <= 128 ? 128 : 256;
+    shape->head_dim = decode_head_dim(args->head_dim);
     shape->chunk = decode_chunk(shape->head_dim, bytes);
     int64_t most_rows = args->max_seqlen_q * shape->group;
     if (most_rows > filter.max_rows) most_rows = filter.max_rows;
@@ -33,8 +33,10 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
 {
     using namespace thresholds;
     int bytes = (int)pk_dtype_bytes(args->cache_dtype);
-    int warps = decode_warps_per_sm(shape->head_dim, bytes), most_ctas = warps / DECODE_FEWEST_WARPS;
-    size_t warp_bytes = (size_t)DECODE_STAGES * 2 * shape->chunk * shape->head_dim * bytes;
+    auto places_of = [&](int warps, bool is_crowded) {
+        return decode_places(call.device->card, shape->head_dim, bytes, warps, is_crowded);
+    };
+    const int most_ctas = places_of(DECODE_FEWEST_WARPS, false), crowded = places_of(DECODE_FEWEST_WARPS, true);
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     auto waves_between = [&](int least_tenths, int most_tenths) {
@@ -42,20 +44,22 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     };
     shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
     bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && (waves_between(5, 10) || waves_between(22, 25));
-    for (int ctas = shape->num_splits ? most_ctas : 1; ctas <= most_ctas; ctas *= 2) {
-        shape->ctas_per_sm = ctas;
+    int warps = shape->num_splits ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
+    for (;; warps /= 2) {
+        const int ctas = shape->ctas_per_sm = places_of(warps, false);
         slots = call.device->num_sms * ctas / heads;
         bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
         bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
-        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps / ctas;
+        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps;
         bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
                        (is_never_cut && slots >= segments);
-        if (is_good && warps / ctas * warp_bytes + 16384 <= call.device->smem_per_cta) break;
+        if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
     }
-    shape->step = shape->chunk * warps / shape->ctas_per_sm;
-    int64_t even = pk_ceil_div(segments * heads, call.device->num_sms), crowded = decode_crowded(most_ctas);
+    shape->step = shape->chunk * warps;
+    int64_t even = pk_ceil_div(segments * heads, call.device->num_sms);
     shape->is_crowded = may_be_crowded(shape->head_dim, shape->rows, bytes) && !shape->num_splits &&
-                        shape->ctas_per_sm == most_ctas && even > most_ctas && most_keys > DECODE_STAGES * shape->step;
+                        warps == DECODE_FEWEST_WARPS && even > most_ctas && crowded > most_ctas &&
+                        most_keys > DECODE_STAGES * shape->step;
     if (shape->is_crowded) {
         shape->ctas_per_sm = (int)(even < crowded ? even : crowded);
         slots = call.device->num_sms * shape->ctas_per_sm / heads;

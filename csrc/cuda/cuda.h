@@ -17,7 +17,7 @@
 #ifndef PK_CUDA_H
 #define PK_CUDA_H
 
-#include "ops/backend.h"
+#include "cuda/cards.h"
 #include "ops/store.h"
 
 #include <cuda_bf16.h>
@@ -88,9 +88,11 @@ static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_
 enum { PK_CUDA_MAX_DEVICES = 64 };
 
 struct pk_cuda_device {
-    int index, num_sms, compute_capability; /* 90 for a Hopper */
-    size_t smem_per_cta, l2_bytes;          /* shared memory that one CTA may ask for */
+    int index, num_sms;
+    pk_cuda_card card; /* PAGEDKV_CUDA_MAX_CC may make it another one */
+    size_t l2_bytes;
     bool can_launch_early;     /* Hopper or newer, and our kernels are built for it: they know how to wait */
+    bool has_sm90a;            /* a Hopper, and they are built for its `a` target: others are empty (sm90.h) */
     pk_cuda_bad_id *bad_id;    /* device memory */
     unsigned int num_failures; /* what check_errors has raised, and calls that CUDA failed: atomic */
     cudaStream_t own_stream;   /* never blocks with the legacy stream; for what belongs to no caller's stream */
@@ -274,6 +276,12 @@ static inline pk_status pk_cuda_allow_smem(const pk_cuda_call &call, Kernel *ker
     uint64_t bit = 1ull << call.device->index; /* below MAX_DEVICES */
     if (__atomic_load_n(done, __ATOMIC_RELAXED) & bit) return PK_OK;
     const pk_cuda_pause pause; /* it loads the kernel */
+    cudaFuncAttributes its;
+    PK_CUDA(call.err, cudaFuncGetAttributes(&its, (const void *)kernel));
+    const size_t most = (size_t)call.device->card.smem_per_cta;
+    if (its.sharedSizeBytes + bytes > most) /* CUDA's own check knows the device, and not what it stands for */
+        return pk_fail(call.err, PK_ECUDA, "a kernel wants %zu + %zu bytes of shared memory but cuda:%d has %zu a CTA",
+                       its.sharedSizeBytes, bytes, call.device->index, most);
     PK_CUDA(call.err,
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     __atomic_fetch_or(done, bit, __ATOMIC_RELAXED);

@@ -3,11 +3,13 @@
  * The runtime is linked statically and the driver is found at run time, so that the same binary imports where there is
  * neither: pk_cuda_count_devices() is the first call that needs one, and says what is missing.
  */
-#include "cuda/cuda.h"
+#include "cuda/sm90.h"
 #include "environment.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include <algorithm>
 
 // --- errors
 
@@ -75,15 +77,34 @@ static __global__ void take_bad_id_kernel(pk_cuda_bad_id *bad_id, pk_cuda_bad_id
     there->kind = PK_NO_BAD_ID;
 }
 
-/* PAGEDKV_CUDA_MAX_CC=80 makes newer devices take the kernels of compute capability 8.0, so that they can be tested. */
-static pk_status cap_capability(int *capability, pk_error *err)
+/* PAGEDKV_CUDA_MAX_CC=86 makes a device stand for one of compute capability 8.6: it takes the same kernels, has no more
+ * shared memory and no more CTAs on an SM. So one device shows what runs on the others. */
+static pk_status stand_for(pk_cuda_card *card, pk_error *err)
 {
-    const char *cap = pk_variable_text(PK_ENV_PAGEDKV_CUDA_MAX_CC);
-    if (!cap) return PK_OK;
-    int most = atoi(cap);
-    if (most < 80) return pk_fail(err, PK_EVALUE, "PAGEDKV_CUDA_MAX_CC is '%s' but must be 80 or more", cap);
-    if (most < *capability) *capability = most;
-    return PK_OK;
+    const char *asked = pk_variable_text(PK_ENV_PAGEDKV_CUDA_MAX_CC);
+    if (!asked) return PK_OK;
+    char *end;
+    const long capability = strtol(asked, &end, 10);
+    for (const pk_cuda_card &other : PK_CUDA_CARDS) {
+        if (*end || capability != other.compute_capability) continue;
+        card->compute_capability = other.compute_capability;
+        card->smem_per_cta = std::min(card->smem_per_cta, other.smem_per_cta);
+        card->smem_per_sm = std::min(card->smem_per_sm, other.smem_per_sm);
+        card->ctas_per_sm = std::min(card->ctas_per_sm, other.ctas_per_sm);
+        card->threads_per_sm = std::min(card->threads_per_sm, other.threads_per_sm);
+        return PK_OK;
+    }
+    return pk_fail(err, PK_EVALUE, "PAGEDKV_CUDA_MAX_CC is '%s' but must be 80, 86, 89, 90, 100 or 120", asked);
+}
+
+/* Declares shared memory only where it is compiled for sm_90a. What was compiled for sm_90, or is PTX for less, has the
+ * same compute capability on a Hopper, but nothing in the kernels of that target. */
+static __global__ void sm90a_probe_kernel()
+{
+#ifdef PK_SM90A
+    __shared__ volatile int declared[32];
+    declared[threadIdx.x] = 0;
+#endif
 }
 
 /* With the device current. */
@@ -98,13 +119,15 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
                        properties.major, properties.minor);
     device->index = index;
     device->num_sms = properties.multiProcessorCount;
-    device->compute_capability = properties.major * 10 + properties.minor;
-    PK_TRY(cap_capability(&device->compute_capability, err));
-    device->smem_per_cta = properties.sharedMemPerBlockOptin;
+    device->card = {properties.major * 10 + properties.minor, (int)properties.sharedMemPerBlockOptin,
+                    (int)properties.sharedMemPerMultiprocessor, properties.maxBlocksPerMultiProcessor,
+                    properties.maxThreadsPerMultiProcessor};
+    PK_TRY(stand_for(&device->card, err));
     device->l2_bytes = (size_t)properties.l2CacheSize;
-    cudaFuncAttributes kernel;
-    PK_CUDA(err, cudaFuncGetAttributes(&kernel, take_bad_id_kernel)); /* any: without Hopper's code it is older PTX */
-    device->can_launch_early = device->compute_capability >= 90 && kernel.ptxVersion >= 90;
+    cudaFuncAttributes probe;
+    PK_CUDA(err, cudaFuncGetAttributes(&probe, sm90a_probe_kernel));
+    device->can_launch_early = device->card.compute_capability >= 90 && probe.ptxVersion >= 90; /* else older PTX */
+    device->has_sm90a = device->card.compute_capability == 90 && probe.sharedSizeBytes > 0;
     if (!device->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&device->own_stream, cudaStreamNonBlocking));
     if (!state->bad_id_taken) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_taken, sizeof(pk_cuda_bad_id)));
     if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));

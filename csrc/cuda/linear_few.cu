@@ -3,7 +3,8 @@
  * A CTA computes tiles of up to 48 outputs for all rows. Its 8 or 16 warps share the inputs: each takes lines of 64
  * inputs in turn. Their sums meet in shared memory and are added in a fixed order. The size of a tile is chosen so that
  * the SMs get equal shares of the weight. So no sum crosses CTAs, and a row's bits do not depend on the other rows. A
- * thread reads only what it has copied itself, so the ring of copies in flight (96 or 160 KB) needs no barrier.
+ * thread reads only what it has copied itself, so the ring of copies in flight (96 or 160 KB, or what the card has room
+ * for) needs no barrier.
  *
  * The products are m16n8k16 matrix instructions: 16 rows of the weight are one operand, 8 rows of x the other. Both
  * must agree on which column is which, but the columns need not be in order. So a thread's 16 bytes are 8 consecutive
@@ -18,7 +19,8 @@
 
 // --- kernels
 
-template <typename T, int EIGHTS, int WARPS>
+/* IS_SHALLOW: how many copies are in flight is known at the launch, params.num_slots. */
+template <typename T, int EIGHTS, int WARPS, bool IS_SHALLOW>
 __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     linear_few_kernel(const __grid_constant__ linear_few_params params)
 {
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         rows_of[p] = i / width, columns_of[p] = i - rows_of[p] * width;
     }
     if (!args.weight_is_constant) pk_wait_for_previous_kernel();
-    for (int i = 0; i < few::DEPTH; i++) copy_next();
+    for (int i = 0; i < (IS_SHALLOW ? params.num_slots : few::DEPTH); i++) copy_next();
     pk_wait_for_previous_kernel();
     if (args.is_gated) pk_let_next_kernel_start();
 
@@ -76,7 +78,10 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
                 if (first + a >= num_lines) break;
                 for (int n = 0; n < few::BLOCKS; n++) {
                     if (n >= num_blocks) break;
-                    copy_async_wait<few::DEPTH - 1>();
+                    if constexpr (IS_SHALLOW)
+                        copy_async_wait(params.num_slots - 1);
+                    else
+                        copy_async_wait<few::DEPTH - 1>();
                     cta.multiply_block(acc[n], x_bits[a], slot);
                     copy_next();
                     if (++slot == params.num_slots) slot = 0;
@@ -106,34 +111,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
 
 // --- launchers
 
-/* Takes the size of a tile that deals the weight most evenly to the SMs. */
-static linear_few_params plan(const pk_linear_args *args, const pk_cuda_device *device)
-{
-    linear_few_params params = {*args};
-    const bool is_small = args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
-    const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = depth_of(warps);
-    int64_t best = INT64_MAX;
-    int step = args->is_gated ? 16 : 8;
-    for (int tile = step; tile <= MAX_TILE; tile += step) {
-        int64_t tiles = pk_ceil_div(args->out_features, tile), rounds = pk_ceil_div(tiles, device->num_sms);
-        if (rounds * tile > best) continue;
-        best = rounds * tile;
-        params.tile = tile, params.num_tiles = (int)tiles, params.num_ctas = (int)pk_ceil_div(tiles, rounds);
-    }
-    int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * warps);
-    bool is_one_round = params.num_tiles <= params.num_ctas;
-    params.num_slots = is_one_round && slots < depth ? (int)slots : depth;
-    /* in 16 bytes; the sums of a last tile lie where its copies were */
-    int64_t copies = params.num_slots * 4 * warps * 32;
-    int64_t sums = warps * args->num_rows * (blocks * BLOCK + 4) / 4;
-    params.sums_at = is_one_round ? 0 : (int)copies;
-    params.smem_bytes = 16 * (params.sums_at + sums > copies ? params.sums_at + sums : copies);
-    return params;
-}
-
-/* Shared memory that a CTA may have beside what the kernel declares. */
-static size_t most_smem(const pk_cuda_device *device) { return device->smem_per_cta - 4096; }
-
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
@@ -143,40 +120,60 @@ bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device
                        args->in_features <= 1 << 15 && args->out_features <= 1 << 30 && strides % 8 == 0 &&
                        pk_are_multiples(16, args->x, args->weight);
     if (!is_possible) return false;
-    linear_few_params params = plan(args, device);
-    return (params.num_warps == FEW_WARPS || args->num_rows <= MAX_ROWS / 2) && params.smem_bytes <= most_smem(device);
+    linear_few_params params = plan_linear_few(args, device);
+    return (params.num_warps == FEW_WARPS || args->num_rows <= MAX_ROWS / 2) && params.num_slots > 0;
 }
 
-template <typename T, int EIGHTS, int WARPS>
+template <typename T, int EIGHTS, int WARPS, bool IS_SHALLOW>
 static pk_status launch(const linear_few_params &params, const pk_cuda_call &call)
 {
     static uint64_t allowed;
-    auto kernel = linear_few_kernel<T, EIGHTS, WARPS>;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, most_smem(call.device), &allowed));
+    auto kernel = linear_few_kernel<T, EIGHTS, WARPS, IS_SHALLOW>;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem(call.device->card), &allowed));
     return pk_cuda_launch_early(call, "linear_few_kernel", kernel, dim3((unsigned)params.num_ctas), dim3(WARPS * 32),
                                 params.smem_bytes, params);
 }
 
 using few_instance = pk_cuda_instance<pk_status(const linear_few_params &, const pk_cuda_call &)>;
-template <typename T, int EIGHTS, int WARPS>
+static constexpr const char *VARIANTS[2] = {"", "shallow"};
+/* Of the largest tiles in several rounds. */
+template <int EIGHTS, int WARPS, bool IS_SHALLOW>
+static constexpr int smem_on(const pk_cuda_card &card)
+{
+    const int most = depth_of(WARPS) * slot_bytes(WARPS) + sums_bytes(WARPS, EIGHTS * 8, MAX_TILE / BLOCK);
+    const bool has_room = most <= most_smem(card);
+    if (IS_SHALLOW && has_room) return PK_NO_KERNEL;
+    return has_room ? most : most_smem(card);
+}
+template <typename T, int EIGHTS, int WARPS, bool IS_SHALLOW = false>
 static constexpr few_instance instance = {
-    {"linear_few_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, EIGHTS * 8, WARPS * 32, 0},
-    launch<T, EIGHTS, WARPS>};
+    {"linear_few_kernel", VARIANTS[IS_SHALLOW], pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, EIGHTS * 8, WARPS * 32,
+     pk_cuda_smem_of_cards(smem_on<EIGHTS, WARPS, IS_SHALLOW>)},
+    launch<T, EIGHTS, WARPS, IS_SHALLOW>};
 
-/* The first with as many warps as were planned and enough rows is taken. */
+/* The first with as many warps as were planned, such a ring and enough rows is taken. */
 static constexpr few_instance INSTANCES[] = {
-    instance<__nv_bfloat16, 1, MANY_WARPS>, instance<__nv_bfloat16, 1, FEW_WARPS>,
-    instance<__nv_bfloat16, 2, FEW_WARPS>,  instance<__half, 1, MANY_WARPS>,
-    instance<__half, 1, FEW_WARPS>,         instance<__half, 2, FEW_WARPS>,
+    instance<__nv_bfloat16, 1, MANY_WARPS>,
+    instance<__nv_bfloat16, 1, FEW_WARPS>,
+    instance<__nv_bfloat16, 2, FEW_WARPS>,
+    instance<__half, 1, MANY_WARPS>,
+    instance<__half, 1, FEW_WARPS>,
+    instance<__half, 2, FEW_WARPS>,
+    instance<__nv_bfloat16, 1, MANY_WARPS, true>,
+    instance<__nv_bfloat16, 1, FEW_WARPS, true>,
+    instance<__nv_bfloat16, 2, FEW_WARPS, true>,
+    instance<__half, 1, MANY_WARPS, true>,
+    instance<__half, 1, FEW_WARPS, true>,
+    instance<__half, 2, FEW_WARPS, true>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_few_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    linear_few_params params = plan(args, call.device);
+    linear_few_params params = plan_linear_few(args, call.device);
     for (const few_instance &each : INSTANCES)
         if (each.shown.reads == args->dtype && each.shown.threads == params.num_warps * 32 &&
-            each.shown.rows >= args->num_rows)
+            each.shown.variant == VARIANTS[params.is_shallow] && each.shown.rows >= args->num_rows)
             return each.launch(params, call);
     return pk_cuda_no_instance(call, "linear_few_kernel");
 }

@@ -7,31 +7,9 @@
 #ifndef PK_CUDA_LINEAR_FEW_H
 #define PK_CUDA_LINEAR_FEW_H
 
-#include "cuda/linear.h"
+#include "cuda/linear_few_plan.h"
 #include "cuda/mma.h"
 #include "cuda/pack.h"
-
-enum {
-    LINE = 64 /* inputs */,
-    BLOCK = 16 /* outputs of an instruction */,
-    MAX_TILE = 48 /* outputs */,
-    MAX_ROWS = 16, /* of a weight that is not small: half as many */
-    SMALL = 100 << 10 /* bytes of a weight per SM */,
-    /* A small weight has two CTAs per SM, of this product and the next, a larger one has one. */
-    FEW_WARPS = 8,
-    MANY_WARPS = 16,
-};
-
-struct linear_few_params {
-    pk_linear_args args;
-    int tile, num_tiles;     /* outputs (of a gated product: gates and ups) */
-    int num_slots, sums_at;  /* of the ring; where the sums lie in shared memory, in 16 bytes */
-    int num_ctas, num_warps; /* of the grid, of a CTA */
-    size_t smem_bytes;       /* of a CTA */
-};
-
-/* How many lines of 16 outputs each warp has in flight: 96 or 160 KB a CTA. */
-static constexpr int depth_of(int warps) { return warps == FEW_WARPS ? 6 : 5; }
 
 /* A thread's view of its CTA: where the thread is, its part of a tile, and the shared memory. EIGHTS: rows in eights, 1
  * or 2. */
@@ -50,7 +28,7 @@ struct few_cta {
     int num_lines, most_lines;      /* of a tile: this warp's, and those of the warp that has most */
     int width, num_outputs;         /* outputs that are written: of a tile, and in all */
     int sums_stride;
-    uint4 *ring; /* [DEPTH][2 halves of a block][2 halves of a line][THREADS], from this thread's place on */
+    uint4 *ring; /* [num_slots][2 halves of a block][2 halves of a line][THREADS], from this thread's place on */
     float *sums; /* [WARPS][num_rows][sums_stride] */
     float (&squares_of)[WARPS][EIGHTS * 8]; /* of the rows of x */
 

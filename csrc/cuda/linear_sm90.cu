@@ -91,9 +91,8 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device)
 {
     bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
-    return device->compute_capability == 90 && device->can_launch_early && is_16_bit &&
-           args->x_stride >= args->in_features && args->weight_stride >= args->in_features && args->in_features > 0 &&
-           args->in_features <= 1 << 20 &&
+    return device->has_sm90a && is_16_bit && args->x_stride >= args->in_features &&
+           args->weight_stride >= args->in_features && args->in_features > 0 && args->in_features <= 1 << 20 &&
            pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride) &&
            pk_are_multiples(16, args->x, args->weight);
 }
@@ -120,12 +119,15 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
            pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
 }
 
+/* The barriers have their own. */
+static constexpr int most_smem_on(const pk_cuda_card &card) { return card.smem_per_cta - 2048; }
+
 template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
     const division all = divide(args, call.device);
-    const int64_t most_smem = (int64_t)call.device->smem_per_cta - 2048; /* the barriers have their own */
+    const int64_t most_smem = most_smem_on(call.device->card);
     /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
      * room for both. */
     const bool is_deep = args->num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
@@ -166,7 +168,9 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 
 template <typename T, int N>
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
-    {"linear_sm90_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, THREADS, 0}, launch<T, N>};
+    {"linear_sm90_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, THREADS,
+     pk_cuda_smem_of_hopper(most_smem_on)},
+    launch<T, N>};
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {

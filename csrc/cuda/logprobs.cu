@@ -72,14 +72,33 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
     logprobs[place] = pk_from_ordered((uint32_t)(best[threadIdx.x] >> 32)) - greatest - log_sum;
 }
 
+// --- launchers
+
+template <typename T>
+static constexpr int smem_bytes = SAMPLE_WARPS *(int)sizeof(typename pk_row_of_logits<T, false>::buffers);
+
+template <typename T>
+static pk_status launch(const pk_logprobs_args *args, const pk_cuda_call &call)
+{
+    static uint64_t is_allowed;
+    return pk_cuda_launch_rows(call, "token_logprobs_kernel", token_logprobs_kernel<T>, args->num_rows, smem_bytes<T>,
+                               &is_allowed, *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
+}
+
+template <typename T>
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_logprobs_args>> instance = {
+    {"token_logprobs_kernel", "", PK_F32, pk_cuda_dtype_of<T>, 0, 1, SAMPLE_THREADS,
+     pk_cuda_smem_of_cards([](const pk_cuda_card &) { return smem_bytes<T>; })},
+    launch<T>};
+
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_logprobs_args>> INSTANCES[] = {instance<float>, instance<__half>,
+                                                                                     instance<__nv_bfloat16>};
+const pk_cuda_kernel_table pk_cuda_token_logprobs_kernels = pk_cuda_table(INSTANCES);
+
 pk_status pk_cuda_token_logprobs(const pk_logprobs_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
-        using T = decltype(zero);
-        static uint64_t is_allowed;
-        return pk_cuda_launch_rows(call, "token_logprobs_kernel", token_logprobs_kernel<T>, args->num_rows,
-                                   SAMPLE_WARPS * sizeof(typename pk_row_of_logits<T, false>::buffers), &is_allowed,
-                                   *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
-    });
+    for (const auto &each : INSTANCES)
+        if (each.shown.reads == args->dtype) return each.launch(args, call);
+    return pk_cuda_no_instance(call, "token_logprobs_kernel");
 }

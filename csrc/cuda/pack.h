@@ -59,6 +59,25 @@ __device__ static inline uint32_t pk_pack_pair(float low, float high)
     return *(uint32_t *)&pair;
 }
 
+/* The same for a number that is known at run time, up to 5. */
+__device__ static inline void copy_async_wait(int pending)
+{
+    switch (pending) {
+        case 1:
+            return copy_async_wait<1>();
+        case 2:
+            return copy_async_wait<2>();
+        case 3:
+            return copy_async_wait<3>();
+        case 4:
+            return copy_async_wait<4>();
+        case 5:
+            return copy_async_wait<5>();
+        default:
+            return copy_async_wait<0>();
+    }
+}
+
 template <typename T>
 struct pk_packed {
     static constexpr int COUNT = 16 / sizeof(T);

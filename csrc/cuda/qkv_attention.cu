@@ -18,7 +18,9 @@ pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_
     int most_of_few = args->cache_dtype == PK_F8E4M3 ? MOST_SEQS_OVER_FP8 : MOST_SEQS_OF_FEW_HEADS;
     int most_seqs = are_few_heads ? most_of_few : MOST_SEQS_OF_MORE_HEADS;
     if (is_decode && args->num_seqs <= most_seqs && args->num_blocks * args->block_size <= INT32_MAX &&
-        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope)) {
+        group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope) &&
+        have_heads_room(call.device->card, decode_head_dim(args->head_dim), (int)pk_dtype_bytes(args->cache_dtype),
+                        decode_rows(group))) {
         attention_route route = choose_route(args, call.device);
         if (!route.is_simple) return pk_cuda_attention_decode(args, route.decode, call, rope);
     }

@@ -176,16 +176,36 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
 
 // --- launchers
 
+template <typename T>
+static constexpr int smem_bytes = SAMPLE_WARPS *(int)sizeof(warp_memory<pk_row_of_logits<T, true>>);
+
+template <typename T, bool HAS_OPTIONS>
+static pk_status launch(const pk_sample_args *args, const pk_cuda_call &call)
+{
+    static uint64_t is_allowed;
+    return pk_cuda_launch_rows(call, "sample_kernel", sample_kernel<T, HAS_OPTIONS>, args->num_rows, smem_bytes<T>,
+                               &is_allowed, *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
+}
+
+static constexpr const char *VARIANTS[2] = {"", "options"};
+template <typename T, bool HAS_OPTIONS>
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_args>> instance = {
+    {"sample_kernel", VARIANTS[HAS_OPTIONS], PK_F32, pk_cuda_dtype_of<T>, 0, 1, SAMPLE_THREADS,
+     pk_cuda_smem_of_cards([](const pk_cuda_card &) { return smem_bytes<T>; })},
+    launch<T, HAS_OPTIONS>};
+
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_args>> INSTANCES[] = {
+    instance<float, false>, instance<__half, false>, instance<__nv_bfloat16, false>,
+    instance<float, true>,  instance<__half, true>,  instance<__nv_bfloat16, true>,
+};
+const pk_cuda_kernel_table pk_cuda_sample_kernels = pk_cuda_table(INSTANCES);
+
 pk_status pk_cuda_sample(const pk_sample_args *args, const pk_cuda_call &call)
 {
     if (args->num_rows == 0) return PK_OK;
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const bool has_options = args->top_k || args->top_p || args->min_p || args->counts;
-        const auto kernel = has_options ? sample_kernel<T, true> : sample_kernel<T, false>;
-        const size_t smem_bytes = SAMPLE_WARPS * sizeof(warp_memory<pk_row_of_logits<T, true>>);
-        static uint64_t is_allowed[2];
-        return pk_cuda_launch_rows(call, "sample_kernel", kernel, args->num_rows, smem_bytes, &is_allowed[has_options],
-                                   *args, pk_weight_bits(args->vocab_size), call.device->bad_id);
-    });
+    const bool has_options = args->top_k || args->top_p || args->min_p || args->counts;
+    for (const auto &each : INSTANCES)
+        if (each.shown.reads == args->dtype && each.shown.variant == VARIANTS[has_options])
+            return each.launch(args, call);
+    return pk_cuda_no_instance(call, "sample_kernel");
 }

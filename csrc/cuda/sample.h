@@ -3,6 +3,7 @@
 #ifndef PK_CUDA_SAMPLE_H
 #define PK_CUDA_SAMPLE_H
 
+#include "cuda/kernels.h"
 #include "cuda/pack.h"
 #include "cuda/sm90.h"
 #include "ops/sample.h"
@@ -11,8 +12,11 @@
 enum {
     SAMPLE_THREADS = 512,
     SAMPLE_WARPS = SAMPLE_THREADS / 32,
-    SAMPLE_CTAS_PER_SM = 2,
-    SAMPLE_CLUSTER = 8 /* CTAs of a row at most */
+    SAMPLE_CTAS_PER_SM = 2, /* where the card has shared memory for both */
+    SAMPLE_CLUSTER = 8,     /* CTAs of a row at most */
+    SAMPLE_UNITS = 4,       /* of 16 bytes, that a thread has of a chunk */
+    SAMPLE_STAGES = 2,      /* chunks of a warp; they lie ahead of all else that it has */
+    SAMPLE_CHUNK_BYTES = SAMPLE_STAGES * SAMPLE_UNITS * 32 * 16
 };
 
 // --- a token
@@ -68,7 +72,7 @@ __device__ static __noinline__ float pk_penalized_apart(float x, int32_t count, 
  * -inf. */
 template <typename T, bool HAS_OPTIONS>
 struct pk_row_of_logits {
-    static constexpr int VEC = 16 / sizeof(T), UNITS = 4 /* of a thread */, CHUNK = UNITS * 32 * VEC, STAGES = 2;
+    static constexpr int VEC = 16 / sizeof(T), UNITS = SAMPLE_UNITS, CHUNK = UNITS * 32 * VEC, STAGES = SAMPLE_STAGES;
     using type = T;
     using unit = pk_packed<T>;
     struct buffers { /* of a warp */

@@ -40,12 +40,15 @@ __device__ static uint64_t weight_of(Source &source, pk_row_ctas &ctas, uint32_t
     return ctas.reduce(weight, pk_sum);
 }
 
-/* What `search` does, in a list of one token per thread: each adds up what is above its own. */
+/* What `search` does, in a list of one token per thread: each adds up what is above its own. The weights lie where the
+ * first warp's chunks were: all have been read, and once there is a list no more come. */
 template <typename Weigh>
 __device__ static uint32_t rank(const pk_list_of_logits &list, pk_row_ctas &cta, uint32_t low, uint64_t target,
                                 Weigh weigh)
 {
-    __shared__ uint64_t weights[SAMPLE_THREADS];
+    extern __shared__ __align__(128) char smem[];
+    static_assert(SAMPLE_THREADS * sizeof(uint64_t) <= SAMPLE_CHUNK_BYTES, "they have room");
+    uint64_t *weights = (uint64_t *)smem;
     const uint32_t key = threadIdx.x < list.count ? list.keys[threadIdx.x] : 0;
     weights[threadIdx.x] = key >= low ? weigh(pk_from_ordered(key)) : 0;
     __syncthreads();

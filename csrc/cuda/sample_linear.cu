@@ -171,20 +171,31 @@ __global__ void __launch_bounds__(num_threads<N>, 1)
 
 // --- launchers
 
+/* Of the ring: as many as have room beside what is declared, the alignment of the ring, and the bounds behind it. */
+template <int N>
+static constexpr int stages_on(const pk_cuda_card &card)
+{
+    int stages = (card.smem_per_cta - STATIC_BYTES - 1024 - (int)sizeof(pk_sample_bounds<N>)) / stage_bytes<N>;
+    return stages < MAX_STAGES ? stages : MAX_STAGES;
+}
+template <int N>
+static constexpr int smem_on(const pk_cuda_card &card)
+{
+    return 1024 + stages_on<N>(card) * stage_bytes<N> + (int)sizeof(pk_sample_bounds<N>);
+}
+
 template <typename T, int N>
 static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
     const pk_linear_args &linear = args->linear;
-    const int64_t room =
-        (int64_t)call.device->smem_per_cta - STATIC_BYTES - 1024 - (int64_t)sizeof(pk_sample_bounds<N>);
     pk_cuda_scratch scratch;
     PK_TRY(pk_cuda_scratch_of(call, &scratch));
     pk_sample_linear_params params = {};
     params.args = *args;
     params.num_tiles = (int)pk_ceil_div(linear.out_features, SL_TOKENS);
     params.num_steps = (int)pk_ceil_div(linear.in_features, STEP);
-    params.num_stages = (int)std::min({room / stage_bytes<N>, (int64_t)MAX_STAGES});
+    params.num_stages = stages_on<N>(call.device->card);
     const int x_rows = (int)pk_ceil_div(linear.num_rows, 8) * 8;
     params.x_bytes = x_rows * STEP * 2;
     params.best = (pk_candidate *)scratch.counters;
@@ -195,7 +206,7 @@ static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &c
     PK_TRY(
         pk_cuda_linear_map(&params.x_map, "x", &linear, linear.x, linear.num_rows, linear.x_stride, x_rows, call.err));
     auto kernel = sample_linear_kernel<T, N>;
-    const size_t smem_bytes = (size_t)(1024 + params.num_stages * stage_bytes<N>)+sizeof(pk_sample_bounds<N>);
+    const size_t smem_bytes = (size_t)smem_on<N>(call.device->card);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &smem_allowed));
     return pk_cuda_launch_early(call, "sample_linear_kernel", kernel,
                                 dim3((unsigned)std::min(params.num_tiles, call.device->num_sms)), dim3(num_threads<N>),
@@ -204,7 +215,9 @@ static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &c
 
 template <typename T, int N>
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_linear_args>> instance = {
-    {"sample_linear_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, num_threads<N>, 0}, launch<T, N>};
+    {"sample_linear_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, num_threads<N>,
+     pk_cuda_smem_of_hopper(smem_on<N>)},
+    launch<T, N>};
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_sample_linear_args>> INSTANCES[] = {

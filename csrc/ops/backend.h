@@ -15,13 +15,21 @@ typedef struct {
     size_t capacity, size, granularity; /* bytes; the first two are multiples of the third */
 } pk_range;
 
+/* Of a CTA, for each architecture of the release: the most shared memory that is asked for at the launch, beside what
+ * the kernel declares. */
+enum { PK_NUM_KERNEL_CARDS = 6, PK_NO_KERNEL = -1 /* it is never launched there */ };
+typedef struct {
+    int capability[PK_NUM_KERNEL_CARDS], bytes[PK_NUM_KERNEL_CARDS];
+} pk_smem_of_cards;
+
 /* One of the forms that a kernel is compiled in, among which its launcher chooses. */
 typedef struct {
     const char *kernel, *variant;
     pk_dtype multiplies, reads; /* what the tensor cores multiply; the cache, or x and the weight */
     int head_dim;               /* the largest that it takes; 0: it knows no heads */
     int rows;                   /* of queries, or of x: the most that a CTA works on at once */
-    int threads, smem_bytes;    /* of a CTA, the most; smem_bytes is what is asked for at the launch, 0: by the call */
+    int threads;                /* of a CTA, the most */
+    pk_smem_of_cards smem;
 } pk_kernel_instance;
 
 /* Every operation. OP(name, args): Python's function `name`, which each backend implements in an entry of that name

@@ -148,7 +148,7 @@ PyDoc_STRVAR(
     build_info_doc,
     "build_info($module, /)\n--\n\n"
     "What this binary is and what it finds here, a dict: version; backends (the usable ones); cuda (was it built);\n"
-    "cuda_devices (PAGEDKV_CUDA_MAX_CC=80 makes them take the kernels of compute capability 8.0); cuda_problem (why\n"
+    "cuda_devices (PAGEDKV_CUDA_MAX_CC=86 makes them stand for ones of compute capability 8.6); cuda_problem (why\n"
     "CUDA cannot be used, or None); isa (of the CPU, chosen at run time, capped by PAGEDKV_CPU_ISA); blas (what\n"
     "`linear` uses on the CPU for many rows); threads; dlpack; compiler; free_threaded.");
 static PyObject *py_build_info(PyObject *module, PyObject *unused)
@@ -182,14 +182,29 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
                          COMPILER, "free_threaded", free_threaded);
 }
 
+/* {"8.0": 87680, "9.0": None, ...} */
+static PyObject *smem_of_cards(const pk_smem_of_cards *smem)
+{
+    PyObject *dict = PyDict_New();
+    for (int i = 0; dict && i < PK_NUM_KERNEL_CARDS; i++) {
+        char name[16];
+        PyOS_snprintf(name, sizeof name, "%d.%d", smem->capability[i] / 10, smem->capability[i] % 10);
+        PyObject *bytes = smem->bytes[i] == PK_NO_KERNEL ? Py_NewRef(Py_None) : PyLong_FromLong(smem->bytes[i]);
+        if (!bytes || PyDict_SetItemString(dict, name, bytes) < 0) Py_CLEAR(dict);
+        Py_XDECREF(bytes);
+    }
+    return dict;
+}
+
 PyDoc_STRVAR(
     kernel_instances_doc,
     "kernel_instances($module, /)\n--\n\n"
-    "The forms in which the GPU's attention and matrix kernels are compiled, a list of dicts: kernel, variant (what it\n"
-    "does beside), multiplies (the dtype of the tensor cores' operands), reads (the dtype of the cache, or of x and the\n"
-    "weight), head_dim (the largest that it takes; None: it knows no heads), rows (of queries or of x: the most that a\n"
-    "CTA works on at once), threads (of a CTA, the most), smem_bytes (of a CTA, the most that is asked for at the\n"
-    "launch; None: as many as the call needs). Empty without CUDA in this build. Needs no GPU.");
+    "The forms in which the GPU's attention, matrix and sampling kernels are compiled, a list of dicts: kernel, variant\n"
+    "(what it does beside), multiplies (the dtype of what it multiplies), reads (the dtype of the cache, of x and the\n"
+    "weight, or of logits), head_dim (the largest that it takes; None: it knows no heads), rows (of queries, of x or of\n"
+    "logits: the most that a CTA works on at once), threads (of a CTA, the most), smem_bytes (a dict by compute\n"
+    "capability, such as \"8.6\": the most shared memory that the launch asks for there, beside what the kernel declares;\n"
+    "None: it is never launched there). Empty without CUDA in this build. Needs no GPU.");
 static PyObject *py_kernel_instances(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -197,7 +212,7 @@ static PyObject *py_kernel_instances(PyObject *module, PyObject *unused)
     PyObject *list = PyList_New(0);
     for (int i = 0; list && pk_kernel_instance_at(i, &each); i++) {
         PyObject *head_dim = each.head_dim ? PyLong_FromLong(each.head_dim) : Py_NewRef(Py_None);
-        PyObject *smem_bytes = each.smem_bytes ? PyLong_FromLong(each.smem_bytes) : Py_NewRef(Py_None);
+        PyObject *smem_bytes = smem_of_cards(&each.smem);
         PyObject *row =
             Py_BuildValue("{s:s, s:s, s:s, s:s, s:N, s:i, s:i, s:N}", "kernel", each.kernel, "variant", each.variant,
                           "multiplies", pk_dtype_name(each.multiplies), "reads", pk_dtype_name(each.reads), "head_dim",

@@ -15,7 +15,8 @@ from .options import Commands
 
 def add(commands: Commands) -> None:
     info = commands.add_parser("info", help="versions, which backends were found or why not, threads, BLAS")
-    info.add_argument("--kernels", action="store_true", help="the instances of the GPU's attention and matrix kernels")
+    kernels = "the instances of the GPU's attention, matrix and sampling kernels"
+    info.add_argument("--kernels", action="store_true", help=kernels)
     info.set_defaults(run=run)
 
 
@@ -28,10 +29,12 @@ def _show_kernels() -> int:
     if not kernels:
         print("This pagedkv was built for the CPU only: it has no kernels of a GPU.")
         return 0
-    table = [["kernel", "variant", "reads", "multiplies", "head_dim", "rows", "threads", "shared memory"]]
+    table = [["kernel", "variant", "reads", "multiplies", "head_dim", "rows", "threads",
+              "KB of shared memory by capability: " + " ".join(kernels[0]["smem_bytes"])]]  # fmt: skip
     for each in kernels:
         names = [each["kernel"], each["variant"] or "-", each["reads"], each["multiplies"]]
-        sizes = [each["head_dim"] or "-", each["rows"], each["threads"], each["smem_bytes"] or "by the call"]
+        smem = " ".join("-" if size is None else f"{size / 1024:.0f}" for size in each["smem_bytes"].values())
+        sizes = [each["head_dim"] or "-", each["rows"], each["threads"], smem]
         table.append([str(cell) for cell in names + sizes])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

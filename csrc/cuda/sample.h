@@ -171,6 +171,9 @@ struct pk_chunks {
     }
     __device__ void advance()
     {
+#ifdef PK_SM90A
+        sm90::fence_async_proxy(); /* the engine may write where ordinary loads have read */
+#endif
         __syncwarp();
         parities ^= 1u << stage;
         row.load(current + Row::STAGES * step, buffers, stage);

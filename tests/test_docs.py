@@ -64,8 +64,8 @@ def test_the_map_names_every_folder_and_layer():
 
 def test_every_variable_of_the_environment_is_listed():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    sources = [*(ROOT / "csrc").rglob("*.c"), *(ROOT / "csrc").rglob("*.cu"), *(ROOT / "pagedkv").rglob("*.py")]
-    reading = re.compile(r"(?:getenv\(|environ\.get\(|environ\[)\"(PAGEDKV_\w+)\"")
+    sources = [ROOT / "csrc" / "environment.h", *(ROOT / "pagedkv").rglob("*.py")]
+    reading = re.compile(r"(?:\bX\(|environ\.get\(\"|environ\[\")(PAGEDKV_\w+)")
     read = {name for source in sources for name in reading.findall(source.read_text())}
     assert len(read) >= 4
     assert read == set(re.findall(r"`(PAGEDKV_\w+)`", text))

@@ -5,8 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from functools import cached_property
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedkv.models.pooling import read_normalizes
 
 from .arguments import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .calls import Call
@@ -146,10 +152,26 @@ class LLM(Engine):
 
         That is how the models Qwen3-Embedding are used (https://arxiv.org/abs/2506.05176); their tokenizer adds the
         token whose hidden state is taken. An output with `error` has an empty vector.
+
+        What the folder's modules.json and 1_Pooling/config.json say counts: without a Normalize module the vector
+        keeps its length; another pooling than the last token's raises NotImplementedError. Prompts for kinds of texts
+        (config_sentence_transformers.json) are not added.
         """
         all_prompts = list_of_prompts(prompts)
         params = [SamplingParams(max_tokens=1, temperature=0, detokenize=False)] * len(all_prompts)
-        return self._run(all_prompts, params, priority=priority, salt=salt, use_tqdm=use_tqdm, wants_embedding=True)
+        normalizes = self._normalizes
+        outputs = self._run(all_prompts, params, priority=priority, salt=salt, use_tqdm=use_tqdm, wants_embedding=True)
+        if not normalizes:
+            return outputs
+        return [
+            each if each.error else replace(each, embedding=each.embedding / np.linalg.norm(each.embedding))
+            for each in outputs
+        ]
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        """Whether a vector's length becomes 1; raises where the folder asks for another pooling than ours."""
+        return read_normalizes(self.folder)
 
     def _run(
         self,

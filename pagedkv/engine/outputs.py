@@ -89,7 +89,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a text: the last hidden state of its last token, normalised to length 1."""
+    """The vector of a text: the last hidden state of its last token. See LLM.embed."""
 
     request_id: str
     prompt: str | None

@@ -58,7 +58,7 @@ class PromptOutputs:
             for row_ids, row in zip(ids.tolist(), logprobs.tolist(), strict=True):
                 seq.prompt_logprobs.append(dict(zip(row_ids, row, strict=True)))
         for seq, vector in self._vectors:
-            seq.embedding = vector / np.linalg.norm(vector)
+            seq.embedding = vector
 
 
 def _ids(values: object, device: str) -> Tensor:

@@ -74,14 +74,18 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
     """The object in a JSON file. A file that is not there raises FileNotFoundError, or is `missing`."""
     if missing is not None and not path.is_file():
         return missing
-    refuse_pointer(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSON or UTF-8
-        raise ValueError(f"{path}: {error}") from None
+    value = load_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
     return value
+
+
+def load_json(path: Path) -> Any:
+    refuse_pointer(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON or UTF-8
+        raise ValueError(f"{path}: {error}") from None
 
 
 def refuse_pointer(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,7 +34,7 @@ except Exception as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """Has demo/model; demo/gated and demo/secret are refused; demo/broken ends in the middle of its weights."""
+    """Has demo/model, and demo/shards, whose weights are in two files; demo/gated and demo/secret are refused; demo/broken ends in the middle of its weights."""
 
     daemon_threads = True
 
@@ -41,9 +42,17 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir() if path.is_file()}
         self.files |= {"README.md": b"not needed", "pytorch_model.bin": b"not needed"}
+        self.files |= {"checkpoint-9/model.safetensors": b"not needed", "modules.json": b"[]", "special_tokens_map.json": b"{}"}
+        self.shards = {f"model-0000{i}-of-00002.safetensors": b"" for i in (1, 2)}
+        index = {"weight_map": {f"tensor {i}": name for i, name in enumerate(self.shards)}}
+        self.shards["model.safetensors.index.json"] = json.dumps(index).encode()
         self.asked: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+    def files_of(self, name: str) -> dict[str, bytes]:
+        return self.files if name != "demo/shards" else {k: v for k, v in self.files.items() if k != "model.safetensors"} | self.shards
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,13 +78,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(401, X_Error_Code="RepoNotFound")
         if name == "demo/gated":
             return self.answer(403, X_Error_Code="GatedRepo")
-        if name not in ("demo/model", "demo/broken"):
+        if name not in ("demo/model", "demo/broken", "demo/shards"):
             return self.answer(404, X_Error_Code="RepoNotFound")
         if "nowhere" in parts:
             return self.answer(404, X_Error_Code="RevisionNotFound")
         if path.startswith("/api/models"):
             return self.api(parts)
-        content = self.server.files[parts[-1]]
+        content = self.server.files_of(name)["/".join(parts[4:])]
         etag = f'"{hashlib.sha1(content).hexdigest()}"'
         if name == "demo/broken" and parts[-1] == "model.safetensors" and self.command == "GET":
             self.answer(200, content[:1000], Content_Length=str(len(content)), ETag=etag)
@@ -87,9 +96,9 @@ class Handler(BaseHTTPRequestHandler):
     def api(self, parts: list[str]) -> None:
         if "tree" in parts:
             listing = [{"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                       for name, content in self.server.files.items()]  # fmt: skip
+                       for name, content in self.server.files_of("/".join(parts[:2])).items()]  # fmt: skip
             return self.answer(200, json.dumps(listing).encode(), Content_Type="application/json")
-        siblings = [{"rfilename": name} for name in self.server.files]
+        siblings = [{"rfilename": name} for name in self.server.files_of("/".join(parts[:2]))]
         model = {"id": "/".join(parts[:2]), "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
         return self.answer(200, json.dumps(model).encode(), Content_Type="application/json")
 
@@ -106,10 +115,14 @@ def hub():
     server.shutdown()
 
 
-def ask(name: str, home: Path, endpoint: str, revision: str = "", **settings: str) -> tuple[str, str]:
+def settings_of(home: Path, endpoint: str) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE", "PYTHONPATH"))}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_ETAG_TIMEOUT": "5"}
-    environment |= {"PYTHONPATH": str(Path(pagedkv.__file__).parents[1]), "NO_PROXY": "127.0.0.1"} | settings
+    return environment | {"PYTHONPATH": str(Path(pagedkv.__file__).parents[1]), "NO_PROXY": "127.0.0.1"}
+
+
+def ask(name: str, home: Path, endpoint: str, revision: str = "", **settings: str) -> tuple[str, str]:
+    environment = settings_of(home, endpoint) | settings
     command = [sys.executable, "-c", ANSWER, name, revision]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=home)
     return done.stdout.strip(), done.stderr
@@ -119,7 +132,8 @@ def test_a_model_is_downloaded_once(hub, tmp_path):
     text, progress = ask("demo/model", tmp_path, hub.url)
     assert text == "46" and "%" in progress, "no progress bar"
     fetched = {each.rpartition("/")[2] for each in hub.asked if each.startswith("GET /demo")}
-    assert "model.safetensors" in fetched and not fetched & {"README.md", "pytorch_model.bin"}
+    assert {"model.safetensors", "modules.json", "special_tokens_map.json"} <= fetched
+    assert not fetched & {"README.md", "pytorch_model.bin"} and not any("checkpoint-9" in each for each in hub.asked)
     before = len(hub.asked)
     assert ask("demo/model", tmp_path, hub.url, HF_HUB_OFFLINE="1")[0] == "46" and len(hub.asked) == before
     assert ask("demo/model", tmp_path, "http://127.0.0.1:9")[0] == "46", "the cache is enough without network"
@@ -144,3 +158,43 @@ def test_a_model_is_downloaded_once(hub, tmp_path):
 def test_errors(hub, tmp_path, name, options, message):
     text, _ = ask(name, tmp_path, options.pop("endpoint", hub.url), **options)
     assert text.startswith(message) and "\n" not in text
+
+
+DOWNLOAD = "import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:])"
+COMPLETE = ["config.json", "*.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    "name, patterns, answer",
+    [
+        ("demo/model", COMPLETE, "46"),
+        ("demo/model", COMPLETE[:2], "lacks a part of it, and the hub cannot be asked (HF_HUB_OFFLINE is set): no tokenizer.json"),
+        ("demo/model", COMPLETE[1:], "(HF_HUB_OFFLINE is set): no config.json"),
+        ("demo/model", [COMPLETE[0], COMPLETE[2]], "no model.safetensors: no weights to load"),
+        ("demo/shards", COMPLETE, "several .safetensors files but neither model.safetensors nor model.safetensors.index.json"),
+        ("demo/shards", [*COMPLETE[::2], "*.index.json", "model-00001*"], "names 'model-00002-of-00002.safetensors', which is not"),
+        ("demo/shards", [*COMPLETE[::2], "model-00002*"], "model-00002-of-00002.safetensors is one of several files, whose"),
+    ],
+)  # fmt: skip
+def test_what_another_program_has_downloaded(hub, tmp_path, name, patterns, answer):
+    """The client refuses a folder that lacks any file of our patterns. A model needs three of them."""
+    environment = settings_of(tmp_path, hub.url)
+    subprocess.run([sys.executable, "-c", DOWNLOAD, name, *patterns], env=environment, check=True, timeout=300, cwd=tmp_path)
+    text, errors = ask(name, tmp_path, hub.url, HF_HUB_OFFLINE="1")
+    if answer == "46":
+        assert text == answer and "demo/model: not all of its files are in the hub's cache (HF_HUB_OFFLINE is set)" in errors
+        assert ask(name, tmp_path, "http://127.0.0.1:9")[0] == answer  # without a connection
+    else:
+        assert text.startswith(f"ConnectionError {name}: the hub's cache lacks a part of it") and answer in text
+
+
+def test_folders_of_the_shell(tmp_path):
+    """~ where the shell has left it, an empty name, a file, None."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "demo")
+    assert ask("~/models/demo", tmp_path, "", HOME=str(tmp_path))[0] == "46"
+    assert ask("", tmp_path, "")[0] == "FileNotFoundError model is '': neither a folder, nor a name of a model on a hub (owner/name)"
+    file = tmp_path / "models" / "demo" / "config.json"
+    assert ask(str(file), tmp_path, "")[0].startswith(f"NotADirectoryError {file}: a file; model must be the folder")
+    assert ask("~nobody-here/x", tmp_path, "")[0].startswith("FileNotFoundError ~nobody-here/x: no such folder")
+    with pytest.raises(TypeError, match="model is None but must be a folder, or a name on the Hugging Face hub"):
+        pagedkv.LLM(None)

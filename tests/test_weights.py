@@ -130,6 +130,15 @@ def test_one_file_of_another_name(tmp_path):
         LLM(folder, device="cpu")
 
 
+def test_a_shard_without_its_index(tmp_path):
+    folder = write_model(tmp_path)
+    split_in_shards(folder, 2)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00001-of-00002.safetensors is one of several files, whose model.*"):
+        LLM(folder, device="cpu")
+
+
 def test_a_folder_without_weights(tmp_path):
     """Other engines serve uninitialised weights without an error."""
     folder = write_model(tmp_path)

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Mapping, Set
 from itertools import accumulate
 from operator import mul
@@ -36,6 +37,7 @@ ITEM_BITS = (
 )
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 STAGING_BYTES = 32 << 20
 
 
@@ -260,38 +262,47 @@ class Checkpoint:
         return target
 
 
-def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    """The file of every tensor name. model.safetensors counts before an index, as in transformers: where both are
-    there, the shards are older. Without either, a single file of another name will do."""
+def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files with a model's weights, and which of them, by name, has a tensor (None: the only one). All are there.
+
+    model.safetensors counts before an index, as in transformers: where both are there, the shards are older. Without
+    either, a single file of another name will do."""
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not path.exists() and index.exists():
-        files = _open_shards(index)
+    if path.exists():
+        return [path], None
+    if not index.exists():
+        return [_only_file(folder)], None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: no 'weight_map'")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
+    return [folder / name for name in names], weight_map
+
+
+def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
+    """The file of every tensor name."""
+    paths, weight_map = find_weights(folder)
+    opened = {path.name: SafetensorsFile(path) for path in paths}
+    if weight_map is None:
+        files = {name: file for file in opened.values() for name in file.entries}
     else:
-        path = path if path.exists() else _only_file(folder)
-        file = SafetensorsFile(path)
-        files = dict.fromkeys(file.entries, file)
+        files = {name: opened[file] for name, file in weight_map.items()}
     if "embed_tokens.weight" in files:  # a model without a head, such as Qwen3-Embedding's
         files = {f"model.{name}": file for name, file in files.items()}
     return files
 
 
-def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: no 'weight_map'")
-    opened = {}
-    for name in sorted(set(weight_map.values())):
-        if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
-        opened[name] = SafetensorsFile(index.parent / name)
-    return {tensor: opened[name] for tensor, name in weight_map.items()}
-
-
 def _only_file(folder: Path) -> Path:
     paths, others = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
-    if len(paths) == 1:
+    shard = SHARD.search(paths[0].name) if len(paths) == 1 else None
+    if len(paths) == 1 and (shard is None or int(shard[1]) == 1):
         return paths[0]
-    if paths:
+    if shard is not None:
+        found = f"{paths[0].name} is one of several files, whose model.safetensors.index.json is not there"
+    elif paths:
         found = "several .safetensors files but neither model.safetensors nor model.safetensors.index.json"
     elif others:
         found = f"{others[0].name} but no model.safetensors: convert it (load and save_pretrained() in transformers)"

@@ -34,7 +34,8 @@ except Exception as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """Has demo/model, and demo/shards, whose weights are in two files; demo/gated and demo/secret are refused; demo/broken ends in the middle of its weights."""
+    """Has demo/model, and demo/shards, whose weights are in two files; demo/gated and demo/secret are refused;
+    demo/broken ends in the middle of its weights."""
 
     daemon_threads = True
 
@@ -186,6 +187,12 @@ def test_what_another_program_has_downloaded(hub, tmp_path, name, patterns, answ
         assert ask(name, tmp_path, "http://127.0.0.1:9")[0] == answer  # without a connection
     else:
         assert text.startswith(f"ConnectionError {name}: the hub's cache lacks a part of it") and answer in text
+
+
+def test_a_folder_counts_before_the_hub(hub, tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "demo" / "gated")
+    before = len(hub.asked)
+    assert ask("demo/gated", tmp_path, hub.url)[0] == "46" and len(hub.asked) == before
 
 
 def test_folders_of_the_shell(tmp_path):

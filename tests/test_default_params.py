@@ -70,6 +70,7 @@ def test_every_way_in_follows_the_file(tmp_path, device):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with engine(tmp_path, (device, 1)) as llm:
         assert llm.default_params == SamplingParams(temperature=5.0, top_k=1, max_tokens=9)
+        assert llm.get_default_sampling_params() is llm.default_params
         greedy = generate(llm, ["abc"], SamplingParams(temperature=0, max_tokens=9))[0].token_ids
         answers = [generate(llm, ["abc"])[0], generate(llm, "abc")[0], llm.chat(messages, use_tqdm=False)[0]]
         assert [answer.token_ids for answer in answers] == [greedy] * 3

@@ -218,6 +218,8 @@ def test_pool_size(folder):
 def test_no_such_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         LLM(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(TypeError, match="model is None but must be a folder, or a name on the Hugging Face hub"):
+        LLM(None, device="cpu")
 
 
 def test_numbers_of_numpy():

@@ -16,10 +16,10 @@ EXAMPLES = [(page, text) for page in PAGES for text in re.findall(r"```python\n(
 
 
 def test_there_are_examples():
-    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 2
+    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 3
 
 
-@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine"])
+@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "settings"])
 def test_example(page, example, capsys):
     if "import torch" in example:
         pytest.importorskip("torch")

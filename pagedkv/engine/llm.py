@@ -173,6 +173,10 @@ class LLM(Engine):
         """Whether a vector's length becomes 1; raises where the folder asks for another pooling than ours."""
         return read_normalizes(self.folder)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """`default_params`, by vLLM's name."""
+        return self.default_params
+
     def _run(
         self,
         prompts: list[Prompt],

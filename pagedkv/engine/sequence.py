@@ -106,8 +106,9 @@ class Sequence:
     @property
     def wanted(self) -> str:
         """What was asked for, for messages."""
-        new = "a new one" if self.max_tokens == 1 else f"{self.max_tokens} new ones"
-        return f"{self.num_prompt_tokens} prompt tokens" + ("" if self.wants_embedding else f" and {new}")
+        new = " and a new one" if self.max_tokens == 1 else f" and {self.max_tokens} new ones"
+        has_new = self.max_tokens > 0 and not self.wants_embedding
+        return f"{self.num_prompt_tokens} prompt tokens" + new * has_new
 
     @property
     def tokens(self) -> array[int]:

@@ -208,6 +208,7 @@ def test_no_kernel_takes_more_shared_memory_than_a_card_has():
     assert beyond == {}
     for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "sample_kernel"):
         assert {arch for name, arch in asked_for if name == kernel} == {card.arch for card in CARDS}
+    assert all(size > 0 for name, size in declared.items() if "sm90a_probe_kernel" in name)  # how a Hopper's code is known
     few = max(size for name, size in declared.items() if "17linear_few_kernelI" in name)
     assert few == SQUARES  # what plans of it count on
     assert all(size == 0 for name, size in declared.items() if "attention_decode_kernelI" in name)  # the same

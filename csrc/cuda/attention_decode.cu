@@ -6,10 +6,10 @@
  * power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register. More
  * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
  *
- * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four per SM: where
- * one starts or ends, the others keep the memory busy. Smaller ones run as larger CTAs: fewer parts to merge. An fp8
- * cache costs more arithmetic, which more warps hide: if its sequences need more than four small CTAs an SM, an SM is
- * crowded with five or six, and a warp's ring has two stages.
+ * Split. A CTA is one unit of attention_plan.h for one head. Large batches run as CTAs of two warps, four per SM where
+ * shared memory has room for them: where one starts or ends, the others keep the memory busy. Smaller ones run as larger
+ * CTAs: fewer parts to merge. An fp8 cache costs more arithmetic, which more warps hide: if its sequences need more than
+ * four small CTAs an SM, an SM is crowded with five or six, and a warp's ring has two stages.
  *
  * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
  * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or

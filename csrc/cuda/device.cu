@@ -107,6 +107,23 @@ static __global__ void sm90a_probe_kernel()
 #endif
 }
 
+/* Which code of this binary the device runs. */
+static pk_status look_at_code(pk_cuda_device *device, const cudaDeviceProp &properties, pk_error *err)
+{
+    const int major = properties.major, minor = properties.minor;
+    cudaFuncAttributes probe;
+    cudaError_t error = cudaFuncGetAttributes(&probe, sm90a_probe_kernel);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+        return pk_fail(err, PK_EUNSUPPORTED,
+                       "cuda:%d has compute capability %d.%d, for which this pagedkv has no code: build it with "
+                       "PAGEDKV_CUDA_ARCHS=%d.%d%s",
+                       device->index, major, minor, major, minor, major == 9 ? "a" : "");
+    if (error != cudaSuccess) return pk_cuda_fail(err, "cudaFuncGetAttributes", error);
+    device->can_launch_early = device->card.compute_capability >= 90 && probe.ptxVersion >= 90; /* else older PTX */
+    device->has_sm90a = device->card.compute_capability == 90 && probe.sharedSizeBytes > 0;
+    return PK_OK;
+}
+
 /* With the device current. */
 static pk_status make_ready(device_state *state, int index, pk_error *err)
 {
@@ -124,10 +141,7 @@ static pk_status make_ready(device_state *state, int index, pk_error *err)
                     properties.maxThreadsPerMultiProcessor};
     PK_TRY(stand_for(&device->card, err));
     device->l2_bytes = (size_t)properties.l2CacheSize;
-    cudaFuncAttributes probe;
-    PK_CUDA(err, cudaFuncGetAttributes(&probe, sm90a_probe_kernel));
-    device->can_launch_early = device->card.compute_capability >= 90 && probe.ptxVersion >= 90; /* else older PTX */
-    device->has_sm90a = device->card.compute_capability == 90 && probe.sharedSizeBytes > 0;
+    PK_TRY(look_at_code(device, properties, err));
     if (!device->own_stream) PK_CUDA(err, cudaStreamCreateWithFlags(&device->own_stream, cudaStreamNonBlocking));
     if (!state->bad_id_taken) PK_CUDA(err, cudaMallocHost((void **)&state->bad_id_taken, sizeof(pk_cuda_bad_id)));
     if (!device->bad_id) PK_CUDA(err, cudaMalloc((void **)&device->bad_id, sizeof(pk_cuda_bad_id)));

@@ -276,6 +276,7 @@ static inline pk_status pk_cuda_allow_smem(const pk_cuda_call &call, Kernel *ker
     uint64_t bit = 1ull << call.device->index; /* below MAX_DEVICES */
     if (__atomic_load_n(done, __ATOMIC_RELAXED) & bit) return PK_OK;
     const pk_cuda_pause pause; /* it loads the kernel */
+    const pk_cuda_outside_capture relaxed;
     cudaFuncAttributes its;
     PK_CUDA(call.err, cudaFuncGetAttributes(&its, (const void *)kernel));
     const size_t most = (size_t)call.device->card.smem_per_cta;

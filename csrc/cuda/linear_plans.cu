@@ -116,16 +116,16 @@ static bool accepts(const plan *plan, const pk_linear_algorithm *algorithm)
     return result == 0 && checked.status == 0 && checked.workspace_bytes <= PK_SCRATCH_BYTES;
 }
 
-/* What was measured to be best for more rows, but less than twice as many, is better than a guess
- * (benchmarks/lab/engine). */
-static const plan *chosen_for_more_rows(const plan_key *key)
+/* What was measured to be best for as many rows without a bias, or for more, but less than twice as many, is better than
+ * a guess (benchmarks/lab/engine). */
+static const plan *chosen_for_alike(const plan_key *key)
 {
     const plan *least = nullptr;
     for (const plan &each : plans) {
         int64_t rows = each.key.num_rows;
-        if (!each.is_chosen || rows <= key->num_rows || rows >= 2 * key->num_rows) continue;
+        if (!each.is_chosen || rows < key->num_rows || rows >= 2 * key->num_rows) continue;
         plan_key same = each.key;
-        same.num_rows = key->num_rows;
+        same.num_rows = key->num_rows, same.adds_bias = key->adds_bias;
         if (memcmp(&same, key, sizeof same) == 0 && (!least || rows < least->key.num_rows)) least = &each;
     }
     return least;
@@ -146,7 +146,7 @@ static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
     PK_LT(err, MatrixLayoutCreate, &plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride);
     PK_LT(err, MatrixLayoutCreate, &plan->out, data_type_of(key->out_dtype), (uint64_t)key->out_features,
           (uint64_t)key->num_rows, key->out_stride);
-    const struct plan *chosen = chosen_for_more_rows(key);
+    const struct plan *chosen = chosen_for_alike(key);
     if (chosen && accepts(plan, &chosen->algo)) {
         plan->algo = chosen->algo;
         return PK_OK;

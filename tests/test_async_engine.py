@@ -12,6 +12,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
+from pagedkv.engine.async_engine import LONG_PROMPT, _Bell
 from pagedkv.engine.launched import Launched
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
@@ -32,7 +33,7 @@ def llm(folder):
 async def settled(engine: AsyncEngine) -> bool:
     """Aborts are done between two steps: soon."""
     for _ in range(200):
-        if not engine.engine.has_unfinished_requests() and not engine._streams:
+        if not len(engine.engine._core.book):
             return is_empty(engine.engine)
         await asyncio.sleep(0.01)
     return False
@@ -125,9 +126,8 @@ def test_errors_are_those_of_their_request(llm):
         assert len(bad) == 1 and "the prompt is empty" in str(bad[0].error)
         launch = llm._runner.launch
         llm._runner.launch = lambda step, learn: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            async for _ in running:
-                pass
+        last = [output async for output in running][-1]
+        assert last.finish_reason == "error" and isinstance(last.error, ZeroDivisionError)
         llm._runner.launch = launch
         again = [output async for output in engine.generate([5], LONG, "taken")]  # its id, not what was left of it
         assert again[0].prompt_token_ids == [5] and again[-1].outputs[0].finish_reason == "length"
@@ -151,16 +151,15 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
         order.append("tokens")
         return tokens(launched)
 
+    def logged_ring(bell):
+        order.append("wake")
+        ring(bell)
+
+    ring = _Bell.__call__
+
     async def main():
         engine = AsyncEngine(llm)
-        wake = engine._wake
-
-        def logged_wake():
-            if engine._told:
-                order.append("wake")
-            wake()
-
-        monkeypatch.setattr(engine, "_wake", logged_wake)
+        monkeypatch.setattr(_Bell, "__call__", logged_ring)
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         assert len([output async for output in engine.generate("abc", params)]) == 20 and await settled(engine)
 
@@ -213,3 +212,66 @@ def test_its_own_engine(folder):
     asyncio.run(main())
     with pytest.raises(TypeError, match="num_blocks: options of a model's folder"), LLM(folder, **OPTIONS) as llm:
         AsyncEngine(llm, num_blocks=3)
+
+
+def test_an_id_is_free_as_soon_as_its_stream_is_closed(llm):
+    """While the step that it was in is still on its way, too."""
+
+    async def main():
+        engine = AsyncEngine(llm)
+        for _ in range(30):
+            stream = engine.generate("abc", LONG, "same")
+            await anext(stream)
+            await stream.aclose()
+            assert engine.stats().num_running == 0
+        reader = asyncio.create_task(anext(engine.generate("abc", LONG, "same")))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        for _ in range(5):
+            stream = engine.generate("abc", LONG, "same")
+            await anext(stream)
+            assert await engine.abort("same") and not await engine.abort("same")
+            again = engine.generate("xyz", LONG, "same")
+            await anext(again)
+            assert [output async for output in stream][-1].finish_reason == "abort"
+            await again.aclose()
+        assert await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_a_long_prompt_is_encoded_beside_the_event_loop(llm, monkeypatch):
+    threads = []
+    encode = llm.tokenizer.encode
+
+    def noted(text, **options):
+        threads.append((len(text) > LONG_PROMPT, threading.current_thread() is threading.main_thread()))
+        return encode(text, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", noted)
+
+    async def main():
+        engine = AsyncEngine(llm)
+        for text in ("abc", "abc" * LONG_PROMPT):
+            last = [output async for output in engine.generate(text, SamplingParams(max_tokens=2))][-1]
+        assert "exceed max_model_len" in str(last.error) and await settled(engine)
+
+    asyncio.run(main())
+    assert threads == [(False, True), (True, False)]
+
+
+def test_a_loop_that_ends_before_its_requests(llm):
+    """Its readers are gone; those of the next loop are not."""
+    engine = AsyncEngine(llm)
+
+    async def leave():
+        await anext(engine.generate("abc", LONG))
+
+    async def stay():
+        return [output async for output in engine.generate("abc", LONG)][-1]
+
+    for _ in range(8):
+        asyncio.run(leave())
+    assert asyncio.run(stay()).finish_reason == "length" and is_empty(llm)
+    assert len(engine._bells) < 4, "the last steps may be remembered, with their readers"

@@ -136,6 +136,7 @@ class Traffic:
         self.happened["restart with steps in flight"] += bool(self.pipeline.in_flight)
         self.runner.forget()
         self.scheduler.restart(self.living)
+        self.scheduler.queue(self.living)
         self.pipeline = self.new_pipeline()
 
     def turn(self) -> None:

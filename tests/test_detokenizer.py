@@ -5,6 +5,7 @@ The oracles are the tokenizers library's decode() of everything, and str.find ov
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -80,14 +81,17 @@ def test_the_parts_are_the_whole(name, skips, seed):
     for _ in range(300):
         ids = random_ids(name, rng)
         detokenizer = Detokenizer(Wrapped(tokenizer), skip_special_tokens=skips)
-        whole, parts = tokenizer.decode(ids, skip_special_tokens=skips), []
+        whole, ends = tokenizer.decode(ids, skip_special_tokens=skips), [0]
         for token_id in ids:
             assert detokenizer.push(token_id) is None
-            parts.append(detokenizer.new_text())
+            ends.append(detokenizer.num_pieces)
             assert whole.startswith(detokenizer.text) or "\ufffd" in whole
         detokenizer.finish()
-        parts.append(detokenizer.new_text())
-        assert detokenizer.text == "".join(parts) == whole
+        ends.append(detokenizer.num_pieces)
+        parts = [detokenizer.text_between(start, end) for start, end in itertools.pairwise(ends)]
+        assert detokenizer.text == "".join(parts) == whole and detokenizer.num_tokens == len(ids)
+        for number in [*range(len(ends)), 0]:  # in order, and an early one once more
+            assert detokenizer.text_until(ends[number]) == "".join(parts[:number])
 
 
 def test_a_character_of_several_tokens_comes_whole():

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, write_model
-from tiny_engine import engine, generate
+from tiny_engine import by_hand, engine, generate
 
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
@@ -82,7 +82,7 @@ def test_no_unfinished_request_loses_its_room(folder, anywhere):
     with engine(folder, anywhere) as llm:
         long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         expected = generate(llm, [[1, 2, 3]], long)[0].token_ids
-        llm.add_request([1, 2, 3], long, "long")
+        by_hand(llm).add_request([1, 2, 3], long, "long")
         llm.step()
         with pytest.raises(OutOfBlocks, match="num_blocks is 15 but request 'long' may need 16"):
             llm.resize_cache(15)

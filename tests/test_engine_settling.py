@@ -1,14 +1,13 @@
-"""What comes between two steps at an unlucky moment: aborts beside aborts, interrupts, the garbage collector."""
+"""What comes between two steps at an unlucky moment: aborts beside aborts, errors, the garbage collector."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections import deque
 
 import pytest
 from test_engine_threads import is_empty
-from tiny_engine import cpu_llm, engine, folder, generate  # noqa: F401
+from tiny_engine import by_hand, cpu_llm, engine, folder, generate, settle  # noqa: F401
 
 from pagedkv import SamplingParams
 
@@ -33,21 +32,22 @@ def last_of(told: dict[str, list[str | None]]) -> dict[str, str | None]:
 
 
 def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatch):  # noqa: F811
-    llm = cpu_llm
-    abort = llm._book._abort
+    llm = by_hand(cpu_llm)
+    book = llm._core.book
+    abort = book.abort
 
     def of_another_thread():
         llm.add_request([3], GREEDY, "b")
         llm.abort("b")
 
-    def and_another(request):
+    def and_another(requests):
         monkeypatch.undo()
         thread = threading.Thread(target=of_another_thread)
         thread.start()
         thread.join()
-        abort(request)
+        abort(requests)
 
-    monkeypatch.setattr(llm._book, "_abort", and_another)
+    monkeypatch.setattr(book, "abort", and_another)
     llm.add_request([1, 2], GREEDY, "a")
     assert llm.abort("a")
     assert last_of(outputs_of(llm)) == {"a": "abort", "b": "abort"}
@@ -55,27 +55,24 @@ def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatc
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_an_interrupt_within_abort(cpu_llm, monkeypatch, num_steps):  # noqa: F811
+def test_an_error_within_abort(cpu_llm, monkeypatch, num_steps):  # noqa: F811
     """The request ends all the same, and others go on."""
     llm = cpu_llm
     expected = generate(llm, [[7, 8]], GREEDY)[0].token_ids
-    forget = llm.scheduler.forget
+    by_hand(llm)
 
-    def interrupted(finished):
+    def failing(finished):
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        raise MemoryError("once")
 
     for params in LONG, SamplingParams(temperature=1, n=3, max_tokens=60, ignore_eos=True):
         llm.add_request([1, 2], params, "a")
         llm.add_request([7, 8], GREEDY, "b")
-        for _ in range(num_steps):
-            llm.step()
-        monkeypatch.setattr(llm.scheduler, "forget", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.abort("a")
-        assert llm.scheduler.forget == forget
         tokens, reasons = [], []
-        for _ in range(200):  # more than both need
+        for number in range(200):  # more than both need
+            if number == num_steps:
+                monkeypatch.setattr(llm.scheduler, "forget", failing)
+                assert llm.abort("a") and not llm.abort("a")
             for output in llm.step():
                 if output.request_id == "a":
                     reasons += [one.finish_reason for one in output.outputs if one.finish_reason]
@@ -87,29 +84,29 @@ def test_an_interrupt_within_abort(cpu_llm, monkeypatch, num_steps):  # noqa: F8
 
 def test_an_answer_that_has_ended_is_told_once(cpu_llm, monkeypatch):  # noqa: F811
     """One of two answers ends early; then a step fails."""
-    llm = cpu_llm
-    launch, reasons, num_failed = llm._runner.launch, [], 0
+    llm = by_hand(cpu_llm)
+    launch, reasons, num_failed = llm._runner.launch, [], [0]
 
     def ends_second(request, tokens):
         if request.index == 1 and len(tokens) == 2:
             raise LookupError("enough")
 
-    def failing(step, learn):
-        raise MemoryError("once")
+    def fails_once(step, learn):
+        if "error" in reasons and not num_failed[0]:
+            num_failed[0] += 1
+            raise MemoryError("once")
+        return launch(step, learn)
 
     llm.add_request([1, 2], SamplingParams(temperature=1, n=2, mask=ends_second, max_tokens=20, ignore_eos=True), "a")
+    monkeypatch.setattr(llm._runner, "launch", fails_once)
     while llm.has_unfinished_requests():
-        monkeypatch.setattr(llm._runner, "launch", failing if "error" in reasons and not num_failed else launch)
-        try:
-            for output in llm.step():
-                reasons += [one.finish_reason for one in output.outputs if one.finish_reason]
-        except MemoryError:
-            num_failed += 1
-    assert reasons == ["error", "length"] and num_failed == 1
+        for output in llm.step():
+            reasons += [one.finish_reason for one in output.outputs if one.finish_reason]
+    assert reasons == ["error", "length"] and num_failed == [1]
 
 
 def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeypatch):  # noqa: F811
-    """In the same thread, which may hold a lock then: check_pages() is called without one, then with it."""
+    """In the same thread, which may hold a lock then, as in a step."""
     llm = cpu_llm
     check, left = llm.scheduler.check_pages, []
 
@@ -119,16 +116,31 @@ def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeyp
         cycle = [stream]
         cycle.append(cycle)
 
+    class Collecting(dict):
+        """Whose update() is called under the lock of the ids."""
+
+        def update(self, other):
+            left.append(gc.collect())
+            super().update(other)
+
     def collect(seq):
-        left.append(gc.collect() if left else 0)
+        """Called in the caller's thread, then in the engine's."""
+        if threading.current_thread().name == "pagedkv":
+            left.append(gc.collect())
         check(seq)
 
     def add():
         gc.disable()
         try:
             leave_a_stream()
-            monkeypatch.setattr(llm.scheduler, "check_pages", collect)
+            llm._core.book._by_id = Collecting(llm._core.book._by_id)
             llm.add_request([1, 2], GREEDY, "a")
+            settle(llm)
+            llm._core.book._by_id = dict(llm._core.book._by_id)
+            leave_a_stream()
+            monkeypatch.setattr(llm.scheduler, "check_pages", collect)
+            llm.add_request([1, 2], GREEDY, "b")
+            settle(llm)
         finally:
             gc.enable()
 
@@ -136,40 +148,7 @@ def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeyp
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "the thread waits for itself"
-    assert len(left) == 2 and left[1] > 0
-    assert last_of({"a": outputs_of(llm)["a"][-1:]}) == {"a": "length"}
-    assert is_empty(llm)
-
-
-def test_a_request_comes_while_the_engine_restarts(cpu_llm, monkeypatch):  # noqa: F811
-    """It is known to the scheduler once."""
-    llm, threads = cpu_llm, []
-    expected = generate(llm, [[1, 2]], GREEDY)[0].token_ids
-
-    class Arriving(deque):
-        def __iter__(self):
-            looked_at = list(super().__iter__())
-            if not threads:
-                threads.append(threading.Thread(target=llm.add_request, args=([1, 2], GREEDY, "b")))
-                threads[0].start()
-                threads[0].join(0.3)  # it waits, or it has arrived since
-            return iter(looked_at)
-
-    def fail():
-        monkeypatch.undo()
-        raise OSError("no step")
-
-    llm.add_request([1, 2], GREEDY, "a")
-    llm.step()
-    llm._book._arriving = Arriving()
-    monkeypatch.setattr(llm._pipeline, "launch", fail)
-    with pytest.raises(OSError, match="no step"):
-        llm.step()
-    threads[0].join()
-    told = []
-    for _ in range(200):
-        told += [(output.request_id, output.outputs[0].token_ids) for output in llm.step() if output.finished]
-        if not llm.has_unfinished_requests():
-            break
-    assert sorted(told) == [("a", expected), ("b", expected)]
+    assert left[0] > 0 and left[-1] > 0
+    told = outputs_of(llm)
+    assert last_of({name: told[name][-1:] for name in "ab"}) == {"a": "length", "b": "length"}
     assert is_empty(llm)

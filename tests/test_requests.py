@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
-from tiny_engine import engine, generate, place  # noqa: F401
+from tiny_engine import by_hand, engine, generate, place, settle  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
@@ -257,6 +257,7 @@ def test_a_lower_priority_goes_first(folder, place):  # noqa: F811
     """It takes the place of one that runs, which goes on later with the same tokens."""
     with engine(folder, place, max_num_seqs=2) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "def", "xyz"], GREEDY)]
+        by_hand(llm)
         kind = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}
         ids = [llm.add_request(prompt, SamplingParams(**kind), priority=5) for prompt in ("abc", "def")]
         for _ in range(4):
@@ -312,8 +313,7 @@ def test_a_stream_that_is_left_ends_its_request(llm):
     stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     next(stream), next(stream)
     stream.close()
-    for _ in range(3):
-        llm.step()
+    settle(llm)
     assert not llm.has_unfinished_requests() and llm.manager.stats()["used"] == 0
     with pytest.raises(ValueError, match="the prompt is empty"):
         for output in llm.stream([], GREEDY):
@@ -370,7 +370,7 @@ def test_bad_requests_leave_others_alone(folder):
     """One by one beside a good request, which gets its tokens."""
     with engine(folder, ("cpu", 1)) as llm:
         expected = generate(llm, ["abc"], GREEDY)[0].token_ids
-        good = llm.add_request("abc", GREEDY, "good")
+        good = by_hand(llm).add_request("abc", GREEDY, "good")
         llm.step()
         for call, error, message in [
             (lambda: llm.add_request("abc", GREEDY, "good"), ValueError, "request_id is 'good', which a request has"),

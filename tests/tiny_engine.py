@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import pytest
 from checkpoints import write_model
 
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, Engine, SamplingParams
+from pagedkv.engine import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -42,6 +43,34 @@ def llm(folder, place):
 def cpu_llm(folder, request):
     with engine(folder, ("cpu", request.param)) as llm:
         yield llm
+
+
+def settle(llm: Engine) -> None:
+    """Waits until the engine's thread has done what it was asked for before."""
+    llm._core.call(lambda: None)
+
+
+def by_hand(llm: Engine) -> Engine:
+    """From now on the test's own thread makes the steps: step() makes one, and returns what is new after it."""
+    core = llm._core
+    core.stop()
+    core._is_stopping = False
+
+    def call(action):
+        core.take_messages()
+        return action()
+
+    def step():
+        core.step()
+        return news_of(llm)
+
+    core.call, core.close, llm.step = call, lambda: core._is_closed or core._close(), step
+    return llm
+
+
+def news_of(llm: Engine) -> list[RequestOutput]:
+    """What requests made by add_request() have been told, without waiting."""
+    return [llm._mailbox._news.get().output() for _ in range(llm._mailbox._news.qsize())]
 
 
 def generate(llm: LLM, prompts, params=None):

@@ -5,28 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from html import escape
 from inspect import Parameter, Signature, signature
-from queue import SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, Self, cast
 
 from .arguments import Prompt
 from .calls import Call
+from .core import EngineCore
+from .mailbox import Mailbox
 from .model_runner import ModelRunner
-from .outputs import EngineCounters, EngineStats, RequestOutput
+from .outputs import EngineStats, RequestOutput
 from .parts import EngineOptions, build_parts
-from .pipeline import Pipeline
 from .pool import Pool
 from .pool_size import page_bytes
-from .request import Request
-from .request_book import RequestBook
 from .request_maker import RequestMaker
 from .sampling_params import SamplingParams, check_names
 from .snapshot import open_saved
-from .turns import Action, Errands, Mailbox, Turns
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +63,8 @@ class Engine:
     `memory` (on a GPU, bytes by use, as the driver counts them at the start; there is room for the graphs of steps that
     filter, penalise or report tokens, which are captured when they are needed).
 
-    Every method may be called from any thread.
+    Every method may be called from any thread. A thread of the engine's own makes the steps while there are requests,
+    and calls masks. An engine that nobody refers to any more is freed as if it were closed.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -80,17 +76,13 @@ class Engine:
         self.dtype, self.kv_cache_dtype = parts.dtype, parts.kv_cache_dtype
         self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
         self.manager, self.scheduler, self.default_params = parts.manager, parts.scheduler, parts.default_params
-        self.counters = EngineCounters()
-        self._runner: ModelRunner | None = parts.runner  # None: closed
+        self._core = EngineCore(parts.runner, parts.scheduler, parts.config.vocab_size, type(self).__name__)
+        self.counters = self._core.counters
         self._identity = parts.identity
-        self._book = RequestBook(parts.scheduler, parts.config.vocab_size, type(self).__name__)
         self._maker = RequestMaker(
-            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._book.find
+            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._core.book.find
         )
-        self._outputs: Mailbox = SimpleQueue()  # of requests made by add_request()
-        self._errands = Errands()
-        self._turns = Turns(self._step, self._settle, self._is_unsettled)
-        self._pipeline = self._new_pipeline(parts.runner)
+        self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %r", self.folder, time.perf_counter() - start, self)
 
     # What **options may be, for help() and inspect.
@@ -98,9 +90,6 @@ class Engine:
         [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "model")]
         + list(signature(EngineOptions, eval_str=True).parameters.values())
     )
-
-    def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
-        return Pipeline(runner, self.scheduler, self.counters, self._book.received)
 
     # --- requests
 
@@ -125,78 +114,31 @@ class Engine:
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
         """
         request = self._maker.make(
-            prompt, params, self._outputs, Call(), priority=priority, salt=salt, request_id=request_id
+            prompt, params, self._mailbox, Call(), priority=priority, salt=salt, request_id=request_id
         )
-        self._book.add([request])
+        self._mailbox.expect(request)
+        try:
+            self._core.submit([request])
+        except BaseException:
+            self._mailbox.expect_no_more(request)
+            raise
         return request.id
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. False where
-        no request has this id: it may have ended by itself."""
-        request = self._book.find(request_id)
-        return request is not None and self._abort_all([request])
-
-    def _abort_all(self, requests: list[Request]) -> bool:
-        """Whether any of them had not ended before."""
-        is_any_left = self._book.leave(requests)
-        self._turns.settle()
-        return is_any_left
+        """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. Its id is
+        free at once. False where no request has this id: it may have ended by itself."""
+        request = self._core.book.find(request_id)
+        return request is not None and self._core.abort([request])
 
     def has_unfinished_requests(self) -> bool:
-        """Whether step() has anything to do, or to return."""
-        return len(self._book) > 0 or not self._outputs.empty()
+        """Whether step() has anything to wait for, or to return. Requests of generate() and the like do not count."""
+        return self._mailbox.expects_anything
 
     def step(self) -> list[RequestOutput]:
-        """Computes the next step, unless another thread is computing it, and returns the new outputs of requests made
-        by add_request(): one after each step with new tokens or one at the end, as their output_kind says."""
-        if len(self._book) and self._outputs.empty():
-            self._turns.try_step()
-        outputs = []
-        while not self._outputs.empty():
-            outputs.append(self._outputs.get().output())
-        return outputs
-
-    # --- a step, by the one caller whose turn it is
-
-    def _step(self, meanwhile: Action) -> None:
-        """`meanwhile` is called while the GPU computes; on the CPU, where the launch itself computes, before it."""
-        self._settle()
-        try:
-            if self._runner is not None and self._pipeline.has_work:  # settling may have closed it
-                if not self._runner.num_behind:
-                    meanwhile()
-                self._pipeline.launch()
-                meanwhile()
-                self._pipeline.take()
-        except BaseException:
-            self._restart()
-            raise
-
-    def _is_unsettled(self) -> bool:
-        return self._book.is_unsettled or len(self._errands) > 0
-
-    def _settle(self) -> None:
-        """Takes in what came between two steps."""
-        try:
-            self._book.settle()
-            self._errands.run()
-        except BaseException:
-            self._restart()
-            raise
-
-    def _between_steps(self, action: Callable[[], T]) -> T:
-        """Runs the action while no step is planned or taken, and returns its result. Steps may be on their way."""
-        self._turns.refuse_within_step()
-        future = self._errands.add(action)
-        self._turns.settle()
-        return future.result()
-
-    def _restart(self) -> None:
-        """After an error or an interrupt: the steps on their way are lost."""
-        if self._runner is not None:
-            self._runner.forget()
-            self._pipeline = self._new_pipeline(self._runner)
-            self._book.restart()
+        """Waits until there are new outputs of requests made by add_request(), and returns them: one for each step with
+        new tokens or one at the end, as their output_kind says. Empty where no such request is left."""
+        self._core.refuse_own_thread()
+        return [cast(RequestOutput, increment.output()) for increment in self._mailbox.take_all()]
 
     # --- the pool
 
@@ -209,7 +151,7 @@ class Engine:
         device has too little memory.
         """
         wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
-        self._between_steps(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
+        self._core.call(lambda: self._core.book.resize(wanted, lambda: self._pool().resize(wanted)))
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
@@ -222,7 +164,7 @@ class Engine:
         """
         self._pool()  # raises if closed
         identity = self._identity()
-        return self._between_steps(lambda: self._pool().save(path, identity))
+        return self._core.call(lambda: self._pool().save(path, identity))
 
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
@@ -232,25 +174,30 @@ class Engine:
         """
         self._pool()  # raises if closed
         file = open_saved(path, self._identity)
-        return self._between_steps(lambda: self._pool().load(file))
+        return self._core.call(lambda: self._pool().load(file))
 
     def _pool(self) -> Pool:
         if self._runner is None:
             raise RuntimeError(f"this {type(self).__name__} is closed")
         return Pool(self.manager, self._runner)
 
+    @property
+    def _runner(self) -> ModelRunner | None:
+        """None: closed."""
+        return self._core.runner
+
     # --- to look at
 
     def stats(self) -> EngineStats:
         """What runs and waits now, sums since the start, and percentiles of the last answers' times."""
-        return self._book.stats(self.counters)
+        return self._core.book.stats(self.counters)
 
     def explain(self, request_id: str) -> str:
         """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
-        request = self._book.find(request_id)
+        request = self._core.book.find(request_id)
         if request is None:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
-        return self._between_steps(lambda: self._book.explain(request))
+        return self._core.call(lambda: self._core.book.explain(request))
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager
@@ -272,15 +219,7 @@ class Engine:
     def close(self) -> None:
         """Aborts unfinished requests and frees the memory of weights and KV cache. Closing twice is fine; later
         requests raise RuntimeError."""
-        if self._runner is not None:
-            self._between_steps(self._close)
-
-    def _close(self) -> None:
-        if self._runner is None:  # another thread's close() came first
-            return
-        self._runner = None
-        self._book.close()
-        del self._pipeline
+        self._core.close()
 
     def __enter__(self) -> Self:
         return self

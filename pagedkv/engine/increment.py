@@ -22,20 +22,32 @@ class Increment:
     and Python's garbage collector away: objects that live through a collection in a step count as old, and a collection
     of old objects looks at all that the process has, which takes 25 ms and more.
 
-    What an increment refers to only grows: the tokens from `end` on belong to later increments.
+    What an increment refers to only grows: the tokens from `end` on, and the text from `text_end` on, belong to later
+    increments. So the thread that steps copies nothing, however long the answer is.
     """
 
     request: Request
     seq: Sequence
     start: int  # the first new one, in seq.new_tokens
     end: int
-    text: str | None  # of a request that is streamed
+    # Of a streamed request with text: the new pieces of its detokenizer's text, [text_start, text_end); else -1
+    text_start: int
+    text_end: int
     cumulative_logprob: float
     has_ended: bool  # whether the sequence has
     is_last: bool  # whether the request has no later increment
     error: Exception | None  # of the request
     time: float
     others: tuple[Increment, ...] = ()  # of other answers after the same step
+
+    def mark_told(self) -> None:
+        """The receiver has it."""
+        seq = self.seq
+        seq.num_shown, seq.is_end_told = self.end, self.has_ended
+        if seq.detokenizer is not None:
+            seq.detokenizer.num_told = self.text_end
+        for other in self.others:
+            other.mark_told()
 
     def output(self) -> RequestOutput | EmbeddingOutput:
         # Arguments by position, here and below: names take twice the time.
@@ -57,11 +69,17 @@ class Increment:
 
     def _answer(self) -> CompletionOutput:
         seq, start, end, logprobs, cumulative = self.seq, self.start, self.end, None, None
+        text = None
+        if self.text_end >= 0 and seq.detokenizer is not None:
+            if self.text_start:
+                text = seq.detokenizer.text_between(self.text_start, self.text_end)
+            else:
+                text = seq.detokenizer.text_until(self.text_end)
         if self.request.params.logprobs is not None:
             logprobs, cumulative = seq.logprobs[start:end], self.cumulative_logprob
         finish_reason, stop_reason = (seq.finish_reason, seq.stop_reason) if self.has_ended else (None, None)
         return CompletionOutput(
-            seq.index, self.text, seq.new_tokens[start:end], cumulative, logprobs, finish_reason, stop_reason
+            seq.index, text, seq.new_tokens[start:end], cumulative, logprobs, finish_reason, stop_reason
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -18,16 +18,17 @@ from .arguments import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts,
 from .calls import Call
 from .chat import ChatTemplate, render_chats
 from .engine import Engine
+from .increment import Increment
 from .outputs import EmbeddingOutput, RequestOutput
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .turns import Mailbox
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Mailbox = SimpleQueue[Increment]  # of one call
 
 
 class LLM(Engine):
@@ -95,14 +96,14 @@ class LLM(Engine):
 
     def _follow(self, request: Request, mailbox: Mailbox) -> Iterator[RequestOutput]:
         try:
-            self._book.add([request])
+            self._core.submit([request])
             while True:
-                output: RequestOutput = self._turns.receive(mailbox).output()
+                output = self._core.receive(mailbox)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._abort_all([request])
+            self._core.abort([request])
 
     def chat(
         self,
@@ -196,14 +197,14 @@ class LLM(Engine):
         ]
         outputs: dict[str, RequestOutput | EmbeddingOutput] = {}
         try:
-            self._book.add(requests)
+            self._core.submit(requests)
             with _progress_bar(len(requests), use_tqdm) as bar:
                 for _ in requests:
-                    output = self._turns.receive(mailbox).output()
+                    output = self._core.receive(mailbox)
                     outputs[output.request_id] = output
                     bar.update()
         finally:  # after an error or an interrupt no request keeps pages
-            self._abort_all(requests)
+            self._core.abort(requests)
         in_order = [outputs[request.id] for request in requests]
         failed = [(i, output.error) for i, output in enumerate(in_order) if output.error is not None]
         if failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ from .tokenizer import Tokenizer
 
 
 class Receiver(Protocol):
-    """What takes the Increments of a request: a Mailbox."""
+    """What takes the Increments of a request. A bell that put() returns is called soon, once for many of them: it wakes
+    readers for which that takes long."""
 
-    def put(self, item: Any, /) -> None: ...
+    def put(self, item: Any, /) -> Callable[[], None] | None: ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -94,22 +95,17 @@ class Request:
         return first
 
     def _note(self, seq: Sequence) -> Increment:
-        start = seq.num_shown if self.output_kind is RequestOutputKind.DELTA else 0
-        seq.num_shown = len(seq.new_tokens)
-        text = self._text_to_show(seq) if self.is_followed else None
-        has_ended = seq.is_end_told = seq.finish_reason is not None
+        is_delta = self.output_kind is RequestOutputKind.DELTA
+        text_start, text_end, detokenizer = 0, -1, seq.detokenizer
+        has_ended = seq.finish_reason is not None
+        if self.is_followed and self.params.detokenize and detokenizer is not None:
+            if has_ended:
+                detokenizer.finish()
+            text_start, text_end = detokenizer.num_told if is_delta else 0, detokenizer.num_pieces
         return Increment(
-            self, seq, start, seq.num_shown, text, seq.cumulative_logprob, has_ended, self.is_finished, self.error,
-            time.perf_counter(),
+            self, seq, seq.num_shown if is_delta else 0, len(seq.new_tokens), text_start, text_end,
+            seq.cumulative_logprob, has_ended, self.is_finished, self.error, time.perf_counter(),
         )  # fmt: skip
-
-    def _text_to_show(self, seq: Sequence) -> str | None:
-        """The new text, or all text so far, as output_kind says."""
-        if seq.detokenizer is None or self.output_kind is not RequestOutputKind.DELTA:
-            return self.text_of(seq)
-        if seq.finish_reason is not None:
-            seq.detokenizer.finish()
-        return seq.detokenizer.new_text() if self.params.detokenize else None
 
     def text_of(self, seq: Sequence) -> str | None:
         """All text of the sequence so far."""

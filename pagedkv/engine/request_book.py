@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pagedkv import OutOfBlocks
 
@@ -19,126 +18,129 @@ from .step import Step
 
 
 class RequestBook:
-    """Any thread may call add(), leave() and find(). The rest is for the one whose turn it is, between two steps."""
+    """Any thread may call prepare(), claim(), release() and find(). The rest is for the core's thread, between two
+    steps."""
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
-        """owner: the name of the engine's class, for messages."""
-        self._scheduler, self._vocab_size, self._owner = scheduler, vocab_size, owner
-        # Guards what follows. The garbage collector may close a stream, and so abort its request, within a thread that
-        # holds the lock: that thread takes it again.
-        self._lock = threading.RLock()
-        self._living: dict[str, Request] = {}
-        self._arriving: deque[Request] = deque()  # those of them that the scheduler does not know yet
-        self._leaving: deque[Request] = deque()  # those to be aborted
+    def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
+        self._scheduler, self._vocab_size = scheduler, vocab_size
+        self._by_id: dict[str, Request] = {}  # whose ids are taken
+        self.reset_lock()
+        self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
+        self._held: dict[Request, None] = {}  # those of them that wait while others are tried: see fault_search.py
+        self._is_trying = False
+        self._bells: dict[Callable[[], None], None] = {}  # to be rung, for readers of event loops
         self._num_followed = 0
         self._num_finished = 0
         self._latencies = Latencies()
         self._is_closed = False
 
+    def reset_lock(self) -> None:
+        self._lock = threading.RLock()  # of _by_id; a thread may take it again, as EngineCore's
+
     def __len__(self) -> int:
-        return len(self._living)
+        return len(self._requests)
 
     @property
-    def is_unsettled(self) -> bool:
-        return bool(self._arriving or self._leaving)
+    def requests(self) -> list[Request]:
+        return list(self._requests)
 
     # --- for any thread
 
-    def add(self, requests: list[Request]) -> None:
-        """Queues requests that were asked for together. Those that can never be served get their output at once."""
-        ended, problems = [], [self._prepare(request) for request in requests]
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError(f"this {self._owner} is closed")
-            for request in requests:
-                if request.id in self._living:
-                    raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
-            for request, problem in zip(requests, problems, strict=True):
-                if self._end_at_once(request, problem):
-                    ended.append(request)
-                else:
-                    self._living[request.id] = request
-                    self._num_followed += request.is_followed
-                    self._arriving.append(request)
-        for request in ended:
-            self._tell(request, request.sequences)
-
-    def leave(self, requests: list[Request]) -> bool:
-        """Has these requests aborted at the next settle(). Returns whether any of them had not ended yet."""
-        with self._lock:
-            living = [request for request in requests if self._living.get(request.id) is request]
-            self._leaving += living
-        return bool(living)
-
-    def find(self, request_id: str) -> Request | None:
-        with self._lock:
-            return self._living.get(request_id)
-
-    def _prepare(self, request: Request) -> Exception | None:
-        """Does what takes time, before the lock is taken. Returns why the request can never be served; None: it can."""
+    def prepare(self, request: Request) -> None:
+        """Does what takes time, in the caller's thread. A request that can never be served gets its error."""
         first = request.sequences[0]
-        try:
-            if first.error is None:
+        if first.error is None:
+            try:
                 self._scheduler.check(first)
                 check_vocabulary(request.params, self._vocab_size)
                 request.prepare_text()
-        except (ValueError, OutOfBlocks) as problem:
-            return problem
-        return first.error
+            except (ValueError, OutOfBlocks) as problem:
+                first.error = problem
 
-    def _end_at_once(self, request: Request, error: Exception | None) -> bool:
+    def claim(self, requests: list[Request]) -> None:
+        """Takes the ids of these requests, which nobody else may have."""
+        with self._lock:
+            for request in requests:
+                if request.id in self._by_id:
+                    raise ValueError(f"request_id is {request.id!r}, which a request has that is not finished")
+            self._by_id.update({request.id: request for request in requests})
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """The ids of these requests are free."""
+        with self._lock:
+            for request in requests:
+                if self._by_id.get(request.id) is request:
+                    del self._by_id[request.id]
+
+    def find(self, request_id: str) -> Request | None:
+        """The request that has this id."""
+        with self._lock:
+            return self._by_id.get(request_id)
+
+    # --- requests come and leave
+
+    def take(self, requests: list[Request]) -> None:
+        """Queues requests that were asked for together. Those that can never be served end at once."""
+        for request in requests:
+            if not self._end_at_once(request):
+                self._requests[request] = None
+                self._num_followed += request.is_followed
+                request.sequences[0].siblings = request.sequences[1:]
+        for request in requests:
+            if request in self._requests:
+                self._queue(request)
+            else:
+                self._tell(request, request.sequences)
+
+    def _queue(self, request: Request) -> None:
+        if self._is_trying:
+            self._held[request] = None
+        else:
+            self._scheduler.queue(request.sequences)
+
+    def _end_at_once(self, request: Request) -> bool:
         """Ends a request that wants no token or can never be served. Returns whether it did."""
+        first = request.sequences[0]
+        error, reason = first.error, "abort" if self._is_closed else "length"
         try:
             if error is None:
-                self._scheduler.check_pages(request.sequences[0])  # once more: the pool may have shrunk since
+                self._scheduler.check_pages(first)  # once more: the pool may have shrunk since
         except OutOfBlocks as problem:
             error = problem
-        if error is None and request.params.max_tokens != 0:
+        if error is None and request.params.max_tokens != 0 and not self._is_closed:
             return False
-        now = time.perf_counter()
-        for seq in request.sequences:
-            seq.finish("error" if error else "length", now, error)
-        request.num_ended = len(request.sequences)
+        self._end(request, "error" if error else reason, error)
         return True
 
-    # --- between two steps
-
-    def settle(self) -> None:
-        """Takes in what came since the last step. An entry stays queued until it is done: interrupts lose nothing."""
-        self._take_arriving()
-        while self._leaving:
-            self._take_arriving()  # whoever leaves arrived before
-            self._abort(self._leaving[0])
-            self._leaving.popleft()
-
-    def _take_arriving(self) -> None:
-        while self._arriving:
-            first, *others = self._arriving[0].sequences
-            first.siblings = others
-            self._scheduler.add(first)
-            self._arriving.popleft()
-
-    def resize(self, num_blocks: int, action: Callable[[], None]) -> None:
-        """Calls the action, which resizes the pool, and takes no request meanwhile. Raises OutOfBlocks where an
-        unfinished request could not end in so few pages."""
-        with self._lock:
-            for request in list(self._living.values()):
-                num_pages = self._scheduler.pages_of(request.sequences[0])
-                if num_pages > num_blocks:
-                    raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
-            action()
-
-    def _abort(self, request: Request) -> None:
-        living = [seq for seq in request.sequences if seq.finish_reason is None]
-        unforked = {child for seq in living for child in seq.siblings}
-        now = time.perf_counter()
-        for seq in living:
-            seq.siblings = []
-            seq.finish("abort", now)
-        self._scheduler.forget([seq for seq in living if seq not in unforked])
-        if living:
-            request.num_ended += len(living)
+    def abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request not in self._requests:
+                continue  # it has ended
+            living = [seq for seq in request.sequences if seq.finish_reason is None]
+            unforked = {child for seq in living for child in seq.siblings}
+            is_held = request in self._held
+            self._end(request, "abort")
+            if is_held:
+                del self._held[request]
+            else:
+                self._scheduler.forget([seq for seq in living if seq not in unforked])
             self._tell(request, living)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """The request's own error ends it. Call restart() or close() next, which tells the caller."""
+        if not isinstance(error, Exception):  # KeyboardInterrupt, raised by a mask, say
+            error = RuntimeError(f"a step was ended by {type(error).__name__}: {error}")
+        self._end(request, "error", error)
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        now = time.perf_counter()
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                seq.siblings = []
+                seq.finish(reason, now, error)
+        request.num_ended = len(request.sequences)
+
+    # --- what callers are told
 
     def received(self, step: Step, finished: list[Sequence]) -> None:
         """After every step: tells the callers what is new."""
@@ -162,51 +164,82 @@ class RequestBook:
 
     def _tell(self, request: Request, sequences: list[Sequence]) -> None:
         """Tells the caller, if the request is streamed or all of its sequences have ended."""
-        if sequences and (request.is_followed or request.is_finished):
-            request.receiver.put(request.note(sequences))
         if request.is_finished:
-            with self._lock:
-                if self._living.get(request.id) is request:
-                    del self._living[request.id]
-                    self._num_followed -= request.is_followed
-                    self._num_finished += 1
+            self.release([request])  # before the caller knows: it may use the id again at once
+        if sequences and (request.is_followed or request.is_finished):
+            increment = request.note(sequences)
+            bell = request.receiver.put(increment)
+            increment.mark_told()
+            if bell is not None:
+                self._bells[bell] = None
+        if request.is_finished and request in self._requests:
+            del self._requests[request]
+            self._num_followed -= request.is_followed
+            self._num_finished += 1
 
-    def restart(self) -> None:
+    def ring(self) -> None:
+        """Wakes the readers in event loops, which have been told since the last call."""
+        while self._bells:
+            self._bells.popitem()[0]()
+
+    # --- the engine as a whole
+
+    def resize(self, num_blocks: int, action: Callable[[], None]) -> None:
+        """Calls the action, which resizes the pool. Raises OutOfBlocks where an unfinished request could not end in so
+        few pages."""
+        for request in self._requests:
+            num_pages = self._scheduler.pages_of(request.sequences[0])
+            if num_pages > num_blocks:
+                raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
+        action()
+
+    def restart(self, tried: list[Request] | None = None) -> None:
         """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again
-        from their tokens, and callers are told of those that had ended."""
-        with self._lock:
-            arriving = set(self._arriving)
-            requests = [request for request in self._living.values() if request not in arriving]
+        from their tokens, and callers are told of those that had ended.
+
+        tried: the only requests that may run for now; None: all may.
+        """
+        requests = self.requests
         self._scheduler.restart([seq for request in requests for seq in request.sequences])
         for request in requests:
             ended = [seq for seq in request.sequences if seq.finish_reason is not None]
             request.num_ended = len(ended)
             self._tell(request, [seq for seq in ended if not seq.is_end_told])
+        self._is_trying = tried is not None
+        allowed = self._requests if tried is None else set(tried)
+        self._held = {request: None for request in self._requests if request not in allowed}
+        for request in self._requests:
+            if request in allowed:
+                self._scheduler.queue(request.sequences)
 
     def close(self) -> None:
         """Aborts all requests, and takes no more."""
-        with self._lock:
-            requests, self._is_closed = list(self._living.values()), True
-            self._arriving.clear()
-        for request in requests:
-            for seq in request.sequences:
-                if seq.finish_reason is None:
-                    seq.finish("abort", time.perf_counter())
-            request.num_ended = len(request.sequences)
-            self._tell(request, request.sequences)
-        self._scheduler.restart([seq for request in requests for seq in request.sequences])
+        self._is_closed = True
+        for request in self.requests:
+            self._end(request, "abort")
+        self.restart()
+
+    def forget(self) -> None:
+        """Drops all requests, in a child process: they are its parent's."""
+        self._scheduler.restart([seq for request in self._requests for seq in request.sequences])
+        self._by_id.clear()
+        self._requests.clear()
+        self._held.clear()
+        self._num_followed = 0
 
     # --- to look at
 
     def explain(self, request: Request) -> str:
-        self.settle()  # it may have arrived while another errand ran
+        if request in self._held:
+            return "waits: the engine looks for the request that made a step fail"
         return explain(self._scheduler, request.sequences)
 
     def stats(self, counters: EngineCounters) -> EngineStats:
         scheduler, latencies = self._scheduler, self._latencies
+        running = [seq for seq in scheduler.running if self.find(seq.owner.id) is seq.owner]  # the others are aborted
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._arriving),
+            num_running=len(running),
+            num_waiting=len(scheduler.waiting) + len(self._held),
             num_finished=self._num_finished,
             num_preemptions=scheduler.num_preemptions,
             counters=counters.copy(),

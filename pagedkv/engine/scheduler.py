@@ -112,6 +112,13 @@ class Scheduler:
         """Queues a sequence that has passed check()."""
         self.waiting.add(seq)
 
+    def queue(self, sequences: list[Sequence]) -> None:
+        """Queues the answers of a request that have not ended, but for those that are to be forked from another."""
+        unforked = {child for seq in sequences for child in seq.siblings}
+        for seq in sequences:
+            if seq.finish_reason is None and seq not in unforked:
+                self.add(seq)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -312,15 +319,12 @@ class Scheduler:
             self._running.release(running)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """After an error anywhere: frees all pages, and queues the unfinished ones of these sequences, which must be
-        all there are, with the tokens that the host knows."""
+        """After an error anywhere: frees all pages. These sequences, which must be all there are, begin again with the
+        tokens that the host knows, once they are queued."""
         self._running.clear()
         self.waiting.clear()
         self.admission.refused, self._steady = None, SteadyBatch()
         known = list(sequences)
         self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
-        unforked = {child for seq in known for child in seq.siblings}
         for seq in known:
             seq.restart()
-            if seq.finish_reason is None and seq not in unforked:
-                self.add(seq)

@@ -124,26 +124,24 @@ class Sequence:
         if self.first_token_time is None:
             self.first_token_time = now
         self.new_tokens.append(token)
-        may_stop = len(self.new_tokens) >= self.min_tokens
-        if token in self.end_ids and may_stop:
-            self._finish_at_last_token(now)
-            if self.detokenizer is not None and self.params.include_stop_str_in_output:
-                self.detokenizer.push(token, check_stop=False)
-            return
-        if self.detokenizer is not None:
-            self.stop_reason = self.detokenizer.push(token, check_stop=may_stop)
-            if self.stop_reason is not None:
-                self.finish("stop", now)
-                return
-        if len(self.new_tokens) >= self.max_tokens:
-            self._finish_at_last_token(now)
+        self._take_last(now)
 
-    def _finish_at_last_token(self, now: float) -> None:
-        """Finishes if the last token is one that ends it, or the last one that was asked for."""
-        last, count = self.new_tokens[-1], len(self.new_tokens)
-        if last in self.end_ids and count >= self.min_tokens:
+    def _take_last(self, now: float) -> None:
+        """Adds the last token to the text, and ends the sequence where the token means so. A second call for the same
+        token, after an error in the first one, adds nothing twice."""
+        token, count, detokenizer = self.new_tokens[-1], len(self.new_tokens), self.detokenizer
+        may_stop = count >= self.min_tokens
+        is_end = may_stop and token in self.end_ids
+        if detokenizer is not None and detokenizer.num_tokens < count:
+            if not is_end:
+                self.stop_reason = detokenizer.push(token, check_stop=may_stop)
+            elif self.params.include_stop_str_in_output:
+                detokenizer.push(token, check_stop=False)
+        if is_end:
             self.finish("stop", now)
-            self.stop_reason = last if last in self.params.stop_token_ids else None
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        elif self.stop_reason is not None:
+            self.finish("stop", now)
         elif count >= self.max_tokens:
             self.finish("length", now)
 
@@ -153,10 +151,10 @@ class Sequence:
         self._drop_logprobs()
 
     def restart(self) -> None:
-        """Starts again from the tokens that the host knows, after an error has lost the steps on their way. An
-        interrupt may have come after a last token and before the end that it means."""
+        """Starts again from the tokens that the host knows, after an error has lost the steps on their way. The error
+        may have come after a last token and before its text, or the end that it means."""
         if self.new_tokens and self.finish_reason is None:
-            self._finish_at_last_token(time.perf_counter())
+            self._take_last(time.perf_counter())
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
             # Steps that were lost may have computed some of the prompt: it must be computed once more.
             self.prompt_logprobs, self.salt = [None], private_salt(self.salt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 
@@ -274,4 +275,5 @@ def test_a_loop_that_ends_before_its_requests(llm):
     for _ in range(8):
         asyncio.run(leave())
     assert asyncio.run(stay()).finish_reason == "length" and is_empty(llm)
+    gc.collect()
     assert len(engine._bells) < 4, "the last steps may be remembered, with their readers"

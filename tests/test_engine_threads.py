@@ -202,9 +202,9 @@ def test_a_step_makes_one_object_per_reader(folder):
     num_readers, num_steps = 8, 20
     with engine(folder, ("cpu", 1)) as llm:
         params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        by_hand(llm)
         for i in range(num_readers):
             llm.add_request([i, 1, 2], params)
-        by_hand(llm)
         for _ in range(5):
             llm._core.step()
         gc.collect()

@@ -191,7 +191,7 @@ def test_prompt_logprobs_after_a_preemption(folder, place, rng):  # noqa: F811
     def figures(when: int) -> tuple[list, int]:
         """Beside an answer, whose tokens take a part of each step. Two more get both places after so many steps."""
         with engine(folder, place, max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=False) as llm:
-            llm.add_request([7, 8], others, priority=-1)
+            by_hand(llm).add_request([7, 8], others, priority=-1)
             llm.add_request(prompt, params, "prompt")
             outputs, num_steps = {}, 0
             while llm.has_unfinished_requests():

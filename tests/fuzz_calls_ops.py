@@ -78,7 +78,7 @@ class Draw:
         return self.some(0.1, stream=lambda: self.one_of(None, 0, 12345))
 
     def flag(self):
-        return self.one_of(True, False, 1, 0, "yes", "", [], [0], None)
+        return self.one_of(True, False, 1, 0, 2.5, np.True_, np.False_, None)
 
 
 def numbers(x):

@@ -202,7 +202,8 @@ def test_explain():
         return found["hit_tokens"], found["pending_tokens"], found["reason"], found["evictions_since"]
 
     never = "the next page was never computed, or was evicted long ago"
-    assert explained() == (0, 0, never, None) and explained([]) == (0, 0, "all full pages are cached", None)
+    short = "the prompt is shorter than a page, and only full pages are cached"
+    assert explained() == (0, 0, never, None) and explained([]) == explained([1, 2, 3]) == (0, 0, short, None)
     assert manager.explain(prompt)["num_tokens"] == 20
     manager.allocate(1, prompt)
     assert explained() == (0, 20, "the next page is being computed", None)

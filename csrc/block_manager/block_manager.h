@@ -123,6 +123,7 @@ pk_status pk_bm_import(pk_block_manager *manager, pk_bm_pages *pages, int64_t nu
 
 typedef enum {
     PK_MISS_NONE,       /* nothing: all full pages of the prompt are cached */
+    PK_MISS_SHORT,      /* it fills no page */
     PK_MISS_PENDING,    /* a sequence that lives is computing the next page */
     PK_MISS_EVICTED,    /* it was evicted */
     PK_MISS_OTHER_SALT, /* it is cached, but under another salt */

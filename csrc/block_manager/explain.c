@@ -31,7 +31,7 @@ pk_status pk_bm_explain(const pk_block_manager *manager, pk_tokens prompt, pk_sa
     int64_t num_hits = 0, num_pending = 0;
     pk_prefix prefix = find_end(manager, prompt, salt, &num_hits, &num_pending);
     *found = (pk_bm_explanation){prompt.count, num_hits * manager->block_size, num_pending * manager->block_size,
-                                 PK_MISS_NONE, 0};
+                                 prompt.count < manager->block_size ? PK_MISS_SHORT : PK_MISS_NONE, 0};
     if (num_hits == prompt.count / manager->block_size) return PK_OK;
     uint64_t hash = index_hash(manager, prefix, prompt.ids + num_hits * manager->block_size);
     int64_t since = evicted_since(manager, hash);

@@ -38,6 +38,13 @@ int py_double_arg(const char *name, PyObject *value, double *out)
     return -1;
 }
 
+int py_bool_arg(const char *name, PyObject *value)
+{
+    if (PyType_GetSlot(Py_TYPE(value), Py_nb_bool)) return PyObject_IsTrue(value);
+    PyErr_Format(PyExc_TypeError, "%s: must be True or False, not %R", name, value);
+    return -1;
+}
+
 static int shape_item(const char *name, PyObject *item, bool allow_free, int64_t *size)
 {
     if (py_int64_arg(name, item, size) < 0) return -1;

@@ -6,6 +6,8 @@
 
 int py_int64_arg(const char *name, PyObject *value, int64_t *out);
 int py_double_arg(const char *name, PyObject *value, double *out);
+/* 1, 0 or -1. What has only a length is refused: "no" would be true. */
+int py_bool_arg(const char *name, PyObject *value);
 /* A shape: an int or a sequence of them, at most PK_MAX_DIMS, not negative (one may be -1 where allow_free). Returns
  * the number of dimensions, or -1. */
 int py_shape_arg(const char *name, PyObject *object, bool allow_free, int64_t *shape);

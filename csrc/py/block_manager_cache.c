@@ -22,6 +22,7 @@ PyObject *py_bm_resize(PY_FASTCALL)
 
 static const char *const reasons[] = {
     [PK_MISS_NONE] = "all full pages are cached",
+    [PK_MISS_SHORT] = "the prompt is shorter than a page, and only full pages are cached",
     [PK_MISS_PENDING] = "the next page is being computed",
     [PK_MISS_EVICTED] = "the next page was evicted",
     [PK_MISS_OTHER_SALT] = "the next page is cached under another salt",

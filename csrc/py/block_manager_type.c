@@ -76,7 +76,7 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     int64_t hash_bits = 64;
     if (py_int64_arg("num_blocks", given[0], &config.num_blocks) < 0) return NULL;
     if (py_int64_arg("block_size", given[1], &config.block_size) < 0) return NULL;
-    int is_caching = given[2] ? PyObject_IsTrue(given[2]) : 1;
+    int is_caching = given[2] ? py_bool_arg("enable_prefix_caching", given[2]) : 1;
     if (is_caching < 0) return NULL;
     config.is_caching = is_caching;
     if (given[3] && py_double_arg("watermark", given[3], &config.watermark) < 0) return NULL;

@@ -237,7 +237,7 @@ bool py_call_bool(py_call *call, int parameter, bool otherwise)
 {
     PyObject *object = call->given[parameter];
     if (call->has_failed || !object) return otherwise;
-    int truth = PyObject_IsTrue(object);
+    int truth = py_bool_arg(call->signature->texts[parameter], object);
     call->has_failed = truth < 0;
     return truth > 0;
 }

@@ -194,7 +194,7 @@ static PyObject *elastic_tensor(PY_FASTCALL)
     pk_view view = {.data = elastic->range.data, .dtype = PK_F32, .device = elastic->range.device};
     if ((view.ndim = py_shape_arg("shape", given[SHAPE], false, view.shape)) < 0) return NULL;
     if (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &view.dtype) < 0) return NULL;
-    int is_reserved = given[RESERVED] ? PyObject_IsTrue(given[RESERVED]) : 0;
+    int is_reserved = given[RESERVED] ? py_bool_arg("reserved", given[RESERVED]) : 0;
     if (is_reserved < 0) return NULL;
     const size_t bytes = fill_strides(&view), limit = is_reserved ? elastic->range.capacity : elastic->size;
     if (bytes > limit)

@@ -13,7 +13,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const pk_backend *backend;
     pk_error err;
     if (py_bind_call(&state->signatures[PY_SIG_Event], args, kwargs, given) < 0) return NULL;
-    int has_timing = given[0] ? PyObject_IsTrue(given[0]) : 0;
+    int has_timing = given[0] ? py_bool_arg("timing", given[0]) : 0;
     if (has_timing < 0 ||
         py_device_with(state, given[1], offsetof(pk_backend, event_create), "Event", &device, &backend) < 0)
         return NULL;

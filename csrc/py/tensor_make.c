@@ -33,7 +33,7 @@ static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (ndim < 0 || (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||
         (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0))
         return NULL;
-    int is_pinned = given[PINNED] ? PyObject_IsTrue(given[PINNED]) : 0;
+    int is_pinned = given[PINNED] ? py_bool_arg("pinned", given[PINNED]) : 0;
     if (is_pinned < 0) return NULL;
     if (!is_pinned) return py_tensor_new(state, dtype, device, ndim, shape, &err);
     if (device.type == PK_CPU) return py_tensor_new_pinned(state, dtype, ndim, shape, &err);

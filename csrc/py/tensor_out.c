@@ -170,7 +170,7 @@ PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nar
                                 "copies it",
                                 (int)own.device_type, (int)own.device_id);
     }
-    int wants_copy = given[COPY] && given[COPY] != Py_None ? PyObject_IsTrue(given[COPY]) : 0;
+    int wants_copy = given[COPY] && given[COPY] != Py_None ? py_bool_arg("copy", given[COPY]) : 0;
     if (wants_copy < 0) return NULL;
     PyObject *tensor = wants_copy ? copy_of(state, self) : Py_NewRef(self);
     if (!tensor) return NULL;

@@ -229,8 +229,9 @@ def test_a_graph_of_a_layer_follows_its_inputs(torch):
 @pytest.mark.parametrize("context", [2**31 - 2**16 - 1, 2**31 - 1])
 def test_contexts_of_nearly_2_31_keys(torch, context):
     """Of one page that the table repeats: the most that there may be, and more, which is cut to that and recorded."""
-    page, most, queries = 1 << 16, 2**31 - 2**16 - 1, 64
+    page, most, queries = 1 << 16, 2**31 - 2**16 - 1, 800  # too many for the decode kernel
     k_cache, v_cache = torch.randn(2, 1, page, 1, 64, device="cuda", dtype=torch.bfloat16)
+    v_cache += 1  # a mean of many is not nearly 0
     tables = torch.zeros(1, 1 << 15, device="cuda", dtype=torch.int32)
     few = min(context, most) % page + page  # the same keys at the same place in their page, and one page before
     lens, small = (torch.tensor([n], device="cuda", dtype=torch.int32) for n in (context, few))
@@ -242,7 +243,7 @@ def test_contexts_of_nearly_2_31_keys(torch, context):
         last = small if count > 1 else torch.tensor([page], device="cuda", dtype=torch.int32)
         expected = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, last, **arguments)
         out = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **arguments)
-        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2e-2)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         if context > most:
             with pytest.raises(ValueError, match=f"sequence 0 has {context} keys but .* below {most + 1}"):
                 ops.check_errors()

@@ -6,17 +6,24 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing
+from functools import cached_property, partial
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
-from .arguments import Prompt
+from pagedkv.models.pooling import read_normalizes
+
+from . import embedding
+from .arguments import Prompt, read_prompt
 from .calls import Call
+from .chat import encode_chats
 from .engine import Engine
 from .increment import Increment
-from .outputs import EngineStats, RequestOutput
-from .sampling_params import SamplingParams
+from .outputs import EmbeddingOutput, EngineStats, RequestOutput
+from .sampling_params import RequestOutputKind, SamplingParams
 
 LONG_PROMPT = 4096  # characters or token ids: encoding and checking them takes 1 ms and more
 
@@ -40,13 +47,11 @@ class _Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Increment:
         while not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
-        output = self._items.popleft().output()
-        assert isinstance(output, RequestOutput)
-        return output
+        return self._items.popleft()
 
 
 class _Bell:
@@ -87,7 +92,9 @@ class AsyncEngine:
         self._bells: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Bell] = weakref.WeakValueDictionary()
         self._is_closed = False
 
-    async def generate(
+    __init__.__signature__ = signature(Engine.__init__)  # type: ignore[attr-defined]  # with what **options may be
+
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -98,20 +105,68 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of a request: after every step that adds to it, or one at the end, as
         SamplingParams.output_kind says. The arguments are those of Engine.add_request()."""
+        return self._follow(prompt, params, priority=priority, salt=salt, request_id=request_id)
+
+    async def chat(
+        self,
+        messages: SequenceOf[Any],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the outputs of the answer to a chat, as generate() does. LLM.chat() describes the options. The
+        template runs in another thread."""
+        encode = partial(
+            encode_chats, self.engine.folder, self.engine.tokenizer, [messages], tools=tools,
+            enable_thinking=enable_thinking, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+        )  # fmt: skip
+        (token_ids,) = await asyncio.to_thread(encode)
+        outputs = self._follow(token_ids, params, priority=priority, salt=salt, request_id=request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def embed(self, prompt: Prompt, *, priority: int = 0, salt: bytes = b"") -> EmbeddingOutput:
+        """The vector of a text, as LLM.embed() makes it."""
+        normalizes = self._normalizes
+        outputs = self._follow(
+            prompt, embedding.PARAMS, priority=priority, salt=salt, output_kind=RequestOutputKind.FINAL_ONLY,
+            wants_embedding=True,
+        )  # fmt: skip
+        async with aclosing(outputs):
+            output: EmbeddingOutput = await anext(outputs)
+        return embedding.with_length_1(output) if normalizes else output
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        return read_normalizes(self.engine.folder)
+
+    async def _follow(
+        self, prompt: Prompt, params: SamplingParams | None, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The outputs of a request. The options are those of RequestMaker.make()."""
         if self._is_closed:
             raise RuntimeError("this AsyncEngine is closed")
         core, stream = self.engine._core, _Stream(self._bell())
-        make = partial(
-            self.engine._maker.make, prompt, params, stream, Call(), priority=priority, salt=salt, request_id=request_id
-        )
-        is_long = hasattr(prompt, "__len__") and len(prompt) > LONG_PROMPT
+        make = partial(self.engine._maker.make, prompt, params, stream, Call(), **options)
+        _, served = read_prompt("prompt", prompt)
+        is_long = hasattr(served, "__len__") and len(served) > LONG_PROMPT
         request = await asyncio.to_thread(make) if is_long else make()
         core.submit([request])
         try:
             while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
+                item = await stream.get()
+                yield item.output()
+                if item.is_last:
                     return
         finally:  # cancelled, too
             core.abort([request])

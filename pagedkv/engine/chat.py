@@ -20,6 +20,7 @@ from .messages import (
     plain_messages,
 )
 from .template_sandbox import run_template
+from .tokenizer import Tokenizer
 
 # Marks where the final message ends. Its last character, a space, is missing where the template trims the message.
 MARKER = "END_OF_THE_FINAL_MESSAGE_OF_PAGEDKV "
@@ -154,16 +155,18 @@ def _cut(text: str, final: str) -> str:
     return text[:at] if text[at:].startswith(MARKER) else text[:at].rstrip()
 
 
-def render_chats(
-    template: ChatTemplate,
+def encode_chats(
+    folder: Path,
+    tokenizer: Tokenizer,
     chats: SequenceOf[Any],
     *,
     enable_thinking: bool | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
-) -> list[str]:
-    """The texts of chats, with the options of LLM.chat()."""
+) -> list[list[int]]:
+    """The token ids of chats, with the options of LLM.chat(). A template writes the special tokens itself."""
+    template = ChatTemplate.from_folder(folder)
     options |= {"template": chat_template, **(chat_template_kwargs or {})}
     if enable_thinking is not None:
         if not isinstance(enable_thinking, bool):
@@ -174,7 +177,8 @@ def render_chats(
     plain_chats = [plain_messages(messages) for messages in chats]
     for chat in plain_chats:
         check_text_only(chat)
-    return [template.render(chat, **options) for chat in plain_chats]
+    texts = [template.render(chat, **options) for chat in plain_chats]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import cached_property
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pagedkv.models.pooling import read_normalizes
 
+from . import embedding
 from .arguments import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .calls import Call
-from .chat import ChatTemplate, render_chats
+from .chat import encode_chats
 from .engine import Engine
 from .increment import Increment
 from .outputs import EmbeddingOutput, RequestOutput
@@ -79,14 +77,14 @@ class LLM(Engine):
         `prompt` may also be a chat, with the options of chat(). Leaving the loop early ends the request.
         """
         text: Any = prompt
-        options = {
+        options: dict[str, Any] = {
             "tools": tools, "enable_thinking": enable_thinking, "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message or None,
         }  # fmt: skip
         given = {name: value for name, value in options.items() if value is not None}
         if is_chat(prompt):
-            text = self._render([prompt], given)[0]
+            text = encode_chats(self.folder, self.tokenizer, [prompt], **given)[0]
         elif given:
             raise TypeError(f"{', '.join(given)}: for chats, but the prompt is no list of messages")
         mailbox: Mailbox = SimpleQueue()
@@ -132,18 +130,14 @@ class LLM(Engine):
         The other options are those of ChatTemplate.render(), and of generate().
         """
         chats = list_of_chats(messages)
-        options = {
+        options: dict[str, Any] = {
             "tools": tools, "enable_thinking": enable_thinking, "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }  # fmt: skip
         params = params_of_each(sampling_params, self.default_params, len(chats))
-        return self._run(self._render(chats, options), params, priority=priority, salt=salt, use_tqdm=use_tqdm)
-
-    def _render(self, chats: SequenceOf[Any], options: Mapping[str, Any]) -> list[Prompt]:
-        """The chats as token ids: a template writes the special tokens itself."""
-        texts = render_chats(ChatTemplate.from_folder(self.folder), chats, **options)
-        return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts: list[Prompt] = [*encode_chats(self.folder, self.tokenizer, chats, **options)]
+        return self._run(prompts, params, priority=priority, salt=salt, use_tqdm=use_tqdm)
 
     def embed(
         self, prompts: Prompts, *, priority: int = 0, salt: bytes = b"", use_tqdm: bool = True
@@ -159,15 +153,9 @@ class LLM(Engine):
         (config_sentence_transformers.json) are not added.
         """
         all_prompts = list_of_prompts(prompts)
-        params = [SamplingParams(max_tokens=1, temperature=0, detokenize=False)] * len(all_prompts)
-        normalizes = self._normalizes
+        normalizes, params = self._normalizes, [embedding.PARAMS] * len(all_prompts)
         outputs = self._run(all_prompts, params, priority=priority, salt=salt, use_tqdm=use_tqdm, wants_embedding=True)
-        if not normalizes:
-            return outputs
-        return [
-            each if each.error else replace(each, embedding=each.embedding / np.linalg.norm(each.embedding))
-            for each in outputs
-        ]
+        return list(map(embedding.with_length_1, outputs)) if normalizes else outputs
 
     @cached_property
     def _normalizes(self) -> bool:

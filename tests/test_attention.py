@@ -133,9 +133,10 @@ def test_rows_that_see_only_huge_negative_logits(rng, device, dtype, num_queries
 @pytest.mark.parametrize("capability", ["80", "86"])
 def test_the_kernels_of_older_devices(cuda, capability):
     """All that runs on a GPU once more in a process whose GPU stands for one of that compute capability."""
-    names = "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits"
+    names = "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "kernel_instances", "sample_cuda"
     files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", "case or pool or graph", *files]
+    tests = "case or pool or graph or product or projection or options"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", tests, *files]
     result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": capability}, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 

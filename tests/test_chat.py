@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from chat_samples import Data, Sent
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -168,3 +170,18 @@ def test_llm_chat(chatty):
             llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([], params)
+
+
+def test_messages_of_clients(chatty):
+    """Objects, null content and parts give the answer of the plain dict; one chat or several, whole or streamed."""
+    params, plain = SamplingParams(temperature=0, max_tokens=8), {"role": "user", "content": "12+34"}
+    nothing = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None, "reasoning": "hm"}
+    ways = [[plain], [Sent(**plain)], [Data(**plain)], (Sent(**nothing), Sent(**plain)), [{"role": "user", "content": [{"type": "text", "text": "12+34"}]}],
+            [Sent(role="user", content=[Sent(type="text", text="12+34")])], SimpleNamespace(messages=[plain])]  # fmt: skip
+    with LLM(chatty, device="cpu", block_size=4, num_blocks=64) as llm:
+        for chat in ways:
+            assert llm.chat(chat, params, use_tqdm=False)[0].text == "46"
+            assert "".join(output.text for output in llm.stream(chat, params)) == "46"
+        assert [output.text for output in llm.chat(ways, params, use_tqdm=False)] == ["46"] * len(ways)
+        with pytest.raises(TypeError, match=r"prompts\[0\] has 'content': .*; messages are for chat"):
+            llm.generate([plain], params)

@@ -22,6 +22,9 @@ class Tokenizer:
         self.path = folder / "tokenizer.json"
         self._streams: dict[bool, Callable[[], TextStream]] = {}  # by skip_special_tokens
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {self.path}>"
+
     @cached_property
     def exists(self) -> bool:
         return self.path.is_file()

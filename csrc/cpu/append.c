@@ -25,14 +25,6 @@ static int64_t rotary_start(const pk_append_args *args, int64_t s)
     return args->rotary_starts ? args->rotary_starts[s] : args->cache_lens[s];
 }
 
-/* The slot of the pool that a sequence's key belongs in; negative: none. */
-static int64_t slot_of(const pk_append_args *args, int64_t s, int64_t key)
-{
-    int64_t at = key + (args->key_starts ? args->key_starts[s] : 0), size = args->store.block_size;
-    int64_t page = args->block_tables[s * args->block_table_stride + at / size];
-    return page < 0 ? -1 : page * size + at % size;
-}
-
 /* ------------------------------------------------------------------ checks */
 
 pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t num_seqs, const char *of,
@@ -50,9 +42,11 @@ pk_status pk_cpu_check_starts(const char *name, const int32_t *starts, int64_t n
     return PK_OK;
 }
 
-static pk_status check_slots(const pk_append_args *args, int64_t s, int64_t num_new, pk_error *err)
+/* The slots of the pool that a sequence's new keys belong in; negative: none. A table is read once, here. */
+static pk_status find_slots(const pk_append_args *args, int64_t s, int64_t num_new, int64_t *slots, pk_error *err)
 {
-    int64_t room = args->max_blocks_per_seq * args->store.block_size;
+    const int32_t *table = args->block_tables + s * args->block_table_stride;
+    int64_t size = args->store.block_size, room = args->max_blocks_per_seq * size;
     int64_t start = args->key_starts ? args->key_starts[s] : 0, len = args->cache_lens[s];
     if (start < 0 || start > room)
         return pk_fail(err, PK_EVALUE, "key_starts[%lld] is %lld but must be 0 to %lld, the room in block_tables",
@@ -62,11 +56,11 @@ static pk_status check_slots(const pk_append_args *args, int64_t s, int64_t num_
                        "cache_lens[%lld] is %lld but block_tables has room for 0 to %lld keys and %lld new ones",
                        (long long)s, (long long)len, (long long)(room - start - num_new), (long long)num_new);
     for (int64_t i = 0; i < num_new; i++) {
-        int64_t slot = slot_of(args, s, len + i), page = slot < 0 ? -1 : slot / args->store.block_size;
+        int64_t at = start + len + i, page = __atomic_load_n(&table[at / size], __ATOMIC_RELAXED);
         if (page >= args->store.num_blocks)
             return pk_fail(err, PK_EVALUE, "block_tables[%lld, %lld] is %lld but k_cache has %lld blocks", (long long)s,
-                           (long long)((start + len + i) / args->store.block_size), (long long)page,
-                           (long long)args->store.num_blocks);
+                           (long long)(at / size), (long long)page, (long long)args->store.num_blocks);
+        slots[i] = page < 0 ? -1 : page * size + at % size;
     }
     return PK_OK;
 }
@@ -84,15 +78,24 @@ static pk_status check_positions(const pk_append_args *args, int64_t s, int64_t 
                    (long long)num_rotated, (long long)args->max_positions - 1);
 }
 
-static pk_status check(const pk_append_args *args, pk_error *err)
+/* Makes the numbers of the sequences copies, and checks those. */
+static pk_status take_numbers(pk_append_args *args, pk_cpu_numbers *own, int64_t **slots, pk_error *err)
 {
     int64_t num_tokens = args->store.num_tokens, num_seqs = args->num_seqs;
+    void *room;
+    PK_CPU_OWN(own, args->cu_seqlens, num_seqs + 1, err);
+    PK_CPU_OWN(own, args->cu_seqlens_q, num_seqs + 1, err);
+    PK_CPU_OWN(own, args->cache_lens, num_seqs, err);
+    PK_CPU_OWN(own, args->key_starts, num_seqs, err);
+    PK_CPU_OWN(own, args->rotary_starts, num_seqs, err);
+    PK_TRY(pk_cpu_room(own, (size_t)num_tokens * sizeof **slots, &room, err));
+    *slots = room;
     PK_TRY(pk_cpu_check_starts("cu_seqlens", args->cu_seqlens, num_seqs, "key", num_tokens, err));
     PK_TRY(pk_cpu_check_starts("cu_seqlens_q", args->cu_seqlens_q, num_seqs, "q", args->num_q_tokens, err));
     for (int64_t s = 0; s < num_seqs; s++) {
         token_range keys = tokens_of(args->cu_seqlens, num_tokens, num_seqs, s);
         token_range queries = tokens_of(args->cu_seqlens_q, args->num_q_tokens, num_seqs, s);
-        PK_TRY(check_slots(args, s, keys.end - keys.begin, err));
+        PK_TRY(find_slots(args, s, keys.end - keys.begin, *slots + keys.begin, err));
         if (args->cos) PK_TRY(check_positions(args, s, keys.end - keys.begin, queries.end - queries.begin, err));
     }
     return PK_OK;
@@ -130,10 +133,10 @@ static void rotate_heads(const pk_append_args *args, int64_t position, const cha
     }
 }
 
-static void append(const pk_append_args *args, int64_t s, int64_t token, int64_t i, float *scratch)
+static void append(const pk_append_args *args, int64_t s, int64_t token, int64_t i, int64_t slot, float *scratch)
 {
     const pk_store_args *store = &args->store;
-    int64_t slot = slot_of(args, s, args->cache_lens[s] + i), bytes = (int64_t)pk_dtype_bytes(store->dtype);
+    int64_t bytes = (int64_t)pk_dtype_bytes(store->dtype);
     const char *key = (const char *)store->key + token * store->key_token_stride * bytes;
     const char *value = (const char *)store->value + token * store->value_token_stride * bytes;
     int64_t key_head_stride = store->key_head_stride;
@@ -158,11 +161,14 @@ static void rotate_query(const pk_append_args *args, int64_t s, int64_t token, i
 
 /* ------------------------------------------------------------------ the operation */
 
-pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_append_args own_args = *given, *args = &own_args;
     const pk_store_args *store = &args->store;
-    PK_TRY(check(args, err));
+    int64_t *slots;
+    PK_CPU_NUMBERS(own);
+    PK_TRY(take_numbers(args, &own, &slots, err));
     int64_t work = (store->num_tokens * store->num_kv_heads + args->num_q_tokens * args->num_q_heads) * store->head_dim;
     int num_threads = work > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
     size_t floats = (size_t)(store->head_dim * (1 + store->num_kv_heads) + args->rotary_dim);
@@ -174,7 +180,7 @@ pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *args, pk
         token_range keys = tokens_of(args->cu_seqlens, store->num_tokens, args->num_seqs, s);
         token_range queries = tokens_of(args->cu_seqlens_q, args->num_q_tokens, args->num_seqs, s);
 #pragma omp for schedule(static) nowait
-        for (int64_t t = keys.begin; t < keys.end; t++) append(args, s, t, t - keys.begin, mine);
+        for (int64_t t = keys.begin; t < keys.end; t++) append(args, s, t, t - keys.begin, slots[t], mine);
 #pragma omp for schedule(static) nowait
         for (int64_t t = queries.begin; t < queries.end; t++) rotate_query(args, s, t, t - queries.begin, mine);
     }

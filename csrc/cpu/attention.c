@@ -11,6 +11,7 @@
 #include <math.h>
 #include <omp.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     PART_KEYS = 1024,
@@ -53,16 +54,27 @@ static pk_status check_keys(const pk_attention_args *args, pk_error *err)
     return PK_OK;
 }
 
-/* The pages that some query of the sequence sees. */
-static pk_status check_pages(const pk_attention_args *args, const pk_attention_seq *seq, int64_t s, pk_error *err)
+/* The entries of its table that some query of the sequence sees. */
+static void find_blocks(const pk_attention_args *args, pk_attention_seq *seq)
 {
-    const int32_t *table = args->block_tables + s * args->block_table_stride;
     int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
-    int64_t first_slot = seq->first_slot + first, end_slot = seq->first_slot + end;
-    for (int64_t block = first_slot / args->block_size; first < end && block * args->block_size < end_slot; block++)
-        if (table[block] >= args->num_blocks)
-            return pk_fail(err, PK_EVALUE, "block_tables[%lld, %lld] is %d but k_cache has %lld blocks", (long long)s,
-                           (long long)block, table[block], (long long)args->num_blocks);
+    seq->first_block = (seq->first_slot + first) / args->block_size;
+    int64_t end_block = first < end ? (seq->first_slot + end - 1) / args->block_size + 1 : seq->first_block;
+    seq->num_blocks = end_block - seq->first_block;
+}
+
+/* Makes their pages copies, to `pages`, and checks those. */
+static pk_status take_pages(const pk_attention_args *args, pk_attention_seq *seq, int32_t *pages, pk_error *err)
+{
+    seq->pages = pages;
+    if (seq->num_blocks == 0) return PK_OK; /* there may be no table */
+    memcpy(pages, args->block_tables + seq->index * args->block_table_stride + seq->first_block,
+           (size_t)seq->num_blocks * sizeof *pages);
+    for (int64_t i = 0; i < seq->num_blocks; i++)
+        if (pages[i] >= args->num_blocks)
+            return pk_fail(err, PK_EVALUE, "block_tables[%lld, %lld] is %d but k_cache has %lld blocks",
+                           (long long)seq->index, (long long)(seq->first_block + i), pages[i],
+                           (long long)args->num_blocks);
     return PK_OK;
 }
 
@@ -71,6 +83,7 @@ static pk_status check_pages(const pk_attention_args *args, const pk_attention_s
 typedef struct {
     pk_attention_plan base;
     pk_attention_seq *seqs;
+    int32_t *pages; /* of all sequences, one after the other */
     pk_attention_item *items;
     void *scratch;
     int64_t num_items, num_part_rows;
@@ -81,6 +94,7 @@ typedef struct {
 static void release_plan(cpu_plan *plan)
 {
     free(plan->seqs);
+    free(plan->pages);
     free(plan->items);
     free(plan->base.part_accumulated);
     free(plan->base.part_states);
@@ -101,17 +115,17 @@ static void cut_keys(const pk_attention_args *args, pk_attention_seq *seq)
 {
     int64_t context = seq->context_len > 0 ? seq->context_len : 1;
     seq->part_keys = context;
-    if (args->num_splits > 0)
-        seq->part_keys = divide_up(context, args->num_splits);
-    else if (seq->num_queries <= queries_per_tile(args)) /* more queries are work enough for every thread */
+    if (seq->num_queries <= queries_per_tile(args)) /* more queries are work enough for every thread */
         seq->part_keys = PART_KEYS;
     int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
     seq->first_part = first < end ? first / seq->part_keys : 0;
     seq->end_part = first < end ? divide_up(end, seq->part_keys) : 1; /* one item that finishes rows without keys */
 }
 
-static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double *work, pk_error *err)
+/* Returns how many pages the sequences see. */
+static int64_t plan_seqs(cpu_plan *plan, const pk_attention_args *args, double *work)
 {
+    int64_t num_pages = 0;
     for (int64_t s = 0; s < args->num_seqs; s++) {
         pk_attention_seq *seq = &plan->seqs[s];
         int64_t per_seq = args->num_tokens / args->num_seqs;
@@ -122,14 +136,15 @@ static pk_status plan_seqs(cpu_plan *plan, const pk_attention_args *args, double
         seq->first_slot = args->key_starts ? args->key_starts[s] : 0;
         if (args->table_starts) seq->first_slot += args->table_starts[s] * args->block_size;
         if (seq->num_queries == 0) continue;
-        PK_TRY(check_pages(args, seq, s, err));
+        find_blocks(args, seq);
+        num_pages += seq->num_blocks;
         cut_keys(args, seq);
         seq->part_row = plan->num_part_rows;
         if (seq->end_part - seq->first_part > 1)
             plan->num_part_rows += seq->num_queries * args->num_q_heads * (seq->end_part - seq->first_part);
         *work += (double)seq->num_queries * (double)seq->context_len * (double)(args->num_q_heads * args->head_dim);
     }
-    return PK_OK;
+    return num_pages;
 }
 
 /* Rows of one KV head in an item of the sequence. */
@@ -181,7 +196,11 @@ static pk_status make_plan(cpu_plan *plan, const pk_attention_args *args, const 
 {
     double work = 0;
     if (!(plan->seqs = calloc((size_t)args->num_seqs, sizeof *plan->seqs))) goto no_memory;
-    PK_TRY(plan_seqs(plan, args, &work, err));
+    int64_t num_pages = plan_seqs(plan, args, &work);
+    if (!(plan->pages = malloc((size_t)(num_pages + 1) * sizeof *plan->pages))) goto no_memory;
+    int32_t *pages = plan->pages;
+    for (int64_t s = 0; s < args->num_seqs; pages += plan->seqs[s++].num_blocks)
+        PK_TRY(take_pages(args, &plan->seqs[s], pages, err));
 
     int max_threads = work < PARALLEL_WORK ? 1 : omp_get_max_threads();
     int64_t heads = args->num_kv_heads;
@@ -297,9 +316,15 @@ static void execute(const cpu_plan *plan, const pk_attention_kernel *kernel)
     }
 }
 
-pk_status pk_cpu_attend(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,
+pk_status pk_cpu_attend(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *given,
                         pk_stream stream, pk_error *err)
 {
+    pk_attention_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN(&own, args->cu_seqlens_q, args->num_seqs + 1, err);
+    PK_CPU_OWN(&own, args->context_lens, args->num_seqs, err);
+    PK_CPU_OWN(&own, args->key_starts, args->num_seqs, err);
+    PK_CPU_OWN(&own, args->table_starts, args->num_seqs, err);
     PK_TRY(check_queries(args, err));
     PK_TRY(check_keys(args, err));
     const pk_attention_kernel *kernel = kernel_for(args);

@@ -10,6 +10,9 @@
 typedef struct {
     int64_t index, first_token, num_queries, context_len;
     int64_t first_slot; /* of its pages: where key 0 lies */
+    const int32_t
+        *pages; /* those that some query sees, copied and checked: pages[0] is entry first_block of its table */
+    int64_t first_block, num_blocks;
     int64_t first_part, end_part, part_keys;
     int64_t part_row; /* its first row in pk_attention_plan.parts */
 } pk_attention_seq;

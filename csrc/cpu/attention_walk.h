@@ -129,14 +129,13 @@ static tile_walk *set_up(const pk_attention_plan *plan, const pk_attention_item 
 static void find_tile(const tile_walk *walk, int64_t first, int64_t end, key_tile *tile)
 {
     const pk_attention_args *args = walk->args;
-    const int32_t *table = args->block_tables + walk->seq->index * args->block_table_stride;
     int64_t most = is_few(walk) ? FEW_TILE : KEY_TILE, first_slot = walk->seq->first_slot + first;
     int64_t block = first_slot / args->block_size, slot = first_slot % args->block_size;
     tile->first = first;
     tile->count = end - first < most ? end - first : most;
     tile->has_masked_page = false;
     for (int64_t key = 0; key < tile->count; block++, slot = 0) {
-        int64_t page = table[block];
+        int64_t page = walk->seq->pages[block - walk->seq->first_block];
         for (; slot < args->block_size && key < tile->count; slot++, key++) {
             tile->k_offsets[key] = page < 0 ? MASKED : page * args->k_strides.block + slot * args->k_strides.slot;
             tile->v_offsets[key] = page < 0 ? MASKED : page * args->v_strides.block + slot * args->v_strides.slot;

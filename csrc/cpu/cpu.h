@@ -32,8 +32,38 @@ bool pk_cpu_is_intel(void);
 bool pk_cpu_has_fast_avx512bf16(void); /* faster than fp32 */
 bool pk_cpu_has_amx(void);             /* for bf16; the first call asks Linux to let this process use it */
 
-/* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Check all slots first, then store. */
-pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err);
+/* --- numbers.c: ids, lengths and what else decides which memory is touched belongs to the caller, and a thread of the
+ * caller may write there while a call runs without the GIL. So it is copied, the copy is checked, and nothing but the copy
+ * is used: PK_CPU_OWN(&own, args.positions, count, err) in a function that has PK_CPU_NUMBERS(own), which lets go of the
+ * copies where its scope ends. */
+enum { PK_CPU_FEW_NUMBERS = 128 };
+typedef struct {
+    struct block *blocks;
+    size_t num_used;
+    int64_t few[PK_CPU_FEW_NUMBERS]; /* what small calls need no memory for */
+} pk_cpu_numbers;
+pk_status pk_cpu_room(pk_cpu_numbers *numbers, size_t bytes, void **room, pk_error *err); /* for int64 and less */
+pk_status pk_cpu_copy_numbers(pk_cpu_numbers *numbers, const void *from, size_t bytes, const void **copy,
+                              pk_error *err); /* NULL of NULL */
+void pk_cpu_release_numbers(pk_cpu_numbers *numbers);
+#define PK_CPU_NUMBERS(name)                                              \
+    pk_cpu_numbers name __attribute__((cleanup(pk_cpu_release_numbers))); \
+    name.blocks = NULL, name.num_used = 0
+#define PK_CPU_OWN(numbers, pointer, count, err) \
+    PK_CPU_OWN_BYTES(numbers, pointer, (size_t)(count) * sizeof *(pointer), err)
+#define PK_CPU_OWN_BYTES(numbers, pointer, bytes, err)                                \
+    do {                                                                              \
+        const void *pk_copy_;                                                         \
+        PK_TRY(pk_cpu_copy_numbers((numbers), (pointer), (bytes), &pk_copy_, (err))); \
+        (pointer) = pk_copy_;                                                         \
+    } while (0)
+/* An array of `count` ids, int32 or int64. */
+#define PK_CPU_OWN_IDS(numbers, pointer, are_int64, count, err) \
+    PK_CPU_OWN_BYTES(numbers, pointer, (size_t)(count) * ((are_int64) ? 8 : 4), err)
+
+/* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Take all slots first, then store. */
+/* Makes slot_mapping a copy, and checks that. */
+pk_status pk_cpu_take_slots(pk_store_args *args, pk_cpu_numbers *own, pk_error *err);
 /* One token, its KV heads `*_head_stride` elements apart, to a slot. */
 void pk_cpu_store_at(const pk_store_args *args, int64_t slot, const void *key, int64_t key_head_stride,
                      const void *value, int64_t value_head_stride);

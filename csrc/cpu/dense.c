@@ -14,9 +14,12 @@
 enum { PARALLEL_ELEMENTS = 1 << 15 };
 enum { CHUNK = 256 }; /* elements of a row in fp32 at a time, where it need not be there as a whole */
 
-pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_gather_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN_IDS(&own, args->ids, args->ids_are_int64, args->num_ids, err);
     for (int64_t t = 0; t < args->num_ids; t++) {
         int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
         if (id < 0 || id >= args->num_rows)

@@ -14,9 +14,13 @@ static pk_status check_rows(const int32_t *rows, int64_t count, int64_t num_rows
     return PK_OK;
 }
 
-pk_status pk_cpu_bias_logits(pk_device device, const pk_bias_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_bias_logits(pk_device device, const pk_bias_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_bias_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN(&own, args->rows, args->num_values, err);
+    PK_CPU_OWN(&own, args->token_ids, args->num_values, err);
     PK_TRY(check_rows(args->rows, args->num_values, args->num_rows, err));
     for (int64_t i = 0; i < args->num_values; i++)
         if (args->token_ids[i] < 0 || args->token_ids[i] >= args->vocab_size)
@@ -27,9 +31,12 @@ pk_status pk_cpu_bias_logits(pk_device device, const pk_bias_args *args, pk_stre
     return PK_OK;
 }
 
-pk_status pk_cpu_mask_logits(pk_device device, const pk_mask_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_mask_logits(pk_device device, const pk_mask_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_mask_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN(&own, args->rows, args->num_masks, err);
     if (args->rows) PK_TRY(check_rows(args->rows, args->num_masks, args->num_rows, err));
     for (int64_t i = 0; i < args->num_masks; i++) {
         const int32_t *mask = args->bitmask + i * args->bitmask_stride;

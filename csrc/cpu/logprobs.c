@@ -52,9 +52,12 @@ static double find_best(const void *logits, const pk_logprobs_args *args, float 
     return sum;
 }
 
-pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_logprobs_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN(&own, args->token_ids, args->num_rows, err);
     for (int64_t i = 0; i < args->num_rows; i++)
         if (args->token_ids[i] >= args->vocab_size)
             return pk_fail(err, PK_EVALUE, "token_ids[%lld] is %d but must be below %lld", (long long)i,

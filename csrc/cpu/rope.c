@@ -60,13 +60,16 @@ static void scale_values(const pk_store_args *store, const char *x, char *out, f
     }
 }
 
-pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_store_args *args, pk_stream stream,
+pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_store_args *given, pk_stream stream,
                                     pk_error *err)
 {
     (void)device, (void)stream;
-    const pk_store_args *store = &args->store;
+    pk_qk_norm_rope_store_args own_args = *given, *args = &own_args;
+    pk_store_args *store = &args->store;
+    PK_CPU_NUMBERS(own);
+    PK_CPU_OWN(&own, args->positions, store->num_tokens, err);
     PK_TRY(check_positions(args, err));
-    PK_TRY(pk_cpu_check_slots(store, err));
+    PK_TRY(pk_cpu_take_slots(store, &own, err));
     int64_t head_dim = store->head_dim, bytes = (int64_t)pk_dtype_bytes(store->dtype);
     int64_t width = (args->num_q_heads + 2 * store->num_kv_heads) * head_dim;
     int num_threads = store->num_tokens * width > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;

@@ -200,9 +200,23 @@ static pk_status check_rows(const pk_sample_args *args, pk_error *err)
     return PK_OK;
 }
 
-pk_status pk_cpu_sample(pk_device device, const pk_sample_args *args, pk_stream stream, pk_error *err)
+static pk_status take_rows(pk_sample_args *args, pk_cpu_numbers *own, pk_error *err)
+{
+    const float **const numbers[] = {
+        &args->temperatures,       &args->top_p, &args->min_p, &args->repetition_penalties, &args->presence_penalties,
+        &args->frequency_penalties};
+    for (size_t n = 0; n < sizeof numbers / sizeof *numbers; n++) PK_CPU_OWN(own, *numbers[n], args->num_rows, err);
+    PK_CPU_OWN(own, args->positions, args->num_rows, err);
+    PK_CPU_OWN(own, args->slots, args->num_rows, err);
+    return PK_OK;
+}
+
+pk_status pk_cpu_sample(pk_device device, const pk_sample_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
+    pk_sample_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_TRY(take_rows(args, &own, err));
     PK_TRY(check_rows(args, err));
     int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
     if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);

@@ -9,9 +9,10 @@ static int64_t slot_of(const pk_store_args *args, int64_t token)
     return pk_cpu_id_at(args->slot_mapping, args->slots_are_int64, token);
 }
 
-pk_status pk_cpu_check_slots(const pk_store_args *args, pk_error *err)
+pk_status pk_cpu_take_slots(pk_store_args *args, pk_cpu_numbers *own, pk_error *err)
 {
     int64_t num_slots = args->num_blocks * args->block_size;
+    PK_CPU_OWN_IDS(own, args->slot_mapping, args->slots_are_int64, args->num_tokens, err);
     for (int64_t token = 0; token < args->num_tokens; token++) {
         int64_t slot = slot_of(args, token);
         if (slot >= num_slots)
@@ -48,10 +49,12 @@ void pk_cpu_store_token(const pk_store_args *args, int64_t token, const void *ke
     if (slot >= 0) pk_cpu_store_at(args, slot, key, key_head_stride, value, value_head_stride);
 }
 
-pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *args, pk_stream stream, pk_error *err)
+pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *given, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
-    PK_TRY(pk_cpu_check_slots(args, err));
+    pk_store_args own_args = *given, *args = &own_args;
+    PK_CPU_NUMBERS(own);
+    PK_TRY(pk_cpu_take_slots(args, &own, err));
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
     bool is_large = args->num_tokens * args->num_kv_heads * args->head_dim > PARALLEL_ELEMENTS;
 #pragma omp parallel for schedule(static) if (is_large)

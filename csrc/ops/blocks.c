@@ -16,11 +16,12 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-static int64_t pair_at(const pk_view *pairs, int64_t pair, int side)
+static int64_t pair_at(const pk_blocks_args *args, int64_t pair, int side)
 {
     int64_t at = 2 * pair + side;
-    return pairs->dtype == PK_I64 ? ((const int64_t *)pairs->data)[at] : ((const int32_t *)pairs->data)[at];
+    return args->pairs_are_int64 ? ((const int64_t *)args->pairs)[at] : ((const int32_t *)args->pairs)[at];
 }
 
 /* The dimensions 1.. follow each other in memory without a gap, in some order, and do not reach the next block. */
@@ -87,24 +88,33 @@ static pk_status read_list(member *members, const char *list, const pk_view *vie
     return PK_OK;
 }
 
-static pk_status read_pairs(member *pairs, const char *name, const pk_view *view, pk_error *err)
+/* Where the caller's pairs lie, and a copy of them for the checks and the backend: another thread may write to the
+ * caller's meanwhile. */
+static pk_status take_pairs(const char *name, const pk_view *view, member *place, pk_blocks_args *args, pk_error *err)
 {
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, name, view, "P 2", PK_ANY_INT | PK_DENSE | PK_HOST);
-    *pairs = (member){.low = env.views[0].low, .high = env.views[0].high, .view = view, .list = name, .index = -1};
+    *place = (member){.low = env.views[0].low, .high = env.views[0].high, .view = view, .list = name, .index = -1};
+    size_t bytes = (size_t)pk_view_numel(view) * pk_dtype_bytes(view->dtype);
+    void *copy = malloc(bytes + 1);
+    if (!copy) return pk_fail(err, PK_ENOMEM, "cannot allocate a copy of %lld pairs", (long long)view->shape[0]);
+    if (bytes) memcpy(copy, view->data, bytes);
+    args->pairs = copy;
+    args->num_pairs = view->shape[0];
+    args->pairs_are_int64 = view->dtype == PK_I64;
     return PK_OK;
 }
 
-static pk_status check_range(const member *pairs, int side, const member *of, pk_error *err)
+static pk_status check_range(const pk_blocks_args *args, const char *name, int side, const member *of, pk_error *err)
 {
     int64_t num_blocks = of->view->shape[0];
-    member_name name;
-    for (int64_t p = 0; p < pairs->view->shape[0]; p++) {
-        int64_t block = pair_at(pairs->view, p, side);
+    member_name text;
+    for (int64_t p = 0; p < args->num_pairs; p++) {
+        int64_t block = pair_at(args, p, side);
         if (block < 0 || block >= num_blocks)
-            return pk_fail(err, PK_EVALUE, "%s[%lld, %d] is %lld but %s has %lld blocks", pairs->list, (long long)p,
-                           side, (long long)block, name_of(of, name), (long long)num_blocks);
+            return pk_fail(err, PK_EVALUE, "%s[%lld, %d] is %lld but %s has %lld blocks", name, (long long)p, side,
+                           (long long)block, name_of(of, text), (long long)num_blocks);
     }
     return PK_OK;
 }
@@ -116,13 +126,13 @@ static int compare_blocks(const void *left, const void *right)
 }
 
 /* No block is written twice; `is_one_pool`: none is both read and written. */
-static pk_status check_conflicts(const char *name, const pk_view *pairs, bool is_one_pool, pk_error *err)
+static pk_status check_conflicts(const pk_blocks_args *args, const char *name, bool is_one_pool, pk_error *err)
 {
-    int64_t count = pairs->shape[0];
+    int64_t count = args->num_pairs;
     if (count == 0) return PK_OK;
     int64_t *written = malloc((size_t)count * sizeof *written);
     if (!written) return pk_fail(err, PK_ENOMEM, "cannot allocate room to check %lld pairs", (long long)count);
-    for (int64_t p = 0; p < count; p++) written[p] = pair_at(pairs, p, 1);
+    for (int64_t p = 0; p < count; p++) written[p] = pair_at(args, p, 1);
     qsort(written, (size_t)count, sizeof *written, compare_blocks);
 
     pk_status status = PK_OK;
@@ -130,7 +140,7 @@ static pk_status check_conflicts(const char *name, const pk_view *pairs, bool is
         if (written[p] == written[p - 1])
             status = pk_fail(err, PK_EVALUE, "%s: block %lld is a destination twice", name, (long long)written[p]);
     for (int64_t p = 0; is_one_pool && p < count && !status; p++) {
-        int64_t source = pair_at(pairs, p, 0);
+        int64_t source = pair_at(args, p, 0);
         if (bsearch(&source, written, (size_t)count, sizeof *written, compare_blocks))
             status =
                 pk_fail(err, PK_EVALUE, "%s: block %lld is both a source and a destination", name, (long long)source);
@@ -184,15 +194,15 @@ static pk_status check_apart(member *members, int count, bool *is_one_pool, pk_e
 }
 
 /* `members` has room for all. */
-static pk_status check_copy(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
+static pk_status check_copy(member *members, const pk_blocks_args *args, const member *pairs, pk_error *err)
 {
     int count = args->num_caches;
     bool is_one_pool = true; /* each by itself */
-    PK_TRY(read_pairs(&members[count], "src_dst_pairs", pairs, err));
+    members[count] = *pairs;
     PK_TRY(read_list(members, "caches", args->dst, count, true, err));
     for (int i = 0; i < count; i++)
-        for (int side = 0; side < 2; side++) PK_TRY(check_range(&members[count], side, &members[i], err));
-    PK_TRY(check_conflicts("src_dst_pairs", pairs, is_one_pool, err));
+        for (int side = 0; side < 2; side++) PK_TRY(check_range(args, pairs->list, side, &members[i], err));
+    PK_TRY(check_conflicts(args, pairs->list, is_one_pool, err));
     return check_apart(members, count + 1, &is_one_pool, err);
 }
 
@@ -219,27 +229,27 @@ static pk_status check_alike(const member *from, const member *to, pk_error *err
     return PK_OK;
 }
 
-static pk_status check_swap(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
+static pk_status check_swap(member *members, const pk_blocks_args *args, const member *pairs, pk_error *err)
 {
     int count = args->num_caches;
-    member *src = members, *dst = members + count, *both = members + 2 * count;
+    member *src = members, *dst = members + count;
     bool is_one_pool = false;
-    PK_TRY(read_pairs(both, "pairs", pairs, err));
+    members[2 * count] = *pairs;
     PK_TRY(read_list(src, "src", args->src, count, false, err));
     PK_TRY(read_list(dst, "dst", args->dst, count, true, err));
     for (int i = 0; i < count; i++) {
         PK_TRY(check_alike(&src[i], &dst[i], err));
-        PK_TRY(check_range(both, 0, &src[i], err));
-        PK_TRY(check_range(both, 1, &dst[i], err));
+        PK_TRY(check_range(args, pairs->list, 0, &src[i], err));
+        PK_TRY(check_range(args, pairs->list, 1, &dst[i], err));
     }
     PK_TRY(check_apart(members, 2 * count + 1, &is_one_pool, err));
-    return check_conflicts("pairs", pairs, is_one_pool, err);
+    return check_conflicts(args, pairs->list, is_one_pool, err);
 }
 
-typedef pk_status check_function(member *members, const pk_blocks_args *args, const pk_view *pairs, pk_error *err);
+typedef pk_status check_function(member *members, const pk_blocks_args *args, const member *pairs, pk_error *err);
 
 /* Gives a check its room. */
-static pk_status check_blocks(check_function *check, const pk_blocks_args *args, const pk_view *pairs, pk_error *err)
+static pk_status check_blocks(check_function *check, const pk_blocks_args *args, const member *pairs, pk_error *err)
 {
     member *members = malloc((2 * (size_t)args->num_caches + 1) * sizeof *members);
     if (!members) return pk_fail(err, PK_ENOMEM, "cannot allocate room to check %d caches", args->num_caches);
@@ -248,36 +258,41 @@ static pk_status check_blocks(check_function *check, const pk_blocks_args *args,
     return status;
 }
 
-static pk_blocks_args args_of(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs)
+static pk_status run_copy(const pk_blocks_args *args, pk_stream stream, pk_error *err)
 {
-    return (pk_blocks_args){
-        .num_caches = num_caches,
-        .src = src,
-        .dst = dst,
-        .pairs = pairs->data,
-        .num_pairs = pairs->shape[0],
-        .pairs_are_int64 = pairs->dtype == PK_I64,
-    };
+    const pk_backend *backend;
+    pk_device device = args->dst[0].device;
+    PK_BACKEND_OP(device, copy_blocks, &backend, err);
+    return backend->copy_blocks(device, args, stream, err);
+}
+
+static pk_status run_swap(const pk_blocks_args *args, pk_stream stream, pk_error *err)
+{
+    const pk_backend *backend; /* the GPU moves the bytes where one side is there */
+    pk_device device = args->src[0].device.type == PK_CPU ? args->dst[0].device : args->src[0].device;
+    PK_BACKEND_OP(device, swap_blocks, &backend, err);
+    return backend->swap_blocks(device, args, stream, err);
 }
 
 pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err)
 {
-    const pk_blocks_args args = args_of(caches, caches, num_caches, pairs);
-    PK_TRY(check_blocks(check_copy, &args, pairs, err));
-    if (num_caches == 0) return PK_OK;
-    const pk_backend *backend;
-    PK_BACKEND_OP(caches[0].device, copy_blocks, &backend, err);
-    return backend->copy_blocks(caches[0].device, &args, stream, err);
+    pk_blocks_args args = {.num_caches = num_caches, .src = caches, .dst = caches};
+    member place;
+    PK_TRY(take_pairs("src_dst_pairs", pairs, &place, &args, err));
+    pk_status status = check_blocks(check_copy, &args, &place, err);
+    if (status == PK_OK && num_caches) status = run_copy(&args, stream, err);
+    free((void *)args.pairs);
+    return status;
 }
 
 pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
                          pk_error *err)
 {
-    const pk_blocks_args args = args_of(src, dst, num_caches, pairs);
-    PK_TRY(check_blocks(check_swap, &args, pairs, err));
-    if (num_caches == 0) return PK_OK;
-    const pk_backend *backend; /* the GPU moves the bytes where one side is there */
-    pk_device device = src[0].device.type == PK_CPU ? dst[0].device : src[0].device;
-    PK_BACKEND_OP(device, swap_blocks, &backend, err);
-    return backend->swap_blocks(device, &args, stream, err);
+    pk_blocks_args args = {.num_caches = num_caches, .src = src, .dst = dst};
+    member place;
+    PK_TRY(take_pairs("pairs", pairs, &place, &args, err));
+    pk_status status = check_blocks(check_swap, &args, &place, err);
+    if (status == PK_OK && num_caches) status = run_swap(&args, stream, err);
+    free((void *)args.pairs);
+    return status;
 }

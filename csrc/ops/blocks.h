@@ -13,8 +13,8 @@ typedef struct pk_blocks_args {
     int num_caches;
     const pk_view *src, *dst; /* num_caches each; a block's numel / shape[0] elements are gapless from
                                  data + block * stride[0]; for copy_blocks src == dst */
-    const void *pairs;        /* [num_pairs, 2] int32 or int64, dense, on the host, wholly checked: in range,
-                                 no block written twice, none both read and written in one pool */
+    const void *pairs; /* [num_pairs, 2] int32 or int64, dense, on the host until the call returns, nobody else's,
+                                 wholly checked: in range, no block written twice, none both read and written in one pool */
     int64_t num_pairs;
     bool pairs_are_int64;
 } pk_blocks_args;

@@ -26,7 +26,8 @@
  * A sink [num_q_heads] is one more logit without a value. A row that sees no key gets out 0 and lse -inf (lse = sink
  * where there are sinks, which is what merging with other parts needs: give the sinks to one part only).
  * An fp8 cache holds x / scale; k_scale and v_scale are a number, [1], [num_kv_heads] or [num_seqs, num_kv_heads].
- * num_splits: 0 lets the backend choose; n cuts the keys of a sequence into up to n ranges, by its length alone.
+ * num_splits: 0 lets the backend choose; n cuts the keys of a sequence into up to n ranges, by its length alone. The
+ * CPU always cuts by the length alone, and so into ranges of its own: n parts of a prompt would take n times its output.
  * plan: how a backend divides the work among its processors, from the lengths: made once per step by plan_attention for
  * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
  * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
@@ -36,6 +37,9 @@
  * backend may write and read in any order, or take the token's key for the sequence's last one without reading it. A row
  * of padding may have any slot that nobody reads in this call; what out has for it is undefined then. past_is_constant
  * means positions, slot_mapping, cos_sin and the norms' weights too.
+ *
+ * What a query does not see is not in these sums: inf or NaN there reach it neither by K nor, on the CPU, by V. CUDA
+ * multiplies V by weights of 0, so inf or NaN in V may become NaN in queries of the same sequence that do not see it.
  *
  * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys
  * and records it in the device status word.

@@ -65,7 +65,8 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "Args:\n"
     "    q: [num_tokens, num_q_heads, head_dim] float32, float16 or bfloat16; num_q_heads is a multiple of\n"
     "        num_kv_heads.\n" PY_DOC_CACHES
-    "    block_tables: [num_seqs, max_blocks] int32, the page of every block_size keys; a negative entry is padding.\n"
+    "    block_tables: [num_seqs, max_blocks] int32 (no int64, which only slot_mapping may be), the page of every\n"
+    "        block_size keys; a negative entry is padding.\n"
     "    context_lens: [num_seqs] int32, all keys that a sequence has, its new tokens included; CUDA takes up to\n"
     "        2**31 - 2**16 - 1.\n"
     "    cu_seqlens_q: [num_seqs + 1] int32, where each sequence's queries begin and end; None: num_tokens / num_seqs\n"
@@ -86,7 +87,8 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "    k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 of shape\n"
     "        [1], [num_kv_heads] or [num_seqs, num_kv_heads].\n"
     "    num_splits: parts in which the keys of a sequence are done in parallel. 0 chooses; a number (the most parts)\n"
-    "        fixes the order of additions whatever the batch.\n"
+    "        fixes the order of additions whatever the batch. The CPU does a sequence's keys in parts of 1,024 by\n"
+    "        whatever number, so that its results never depend on the batch.\n"
     "    plan: what plan_attention returned for the same shapes and lengths; None: this call makes its own.\n"
     "    past_is_constant: True promises that since the last copy or graph launch on the stream nothing has written\n"
     "        block_tables, or keys and values in front of the queries' own. With a plan, CUDA then reads them while\n"
@@ -96,7 +98,8 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "Returns:\n"
     "    out, or (out, lse). lse is [num_q_heads, num_tokens] float32: the natural log of the sum of the exponentials\n"
     "        of the logits. A row that sees no key gives 0, and -inf or, with sinks, its head's\n"
-    "        sink.\n" PY_DOC_RAISES
+    "        sink. inf and NaN in a key reach no query that does not see it. Those in a value do not on the CPU; CUDA\n"
+    "        multiplies by 0, and may give NaN to other queries of the same sequence.\n" PY_DOC_RAISES
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {

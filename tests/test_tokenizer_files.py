@@ -152,6 +152,13 @@ FOLDERS: dict[str, tuple[dict | None, dict]] = {
     "added_tokens and special_tokens_map": (
         {}, {"added_tokens": {X: 998, "<y>": 999}, "special_tokens_map": {"sep_token": X}},
     ),
+    "added_tokens at ids that are taken": ({"eos_token": X}, {"added_tokens": {X: 1, "<y>": 0}}),
+    "own names in both files": ({"image_token": X}, {"special_tokens_map": {"image_token": "<y>", "video_token": "<z>"}}),
+    "names and additional": ({"extra_special_tokens": {"image_token": X}, "additional_special_tokens": ["<y>"]}, {}),
+    "two flags for one text": ({"sep_token": "<y>", "mask_token": typed("<y>", rstrip=True, normalized=True)}, {}),
+    "a token that is normalised": ({"sep_token": typed("é", normalized=True), "eos_token": ""}, {}),
+    "listed twice": ({"added_tokens_decoder": {"7": token(X, lstrip=True), "998": token(X, special=False)}}, {}),
+    "no pad token beside padding": ({"pad_token": None}, {"_changes": {"padding": PADDING}}),
     "truncation": ({}, {"_changes": {"truncation": TRUNCATION}}),
     "padding, and its token": ({}, {"_changes": {"padding": PADDING}}),
     "padding beside a pad token": ({"pad_token": X}, {"_changes": {"padding": PADDING, "truncation": TRUNCATION}}),

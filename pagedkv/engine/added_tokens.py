@@ -25,32 +25,25 @@ DEFAULTS = {"Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_toke
 class NamedTokens(NamedTuple):
     """What a folder's files say of tokens, as JSON has it: a token is a text, or a dict with "content" and FLAGS."""
 
-    named: dict[str, Any]  # by a name such as "eos_token"
+    named: dict[str, Any]  # by a name such as "eos_token"; None: there shall be none
     extra: list[Any]  # special tokens without a name
-    listed: dict[int, Any] | None  # added_tokens_decoder, by token id; None: the older files count
+    listed: dict[int, Any]  # added_tokens_decoder, by token id; without it the older files count
     older: dict[str, int]  # added_tokens.json, which has no flags
     splits_special_tokens: bool  # special tokens in a prompt are ordinary text
 
     @staticmethod
     def from_folder(folder: Path) -> NamedTokens:
-        settings, older = read_json(folder / "tokenizer_config.json", missing={}), {}
-        listed = settings.get("added_tokens_decoder")
-        if listed is None:
+        settings = read_json(folder / "tokenizer_config.json", missing={})
+        special: dict[str, Any] = {}
+        older: dict[str, int] = {}
+        if settings.get("added_tokens_decoder") is None:
             special = read_json(folder / "special_tokens_map.json", missing={})
             special = {name: {**t, "special": True} if isinstance(t, dict) else t for name, t in special.items()}
-            both = [*_items(settings.get("extra_special_tokens")), *_items(special.get("extra_special_tokens"))]
-            settings = settings | special | ({"extra_special_tokens": both} if both else {})
             older = read_json(folder / "added_tokens.json", missing={})
         try:
-            extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-            tokens = DEFAULTS.get(str(settings.get("tokenizer_class")).removesuffix("Fast"), {}) | settings
-            own = [name for name in tokens if name.endswith("_token") and name not in NAMES]
-            own.sort(key=lambda name: isinstance(tokens[name], str))  # those with flags are added first
-            named = {name: tokens[name] for name in (*NAMES, *own) if _is_token(tokens.get(name))}
-            named |= extra if isinstance(extra, dict) else {}
-            extra = [] if isinstance(extra, dict) else list(extra)
-            listed = None if listed is None else {int(token_id): token for token_id, token in listed.items()}
-            for token in [*named.values(), *extra, *(listed or {}).values()]:
+            named, extra = _named_and_extra(settings, special)
+            listed = {int(token_id): t for token_id, t in (settings.get("added_tokens_decoder") or {}).items()}
+            for token in [*filter(None, named.values()), *extra, *listed.values()]:
                 _text(token)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: tokenizer_config.json or special_tokens_map.json: {error}") from None
@@ -58,33 +51,63 @@ class NamedTokens(NamedTuple):
 
     def texts(self) -> dict[str, str]:
         """The texts of the tokens with names: what a chat template may write."""
-        return {name: _text(token) for name, token in self.named.items()}
+        return {name: _text(token) for name, token in self.named.items() if token is not None}
 
     def add_to(self, tokenizer: Tokenizer) -> None:
         """Adds those that the tokenizer lacks. One that it has as a word of its vocabulary keeps its id."""
-        present = tokenizer.get_added_tokens_decoder()
-        named, texts = dict(self.named), {token.content for token in present.values()}
+        present, older = tokenizer.get_added_tokens_decoder(), self._older_tokens()
+        named = self.named
         if tokenizer.padding is not None:
-            named.setdefault("pad_token", tokenizer.padding["pad_token"])
-        special = {_text(token) for token in [*(self.named.get(name, "") for name in NAMES), *self.extra]}
-        listed = {token_id: _added(token) for token_id, token in (self.listed or {}).items()}
-        for text, token_id in self.older.items():
-            if token_id not in present:
-                listed[token_id] = _added({"content": text, "special": text in special})
+            named = _in_order({"pad_token": tokenizer.padding["pad_token"]} | named)
+        named = {name: token for name, token in named.items() if token is not None}
+        listed = {token_id: _added({"special": False} | token) for token_id, token in self.listed.items()}
+        listed |= {token_id: older[text] for text, token_id in self.older.items() if token_id not in present}
         new = [token for _, token in sorted(listed.items(), key=lambda each: each[0])]
-        new = [token for token in new if repr(token) not in map(repr, present.values())]
-        texts |= {token.content for token in new}
-        for token in [*named.values(), *self.extra]:
-            if _text(token) not in texts:
-                new.append(_added({"special": True} | (token if isinstance(token, dict) else {"content": token})))
+        texts = {token.content for token in [*present.values(), *new]}
+        given = [token for token in named.values() if _text(token) not in texts]
+        given += [token for token in self.extra if _text(token) not in texts and token not in given]
+        usual = [named.get(name) for name in NAMES]
+        new += [older.get(_text(each), _added(each)) if each in usual else _added(each) for each in given]
         names = {_text(token) for token in named.values()}
         for token in new:
             token.special = token.special or token.content in names
         tokenizer.add_tokens(new)
 
+    def _older_tokens(self) -> dict[str, AddedToken]:
+        """The tokens of added_tokens.json, by their texts. Special are those that another file calls so."""
+        others = [*(self.named.get(name) for name in NAMES), *self.extra]
+        special = {_text(token) for token in others if token is not None and not _has_type(token)}
+        return {
+            text: _added({"content": text, "special": text in special, "normalized": text not in special})
+            for text in self.older
+        }
 
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+
+def _named_and_extra(settings: dict[str, Any], special: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Of tokenizer_config.json, and of special_tokens_map.json, which counts before it for the usual names."""
+    defaults = DEFAULTS.get(str(settings.get("tokenizer_class")).removesuffix("Fast"), {})
+    usual = {name: token for name, token in (defaults | settings | special).items() if name in NAMES}
+    texts, flagged = _own(settings, str), _own(settings, dict)
+    own = flagged | _own(special, (str, dict)) | texts  # the texts are added last
+    extra, more = settings.get("extra_special_tokens"), special.get("extra_special_tokens")
+    for each in (extra, more):
+        own |= each if isinstance(each, dict) else {}
+    if not extra or isinstance(extra, dict):
+        extra = settings.get("additional_special_tokens", extra)
+    lists = [each for each in (extra, more) if isinstance(each, list)]
+    lists = lists or [special.get("additional_special_tokens") or []]
+    return _in_order(usual | own), [token for each in lists for token in each]
+
+
+def _own(tokens: dict[str, Any], kind: type | tuple[type, ...]) -> dict[str, Any]:
+    """Those with a name that not all tokenizers know, such as "image_token"."""
+    names = [name for name in tokens if name.endswith("_token") and name not in NAMES]
+    return {name: tokens[name] for name in names if isinstance(tokens[name], kind)}
+
+
+def _in_order(named: dict[str, Any]) -> dict[str, Any]:
+    """The usual names first."""
+    return {name: named[name] for name in NAMES if name in named} | named
 
 
 def _is_token(value: Any) -> bool:
@@ -97,8 +120,15 @@ def _text(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
+def _has_type(token: Any) -> bool:
+    """Whether it is a dict as transformers has written it, with all flags that the token has."""
+    return isinstance(token, dict) and "__type" in token
+
+
 def _added(token: Any) -> AddedToken:
+    """A token for the library. It is special, unless its flags say otherwise."""
     from tokenizers import AddedToken
 
-    flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, dict) else {}
-    return AddedToken(_text(token), **flags)
+    given = token if isinstance(token, dict) else {"content": token}
+    flags = {name: given[name] for name in FLAGS if name in given}
+    return AddedToken(given["content"], **{"special": not _has_type(token)} | flags)

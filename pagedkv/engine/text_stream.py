@@ -73,14 +73,14 @@ def _byte_of_char() -> dict[str, int]:
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that decoding may skip. One that was special once is skipped, too, whatever its flag says later."""
+    """The tokens that decoding skips. The flag of a token does not say it: one that was special once stays so, and one
+    that is normalised may be known by another text."""
 
-    def is_skipped(token_id: int) -> bool:
-        with_it, without = (tokenizer.decode([token_id], skip_special_tokens=skips) for skips in (False, True))
-        return bool(with_it != without)
+    def text(token_id: int, skips: bool) -> str:
+        decoded: str = tokenizer.decode([token_id], skip_special_tokens=skips)
+        return decoded
 
-    added = tokenizer.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special or is_skipped(token_id))
+    return frozenset(i for i in tokenizer.get_added_tokens_decoder() if text(i, True) != text(i, False))
 
 
 class WindowStream:

@@ -58,7 +58,7 @@ class Tokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         """The id of the folder's eos_token, if it names one."""
         text = self.named_tokens.texts().get("eos_token")
-        return frozenset() if text is None or not self.exists else frozenset([self.library.token_to_id(text)])
+        return frozenset([self.library.token_to_id(text)]) if text and self.exists else frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.library

@@ -191,7 +191,7 @@ def check_parity(folder: Path) -> None:
                 assert ours.decode(right, skip_special_tokens=skips) == whole, (text, skips)
                 stream = ours.text_stream(skip_special_tokens=skips)
                 assert "".join(map(stream.push, right)) + stream.finish() == whole, (text, skips)
-    assert ours.eos_token_ids() == ({oracle.eos_token_id} if oracle.eos_token is not None else set())
+    assert ours.eos_token_ids() == ({oracle.eos_token_id} if oracle.eos_token else set())
     names = ours.named_tokens.texts().items()
     assert set(oracle.special_tokens_map.items()) - set(names) <= {("pad_token", "<|pad|>")}  # that of the padding
     assert set(names) <= set(oracle.special_tokens_map.items())

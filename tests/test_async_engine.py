@@ -13,8 +13,9 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
-from pagedkv.engine.async_engine import LONG_PROMPT, _Bell
+from pagedkv.engine.async_engine import _Bell
 from pagedkv.engine.launched import Launched
+from pagedkv.engine.tokenizer import LONG_TEXT
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -247,14 +248,14 @@ def test_a_long_prompt_is_encoded_beside_the_event_loop(llm, monkeypatch):
     encode = llm.tokenizer.encode
 
     def noted(text, **options):
-        threads.append((len(text) > LONG_PROMPT, threading.current_thread() is threading.main_thread()))
+        threads.append((len(text) > LONG_TEXT, threading.current_thread() is threading.main_thread()))
         return encode(text, **options)
 
     monkeypatch.setattr(llm.tokenizer, "encode", noted)
 
     async def main():
         engine = AsyncEngine(llm)
-        for text in ("abc", "abc" * LONG_PROMPT):
+        for text in ("abc", "abc" * LONG_TEXT):
             last = [output async for output in engine.generate(text, SamplingParams(max_tokens=2))][-1]
         assert "exceed max_model_len" in str(last.error) and await settled(engine)
 

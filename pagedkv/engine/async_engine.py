@@ -24,8 +24,7 @@ from .engine import Engine
 from .increment import Increment
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
-
-LONG_PROMPT = 4096  # characters or token ids: encoding and checking them takes 1 ms and more
+from .tokenizer import LONG_TEXT
 
 
 class _Stream:
@@ -159,7 +158,7 @@ class AsyncEngine:
         core, stream = self.engine._core, _Stream(self._bell())
         make = partial(self.engine._maker.make, prompt, params, stream, Call(), **options)
         _, served = read_prompt("prompt", prompt)
-        is_long = hasattr(served, "__len__") and len(served) > LONG_PROMPT
+        is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
         request = await asyncio.to_thread(make) if is_long else make()
         core.submit([request])
         try:

@@ -15,6 +15,10 @@ from .text_stream import TextStream, text_streams
 RANDOM = ("dropout", "alpha", "nbest_size")  # settings of a tokenizer's model that draw one of several splits
 
 
+# Characters: encoding them takes 1 ms and more. Only the library's batch functions let go of the GIL meanwhile.
+LONG_TEXT = 4096
+
+
 class Tokenizer:
     """A prompt becomes the token ids that transformers 5.24 makes of it. docs/files.md has the differences."""
 
@@ -63,7 +67,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.library
         text.encode()  # UnicodeEncodeError for a lone surrogate; the library's own message does not help
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > LONG_TEXT:
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

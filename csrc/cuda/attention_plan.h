@@ -93,27 +93,33 @@ constexpr int decode_head_bytes(int head_dim, int rows, int cache_bytes)
 {
     return decode_query_bytes(head_dim, rows) + 2 * head_dim * cache_bytes + PK_SQUARE_WARPS * (int)sizeof(float);
 }
+constexpr int decode_ring_bytes(int head_dim, int cache_bytes, bool is_crowded)
+{
+    return decode_stages(is_crowded) * decode_stage_bytes(head_dim, cache_bytes);
+}
 /* How many CTAs of so many warps run on an SM at once. */
-constexpr int decode_places(const pk_cuda_card &card, int head_dim, int cache_bytes, int warps, bool is_crowded,
-                            int head_bytes = 0)
+constexpr int decode_places(const pk_cuda_card &card, int head_dim, int cache_bytes, int warps, bool is_crowded)
 {
     int most_warps = decode_warps_per_sm(head_dim, cache_bytes);
-    int ring = decode_stages(is_crowded) * decode_stage_bytes(head_dim, cache_bytes);
     int by_registers = (is_crowded ? decode_crowded(most_warps) : most_warps) / warps;
-    int by_memory = pk_cuda_ctas_at_once(card, 32 * warps, warps * ring + head_bytes);
+    int rings = warps * decode_ring_bytes(head_dim, cache_bytes, is_crowded);
+    int by_memory = pk_cuda_ctas_at_once(card, 32 * warps, rings);
     return by_memory < by_registers ? by_memory : by_registers;
 }
 /* Whether heads have room beside the rings of as many CTAs as run without them, whatever their size: a plan that counts
  * places does not know who makes the heads. */
 constexpr bool have_heads_room(const pk_cuda_card &card, int head_dim, int cache_bytes, int rows)
 {
-    int bytes = decode_head_bytes(head_dim, rows, cache_bytes);
-    for (int warps = decode_warps_per_sm(head_dim, cache_bytes); warps >= DECODE_FEWEST_WARPS; warps /= 2)
-        for (bool is_crowded : {false, may_be_crowded(head_dim, rows, cache_bytes)})
-            if (decode_places(card, head_dim, cache_bytes, warps, is_crowded, bytes) !=
-                decode_places(card, head_dim, cache_bytes, warps, is_crowded))
+    const int heads = decode_head_bytes(head_dim, rows, cache_bytes);
+    for (bool is_crowded = false;; is_crowded = true) {
+        const int ring = decode_ring_bytes(head_dim, cache_bytes, is_crowded);
+        for (int warps = decode_warps_per_sm(head_dim, cache_bytes); warps >= DECODE_FEWEST_WARPS; warps /= 2) {
+            int ctas = decode_places(card, head_dim, cache_bytes, warps, is_crowded), bytes = warps * ring + heads;
+            if (ctas > 0 && (bytes > card.smem_per_cta || ctas * pk_cuda_smem_of_cta(bytes) > card.smem_per_sm))
                 return false;
-    return true;
+        }
+        if (is_crowded || !may_be_crowded(head_dim, rows, cache_bytes)) return true;
+    }
 }
 
 /* Parts in flight. Those of a head are side by side: slot head * max_slots + unit. */

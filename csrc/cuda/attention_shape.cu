@@ -36,7 +36,7 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     auto places_of = [&](int warps, bool is_crowded) {
         return decode_places(call.device->card, shape->head_dim, bytes, warps, is_crowded);
     };
-    const int most_ctas = places_of(DECODE_FEWEST_WARPS, false), crowded = places_of(DECODE_FEWEST_WARPS, true);
+    const int most_ctas = places_of(DECODE_FEWEST_WARPS, false);
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     auto waves_between = [&](int least_tenths, int most_tenths) {
@@ -57,9 +57,10 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     }
     shape->step = shape->chunk * warps;
     int64_t even = pk_ceil_div(segments * heads, call.device->num_sms);
-    shape->is_crowded = may_be_crowded(shape->head_dim, shape->rows, bytes) && !shape->num_splits &&
-                        warps == DECODE_FEWEST_WARPS && even > most_ctas && crowded > most_ctas &&
-                        most_keys > DECODE_STAGES * shape->step;
+    bool may_crowd = may_be_crowded(shape->head_dim, shape->rows, bytes) && !shape->num_splits &&
+                     warps == DECODE_FEWEST_WARPS && even > most_ctas && most_keys > DECODE_STAGES * shape->step;
+    const int crowded = may_crowd ? places_of(DECODE_FEWEST_WARPS, true) : 0;
+    shape->is_crowded = crowded > most_ctas;
     if (shape->is_crowded) {
         shape->ctas_per_sm = (int)(even < crowded ? even : crowded);
         slots = call.device->num_sms * shape->ctas_per_sm / heads;

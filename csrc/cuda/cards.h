@@ -17,12 +17,13 @@ constexpr pk_cuda_card PK_CUDA_CARDS[] = {
 };
 static_assert(sizeof PK_CUDA_CARDS / sizeof *PK_CUDA_CARDS == PK_NUM_KERNEL_CARDS, "one for each of an instance's");
 
-/* CTAs of a kernel that run on an SM at once, by its shared memory: CUDA keeps 1 KB of it for each, and hands it out in
- * pieces of 128 bytes. How many registers there are is the kernel's own affair. */
+/* What a CTA takes of an SM's: CUDA keeps 1 KB for each, and hands it out in pieces of 128 bytes. */
+constexpr int pk_cuda_smem_of_cta(int smem_bytes) { return (smem_bytes + 1024 + 127) / 128 * 128; }
+/* CTAs of a kernel that run on an SM at once. How many registers there are is the kernel's own affair. */
 constexpr int pk_cuda_ctas_at_once(const pk_cuda_card &card, int threads, int smem_bytes)
 {
     if (smem_bytes > card.smem_per_cta) return 0;
-    int ctas = card.smem_per_sm / ((smem_bytes + 1024 + 127) / 128 * 128);
+    int ctas = card.smem_per_sm / pk_cuda_smem_of_cta(smem_bytes);
     if (ctas > card.ctas_per_sm) ctas = card.ctas_per_sm;
     return ctas < card.threads_per_sm / threads ? ctas : card.threads_per_sm / threads;
 }

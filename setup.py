@@ -36,7 +36,7 @@ ISA_FLAGS = {
     "_amx": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
-C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math -fopenmp"
+C_FLAGS = "-std=c11 -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -fopenmp"
 C_WARNINGS = "-Wall -Wextra -Werror=implicit -Werror=vla"
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall"
 

@@ -67,10 +67,24 @@ static inline void emulate_dpbf16ps(int sums, int a, int b)
         }
 }
 
+/* VPERMT2D, which CPUs with AMX have: element i is that of index from[i] among the 32 of a and b. */
+static inline __m512i emulate_permute(__m512i a, __m512i from, __m512i b)
+{
+    uint32_t both[32], indices[16], permuted[16];
+    memcpy(both, &a, sizeof a);
+    memcpy(both + 16, &b, sizeof b);
+    memcpy(indices, &from, sizeof from);
+    for (int i = 0; i < 16; i++) permuted[i] = both[indices[i] % 32];
+    __m512i result;
+    memcpy(&result, permuted, sizeof result);
+    return result;
+}
+
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#define _mm512_permutex2var_epi32(a, from, b) emulate_permute(a, from, b)
 #define _tile_loadconfig(config) emulate_configure((const unsigned char *)(config))
 #define _tile_release() emulate_release()
 #define _tile_zero(tile) emulate_zero(tile)

@@ -10,7 +10,7 @@
  */
 #include "cpu/linear.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(__AMXBF16__) /* GCC, and Clang 14 */
 #include "cpu/amx.h"
 
 #include <string.h>
@@ -38,9 +38,9 @@ static inline void transpose(v16 lines[LINES])
 #pragma GCC unroll 16
         for (uint32_t i = 0; i < LINES; i++) {
             if (i & bit) continue;
-            const v16 a = lines[i], b = lines[i | bit];
-            lines[i] = __builtin_shuffle(a, b, low);
-            lines[i | bit] = __builtin_shuffle(a, b, high);
+            const __m512i a = (__m512i)lines[i], b = (__m512i)lines[i | bit];
+            lines[i] = (v16)_mm512_permutex2var_epi32(a, (__m512i)low, b);
+            lines[i | bit] = (v16)_mm512_permutex2var_epi32(a, (__m512i)high, b);
         }
     }
 }

@@ -1,8 +1,13 @@
-"""setup.py finds CUDA, or says why not: the three modes of PAGEDKV_CUDA, and nvcc's architecture flags. What nvcc says of
-the kernels: memory beside their registers, and shared memory beside that of every card."""
+"""setup.py finds compilers, headers and CUDA, or says why not and what to install, before it compiles a file: the three
+modes of PAGEDKV_CUDA, and nvcc's architecture flags. What nvcc says of the kernels: memory beside their registers, and
+shared memory beside that of every card."""
 
+import importlib.metadata
 import importlib.util
 import re
+import shutil
+import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -31,6 +36,78 @@ def build(monkeypatch) -> types.ModuleType:
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: not str(self).startswith("/usr/local/cuda") and exists(self))
     return module
+
+
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+INCLUDES = f"-I{sysconfig.get_path('include')}"
+GCC = shutil.which("gcc") or "gcc"
+
+
+def check_compiler(build, folder: Path, *compile_c: str, link: tuple[str, ...] = (GCC, "-shared", "-fopenmp")) -> str:
+    """What it ends with; "": it found everything."""
+    try:
+        build.check_compiler(list(compile_c), list(link), folder)
+    except SystemExit as exit:
+        return str(exit.code)
+    return ""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs GCC")
+def test_what_is_missing_is_named_with_its_package(build, tmp_path):
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("this Python has no headers")
+    assert check_compiler(build, tmp_path, GCC, "-fPIC", "-fopenmp", INCLUDES) == ""
+    said = check_compiler(build, tmp_path, GCC, "-fPIC", "-fopenmp")
+    assert f"{GCC} does not find" in said and f"Python.h, the headers of {PYTHON}: {PYTHON}-dev (Debian" in said
+    assert "omp.h" not in said and "libc6-dev" not in said
+    said = check_compiler(build, tmp_path, GCC, "-nostdinc", f"-I{tmp_path}")
+    assert "libc6-dev" in said and "python3-devel" in said and "libomp-dev" in said and said.count("\n") == 3
+    said = check_compiler(build, tmp_path, GCC, "-fPIC", "-fopenmp", INCLUDES, "-msomething-new")
+    assert "-msomething-new" in said and "GCC 11 or newer, or Clang 14" in said
+    said = check_compiler(build, tmp_path, GCC, "-fPIC", "-fopenmp", INCLUDES, link=(GCC, "-shared", "-lnowhere"))
+    assert "-lnowhere" in said and "GCC 11 or newer, or Clang 14" in said
+
+
+def test_the_openmp_of_clangs_own_release(build, tmp_path):
+    clang = tmp_path / "clang-14"
+    clang.write_text("#!/bin/sh\necho omp.h\n")
+    clang.chmod(0o755)
+    said = check_compiler(build, tmp_path, str(clang))
+    assert "libomp-14-dev (Debian" in said and "Python.h" not in said
+
+
+def test_the_compiler_is_found_or_named(build, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(SystemExit, match=r"no C compiler \(no command .*, cc, gcc, clang\): gcc is the package"):
+        build.c_compiler()
+    monkeypatch.setattr(build.shutil, "which", {"clang": "/usr/bin/clang", "ccache": "/usr/bin/ccache"}.get)
+    assert build.c_compiler() == ["clang"]  # this Python's own was another
+    monkeypatch.setenv("CC", "ccache gcc -m64")
+    assert build.c_compiler() == ["ccache", "gcc", "-m64"]
+    monkeypatch.setenv("CC", "tcc")
+    with pytest.raises(SystemExit, match="CC is 'tcc', but there is no command tcc"):
+        build.c_compiler()
+
+
+@pytest.mark.parametrize("installed, message", [
+    ({"setuptools": "77.0.3", "numpy": "2.0.0"}, None),
+    ({"setuptools": "80", "numpy": "2.4.6"}, None),
+    ({"setuptools": "65.5.0", "numpy": "2.4.6"}, "setuptools is 65.5.0 but building pagedkv needs setuptools>=77"),
+    ({"setuptools": "80.9.0"}, "numpy is not installed but .*: `pip install 'setuptools>=77' 'numpy>=2.0'`"),
+    ({"setuptools": "80.9.0", "numpy": "1.26.4"}, "numpy is 1.26.4 but building pagedkv needs numpy>=2.0"),
+])  # fmt: skip
+def test_without_build_isolation_packages_are_checked(build, monkeypatch, installed, message):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(build.metadata, "version", version)
+    if message is None:
+        build.check_python()
+    else:
+        with pytest.raises(SystemExit, match=message):
+            build.check_python()
 
 
 def test_without_nvcc(build, monkeypatch):

@@ -33,7 +33,7 @@ NUM_RANDOM_ROWS = 256  # of x; later rows repeat them
 
 
 def tune_linear(
-    weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: str | None = None, add_to_out: bool = False
+    weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: Any = None, add_to_out: bool = False
 ) -> int:
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
@@ -46,7 +46,7 @@ def tune_linear(
         weights: [out_features, in_features] each, on one GPU; they are only read. Weights of the same shape and strides
             are timed together, so give those of all layers.
         num_rows: the numbers of rows of x.
-        out_dtype: "float32", or None for the weights' dtype.
+        out_dtype: "float32" or a framework's, or None for the weights' dtype.
         add_to_out: what most calls will pass; the choice holds for both.
 
     Returns:

@@ -18,7 +18,7 @@ from tiny_engine import GREEDY, generate
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids
 from pagedkv.engine import arguments
-from pagedkv.engine.parts import EngineOptions
+from pagedkv.engine.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,13 @@ BAD_OPTIONS = [
     ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching is 'no' but must be True or False"),
     ({"seed": "a"}, TypeError, "seed is 'a' but must be an integer"),
     ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
+    ({"dtype": np.int32}, ValueError, "dtype is 'int32' but must be auto, float32, float16 or bfloat16"),
+    ({"dtype": None}, TypeError, "dtype: None is not a dtype"),
+    ({"kv_cache_dtype": np.float16}, ValueError, "kv_cache_dtype is 'float16' but must be auto, fp8 or"),
     ({"device": "tpu"}, ValueError, "device: 'tpu' is not a device"),
-    ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype is 'int4' but must be auto or fp8"),
+    ({"device": None}, ValueError, "device: None is not a device"),
+    ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype is 'int4' but must be auto, fp8 or float8_e4m3fn"),
+    ({"gpu_memory_utilization": "0.9"}, TypeError, "gpu_memory_utilization is '0.9' but must be a number"),
     ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization is 0 but must be above 0 and at most 1"),
     ({"enforce_eager": 1}, TypeError, "enforce_eager is 1 but must be True or False"),
 ]
@@ -185,6 +190,18 @@ BAD_OPTIONS = [
 def test_bad_engine_options(folder, options, error, message):
     with pytest.raises(error, match=message):
         LLM(folder, **options)
+
+
+def test_devices_and_dtypes_of_other_libraries(folder):
+    """Their objects, not only their names."""
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.float16, np.float16, np.dtype("float16"), "float16"):
+        with LLM(folder, device=torch.device("cpu"), dtype=dtype, num_blocks=64) as llm:
+            assert (llm.device, llm.dtype, llm.kv_cache_dtype) == ("cpu", "float16", "float16")
+    with LLM(folder, device=torch.device("cpu", 0), dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn) as llm:
+        assert (llm.device, llm.dtype, llm.kv_cache_dtype) == ("cpu", "bfloat16", "float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"device: device\(type='meta'\) is not a device"):
+        LLM(folder, device=torch.device("meta"))
 
 
 @pytest.mark.parametrize(("num_gpus", "chosen"), [(0, "cpu"), (1, "cuda:0"), (8, "cuda:0")])

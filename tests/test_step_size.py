@@ -11,7 +11,7 @@ from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
 from pagedkv.engine import parts
 from pagedkv.engine.decode_graphs import GRAPH_BYTES, batch_sizes
-from pagedkv.engine.parts import EngineOptions
+from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.pool_size import pages_on_cpu
 from pagedkv.engine.step_size import CPU, GPU, StepSize, step_size
 from pagedkv.models.config import Qwen3Config

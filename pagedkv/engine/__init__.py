@@ -1,10 +1,13 @@
 """The engine: continuous batching on BlockManager and the package's operations."""
 
-from .async_engine import AsyncEngine
-from .engine import Engine
-from .llm import LLM
-from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
-from .sampling_params import RequestOutputKind, SamplingParams
+# Imported at first use: the command line reads the options (options.py, sampling_params.py) without all the rest.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .async_engine import AsyncEngine
+    from .engine import Engine
+    from .llm import LLM
+    from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
+    from .sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -19,3 +22,21 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
 ]
+
+if not TYPE_CHECKING:
+    _MODULES = {
+        "LLM": "llm", "AsyncEngine": "async_engine", "Engine": "engine", "RequestOutputKind": "sampling_params",
+        "SamplingParams": "sampling_params",
+    }  # fmt: skip
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in __all__:
+            raise AttributeError(f"module 'pagedkv.engine' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"pagedkv.engine.{_MODULES.get(name, 'outputs')}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedkv import Stream, ops
 from pagedkv._C import _pack_ids
-from pagedkv.models.config import DTYPES, Qwen3Config
+from pagedkv.models.config import Qwen3Config
 
 from .messages import is_message
 from .sampling_params import SamplingParams, check_int
@@ -19,44 +19,13 @@ from .tokenizer import Tokenizer
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Prompts = str | Mapping[str, Any] | SequenceOf[Prompt]  # one, or a list
-KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
 
 
-def check_options(
-    *,
-    dtype: str,
-    load_format: str,
-    kv_cache_dtype: str,
-    eviction: str,
-    gpu_memory_utilization: float,
-    enable_prefix_caching: bool,
-    enforce_eager: bool,
-    num_blocks: int | None,
-    kv_cache_memory: int | None,
-) -> None:
-    """The options of Engine that are more than an integer."""
-    for name, value, allowed in (
-        ("dtype", dtype, ("auto", *DTYPES)),
-        ("load_format", load_format, ("auto", "dummy")),
-        ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
-        ("eviction", eviction, ("reuse", "lru")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r} but must be {', '.join(allowed[:-1])} or {allowed[-1]}")
-    for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} is {flag!r} but must be True or False")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization} but must be above 0 and at most 1")
-    if num_blocks is not None and kv_cache_memory is not None:
-        raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
-
-
-def find_device(device: str) -> str:
+def find_device(device: Any) -> str:
     """The device's full name, "cpu" or "cuda:0", also of "auto". "cpu" does not look for GPUs, which takes a while."""
-    if device == "auto":
+    if str(device) == "auto":
         device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
-    return "cpu" if device in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU
+    return "cpu" if str(device) in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU
 
 
 def model_len(wanted: int | None, config: Qwen3Config) -> int:

@@ -14,8 +14,9 @@ from .calls import Call
 from .core import EngineCore
 from .mailbox import Mailbox
 from .model_runner import ModelRunner
+from .options import EngineOptions, describe
 from .outputs import EngineStats, RequestOutput
-from .parts import EngineOptions, build_parts
+from .parts import build_parts
 from .pool import Pool
 from .pool_size import page_bytes
 from .request_maker import RequestMaker
@@ -26,37 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching for a Qwen3 folder in the Hugging Face layout.
+    __doc__ = f"""Continuous batching for a Qwen3 folder in the Hugging Face layout.
 
     Args:
         model: folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging Face hub,
             such as "Qwen/Qwen3-0.6B" (see model_folder)
-        revision: a branch, tag or commit of a model on the hub
-        device: "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
-        load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
-        dtype: of weights, activations and KV: "auto" (what config.json says), "float32", "float16" or "bfloat16"
-        kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
-            a GPU's decode spends reading it
-        block_size: tokens per page; prompts share whole pages of their cache. With pages of 256 a GPU is 0.5 to 1 %
-            faster
-        num_blocks: pages in the pool; None: as many as kv_cache_memory holds
-        kv_cache_memory: bytes of the pool; None: on a GPU what gpu_memory_utilization leaves; on the CPU what
-            max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, but at
-            least one sequence
-        gpu_memory_utilization: the share of a GPU's memory that may be in use: by the weights, the scratch memory of
-            operations, graphs and the pool, and by other processes
-        enforce_eager: no CUDA graphs: the same tokens and a shorter start, but slower steps
-        swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
-            0: all of it is
-        max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
-            given max_num_batched_tokens
-        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit; None: 16,384 on a GPU,
-            2,048 on the CPU, and no fewer than a given max_num_seqs. A GPU gets the CPU's numbers where the buffers and
-            logits of such a step would take more than an eighth of its memory; `scheduler` has those in force
-        max_model_len: the most tokens of a request, prompt and new ones; None: the model's own limit
-        enable_prefix_caching: compute a common prefix of prompts once
-        eviction: "reuse" keeps cached pages longer that were found again, "lru" does not: see BlockManager
-        seed: starts the generator of seeds for requests without one; None: the operating system's randomness
+{describe(EngineOptions, indent=8)}
 
     Attributes to read: `config`, `default_params` (the SamplingParams of requests without any: what the model's
     generation_config.json says), `counters` (EngineCounters), `manager` (the BlockManager), `max_model_len`, `dtype`,

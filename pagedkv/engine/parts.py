@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from pagedkv import BlockManager, ops
 from pagedkv.models.config import Qwen3Config
@@ -18,65 +17,18 @@ from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import Checkpoint
 
-from .arguments import KV_CACHE_DTYPES, check_options, find_device, model_len
+from .arguments import find_device, model_len
 from .default_params import read_default_params
 from .hub import model_folder
 from .model_runner import ModelRunner
+from .options import KV_CACHE_DTYPES, EngineOptions
 from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
-from .sampling_params import SamplingParams, check_int
+from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step_size import step_size
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class EngineOptions:
-    """The options of Engine, whose docstring describes them. A wrong value raises at once."""
-
-    revision: str | None = None
-    device: str = "auto"
-    load_format: str = "auto"
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    swap_space: int = 0
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    eviction: Literal["reuse", "lru"] = "reuse"
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_options(
-            dtype=self.dtype,
-            load_format=self.load_format,
-            kv_cache_dtype=self.kv_cache_dtype,
-            eviction=self.eviction,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            enforce_eager=self.enforce_eager,
-            num_blocks=self.num_blocks,
-            kv_cache_memory=self.kv_cache_memory,
-        )
-        self.block_size = check_int("block_size", self.block_size, 1)
-        self.swap_space = check_int("swap_space", self.swap_space, 0)
-        lowest = {"num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)}
-        for name, least in lowest.items():
-            if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), least))
-        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
-        if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {num_tokens} but must be at least max_num_seqs={num_seqs}: every sequence "
-                "that runs may decode a token in a step"
-            )
 
 
 @dataclass

@@ -6,13 +6,17 @@ from typing import TypeAlias
 
 import torch
 
+from pagedkv import ops
+
 Pair: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Dtype: TypeAlias = str | torch.dtype
 Scale: TypeAlias = float | torch.Tensor | None
 
 
 def dtype_of(name: Dtype) -> torch.dtype:
-    return getattr(torch, name) if isinstance(name, str) else name
+    if isinstance(name, torch.dtype):
+        return name
+    return getattr(torch, name if isinstance(name, str) else ops.empty(0, name).dtype)
 
 
 def check_buffer(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: object) -> None:

@@ -1,0 +1,116 @@
+"""The options of an engine: one list for LLM, Engine and AsyncEngine, their documentation, and the command line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagedkv import ops
+from pagedkv.models.config import DTYPES
+
+from .sampling_params import check_float, check_int
+
+KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn"}
+CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", *DTYPES),
+    "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
+    "eviction": ("reuse", "lru"),
+}
+LOWEST = {
+    "block_size": 1, "swap_space": 0, "num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """A wrong value raises at once.
+
+    Args:
+        revision: a branch, tag or commit of a model on the hub
+        device: "auto": a GPU where there is one; "cpu", "cuda", "cuda:1", or a torch.device
+        load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
+        dtype: of weights, activations and KV: "auto" (what config.json says), "float32", "float16" or "bfloat16", or
+            one of these as PyTorch or NumPy has it
+        kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
+            a GPU's decode spends reading it
+        block_size: tokens per page; prompts share whole pages of their cache. With pages of 256 a GPU is 0.5 to 1 %
+            faster
+        num_blocks: pages in the pool; None: as many as kv_cache_memory holds
+        kv_cache_memory: bytes of the pool; None: on a GPU what gpu_memory_utilization leaves; on the CPU what
+            max_num_seqs sequences of max_model_len need, at most 4 GiB and a quarter of the machine's memory, but at
+            least one sequence
+        gpu_memory_utilization: the share of a GPU's memory that may be in use: by the weights, the scratch memory of
+            operations, graphs and the pool, and by other processes
+        enforce_eager: no CUDA graphs: the same tokens and a shorter start, but slower steps
+        swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
+            0: all of it is
+        max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
+            given max_num_batched_tokens
+        max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit; None: 16,384 on a GPU,
+            2,048 on the CPU, and no fewer than a given max_num_seqs. A GPU gets the CPU's numbers where the buffers and
+            logits of such a step would take more than an eighth of its memory; `scheduler` has those in force
+        max_model_len: the most tokens of a request, prompt and new ones; None: the model's own limit
+        enable_prefix_caching: compute a common prefix of prompts once
+        eviction: "reuse" keeps cached pages longer that were found again, "lru" does not: see BlockManager
+        seed: starts the generator of seeds for requests without one; None: the operating system's randomness
+    """
+
+    revision: str | None = None
+    device: Any = "auto"
+    load_format: str = "auto"
+    dtype: Any = "auto"
+    kv_cache_dtype: Any = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    swap_space: int = 0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    eviction: Literal["reuse", "lru"] = "reuse"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                setattr(self, name, ops.empty(0, value).dtype)  # its name; raises for what is no dtype
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                right = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")
+        share = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, is_open=True)
+        self.gpu_memory_utilization = share
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
+        for name, least in LOWEST.items():
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(name, getattr(self, name), least))
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {num_tokens} but must be at least max_num_seqs={num_seqs}: every sequence "
+                "that runs may decode a token in a step"
+            )
+
+
+def describe(cls: type, indent: int = 0) -> str:
+    """The entries of Args in the docstring of a class."""
+    section = re.search(r"^Args:\n(.*?)(\n\n|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
+    return textwrap.indent(textwrap.dedent(section[1]), " " * indent) if section else ""
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """The same by name, each in one line."""
+    entries = re.split(r"^(\w+): ", describe(cls), flags=re.M)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}

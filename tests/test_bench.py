@@ -11,6 +11,7 @@ import pytest
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import main, nano_bench
+from pagedkv.cli.demo import DEMO_MODEL
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import POOL_SIZE, DummyCheckpoint
 
@@ -70,6 +71,17 @@ def test_the_command(capsys, monkeypatch, tiny):
     assert main(["bench", tiny, "--num-requests", "3", "--runs", "2", "--device", "cpu"]) == 0
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["model", "workload", "device", "floor", "run", "run", "median"]
+
+
+def test_the_command_with_a_small_model(capsys):
+    """Prompts and answers are as short as it needs, and on a CPU a few of them are served once."""
+    assert main(["bench", str(DEMO_MODEL), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()] == ["model", "workload", "device", "floor", "run", "median"]
+    assert "4 requests at once: 256 prompt and 256 new tokens, of up to 64 tokens each" in out
+    assert main(["bench", str(DEMO_MODEL), "--device", "cpu", "--max-model-len", "40", "--num-requests", "2", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "2 requests at once" in out and "of up to 20 tokens each" in out and ", float32, KV float32, on cpu" in out
 
 
 def test_a_run_and_what_the_engine_counted_of_it(tmp_path, tiny, monkeypatch):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from checkpoints import save_pretrained, write_model
 
 import pagedkv
 from pagedkv import cli
+from pagedkv.cli import command_line
+from pagedkv.cli import demo as demo_command
+from pagedkv.cli.options import OF_A_LINE, engine_options, sampling_options
+from pagedkv.engine.options import EngineOptions
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
@@ -53,7 +58,7 @@ def test_demo():
 
 
 def test_demo_without_its_model(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli.demo, "DEMO_MODEL", tmp_path / "gone")
+    monkeypatch.setattr(demo_command, "DEMO_MODEL", tmp_path / "gone")
     code, out, err = main(capsys, "demo")
     assert (code, out) == (1, "") and "the demo model is not in this installation" in err
 
@@ -69,7 +74,9 @@ def test_generate_from_a_folder_of_transformers(tmp_path):
     save_pretrained(tmp_path)
     result = run("generate", str(tmp_path), "12+34=", "abc", "--max-tokens", "5")
     assert result.returncode == 0, result.stderr
-    assert "12+34=" in result.stdout and "abc" in result.stdout and result.stderr == ""
+    assert "> 12+34=\n" in result.stdout and "> abc\n" in result.stdout
+    notes = result.stderr.splitlines()
+    assert all(re.fullmatch(r"pagedkv generate: prompt \d: the answer was cut after 5 tokens \(--max-tokens\)", line) for line in notes)
 
 
 @pytest.mark.parametrize(
@@ -78,32 +85,89 @@ def test_generate_from_a_folder_of_transformers(tmp_path):
      (["generate", *["a"] * 63], 63), (["generate", *["a"] * 64], None), (["generate", *["a"] * 300], None)],
     ids=lambda value: value if value is None or isinstance(value, int) else f"{value[0]}-{len(value) - 1}",
 )  # fmt: skip
-def test_few_requests_need_few_graphs(capsys, monkeypatch, args, num_seqs):
+def test_few_requests_need_few_graphs(capsys, monkeypatch, tmp_path, args, num_seqs):
     """The engine is made for as many as there are; from 64 on its defaults are good."""
     asked = []
 
     def make(model, **options):
-        asked.append((model, options["max_num_seqs"]))
+        asked.append((str(model), options.get("max_num_seqs")))
         raise ValueError("made")
 
     monkeypatch.setattr(pagedkv, "LLM", make)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert main(capsys, args[0], "folder", *args[1:])[0] == 1
-    assert asked == [("folder", num_seqs)]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(capsys, args[0], str(tmp_path), *args[1:])[0] == 1
+    assert asked == [(str(tmp_path), num_seqs)]
 
 
 def test_generate_options(capsys, tmp_path):
     write_model(tmp_path)
     args = ("generate", str(tmp_path), "abc", "--max-tokens", "30", "--temperature", "1")
     first = main(capsys, *args, "--seed", "1")
-    assert first[0] == 0 and first[1].startswith("abc")
+    assert first[0] == 0 and first[1].startswith("> abc\n")
     assert main(capsys, *args, "--seed", "1", "--block-size", "3") == first
     assert main(capsys, *args, "--seed", "2")[1] != first[1]
-    assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0")[1] == "abc\n"
-    assert main(capsys, "generate", str(tmp_path), "--max-tokens", "0", "abc")[1] == "abc\n"  # in any order
-    assert main(capsys, "generate", str(tmp_path), "abc", "--max-tokens", "0", "cba", "bac")[1] == "abc\ncba\nbac\n"
-    code, out, err = main(capsys, "generate", str(tmp_path), "abc", "", "--max-tokens", "0")
-    assert (code, out) == (1, "abc\n") and "the prompt is empty" in err  # the others are not lost
+
+
+def test_texts_stand_anywhere(capsys, tmp_path):
+    write_model(tmp_path)
+
+    def prompts(*words):
+        code, out, err = main(capsys, "generate", *words, "--max-tokens", "0")
+        assert (code, out[-2:]) == (0, "\n\n"), err
+        return [text.removeprefix("> ") for text in out.removesuffix("\n\n").split("\n\n\n")]
+
+    model = str(tmp_path)
+    assert prompts(model, "abc") == ["abc"]
+    assert prompts(model, "--seed", "1", "abc") == ["abc"]
+    assert prompts("--seed", "1", model, "abc", "cba") == ["abc", "cba"]
+    assert prompts(model, "abc", "--seed", "1", "cba", "--top-k", "3", "bac") == ["abc", "cba", "bac"]
+    assert prompts(model, "--seed", "1", "-5", "- a b", "--top-k", "3", "-.5") == ["-5", "- a b", "-.5"]
+    command = ("generate", model, "--max-tokens", "0", "a")
+    code, out, _ = main(capsys, *command, "--", "-abc", "--seed", "--")
+    assert (code, out) == (0, "> a\n\n\n> -abc\n\n\n> --seed\n\n\n> --\n\n")
+
+
+def test_what_fails_is_told_beside_what_does_not(capsys, tmp_path):
+    write_model(tmp_path)
+    code, out, err = main(capsys, "generate", str(tmp_path), "abc", "", "a\nb", "--max-tokens", "0")
+    assert (code, out) == (1, "> abc\n\n\n> a\n> b\n\n")
+    assert err.splitlines()[1] == "pagedkv generate: error: prompt 2: the prompt is empty"
+
+
+def test_every_option_of_the_engine_is_one_here(capsys, tmp_path):
+    """Those that are given reach it, and no others: its own defaults hold."""
+    wanted = EngineOptions(
+        revision="main", device="cuda:1", load_format="dummy", dtype="float16", kv_cache_dtype="fp8", block_size=8,
+        num_blocks=7, gpu_memory_utilization=0.5, enforce_eager=True, swap_space=9, max_num_seqs=3,
+        max_num_batched_tokens=17, max_model_len=33, enable_prefix_caching=False, eviction="lru", seed=5,
+    )  # fmt: skip
+    names = [each.name for each in fields(EngineOptions)]
+    for command in ("generate", "chat", "bench"):
+        given = engine_options(command_line.parse([command, "MODEL"]))
+        assert given == {}
+        words = []
+        for name in names:
+            value, option = getattr(wanted, name), name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{option}")
+            elif value is not None:
+                words += [f"--{option}", str(value)]
+        assert EngineOptions(**engine_options(command_line.parse([command, "MODEL", *words]))) == wanted
+        args = command_line.parse([command, "MODEL", "--kv-cache-memory", "123"])
+        assert engine_options(args) == {"kv_cache_memory": 123}
+        code, out, _ = main(capsys, command, "--help")
+        assert code == 0 and all(f"--{name.replace('_', '-')}" in out for name in names)
+        assert "starts the generator of seeds" in " ".join(out.split())  # as the docstring says
+
+
+def test_options_of_sampling():
+    words = ["--max-tokens", "3", "--temperature", "0.5", "--stop", "a", "--stop", "b", "--ignore-eos"]
+    for command in ("generate", "chat"):
+        assert sampling_options(command_line.parse([command, "MODEL"])) == {}
+        given = sampling_options(command_line.parse([command, "MODEL", *words]))
+        assert given == {"max_tokens": 3, "temperature": 0.5, "stop": ["a", "b"], "ignore_eos": True}
+    assert set(OF_A_LINE) <= {each.name for each in fields(pagedkv.SamplingParams)}
 
 
 ERRORS = [
@@ -112,7 +176,7 @@ ERRORS = [
     (("generate", "{tmp}", ""), 1, "the prompt is empty"),
     (("generate", "{tmp}", "a", "--temperature", "-1"), 1, "temperature is -1.0"),
     (("generate", "{tmp}", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
-    (("generate", "{tmp}", "a", "--block-size", "0"), 2, "0 is less than 1"),
+    (("generate", "{tmp}", "a", "--block-size", "0"), 1, "block_size is 0"),
     (("generate", "{tmp}", "a", "--seed", "x"), 2, "invalid int value: 'x'"),
     (("generate", "{tmp}", "a", "--device", "cuda:99"), 1, "CUDA"),
     (("info", "a"), 2, "unrecognized arguments: a"),
@@ -122,10 +186,17 @@ ERRORS = [
     (("generate", "nobody/nothing", "a", "--dtype", "int3"), 1, "dtype is 'int3'"),
     (("chat", "{tmp}", "a"), 1, "no chat template in the model's folder"),
     (("chat", "{tmp}", "a", "--top-p", "2"), 1, "top_p is 2.0"),
-    (("generate", "{tmp}", "a", "--top-q", "1"), 2, "unrecognized arguments: --top-q 1"),
+    (("generate", "{tmp}", "a", "--top-q", "1"), 2, 'unrecognized arguments: --top-q; texts that begin with "-" go behind "--"'),
+    (("generate", "{tmp}", "a", "-b"), 2, "unrecognized arguments: -b"),
+    (("generate",), 2, "the following arguments are required: model (see"),
+    (("generate", "{tmp}", "a", "--jsonl", "b"), 2, "--jsonl has all prompts: give none beside it"),
+    (("generate", "{tmp}", "--jsonl", "b", "--", "-a"), 2, "--jsonl has all prompts: give none beside it"),
+    (("chat", "{tmp}", "--file", "a", "--jsonl", "b"), 2, "--jsonl has all messages: give none beside it"),
+    (("generate", "{tmp}", "\udcff1"), 2, "'\\udcff1' is no UTF-8 text (invalid start byte at byte 0)"),
+    (("generate", "{tmp}", "a", "--stop", "\udcff"), 2, "argument --stop: '\\udcff' is no UTF-8 text"),
+    (("demo", "--", "a"), 2, "unrecognized arguments: a"),
     (("demo", "--num-prompts", "0"), 2, "0 is less than 1"),
     (("dance",), 2, "invalid choice: 'dance'"),
-    ((), 2, "required"),
 ]
 
 
@@ -138,15 +209,15 @@ def test_errors_are_one_line(capsys, monkeypatch, tmp_path, args, code, message)
     assert message in result[2] and result[2].count("\n") == 1 and "Traceback" not in result[2]
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "chat", "bench"])
-def test_the_device_is_auto_unless_given(command):
-    parser, model = cli._parser(), ["MODEL"] if command != "demo" else []
-    assert parser.parse_args([command, *model]).device == "auto"
-    assert parser.parse_args([command, *model, "--device", "cuda:1"]).device == "cuda:1"
+def test_version_and_help_without_a_command(capsys):
+    assert main(capsys, "--version") == (0, f"pagedkv {pagedkv.__version__}\n", "")
+    code, out, err = main(capsys)
+    assert (code, err) == (2, "") and "generate" in out and "--version" in out
 
 
 @pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("chat",), ("bench",), ("info",)])
 def test_help(capsys, command):
     code, out, err = main(capsys, *command, "--help")
     assert (code, err) == (0, "") and out.startswith("usage: pagedkv")
+    assert re.search(r"\n\n\w.{10,}\n(.+\n)*\n", out), "no description"
     assert ("examples:" in out) == (command in (("generate",), ("chat",)))

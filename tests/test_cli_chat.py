@@ -27,6 +27,7 @@ def adds(tmp_path_factory):
     """The model that adds, with a template: the last message and "="."""
     folder = shutil.copytree(DEMO_MODEL, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}=")
+    (folder / "all.jinja").write_text("{{ messages | map(attribute='content') | join }}=")
     return str(folder)
 
 
@@ -45,9 +46,9 @@ def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
 
 def test_texts_from_everywhere(adds, tmp_path):
     (tmp_path / "sum").write_text("40+2=")
-    assert run("generate", adds, "1+1=", "--file", str(tmp_path / "sum")) == (0, "1+1=2\n40+2=42\n", "")
-    assert run("generate", adds, stdin="12+34=") == (0, "12+34=46\n", "")
-    assert run("generate", adds, "-", "1+1=", stdin="12+34=") == (0, "12+34=46\n1+1=2\n", "")
+    assert run("generate", adds, "1+1=", "--file", str(tmp_path / "sum")) == (0, "> 1+1=\n2\n\n> 40+2=\n42\n", "")
+    assert run("generate", adds, stdin="12+34=") == (0, "> 12+34=\n46\n", "")
+    assert run("generate", adds, "-", "1+1=", stdin="12+34=") == (0, "> 12+34=\n46\n\n> 1+1=\n2\n", "")
     assert run("chat", adds, "1+1", "12+34") == (0, "2\n46\n", "")
     assert run("chat", adds, stdin="40+2") == (0, "42\n", "")
     assert run("chat", adds, "--stop", "4", stdin="40+2") == (0, "\n", "")
@@ -110,6 +111,146 @@ def test_whoever_reads_may_stop(adds):
     assert process.wait(120) == 1 and "Traceback" not in process.stderr.read()
 
 
+# --- bytes of other encodings, closed streams, interrupts
+
+
+def run_bytes(*args: str | bytes, stdin: bytes = b"", **env: str) -> tuple[int, bytes, bytes]:
+    done = subprocess.run([*PAGEDKV, *args], input=stdin, capture_output=True, timeout=120, check=False, env=os.environ | env)
+    return done.returncode, done.stdout, done.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("env", [{}, ASCII], ids=["", "ascii"])
+def test_what_is_no_utf8_is_an_error_of_one_line(adds, tmp_path, command, env):
+    (tmp_path / "text").write_bytes(b"12\xe4")
+    for args, stdin, message in (
+        ((), b"\xff\xfe abc", b"stdin: is no UTF-8 text (invalid start byte at byte 0)"),
+        (("-",), b"1+1=\x80", b"stdin: is no UTF-8 text (invalid start byte at byte 4)"),
+        (("--jsonl", "-"), b"\xff", b"stdin: is no UTF-8 text"),
+        (("--file", str(tmp_path / "text")), b"", b"text: is no UTF-8 text (unexpected end of data at byte 2)"),
+        ((b"1+1=\xff",), b"", b"is no UTF-8 text (invalid start byte at byte 4)"),
+    ):
+        code, out, err = run_bytes(command, adds, *args, stdin=stdin, **env)
+        assert code in (1, 2) and out == b"" and message in err and err.count(b"\n") == 1, err
+
+
+def test_utf8_in_a_terminal_of_ascii(adds, tmp_path):
+    """What comes in is UTF-8 all the same; what goes out is escaped."""
+    (tmp_path / "template").write_text("{{ messages[0].content | length }}+{{ messages[1].content | length }}=")
+    args = ("chat", adds, "--chat-template", str(tmp_path / "template"), "--system", "é" * 12, "ü€" * 17)
+    assert run_bytes(*args, **ASCII) == (0, b"46\n", b"")
+    code, out, err = run_bytes("generate", adds, "€1+1=", "--max-tokens", "0", **ASCII)
+    assert (code, out, err[-15:]) == (0, b"> \\u20ac1+1=\n\n", b"(--max-tokens)\n")
+    line = {"prompt": "é€😀1+1=", "max_tokens": 0}
+    code, out, err = run_bytes("generate", adds, "--jsonl", "-", stdin=json.dumps(line, ensure_ascii=False).encode(), **ASCII)
+    assert (code, err) == (0, b"") and json.loads(out)["prompt"] == line["prompt"]
+    assert run_bytes("generate", adds, stdin=b"\xef\xbb\xbf1+1=") == (0, b"> 1+1=\n2\n", b"")  # a mark of Windows
+
+
+def shell(line: str) -> tuple[int, str, str]:
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_closed_streams(adds):
+    command = f"{sys.executable} -m pagedkv"
+    for name, words in (("generate", ""), ("chat", ""), ("generate", "-"), ("chat", "-"), ("generate", "--jsonl -")):
+        code, out, err = shell(f"{command} {name} {adds} {words} <&-")
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert ("stdin is closed" if "-" in words else "give one, or --file, --jsonl, or a text on stdin") in err
+    assert shell(f"{command} generate {adds} 1+1= <&-") == (0, "> 1+1=\n2\n", "")
+    assert shell(f"{command} generate {adds} 1+1= --max-tokens 1 2>&-") == (0, "> 1+1=\n2\n", "")
+    assert shell(f"{command} generate {adds} '' 2>&-") == (1, "", "")
+    assert shell(f"{command} demo --num-prompts 1 >&- 2>&-")[0] == 0
+
+
+@pytest.mark.parametrize("module", ["pagedkv.cli.command_line", "argparse", "pagedkv.engine.options", "numpy", "tokenizers"])
+def test_ctrl_c_during_imports(adds, module):
+    code = f"""
+import sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from pagedkv.cli import main
+sys.exit(main(["generate", {adds!r}, "1+1="]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+# --- answers that fail or are cut
+
+
+@pytest.fixture(scope="module")
+def fails(adds, tmp_path_factory):
+    """The model that adds, with NaN for every weight."""
+    folder = shutil.copytree(adds, tmp_path_factory.mktemp("fails") / "model")
+    path = folder / "model.safetensors"
+    weights = path.read_bytes()
+    start = 8 + int.from_bytes(weights[:8], "little")
+    path.write_bytes(weights[:start] + b"\xc0\x7f" * ((len(weights) - start) // 2))
+    return str(folder)
+
+
+def test_nan_is_an_error_of_one_line(fails):
+    assert run("generate", fails, "1+1=", "2+2=")[:2] == (1, "")
+    for args in (("generate", fails, "1+1="), ("chat", fails, "1+1")):
+        code, _, err = run(*args)
+        assert code == 1 and err.startswith(f"pagedkv {args[0]}: error: the logits hold NaN") and err.count("\n") == 1
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("1+1", "2+2")]
+    code, out, err = run("chat", fails, "--jsonl", "-", stdin="\n".join(map(json.dumps, chats)))
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, len(rows)) == (1, "", 2) and all("NaN" in row["error"] for row in rows)
+
+
+def test_a_note_where_an_answer_was_cut(adds):
+    assert run("generate", adds, "12+34=", "--max-tokens", "1") == (
+        0, "> 12+34=\n4\n", "pagedkv generate: the answer was cut after 1 token (--max-tokens)\n")  # fmt: skip
+    _, out, err = run("generate", adds, "12+34=", "1+1=", "--max-tokens", "2")
+    assert out == "> 12+34=\n46\n\n> 1+1=\n2\n" and err == "pagedkv generate: prompt 1: the answer was cut after 2 tokens (--max-tokens)\n"
+    assert run("chat", adds, "12+34", "--max-tokens", "1")[1:] == ("4\n", "pagedkv chat: the answer was cut after 1 token (--max-tokens)\n")
+    ignoring = ("chat", adds, "1+1", "--ignore-eos", "--max-model-len", "12")
+    assert run(*ignoring)[2] == "pagedkv chat: the answer was cut after 8 tokens: prompt and answer fill the 12 of max_model_len\n"
+    assert "the pool of pages (--num-blocks)" in run(*ignoring[:4], "--num-blocks", "1", "--block-size", "8")[2]
+
+
+def test_the_models_own_settings(talks, tmp_path):
+    """generation_config.json holds; the command line and the line of a file go before it."""
+    folder = shutil.copytree(talks, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 7}')
+    answers = {run("generate", str(folder), "abc", "--seed", str(seed))[1] for seed in range(2)}
+    assert len(answers) == 1
+    assert "after 7 tokens" in run("chat", str(folder), "abc", "--ignore-eos")[2]
+    assert "after 5 tokens" in run("chat", str(folder), "abc", "--ignore-eos", "--max-tokens", "5")[2]
+    answers = {run("generate", str(folder), "abc", "--seed", str(seed), "--temperature", "1", "--max-tokens", "20")[1] for seed in range(2)}
+    assert len(answers) == 2
+
+
+def test_thinking(adds, tmp_path):
+    template = "{{ messages[0].content }}+{% if enable_thinking is not defined %}1{% elif enable_thinking %}2{% else %}3{% endif %}="
+    (tmp_path / "template").write_text(template)
+    args = ("chat", adds, "40", "--chat-template", str(tmp_path / "template"))
+    assert [run(*args, *words)[1] for words in ((), ("--thinking",), ("--no-thinking",))] == ["41\n", "42\n", "43\n"]
+    code, _, err = run("chat", adds, "1+1", "--no-thinking")
+    assert code == 1 and "has no such switch" in err and err.count("\n") == 1
+
+
+def test_a_model_without_a_template(adds, tmp_path):
+    folder = shutil.copytree(adds, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "model.safetensors").unlink()  # it is not loaded for this
+    assert run("chat", str(folder), "1+1") == (
+        1, "", f"pagedkv chat: error: {folder}: no chat template in the model's folder: --chat-template FILE gives one\n")  # fmt: skip
+
+
+# --- a terminal
+
+
 class Terminal:
     """A conversation with `pagedkv chat` on a pseudo-terminal."""
 
@@ -164,6 +305,22 @@ def test_a_conversation(adds):
     assert "10" in terminal.read_until("\r\n> ")
     terminal.say("/quit\n")
     assert terminal.end() == 0
+
+
+def test_a_conversation_that_is_too_long(adds):
+    terminal = Terminal(adds, "--max-model-len", "10", "--chat-template", adds + "/all.jinja")
+    terminal.read_until("> ")
+    terminal.say("1+1+1+1+1+1\n")
+    assert "exceed max_model_len=10; a shorter message may fit" in terminal.read_until("\r\n> ")
+    terminal.say("1+1\n")
+    assert "2" in terminal.read_until("\r\n> ")
+    terminal.say("1+1+1+1\n")
+    assert "exceed max_model_len=10; /reset forgets what was said" in terminal.read_until("\r\n> ")
+    terminal.say("/reset\n")
+    terminal.read_until("> ")
+    terminal.say("5+4\n")
+    assert "9" in terminal.read_until("\r\n> ")
+    assert terminal.end("\x04") == 0
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_conversation(talks):

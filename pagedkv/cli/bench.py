@@ -8,46 +8,66 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .options import Commands, add_device, at_least
+from .options import Commands, add_engine_options, at_least, engine_options, is_terminal, print_note
+
+NUM_REQUESTS, NUM_RUNS = {"gpu": 256, "cpu": 4}, {"gpu": 3, "cpu": 1}  # with 256 a CPU would take hours
 
 
 def add(commands: Commands) -> None:
-    bench = commands.add_parser("bench", help="nano-vllm's benchmark, 256 requests at once, beside the device's floor")
+    text = "nano-vllm's benchmark, 256 requests at once, beside the device's floor"
+    bench = commands.add_parser("bench", help=text, description=f"{text}; on a CPU a few of them, once: some minutes")
     shape = "a folder, or 0.6B, 1.7B, 4B, 8B: a Qwen3 of this size with random weights (default: 0.6B)"
     bench.add_argument("model", nargs="?", default="0.6B", help=shape)
-    add_device(bench)
-    bench.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8 (default: auto)")
-    bench.add_argument("--num-requests", type=at_least(1), default=256, help="how many (default: 256)")
-    runs = "of the workload, after a few tokens of it to warm up (default: 3)"
-    bench.add_argument("--runs", type=at_least(1), default=3, help=runs)
+    many = f"how many (default: {NUM_REQUESTS['gpu']}; on a CPU {NUM_REQUESTS['cpu']})"
+    bench.add_argument("--num-requests", type=at_least(1), help=many)
+    runs = f"of the workload, after a few tokens of it to warm up (default: {NUM_RUNS['gpu']}; on a CPU 1)"
+    bench.add_argument("--runs", type=at_least(1), help=runs)
+    add_engine_options(bench, block_size=256)
     bench.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from pagedkv.engine.arguments import find_device
+    from pagedkv.engine.hub import model_folder
+    from pagedkv.engine.options import EngineOptions
+    from pagedkv.models.config import Qwen3Config
 
     from . import nano_bench
 
-    device = find_device(args.device)
-    workload = nano_bench.make_workload(args.num_requests)
+    given = engine_options(args)
+    options = EngineOptions(**given)  # raises for wrong ones
+    device = find_device(options.device)
+    kind = "cpu" if device == "cpu" else "gpu"
+    num_requests, num_runs = args.num_requests or NUM_REQUESTS[kind], args.runs or NUM_RUNS[kind]
     with tempfile.TemporaryDirectory() as scratch:
         is_shape = args.model in nano_bench.SHAPES
-        folder = nano_bench.write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
-        ceiling = nano_bench.measure_ceiling(device, "bfloat16")
-        options = {"load_format": "dummy" if is_shape else "auto", "kv_cache_dtype": args.kv_cache_dtype}
-        llm = nano_bench.make_llm(folder, workload, device=device, **options)
+        if is_shape:
+            folder = nano_bench.write_shape(args.model, Path(scratch))
+        else:
+            folder = model_folder(args.model, options.revision)
+        config = Qwen3Config.from_folder(folder)
+        most = min(2 * nano_bench.MAX_LEN, options.max_model_len or config.max_position_embeddings)
+        workload = nano_bench.make_workload(num_requests, max_len=most // 2, vocab_size=config.vocab_size)
+        ceiling = nano_bench.measure_ceiling(device, config.dtype if options.dtype == "auto" else options.dtype)
+        defaults = {"load_format": "dummy" if is_shape else "auto", "max_model_len": most}
+        llm = nano_bench.make_llm(folder, workload, **defaults | given | {"device": device})
     with llm:
         floor = nano_bench.floor_seconds(llm, workload, ceiling)
+        shorter = f", of up to {most // 2:,} tokens each" * (most < 2 * nano_bench.MAX_LEN)
         print(f"""\
 model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
-workload  {args.num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
-{workload.num_new_tokens:,} new tokens
+workload  {num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
+{workload.num_new_tokens:,} new tokens{shorter}
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured
-floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""")
+floor     {floor:.2f} s = {workload.num_new_tokens / floor:,.0f} tokens/s""", flush=True)
+        if num_runs * floor > 60:
+            print_note(args, f"{num_runs} x {floor:,.0f} s at least; --num-requests and --runs make it shorter")
         nano_bench.warm_up(llm, workload)
-        times = [nano_bench.run(llm, workload, use_tqdm=sys.stderr.isatty())[1] for _ in range(args.runs)]
-    num_tokens, median = workload.num_new_tokens, statistics.median(times)
-    for seconds in times:
-        print(f"run       {seconds:.2f} s = {num_tokens / seconds:,.0f} tokens/s")
-    print(f"median    {median:.2f} s = {num_tokens / median:,.0f} tokens/s, {floor / median:.0%} of the floor's")
+        times = []
+        for _ in range(num_runs):
+            times.append(nano_bench.run(llm, workload, use_tqdm=is_terminal(sys.stderr))[1])
+            print(f"run       {times[-1]:.2f} s = {workload.num_new_tokens / times[-1]:,.0f} tokens/s", flush=True)
+    median = statistics.median(times)
+    speed = workload.num_new_tokens / median
+    print(f"median    {median:.2f} s = {speed:,.0f} tokens/s, {floor / median:.0%} of the floor's")
     return 0

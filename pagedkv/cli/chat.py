@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .options import (
+    ERRORS,
     MODEL_HELP,
-    SAMPLING,
+    OF_A_REQUEST,
     Commands,
-    add_inputs,
     add_model_options,
+    cut_note,
+    is_terminal,
     json_lines,
     llm_of,
-    params_of,
+    options_of_line,
+    print_error,
     print_json,
+    print_note,
     read_text,
+    sampling_options,
     texts_of,
+    utf8,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ Message = dict[str, Any]
 EXAMPLES = """\
 examples:
   pagedkv chat Qwen/Qwen3-0.6B                                    a conversation
-  pagedkv chat Qwen/Qwen3-0.6B "Why is the sky blue?"             one answer
+  pagedkv chat Qwen/Qwen3-0.6B --no-thinking "Why is the sky blue?"
   pagedkv chat ./model --system "Answer in French." < question.txt
   pagedkv chat ./model --jsonl chats.jsonl > answers.jsonl
 
@@ -38,53 +44,69 @@ an answer, and at the prompt the conversation. A line of --jsonl is {"messages":
 max_tokens, temperature and the like for this chat alone; its answer is {"text", "num_tokens", "finish_reason"}, or
 {"error"}.
 """
+COMMANDS = "/reset forgets what was said, /quit leaves, /help says this"
 
 
 def add(commands: Commands) -> None:
     text = "talk with a Qwen3 model of your own"
     chat = commands.add_parser("chat", help=text, description=text, epilog=EXAMPLES)
     chat.add_argument("model", help=MODEL_HELP)
-    chat.add_argument("message", nargs="*", help="each gets one answer; -: stdin; none: a conversation")
-    chat.add_argument("--system", metavar="TEXT", help="the system's message, before all others")
+    help = "each gets one answer; -: stdin; none: all of stdin is one message, and a terminal a conversation"
+    chat.add_argument("texts", metavar="message", nargs="*", default=(), help=help)
+    chat.add_argument("--system", metavar="TEXT", type=utf8, help="the system's message, before all others")
+    thinks = "whether the model thinks before it answers (default: what its template does)"
+    chat.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinks)
     chat.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    add_inputs(chat, "message")
-    add_model_options(chat, temperature=0.6, max_tokens=None)
-    chat.set_defaults(run=run, texts="message")
+    add_model_options(chat, "message", "what fits where neither does")
+    chat.set_defaults(run=run, what="message")
 
 
 def run(args: argparse.Namespace) -> int:
-    params_of(args)  # raises for wrong options before the model is loaded
-    texts = [] if args.jsonl is not None else texts_of(args, args.message)
-    with llm_of(args, num_requests=1) as llm:  # one after the other
-        chat = Chat(llm, args)
+    from pagedkv.engine.chat import ChatTemplate
+    from pagedkv.engine.hub import model_folder
+
+    sampling_options(args)
+    texts = [] if args.jsonl is not None else texts_of(args)
+    if args.jsonl is None and not texts and not is_terminal(sys.stdin):
+        raise ValueError("no message: give one, or --file, --jsonl, or a text on stdin, or a terminal to talk in")
+    template = None if args.chat_template is None else read_text(args.chat_template)
+    folder = model_folder(args.model, getattr(args, "revision", None))
+    if template is None and not ChatTemplate.from_folder(folder).templates:
+        raise ValueError(f"{folder}: no chat template in the model's folder: --chat-template FILE gives one")
+    with llm_of(args, num_requests=1, model=folder) as llm:  # one after the other
+        chat = Chat(llm, args, template)
         if args.jsonl is not None:
             return _answer_lines(chat, args)
         for text in texts:
             chat.reset()
             chat.say(text)
         if not texts:
-            _converse(chat)
+            _converse(chat, args)
     return 0
 
 
 class Chat:
     """The messages of a conversation, and its next answers."""
 
-    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
-        self._llm, self._args = llm, args
-        self._template = None if args.chat_template is None else read_text(Path(args.chat_template))
+    def __init__(self, llm: LLM, args: argparse.Namespace, template: str | None) -> None:
+        self._llm, self._args, self._template = llm, args, template
         self.messages: list[Message] = []
         self.reset()
 
     def reset(self) -> None:
         self.messages = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
 
+    @property
+    def has_history(self) -> bool:
+        return any(message["role"] == "assistant" for message in self.messages)
+
     def say(self, text: str) -> None:
         """Prints the answer as it grows. An interrupted one is kept as far as it came; one that fails is forgotten."""
-        before, answer = list(self.messages), ""
+        before, answer, note = list(self.messages), "", None
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self.answer(self.messages, {}, lambda new: print(new, end="", flush=True))["text"]
+            row, note = self.answer(self.messages, {}, lambda new: print(new, end="", flush=True))
+            answer = row["text"]
         except KeyboardInterrupt as interrupt:
             answer = "".join(interrupt.args)
             raise
@@ -94,27 +116,34 @@ class Chat:
         finally:
             if len(self.messages) > len(before):
                 self.messages.append({"role": "assistant", "content": answer})
-                print()
+                print(flush=True)
+        if note:
+            print_note(self._args, note)
 
-    def answer(self, messages: list[Message], options: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
-        """text, num_tokens and finish_reason; a KeyboardInterrupt carries the text so far."""
-        if self._args.max_tokens is None:
-            options = {"max_tokens": min(1024, self._llm.max_model_len // 2)} | options
-        params = params_of(self._args, **options)
-        text, num_tokens, reason = "", 0, None
+    def answer(
+        self, messages: list[Message], options: dict[str, Any], show: Callable[[str], None]
+    ) -> tuple[dict[str, Any], str | None]:
+        """text, num_tokens and finish_reason, and a note where it was cut. A KeyboardInterrupt carries the text."""
+        llm = self._llm
+        params = replace(llm.default_params, **(sampling_options(self._args) | options))
+        text, num_tokens, reason, note = "", 0, None, None
         try:
-            for output in self._llm.stream(messages, params, chat_template=self._template):
+            for output in llm.stream(
+                messages, params, chat_template=self._template, enable_thinking=self._args.thinking
+            ):
                 if output.error is not None:
                     raise output.error
                 show(output.text or "")
                 text, reason = text + (output.text or ""), output.finish_reason
                 num_tokens += len(output.token_ids)
+                if reason == "length":
+                    note = cut_note(llm, len(output.prompt_token_ids), num_tokens, params.max_tokens)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(text) from None
-        return {"text": text, "num_tokens": num_tokens, "finish_reason": reason}
+        return {"text": text, "num_tokens": num_tokens, "finish_reason": reason}, note
 
 
-def _converse(chat: Chat) -> None:
+def _converse(chat: Chat, args: argparse.Namespace) -> None:
     """Until /quit, the end of the input, or Ctrl-C at the prompt."""
     try:
         import readline  # noqa: F401  edits lines, and has a history
@@ -122,23 +151,28 @@ def _converse(chat: Chat) -> None:
         pass
     while True:
         try:
-            text = input("> ").strip()
+            text = utf8(input("> ")).strip()
         except EOFError:
             print()
             return
+        except (UnicodeDecodeError, argparse.ArgumentTypeError) as error:
+            print_error(args, error)
+            continue
         if text == "/quit":
             return
         if text == "/reset":
             chat.reset()
         elif text.startswith("/"):
-            print("/reset forgets what was said, /quit leaves, /help says this")
+            print(COMMANDS)
         elif text:
             try:
                 chat.say(text)
             except KeyboardInterrupt:
                 continue  # it ends this answer alone
-            except ValueError as error:  # such as a chat that is too long now: another message may work
-                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            except OF_A_REQUEST as error:  # another message may work
+                help = "/reset forgets what was said" if chat.has_history else "a shorter message may fit"
+                is_too_long = "prompt tokens" in str(error)  # for max_model_len or the pool
+                print_error(args, f"{error}; {help}" if is_too_long else error)
 
 
 def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
@@ -150,15 +184,14 @@ def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
         try:
             if isinstance(line, ValueError):
                 raise line
-            options = dict(line)
-            messages = options.pop("messages", None)
-            unknown = sorted(options.keys() - set(SAMPLING))
-            if unknown:
-                raise ValueError(f"no option {unknown[0]!r}: there are messages, {', '.join(SAMPLING)}")
-            plain_messages(messages)
+            messages, options = options_of_line(line, "messages")
             chat.reset()
-            print_json(**chat.answer([*chat.messages, *messages], options, lambda new: None))
-        except (TypeError, ValueError) as error:
+            messages = [*chat.messages, *plain_messages(messages)]
+            row, _ = chat.answer(messages, options, lambda new: None)
+            print_json(**row)
+        except BrokenPipeError:
+            raise
+        except (TypeError, *ERRORS) as error:
             num_errors += 1
             print_json(error=" ".join(str(error).split()))
     return 1 if num_errors else 0

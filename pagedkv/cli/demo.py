@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from pathlib import Path
 
 import pagedkv
 
-from .options import Commands, add_device, at_least
+from .options import Commands, add_engine_options, at_least, engine_options
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 
 
 def add(commands: Commands) -> None:
-    demo = commands.add_parser("demo", help="add numbers with the model inside the package, and say how fast")
+    text = "add numbers with the model inside the package, and say how fast"
+    demo = commands.add_parser("demo", help=text, description=text)
     demo.add_argument("--num-prompts", type=at_least(1), default=32, help="sums in the batch (default: 32)")
     demo.add_argument("--seed", type=int, default=0, help="chooses the numbers (default: 0)")
-    add_device(demo)
+    add_engine_options(demo, "device")
     demo.set_defaults(run=run)
 
 
@@ -29,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = [f"{a}+{b}=" for a, b in sums]
     params = pagedkv.SamplingParams(temperature=0.0, max_tokens=8)
     # A token is a character here, so pages are small: sums with the same first number share its page.
-    with pagedkv.LLM(DEMO_MODEL, device=args.device, block_size=4, num_blocks=1024) as llm:
-        outputs = llm.generate(prompts, params)
+    with pagedkv.LLM(DEMO_MODEL, block_size=4, num_blocks=1024, **engine_options(args)) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr is not None)
         stats, pool = llm.counters, llm.manager.stats()
 
     num_right = 0

@@ -12,9 +12,12 @@ from pagedkv import ops
 
 from .options import Commands
 
+LIBRARIES = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "tqdm", "torch", "xgrammar")
+
 
 def add(commands: Commands) -> None:
-    info = commands.add_parser("info", help="versions, which backends were found or why not, threads, BLAS")
+    text = "versions, which backends were found or why not, threads, BLAS"
+    info = commands.add_parser("info", help=text, description=text)
     kernels = "the instances of the GPU's attention, matrix and sampling kernels"
     info.add_argument("--kernels", action="store_true", help=kernels)
     info.set_defaults(run=run)
@@ -46,9 +49,9 @@ def _show_build() -> int:
     build = ops.build_info()
     devices = build["cuda_devices"]
     rows = {
-        "pagedkv": f"{pagedkv.__version__} in {Path(pagedkv.__file__).parent}, built by {build['compiler']}",
+        "pagedkv": f"{pagedkv.__version__} in {Path(pagedkv.__file__).parent}, built by {build['compiler'].strip()}",
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "libraries": ", ".join(f"{name} {_version(name)}" for name in ("numpy", "tokenizers", "tqdm", "torch")),
+        "libraries": ", ".join(f"{name} {_version(name)}" for name in LIBRARIES),
         "cpu": f"yes, ISA {build['isa']}",
         "cuda": f"yes, {_gpus(devices)}" if devices else f"no: {build['cuda_problem']}",
         "threads": str(build["threads"]),

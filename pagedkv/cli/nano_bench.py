@@ -80,12 +80,16 @@ class Workload:
         return [one.max_tokens or 0 for one in self.params]
 
 
-def make_workload(num_requests: int = 256, seed: int = 0) -> Workload:
-    """Seed 0 and 256 requests are the workload for which others publish figures; other seeds give fresh prompts."""
-    rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, MAX_LEN))] for _ in range(num_requests)]
+def make_workload(
+    num_requests: int = 256, seed: int = 0, *, max_len: int | None = None, vocab_size: int = 1 << 31
+) -> Workload:
+    """Seed 0 and 256 requests are the workload for which others publish figures; other seeds give fresh prompts. A
+    model that takes less gets shorter prompts and answers (max_len each), and tokens of its vocabulary."""
+    rng, longest = random.Random(seed), max_len or MAX_LEN
+    lengths, last = (min(100, longest), longest), min(10000, vocab_size - 1)
+    prompts = [[rng.randint(0, last) for _ in range(rng.randint(*lengths))] for _ in range(num_requests)]
     params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, MAX_LEN), seed=i)
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(*lengths), seed=i)
         for i in range(num_requests)
     ]
     return Workload(prompts, params)

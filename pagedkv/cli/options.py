@@ -1,24 +1,35 @@
-"""What the commands that run a user's model have in common."""
+"""What the commands have in common: options, texts that come in, and lines that go out."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, get_args, get_type_hints
+
+import pagedkv
+from pagedkv.engine.options import EngineOptions, descriptions
+from pagedkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedkv import LLM, SamplingParams
+    from pagedkv import LLM
 
 MODEL_HELP = "folder with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub"
 STDIN = "-"
 FEW = 64  # requests, below the engine's defaults for every device
 SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed", "ignore_eos", "stop",
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "stop", "ignore_eos",
 )  # fmt: skip
+OF_A_LINE = (*SAMPLING, "seed")  # of --jsonl; on the command line --seed is the engine's
+OF_A_REQUEST = ValueError, ArithmeticError, MemoryError  # errors after which other requests may succeed
+ERRORS = *OF_A_REQUEST, OSError, NotImplementedError, ImportError, BufferError, pagedkv.CudaError
 
 Commands = Any  # what ArgumentParser.add_subparsers() returns
 
@@ -31,6 +42,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
+# --- options
+
+
 def at_least(lowest: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)
@@ -41,78 +55,104 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
-def add_device(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (default: auto)")
+def add_options(group: argparse._ActionsContainer, cls: type, names: tuple[str, ...], **defaults: object) -> None:
+    """Options of the command line for fields of a dataclass, explained as in its docstring; `defaults` are those that
+    the help shows instead of the dataclass's. args has the options that were given and no others."""
+    hints, texts = get_type_hints(cls), descriptions(cls)
+    own = {each.name: each.default for each in fields(cls)}
+    for name in names:
+        kinds = {kind for kind in (get_args(hints[name]) or (hints[name],)) if kind is not NoneType}
+        number = next((kind for kind in (float, int) if kind in kinds), None)
+        how: dict[str, Any] = {"metavar": {float: "X", int: "N", None: "TEXT"}[number], "type": number or utf8}
+        if bool in kinds:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(own[name], tuple):
+            how["action"] = "append"
+        shown = defaults.get(name, own[name])
+        default = "" if shown in (None, False, ()) else f" (default: {shown})"
+        help = f"{texts.get(name, '')}{default}".replace("None:", "not given:").replace("%", "%%")
+        group.add_argument(f"--{name.replace('_', '-')}", help=help, default=argparse.SUPPRESS, **how)
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int | None) -> None:
-    """How answers are sampled, and the engine's own options."""
-    group = parser.add_argument_group("sampling")
-    most = f"new tokens at most (default: {max_tokens or '1024, or half of what the model takes'})"
-    group.add_argument("--max-tokens", type=at_least(0), default=max_tokens, help=most)
-    greedy = f"0 is greedy (default: {temperature:g})"
-    group.add_argument("--temperature", type=float, default=temperature, help=greedy)
-    group.add_argument("--top-k", type=int, default=0, help="only this many of the likeliest tokens (default: all)")
-    together = "only the most likely tokens, whose probabilities sum to this (default: 1)"
-    group.add_argument("--top-p", type=float, default=1.0, help=together)
-    share = "only tokens that have at least this share of the most likely one's probability"
-    group.add_argument("--min-p", type=float, default=0.0, help=share)
-    less = "above 1: tokens seen become less likely"
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help=less)
-    group.add_argument("--seed", type=int, help="makes the same tokens again at temperature > 0")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+def add_engine_options(parser: argparse.ArgumentParser, *names: str, **defaults: object) -> None:
+    """All of the engine's options, or those named."""
     group = parser.add_argument_group("engine")
-    add_device(group)
-    group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
-    group.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a page (default: 16)")
-    group.add_argument("--max-model-len", type=at_least(1), help="the most tokens of a request, prompt and new ones")
+    add_options(group, EngineOptions, names or tuple(each.name for each in fields(EngineOptions)), **defaults)
 
 
-def add_inputs(parser: argparse.ArgumentParser, what: str) -> None:
-    """Where prompts or messages come from, besides the arguments."""
+def add_model_options(parser: argparse.ArgumentParser, what: str, max_tokens: str) -> None:
+    """Where prompts or messages come from, how answers are sampled, and the engine's own options."""
     whole = f"a text file is one {what}; may be repeated"
     parser.add_argument("--file", action="append", default=[], metavar="FILE", help=whole)
     parser.add_argument("--jsonl", metavar="FILE", help=f"JSON lines in ({STDIN}: stdin), JSON lines out")
+    about = f"What is not given is as the model's generation_config.json says; max_tokens is {max_tokens}."
+    add_options(parser.add_argument_group("sampling", about), SamplingParams, SAMPLING, **dict.fromkeys(SAMPLING))
+    add_engine_options(parser)
 
 
-def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
-    from pagedkv import SamplingParams
-
-    given = {name: getattr(args, name) for name in SAMPLING} | more
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given."""
+    return {each.name: getattr(args, each.name) for each in fields(EngineOptions) if hasattr(args, each.name)}
 
 
-def llm_of(args: argparse.Namespace, num_requests: int) -> LLM:
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given; a wrong one raises."""
+    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    SamplingParams(**given)
+    return given
+
+
+def llm_of(args: argparse.Namespace, num_requests: int, model: str | Path | None = None) -> LLM:
     """For so many requests at a time. Few need few CUDA graphs, which are captured at the start."""
     from pagedkv import LLM
 
-    options = {name: getattr(args, name) for name in ("device", "dtype", "block_size", "max_model_len")}
-    num_seqs = max(num_requests, 1) if num_requests < FEW else None
+    options = engine_options(args)
+    if num_requests < FEW:
+        options = {"max_num_seqs": min(max(num_requests, 1), options.get("max_num_batched_tokens", FEW))} | options
     logging.getLogger("pagedkv.engine.llm").setLevel(logging.ERROR)  # the commands name requests that fail themselves
-    return LLM(args.model, **options, max_num_seqs=num_seqs)
+    return LLM(args.model if model is None else model, **options)
 
 
-def texts_of(args: argparse.Namespace, given: list[str]) -> list[str]:
-    """Texts of the command line ("-" is stdin) and of files. Without any: stdin, unless it is a terminal."""
-    texts = [sys.stdin.read() if text == STDIN else text for text in given]
-    texts += [read_text(Path(name)) for name in args.file]
-    if not texts and not sys.stdin.isatty():
-        texts.append(sys.stdin.read())
+# --- what comes in
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Python has None for a stream that was closed when it started."""
+    return stream is not None and stream.isatty()
+
+
+def texts_of(args: argparse.Namespace) -> list[str]:
+    """Texts of the command line ("-" is stdin) and of files. Without any: stdin, unless it is a terminal or closed."""
+    texts = [read_text(text) if text == STDIN else text for text in args.texts]
+    texts += [read_text(name) for name in args.file]
+    if not texts and sys.stdin is not None and not is_terminal(sys.stdin):
+        texts.append(read_text(STDIN))
     return texts
 
 
-def read_text(path: Path) -> str:
+def read_text(name: str) -> str:
+    """All of a file, or of stdin, whatever the terminal's encoding is."""
+    if name == STDIN and sys.stdin is None:
+        raise ValueError("stdin is closed, but a text is to come from there")
     try:
-        return path.read_text("utf-8")
+        with open(0 if name == STDIN else name, encoding="utf-8-sig", closefd=name != STDIN) as file:
+            return file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no UTF-8 text ({error.reason} at byte {error.start})") from None
+        where = "stdin" if name == STDIN else name
+        raise ValueError(f"{where}: is no UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def utf8(word: str) -> str:
+    """A word of the command line, in which Python keeps bytes of other encodings as halves of surrogate pairs."""
+    try:
+        return os.fsencode(word).decode() if any("\udc80" <= char <= "\udcff" for char in word) else word
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{word!r} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def json_lines(name: str) -> Iterator[dict[str, Any] | ValueError]:
     """The object of each line that is not blank, or what is wrong with it."""
-    text = sys.stdin.read() if name == STDIN else read_text(Path(name))
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts within strings, at U+2028 say
+    for number, line in enumerate(read_text(name).split("\n"), 1):  # splitlines() cuts within strings, at U+2028 say
         if not line.strip():
             continue
         try:
@@ -123,9 +163,44 @@ def json_lines(name: str) -> Iterator[dict[str, Any] | ValueError]:
         yield value if isinstance(value, dict) else ValueError(f"line {number}: no JSON object")
 
 
+def options_of_line(line: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """The prompt or the messages of a JSON line, and its sampling options."""
+    options = dict(line)
+    content = options.pop(name, None)
+    unknown = sorted(options.keys() - set(OF_A_LINE))
+    if unknown:
+        raise ValueError(f"no option {unknown[0]!r}: there are {name}, {', '.join(OF_A_LINE)}")
+    return content, options
+
+
+# --- what goes out
+
+
 def print_json(**row: Any) -> None:
     given = {name: value for name, value in row.items() if value is not None}
+    text = json.dumps(given, ensure_ascii=False)
     try:
-        print(json.dumps(given, ensure_ascii=False), flush=True)
-    except UnicodeEncodeError:  # half of a surrogate pair, say
-        print(json.dumps(given), flush=True)
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal that is not UTF-8, or half of a surrogate pair
+        text = json.dumps(given)
+    print(text, flush=True)
+
+
+def print_error(args: argparse.Namespace, error: object) -> None:
+    print_note(args, f"error: {' '.join(str(error).split()) or type(error).__name__}")
+
+
+def print_note(args: argparse.Namespace, text: str) -> None:
+    """A line on stderr, where it does not mix with answers."""
+    if sys.stderr is not None:  # print() takes None for stdout
+        print(f"pagedkv {args.command}: {text}", file=sys.stderr, flush=True)
+
+
+def cut_note(llm: LLM, num_prompt: int, num_tokens: int, max_tokens: int | None) -> str:
+    """Why an answer of so many tokens has finish_reason "length"."""
+    cut = f"the answer was cut after {num_tokens:,} token{'s' * (num_tokens != 1)}"
+    if num_tokens == max_tokens:
+        return f"{cut} (--max-tokens)"
+    if num_prompt + num_tokens >= llm.max_model_len:
+        return f"{cut}: prompt and answer fill the {llm.max_model_len:,} of max_model_len"
+    return f"{cut}: prompt and answer fill the pool of pages (--num-blocks)"

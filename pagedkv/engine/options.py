@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedkv import ops
-from pagedkv.models.config import DTYPES
+from pagedkv.models import DTYPES
 
 from .sampling_params import check_float, check_int
 

@@ -1,0 +1,3 @@
+"""Models over the operations."""
+
+DTYPES = ("float32", "float16", "bfloat16")  # of weights and activations

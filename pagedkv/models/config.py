@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from . import DTYPES
 from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
 from .rope import Rope, parse_rope
 
@@ -19,7 +20,6 @@ READ = """
     tie_word_embeddings torch_dtype use_sliding_window vocab_size
 """
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-DTYPES = ("float32", "float16", "bfloat16")
 LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 
 

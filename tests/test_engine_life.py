@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -48,7 +49,9 @@ def test_close_releases_the_memory(folder):  # noqa: F811
     assert resident() - before < 0.2 * size
 
 
-def test_engines_leave_nothing_behind(folder):  # noqa: F811
+def test_engines_leave_nothing_behind(folder, caplog):  # noqa: F811
+    caplog.set_level(logging.ERROR, "pagedkv")  # pytest keeps each line
+
     def live_and_die() -> None:
         with LLM(folder, device="cpu", block_size=4, num_blocks=50) as llm:
             generate(llm, ["abc", [], [1] * 300], GREEDY)

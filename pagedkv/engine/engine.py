@@ -59,7 +59,7 @@ class Engine:
             parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._core.book.find
         )
         self._mailbox = Mailbox()  # of requests made by add_request()
-        logger.info("%s is ready after %.1f s: %r", self.folder, time.perf_counter() - start, self)
+        logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
     # What **options may be, for help() and inspect.
     __init__.__signature__ = Signature(  # type: ignore[attr-defined]

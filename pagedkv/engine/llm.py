@@ -199,7 +199,7 @@ class LLM(Engine):
             i, error = failed[0]
             logger.warning(
                 "%d of %d requests failed, the first of them prompts[%d]: %s: %s",
-                len(failed), len(in_order), i, type(error).__name__, error,
+                len(failed), len(in_order), i, type(error).__name__, str(error),  # a handler may keep what it gets
             )  # fmt: skip
         return in_order
 

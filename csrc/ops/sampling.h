@@ -27,8 +27,9 @@
  * (any few dozen y in a row have each of the 16 places alike, by the golden ratio: place and variate are independent),
  * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
  * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
- * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which ISO C mode implies; CUDA: the _rn
- * intrinsics), and the weights of top-p are integers, whose sum does not depend on its order.
+ * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which of the compilers GCC's ISO C mode
+ * alone implies; CUDA: the _rn intrinsics), and the weights of top-p are integers, whose sum does not depend on its
+ * order.
  */
 #ifndef PK_SAMPLING_H
 #define PK_SAMPLING_H

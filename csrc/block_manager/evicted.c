@@ -1,7 +1,7 @@
 /* evicted.c - which content was evicted of late: to say so, and to keep longer what comes back.
  *
- * A table by hash with room for twice as many entries as EVICTED_POOLS pools have pages, since buckets fill unevenly:
- * 512 bytes per page. In a full bucket the oldest entry gives way. Two contents may be taken for each other, because only
+ * A table by hash with room for twice as many entries as EVICTED_POOLS pools have pages, since buckets fill unevenly,
+ * and of a power of two buckets: 512 to 1,024 bytes per page. In a full bucket the oldest entry gives way. Two contents may be taken for each other, because only
  * 40 bits of their hashes are compared: what is cached does not depend on it, only how long. */
 #include "block_manager/internal.h"
 

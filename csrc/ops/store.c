@@ -6,7 +6,7 @@
  *   k_scale, ...  only for fp8 caches: stored = round(x / scale), to nearest even, saturating at +-448, NaN stays NaN
  *
  * A slot out of range: the CPU raises before anything is written; CUDA skips the token and records it in the device
- * status word. Two tokens with one slot: one of them wins.
+ * status word. Two tokens with one slot: what the slot holds then is undefined, K of the one and V of the other even.
  */
 #include "ops/shared.h"
 

@@ -21,7 +21,7 @@ static const char type_doc[] =
     "    eviction: which cached page goes first. \"lru\": the least recently released one. \"reuse\": the same, but a\n"
     "        page whose content was found again, by a prompt or by being computed anew after its eviction, counts as\n"
     "        released later, by three times as many releases as there are pages. What was evicted is remembered for\n"
-    "        32 times as many evictions, in 512 bytes per page.\n"
+    "        32 times as many evictions, in 512 to 1,024 bytes per page.\n"
     "    hash_key: 16 bytes; random if None. Results never depend on it (_hash_bits is for the tests of that).\n\n"
     "Errors: KeyError for an unknown sequence, OutOfBlocks (a MemoryError) where pages do not suffice, ValueError and\n"
     "TypeError for bad arguments. After any error nothing has changed. Every call is O(1) per page, and atomic for\n"

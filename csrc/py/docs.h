@@ -19,7 +19,8 @@
 #define PY_DOC_CACHES \
     "    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same dtype, or float8_e4m3fn.\n"
 #define PY_DOC_SLOTS \
-    "    slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one stores nothing.\n"
+    "    slot_mapping: [num_tokens] int32 or int64, page * block_size + offset; a negative one stores nothing.\n" \
+    "        Two tokens with one slot leave some of either there.\n"
 #define PY_DOC_SCALES \
     "    k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 of shape [1] or\n" \
     "        [num_kv_heads].\n"

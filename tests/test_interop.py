@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -237,6 +238,43 @@ def test_torch_lifetime_both_ways(torch):
     thread.join()
     gc.collect()
     assert gone() is None
+
+
+def test_a_result_of_torchs_without_a_gradient_is_told(torch):
+    """Nobody else says so; Parameters and the rest are taken all the same, and nothing is said where nobody asks for one."""
+    x, weight = torch.randn(3, 16), torch.nn.Parameter(torch.randn(16))
+    with pytest.warns(UserWarning, match="weight requires grad, but pagedkv computes no gradients, so the result of rms_norm has none"):
+        assert not ops.rms_norm(x, weight).requires_grad
+    with pytest.warns(UserWarning, match="^x requires grad"):
+        ops.rms_norm(x.requires_grad_(), weight.detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.rms_norm(x.detach(), weight.detach())
+        ops.rms_norm(x.detach().numpy(), weight)
+        with torch.no_grad():
+            ops.rms_norm(x, weight)
+        with torch.inference_mode():
+            ops.rms_norm(x, weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="requires grad"):
+            ops.rms_norm(x, weight)
+
+
+def test_torchs_negative_bit_is_refused(torch):
+    """Its export gives the memory, which has the other sign."""
+    parts = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    views = [parts, parts[:1], parts[1], parts.reshape(2, 1), torch._neg_view(torch.ones(4)), torch._neg_view(torch.ones(2, 2).bfloat16())]
+    for view in views:
+        for read in (ops.asarray, pagedkv.from_dlpack):
+            with pytest.raises(BufferError, match=r"negative bit.*resolve_neg\(\)"):
+                read(view)
+        assert np.array_equal(ops.asarray(view.resolve_neg().float()).numpy(), view.float().resolve_neg().numpy())
+    with pytest.raises(BufferError, match="x: has PyTorch's negative bit"):
+        ops.rms_norm(parts.reshape(2, 1), torch.ones(1))
+    with pytest.raises(BufferError, match="src: has PyTorch's negative bit|src: "):
+        pagedkv.empty((2,)).copy_(parts)
+    assert ops.asarray(parts.contiguous()).tolist() == [-2, 4]
 
 
 def test_torch_out_is_torch(torch, rng):

@@ -200,6 +200,18 @@ static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, in
     return 0;
 }
 
+static int refuse_object(const char *name, PyObject *object)
+{
+    PyObject *type = PyType_GetName(Py_TYPE(object));
+    if (type)
+        PyErr_Format(PyExc_TypeError,
+                     "%s: must be a sequence of ints (a list, a tuple, a range) or a tensor of them (torch, NumPy, "
+                     "pagedkv, DLPack), not '%U'",
+                     name, type);
+    Py_XDECREF(type);
+    return -1;
+}
+
 int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max,
                  py_ints *ints)
 {
@@ -210,15 +222,18 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
         return from_sequence(name, object, dtype, min, max, ints);
 
     py_tensor_in taken;
-    if (py_take_host_tensor(state, name, object, &taken) < 0) {
-        /* Not a tensor: perhaps some other sequence; bytes and str are refused by name. */
-        if (!PyErr_ExceptionMatches(PyExc_TypeError) || !PySequence_Check(object) || PyUnicode_Check(object)) return -1;
-        PyErr_Clear();
-        return from_sequence(name, object, dtype, min, max, ints);
+    bool is_tensor = py_find_reader(state, name, object, &taken) == 0;
+    if (is_tensor && py_take_host_tensor(state, name, object, &taken) == 0) {
+        int result = from_tensor(name, &taken.view, dtype, min, max, ints);
+        py_release(&taken.hold);
+        return result;
     }
-    int result = from_tensor(name, &taken.view, dtype, min, max, ints);
-    py_release(&taken.hold);
-    return result;
+    /* Not a tensor that can be read: perhaps some other sequence. */
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    bool is_sequence = PySequence_Check(object) && !PyUnicode_Check(object);
+    if (!is_sequence && is_tensor) return -1;
+    PyErr_Clear();
+    return is_sequence ? from_sequence(name, object, dtype, min, max, ints) : refuse_object(name, object);
 }
 
 void py_release_ints(py_ints *ints)

@@ -267,10 +267,41 @@ static PyObject *allocate_by_exchange(const DLPackExchangeAPI *exchange, pk_dtyp
     return exchange->managed_tensor_to_py_object_no_sync(managed, &object) == 0 ? object : NULL;
 }
 
+/* PyTorch's result of a call that PyTorch's autograd does not see. Says so once, where a gradient may be missed. */
+static int warn_of_gradients(py_call *call)
+{
+    const char *name = NULL;
+    for (int i = 0; i < call->num_tensors && !name; i++) {
+        const py_tensor_in *taken = &call->tensors[i];
+        if (taken->exchange != call->state->torch || taken->view.dtype > PK_BF16) continue;
+        PyObject *watched = PyObject_GetAttr(taken->object, call->state->str_requires_grad);
+        int requires_grad = watched ? PyObject_IsTrue(watched) : -1;
+        Py_XDECREF(watched);
+        if (requires_grad < 0) return -1;
+        if (!requires_grad) continue;
+        name = "an argument";
+        for (int k = 0; call->signature && k < call->signature->num_params; k++)
+            if (call->given[k] == taken->object) name = call->signature->texts[k];
+    }
+    if (!name) return 0;
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *answer = torch ? PyObject_CallMethod(torch, "is_grad_enabled", NULL) : NULL;
+    int is_enabled = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_XDECREF(torch);
+    if (is_enabled <= 0) return is_enabled;
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "%s requires grad, but pagedkv computes no gradients, so the result of %s has none: call it in "
+        "torch.no_grad()",
+        name, call->signature ? call->signature->function : "this call");
+}
+
 /* The same for the stream of the call. */
 static PyObject *allocate_on_stream(py_call *call, const DLPackExchangeAPI *exchange, pk_dtype dtype, pk_device device,
                                     int ndim, const int64_t *shape, pk_view *view)
 {
+    if (exchange == call->state->torch && warn_of_gradients(call) < 0) return NULL;
     PyObject *context = py_call_enter_torchs_stream(call, exchange);
     if (!context) return NULL;
     PyObject *tensor = allocate_by_exchange(exchange, dtype, device, ndim, shape, view);

@@ -43,6 +43,7 @@ static int intern_names(py_state *state)
         {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
         {&state->str_requires_grad, "requires_grad"},
         {&state->str_cuda_stream, "cuda_stream"},
+        {&state->str_is_neg, "is_neg"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].slot = PyUnicode_InternFromString(names[i].text))) return -1;
@@ -94,6 +95,7 @@ static void visit_state(py_state *state, void (*each)(PyObject **slot, void *con
         &state->str_exchange_api,
         &state->str_requires_grad,
         &state->str_cuda_stream,
+        &state->str_is_neg,
     };
     for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) each(slots[i], context);
     for (int i = 0; i < PY_NUM_SIGNATURES; i++)

@@ -92,7 +92,7 @@ typedef struct {
 typedef struct {
     PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type;
     PyObject *out_of_blocks, *cuda_error;
-    PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream;
+    PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream, *str_is_neg;
     py_signature signatures[PY_NUM_SIGNATURES];
     py_known_type known_types[PY_MAX_KNOWN_TYPES];
     int num_known_types;

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, folder, generate  # noqa: F401
+from tiny_engine import GREEDY, by_hand, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 
@@ -66,11 +66,12 @@ def test_the_first_preemption_names_the_knob(folder, said):  # noqa: F811
 
 def test_a_place_that_is_taken_is_no_warning(folder, said):  # noqa: F811
     with LLM(folder, **OPTIONS | {"max_num_seqs": 1}) as llm:
+        by_hand(llm)
         said.clear()
         llm.add_request("abc", GREEDY, "low", priority=1)
         llm.step()
         llm.add_request("abc", GREEDY, "high")
-        while llm.has_unfinished_requests():
+        while len(llm._core.book):
             llm.step()
         assert llm.stats().num_preemptions == 1 and said(logging.WARNING) == []
         (line,) = said(logging.INFO)

@@ -24,7 +24,7 @@ NUM_CHATS = 160
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """transformers' tokenizer and the engine's, of one file: a token a byte, and tokens that are tags."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 

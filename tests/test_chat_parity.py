@@ -87,7 +87,7 @@ def test_going_on_with_the_last_message(both, name, seed):
     """Its text may end in whitespace, which some templates trim; it may be a part of a list, or what was thought."""
     rng, roles, num_texts = random.Random(seed + 1), TAKES_LISTS.get(name, ()), 0
     print("seed", seed + 1)
-    for i in range(NUM_CHATS):
+    for i in range(NUM_CHATS // 2):
         chat = random_chat(rng, simple=i % 2 == 0)
         text = rng.choice(["The sum is", "The sum is ", "ok \n", "", "\n x", "<think>\nso", "<think>a</think>b "])
         last = {"role": "assistant", "content": rng.choice([text, text, [{"type": "text", "text": text}]])}
@@ -97,7 +97,7 @@ def test_going_on_with_the_last_message(both, name, seed):
         options = {"continue_final_message": field, "add_generation_prompt": False, **rng.choice(OPTIONS)}
         chat = (with_dicts(chat) if "keys of arguments" in name else chat) + [last]
         num_texts += compare(both, chat, TEMPLATES[name], options, joined(chat, roles)) is not None
-    assert num_texts >= (0 if name == "loops and macros" else NUM_CHATS // 20)  # which writes no content
+    assert num_texts >= (0 if name == "loops and macros" else NUM_CHATS // 40)  # which writes no content
 
 
 # --- what is different on purpose

@@ -245,3 +245,19 @@ def test_an_iterators_own_error_is_not_hidden():
     q, cache = np.zeros((1, 1, 8), np.float32), np.zeros((1, 4, 1, 8), np.float32)
     with pytest.raises(KeyboardInterrupt):
         pagedkv.paged_attention_fwd(q, cache, cache, np.zeros((1, 1), np.int32), np.ones(1, np.int32), window_size=Interrupted())
+
+
+def test_a_propertys_own_error_is_not_hidden():
+    class Interrupted:
+        @property
+        def cuda_stream(self):
+            raise KeyboardInterrupt
+
+    class Empty:
+        pass
+
+    x, weight = np.ones((1, 8), np.float32), np.ones(8, np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        ops.rms_norm(x, weight, stream=Interrupted())
+    with pytest.raises(TypeError, match="stream: must be None, an int"):
+        ops.rms_norm(x, weight, stream=Empty())

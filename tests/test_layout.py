@@ -174,6 +174,7 @@ def test_fork_knows_every_mutex():
     assert outside(where(r"\bpthread_(mutex|rwlock|spinlock|cond)_t\b"), "csrc/cuda/") == {
         "csrc/cpu/blas.c", "csrc/py/lock.c", "csrc/py/lock.h",
     }  # fmt: skip
+    assert where(r"#pragma omp (critical|atomic|ordered)|\bomp_\w*lock\b") == set()
     assert {"csrc/cpu/blas.c", "csrc/py/lock.c", "csrc/cuda/device.cu"} <= where(r"\bpthread_atfork\(")
 
 

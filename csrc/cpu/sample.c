@@ -220,24 +220,23 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *given, pk_stream
     PK_TRY(check_rows(args, err));
     int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
     if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
-    int64_t failed_row = INT64_MAX;
-    pk_error first_error = {.status = PK_OK};
-#pragma omp parallel for schedule(static) if (args->num_rows > 1 && args->num_rows * args->vocab_size > 16384)
-    for (int64_t row = 0; row < args->num_rows; row++) {
-        pk_error error;
-        if (sample_row(args, row, &tokens[row], &error) == PK_OK) continue;
-#pragma omp critical(pk_sample_error)
-        if (row < failed_row) failed_row = row, first_error = error;
-    }
-    if (first_error.status == PK_OK) {
+    int64_t failed_row = INT64_MAX; /* no lock: a child of fork() would find a critical section's taken for ever */
+    bool is_large = args->num_rows > 1 && args->num_rows * args->vocab_size > 16384;
+#pragma omp parallel for schedule(static) reduction(min : failed_row) if (is_large)
+    for (int64_t row = 0; row < args->num_rows; row++)
+        if (sample_row(args, row, &tokens[row], NULL) != PK_OK && row < failed_row) failed_row = row;
+    pk_status status = PK_OK;
+    if (failed_row == INT64_MAX) {
         for (int64_t i = 0; i < args->num_rows; i++) {
             pk_sample_row row = pk_sample_row_of(args, i);
             args->out[i] = tokens[i];
             if (row.counts) row.counts[tokens[i]] = (int32_t)((uint32_t)row.counts[tokens[i]] + 2); /* the caller's */
         }
-    } else if (err) {
-        *err = first_error;
+    } else { /* once more, for what to say; it may do now, where another thread has changed the logits */
+        status = sample_row(args, failed_row, &tokens[failed_row], err);
+        if (status == PK_OK)
+            status = pk_fail(err, PK_EVALUE, "logits[%lld] changed while it was read", (long long)failed_row);
     }
     free(tokens);
-    return first_error.status;
+    return status;
 }

@@ -82,13 +82,15 @@ static int refuse_grad(py_call *call, const char *name, PyObject *object, const 
 {
     if (!taken->exchange) return 0;
     PyObject *watched = PyObject_GetAttr(object, call->state->str_requires_grad);
-    int requires_grad = watched ? PyObject_IsTrue(watched) : 0;
+    int requires_grad = watched ? PyObject_IsTrue(watched) : -1;
     Py_XDECREF(watched);
     if (requires_grad > 0)
         PyErr_Format(PyExc_BufferError, "%s: would be written but requires grad; pass %s.detach()", name, name);
-    else
+    if (!watched && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear(); /* a producer without the attribute */
-    return requires_grad > 0 ? -1 : 0;
+        return 0;
+    }
+    return requires_grad ? -1 : 0;
 }
 
 /* The stride of a dimension of one element means nothing, and producers give what they like: here it is the dense one,

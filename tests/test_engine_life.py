@@ -7,13 +7,20 @@ import logging
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, folder, generate  # noqa: F401
+from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
-from pagedkv import LLM
+from pagedkv import LLM, SamplingParams
+from pagedkv.engine import RequestOutputKind
+from pagedkv.engine.request import Request
+from pagedkv.engine.sequence import Sequence
+from pagedkv.engine.tokenizer import Tokenizer
 
 
 def test_the_package_imports_the_engine_lazily():
@@ -83,3 +90,155 @@ def test_two_engines_side_by_side(folder, tmp_path, device):  # noqa: F811
     assert alone[0] != alone[1]
     for i in range(4):
         assert [output.token_ids for output in results[i]] == [alone[i % 2]] * 5
+
+
+# --- the engine's thread
+
+SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+import pagedkv
+from pagedkv import LLM, SamplingParams
+llm = LLM(Path(pagedkv.__file__).parent / "data" / "demo_model", device="cpu", block_size=4, num_blocks=500)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+def ask():
+    return llm.generate(["473+89="], GREEDY, use_tqdm=False)[0].text
+def queue():
+    return [llm.add_request([3, 4, 5], LONG) for _ in range(30)]
+"""
+
+
+def run(code: str, environment: dict[str, str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_a_process_ends_in_the_middle_of_steps(environment):
+    assert run("queue(); time.sleep(0.05); print('end')", environment) == ["end"]
+    code = "threading.Thread(target=lambda: llm.generate([[3, 4]] * 50, LONG, use_tqdm=False), daemon=True).start()"
+    assert run(code + "; time.sleep(0.05); print(ask())", environment) == ["562"]
+
+
+def test_a_child_of_fork_has_an_engine_of_its_own(environment):
+    """Without the requests of its parent, which go on there."""
+    code = """
+queue(); time.sleep(0.02)
+if os.fork() == 0:
+    print(ask(), llm.manager.stats()["used"], flush=True)
+    os._exit(0)
+os.wait()
+ended = 0
+while llm.has_unfinished_requests():
+    ended += sum(output.finished for output in llm.step())
+print(ended, ask())
+"""
+    assert run(code, environment) == ["562", "0", "30", "562"]
+
+
+def test_an_engine_that_nobody_has_any_more_is_gone(folder):  # noqa: F811
+    """At once, without the garbage collector: its pool's memory is needed by the next one. A closed one has no thread."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = threading.active_count()
+        llm = LLM(folder, device="cpu", num_blocks=20)
+        generate(llm, ["abc"], GREEDY)
+        core, runner = weakref.ref(llm._core), weakref.ref(llm._runner)
+        assert threading.active_count() == before + 1
+        del llm
+        for _ in range(200):
+            if threading.active_count() == before and core() is None:
+                break
+            time.sleep(0.01)
+        assert core() is None and runner() is None and threading.active_count() == before
+        llm = LLM(folder, device="cpu", num_blocks=20)
+        llm.close()
+        assert threading.active_count() == before and llm._runner is None
+    finally:
+        gc.enable()
+
+
+def test_step_waits_and_leaves_other_threads_their_time(folder):  # noqa: F811
+    """The documented loop beside another thread's batch: no empty calls, and it ends when its own requests have."""
+    with engine(folder, ("cpu", 0)) as llm:
+        long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        thread = threading.Thread(target=lambda: generate(llm, [[i] for i in range(20)], long))
+        thread.start()
+        assert llm.step() == [] and not llm.has_unfinished_requests()
+        llm.add_request("abc", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        num_calls = num_outputs = 0
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+            num_calls, num_outputs = num_calls + 1, num_outputs + len(outputs)
+            assert outputs
+        assert num_outputs == 30 >= num_calls
+        thread.join()
+
+
+def test_several_threads_in_step(folder):  # noqa: F811
+    """Each output is returned once, and nobody waits for ever for the last one."""
+    with engine(folder, ("cpu", 0)) as llm:
+        outputs, threads = [], []
+
+        def collect():
+            while llm.has_unfinished_requests():
+                outputs.extend(llm.step())
+
+        for number in range(20):
+            llm.add_request([number, 4, 5], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), str(number))
+        for _ in range(4):
+            threads.append(threading.Thread(target=collect, daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert sorted(output.request_id for output in outputs if output.finished) == sorted(map(str, range(20)))
+        assert len(outputs) == 60
+
+
+class Watched(list):
+    """A list that counts who walks through it, or copies a part of it."""
+
+    walks = 0
+
+    def __getitem__(self, index):
+        self.walks += isinstance(index, slice)
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_telling_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
+    """In the engine's thread. The reader, in its own, makes texts and lists, and joins each piece of text once."""
+    params = SamplingParams(max_tokens=5000, ignore_eos=True, output_kind=kind, logprobs=0)
+    box = SimpleQueue()
+    request = Request("a", "x", [3], params, box, kind, Tokenizer(folder), 0.0)
+    seq = Sequence(0, [3], params, 0, frozenset(), 0.0)
+    seq.owner, request.sequences = request, [seq]
+    request.prepare_text()
+    tokens, logprobs = seq.new_tokens, seq.logprobs = Watched(), Watched()
+    pieces = Watched()
+    if seq.detokenizer is not None:
+        seq.detokenizer._pieces = pieces
+    for number in range(100):
+        logprobs.append({number % 9: -1.0})
+        seq.append(number % 9, 0.0)
+        increment = request.note([seq])
+        box.put(increment)
+        increment.mark_told()
+    assert tokens.walks == logprobs.walks == pieces.walks == 0
+    if kind is RequestOutputKind.FINAL_ONLY:
+        return
+    outputs = [box.get().output() for _ in range(100)]
+    text = seq.detokenizer.text
+    for number, output in enumerate(outputs):
+        is_delta = kind is RequestOutputKind.DELTA
+        assert output.text == (text[number : number + 1] if is_delta else text[: number + 1])
+        assert len(output.token_ids) == len(output.logprobs) == (1 if is_delta else number + 1)

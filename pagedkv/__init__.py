@@ -14,15 +14,29 @@ _spins_by_default = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & _os.environ.keys
 if _spins_by_default:
     _os.environ["GOMP_SPINCOUNT"] = "1000"
 try:
-    import pagedkv._C as _C  # noqa: F401
+    import pagedkv._C as _C
 except ModuleNotFoundError as _error:
     if _error.name != "pagedkv._C":
         raise
-    raise ImportError(
-        f"pagedkv was imported from {_os.path.dirname(__file__)}, which has no compiled extension (_C): in a checkout "
-        "this is the folder of the sources. `pip install .` installs pagedkv; then import it from any other folder, "
-        "and test it by `pytest`, not by `python -m pytest`. `make build` compiles the extension in place."
-    ) from None
+    # The folder of the sources, without the compiled extension. Python takes it where a program starts in a checkout,
+    # also after `pip install .`: then all modules come from the installed package, whose folder becomes __path__.
+    import sys as _sys
+    import warnings as _warnings
+    from importlib.machinery import PathFinder as _Finder
+
+    _here = _os.path.dirname(_os.path.realpath(__file__))
+    _others = [_each for _each in _sys.path if _os.path.realpath(_os.path.join(_each or ".", "pagedkv")) != _here]
+    _installed = _Finder.find_spec("pagedkv", _others)
+    _folders = list(_installed.submodule_search_locations or ()) if _installed else []
+    if not _Finder.find_spec("pagedkv._C", _folders):
+        raise ImportError(
+            f"pagedkv was imported from {_here}, which has no compiled extension (_C): in a checkout this is the "
+            "folder of the sources. `pip install .` installs pagedkv, `make build` compiles the extension in place."
+        ) from None
+    __path__ = _folders
+    __file__ = _os.path.join(_folders[0], "__init__.py")
+    _warnings.warn(f"{_here} has no compiled extension: this is the pagedkv of {_folders[0]}", stacklevel=2)
+    import pagedkv._C as _C  # noqa: F401
 finally:
     if _spins_by_default:
         del _os.environ["GOMP_SPINCOUNT"]

@@ -47,12 +47,8 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None) -> 
         raise NotADirectoryError(f"{name}: a file; model must be the folder of a model, or a name on a hub")
     if not HUB_NAME.fullmatch(name):
         raise FileNotFoundError(f"{name}: no such folder, and no name of a model on a hub (owner/name)")
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{name}: no such folder; a model of the hub needs huggingface_hub (pip install pagedkv[hub])"
-        ) from error
+    from huggingface_hub import errors, snapshot_download
+
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, ignore_patterns=IGNORED))
     except errors.GatedRepoError:

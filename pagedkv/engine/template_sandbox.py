@@ -45,11 +45,8 @@ def _is_too_large(operator: str, left: object, right: object) -> bool:
 
 @cache
 def _environment() -> Any:
-    try:
-        from jinja2 import TemplateError, ext, nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-    except ModuleNotFoundError as error:
-        raise ImportError("chat templates need Jinja2 (pip install pagedkv[chat]), which is not installed") from error
+    from jinja2 import TemplateError, ext, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Generation(ext.Extension):  # type: ignore[misc]
         """{% generation %} ... {% endgeneration %} marks what the model has written; here it changes nothing."""

@@ -7,7 +7,7 @@
     llm.generate("Her age as JSON: ", params)
 
 The end-of-sequence token is allowed where the grammar may end, and nowhere else. An answer that reaches max_tokens is
-cut off. This module needs the package xgrammar (pip install pagedkv[grammar]).
+cut off. This module needs the package xgrammar (pip install xgrammar).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
     import xgrammar
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"pagedkv.integrations.xgrammar needs {error.name} (pip install pagedkv[grammar]), which is not installed"
+        f"pagedkv.integrations.xgrammar needs {error.name} (pip install xgrammar), which is not installed"
     ) from error
 
 

@@ -28,6 +28,7 @@ COLOURS = {
     "FA3, page 16": "#e07b24", "FA3, page 256": "#c2504a", "FA3, contiguous": "#9b6ad1",
     "FlashInfer, page 16": "#3f9c5a",
 }  # fmt: skip
+OF_LINES = {"pagedkv, no plan": "#c2504a"}  # thin ones: two blues would be one
 MORE_COLOURS = ("#2f7de1", "#3f9c5a", "#9b6ad1", "#c2504a", "#74b3ff", "#5b76ad")  # of other lines, in turn
 
 
@@ -175,7 +176,7 @@ def draw(plot: Plot, path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("benchmarks/plots.py draws with matplotlib: pip install 'pagedkv[plots]'") from error
+        raise ImportError("benchmarks/plots.py draws with matplotlib: pip install '.[plots]'") from error
     style = {
         "svg.fonttype": "none", "svg.hashsalt": "pagedkv", "font.family": "sans-serif", "font.size": 10,
         "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -211,7 +212,7 @@ def _lines(axes: Any, panel: Lines) -> None:
     others = iter(MORE_COLOURS)
     for name, values in panel.series.items():
         points = [(int(n), value) for n, value in zip(panel.groups, values, strict=True) if value is not None]
-        colour = COLOURS.get(name) or (COLOURS["vLLM 0.26.0"] if name.startswith("vLLM") else next(others))
+        colour = (COLOURS | OF_LINES).get(name) or (COLOURS["vLLM 0.26.0"] if name.startswith("vLLM") else next(others))
         marker = "o" if len(points) < 40 else ""
         axes.plot(*zip(*points, strict=True), color=colour, label=name, marker=marker, markersize=3)
     if panel.is_log:

@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "block-manager": tables.block_manager,
     "cpu": tables.cpu,
     "cpu-engine": tables.cpu_engine,
+    "cpu-headline": tables.cpu_headline,
     "special-cases": tables.special_cases,
     "decode": attention.decode,
     "decode-heads": attention.decode_heads,

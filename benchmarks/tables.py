@@ -147,7 +147,7 @@ def engine(rows: list[Row] = ROWS) -> str:
         others = [row.form.format(each) if each else "" for each in (row.nano_vllm, row.vllm, row.floor)]
         share = f"{value / row.floor if row.is_speed else row.floor / value:.0%}" if row.floor else ""
         cells.append((row.name, row.form.format(value), *others, share))
-    head = "| one H200, bfloat16, random weights | pagedkv | nano-vllm | vLLM | floor | share of the floor |"
+    head = "| one H200, bfloat16, random weights | pagedkv | nano-vllm | vLLM 0.26.0 (November 2026) | floor | share of the floor |"
     table = markdown(head, cells)
     return f"{table}\n\n{provenance(*dict.fromkeys(row.file for row in rows))}"
 
@@ -259,6 +259,17 @@ def cpu_engine() -> str:
     table = markdown("| 0.6B in bfloat16 on two cores | pagedkv, ms | torch, ms | torch in float32, ms | times torch "
                      "| times float32 | plain read |", rows)  # fmt: skip
     return f"{table}\n\n{provenance('cpu-engine')}"
+
+
+def cpu_headline() -> str:
+    """Tokens per second of the same steps, without oneDNN."""
+    rows = {}
+    for row in recorded("cpu-engine")["rows"]:
+        if not row["variant"].endswith("oneDNN"):
+            rows.setdefault(row["isa"], {})[row["case"]] = row["tokens"] / row["pagedkv_ms"]["median"] * 1e3
+    cells = [(CPU_CASES[case], *(f"{by_case[case]:,.0f} tok/s" for by_case in rows.values())) for case in CPU_CASES]
+    head = " | ".join(isa.replace("avx", "AVX") for isa in rows)
+    return f"{markdown(f'| 0.6B in bfloat16, two cores of a CPU | {head} |', cells)}\n\n{provenance('cpu-engine')}"
 
 
 # --- special cases

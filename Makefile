@@ -63,6 +63,11 @@ report: ## the tables of README.md and docs/ from the recorded figures
 plots: ## docs/plots from the recorded figures; needs matplotlib (pip install '.[plots]')
 	$(PYTHON) benchmarks/plots.py
 
+OLD_URL = $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
+urls: ## URL=https://...: the project's address, in pyproject.toml and README.md
+	@test -n "$(URL)" || { echo "make urls URL=https://... (now $(OLD_URL))"; exit 1; }
+	sed -i 's|$(OLD_URL)|$(URL)|g' pyproject.toml README.md
+
 format: ## C and CUDA sources by clang-format 14
 	$(CLANG_FORMAT) -i $(C_SOURCES)
 
@@ -100,4 +105,4 @@ sanitize-gpu: build ## small GPU tests under compute-sanitizer: memory, uninitia
 clean: ## what was built
 	rm -rf build dist .fuzz .mypy_cache .ruff_cache *.egg-info pagedkv/_C*.so
 
-.PHONY: help build test build-asan asan fuzz-calls fuzz bench bench-growth docs report plots format lint sanitize-gpu clean
+.PHONY: help build test build-asan asan fuzz-calls fuzz bench bench-growth docs report plots urls format lint sanitize-gpu clean

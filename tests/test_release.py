@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_the_sdist_has_what_the_repository_has(tmp_path):
         packed = {member.name.partition("/")[2] for member in tar if member.isfile()}
     made = {name for name in packed if name.startswith("pagedkv.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert packed - made == {name for name in files if not name.startswith(LEFT_OUT)}
+
+
+def test_the_address_is_set_in_one_place(tmp_path):
+    """`make urls URL=...` changes all of pyproject.toml's and the README's, and again."""
+    for name in ("Makefile", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    for url in ("https://code.example/some/where", "https://code.example/else"):
+        subprocess.run(["make", "urls", f"URL={url}"], cwd=tmp_path, check=True, capture_output=True)
+        urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+        assert len(urls) == 4 and all(each.startswith(url) for each in urls.values())
+        assert f"git clone {url} && cd pagedkv" in (tmp_path / "README.md").read_text()
+        assert "example.org" not in (tmp_path / "README.md").read_text() + (tmp_path / "pyproject.toml").read_text()
 
 
 def test_cibuildwheel_builds_one_wheel():

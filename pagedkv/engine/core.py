@@ -93,6 +93,13 @@ class EngineCore:
 
     def call(self, action: Callable[[], T]) -> T:
         """Runs the action between two steps, and returns its result or raises its error."""
+        future = self._ask(action)
+        if future is None:
+            raise self._closed()
+        return future.result()
+
+    def _ask(self, action: Callable[[], T]) -> Future[T] | None:
+        """The result to come; None once the core is closed."""
         self.refuse_own_thread()
         future: Future[T] = Future()
 
@@ -102,9 +109,7 @@ class EngineCore:
             except BaseException as error:
                 future.set_exception(error)
 
-        if not self._post(run):
-            raise self._closed()
-        return future.result()
+        return future if self._post(run) else None
 
     def refuse_own_thread(self) -> None:
         """Raises for a caller that would wait for the end of the step which it is called from."""
@@ -118,14 +123,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Aborts all requests, ends the thread and lets go of the runner. Later requests raise RuntimeError."""
-        self.refuse_own_thread()
-        closed: Future[None] = Future()
-
-        def run() -> None:
-            self._close()
-            closed.set_result(None)
-
-        if self._post(run):
+        closed = self._ask(self._close)
+        if closed is not None:
             closed.result()
             self._join()
 

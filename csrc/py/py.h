@@ -43,18 +43,17 @@
  * Type_method. The signature itself is read at import from the first line of the docstring, which is also what
  * inspect.signature shows. */
 /* clang-format off */
-#define PY_SIGNATURES(X)                                                                                              \
-    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)               \
-    X(num_multiprocessors)                                                                                            \
-    X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize) X(ElasticBuffer_tensor)                                                                                   \
-    X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph) X(Graph_capture) X(Graph_replay)   \
-    X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__) \
-    X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                       \
-    X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                        \
-    X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)                    \
-    X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed)     \
-    X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                         \
-    X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare) X(BlockManager_resize)              \
+#define PY_SIGNATURES(X)                                                                                          \
+    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)           \
+    X(num_multiprocessors) X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize)                \
+    X(ElasticBuffer_tensor) X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph)        \
+    X(Graph_capture) X(Graph_replay) X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__)      \
+    X(BlockManager) X(BlockManager_allocate) X(BlockManager_match) X(BlockManager_can_allocate)                   \
+    X(BlockManager_append) X(BlockManager_reserve) X(BlockManager_commit) X(BlockManager_fork)                    \
+    X(BlockManager_truncate) X(BlockManager_free) X(BlockManager_swap_out) X(BlockManager_swap_in)                \
+    X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed) \
+    X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                     \
+    X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare) X(BlockManager_resize)        \
     X(BlockManager_explain) X(BlockManager_import_cache)
 /* clang-format on */
 

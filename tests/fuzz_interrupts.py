@@ -159,12 +159,12 @@ class Fuzz:
     def look_after(self) -> None:
         """Nothing is left of what was interrupted, but requests that the main thread had queued and not taken."""
         for _ in range(600):
-            if not len(self.llm._core.book):
+            if not len(self.llm._book):
                 break
             time.sleep(0.1)
         self.llm.manager.check()
-        if self.llm.manager.stats()["used"] or self.llm._core.book._by_id:
-            self.problems.append(f"left: {self.llm.manager.stats()}, {list(self.llm._core.book._by_id)}")
+        if self.llm.manager.stats()["used"] or self.llm._book._by_id:
+            self.problems.append(f"left: {self.llm.manager.stats()}, {list(self.llm._book._by_id)}")
         self.llm.close()
 
 

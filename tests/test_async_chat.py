@@ -55,7 +55,7 @@ def test_chats(llm):
         assert (await anext(left)).request_id == "mine"
         await left.aclose()  # which aborts it
         assert [output async for output in engine.chat(chat, GREEDY, "mine")][-1].token_ids == expected[0]
-        assert len(llm._core.book) == 0
+        assert len(llm._book) == 0
 
     asyncio.run(main())
     assert llm.manager.stats()["used"] == 0

@@ -35,7 +35,7 @@ def llm(folder):
 async def settled(engine: AsyncEngine) -> bool:
     """Aborts are done between two steps: soon."""
     for _ in range(200):
-        if not len(engine.engine._core.book):
+        if not len(engine.engine._book):
             return is_empty(engine.engine)
         await asyncio.sleep(0.01)
     return False

@@ -33,7 +33,7 @@ def last_of(told: dict[str, list[str | None]]) -> dict[str, str | None]:
 
 def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatch):  # noqa: F811
     llm = by_hand(cpu_llm)
-    book = llm._core.book
+    book = llm._book
     abort = book.abort
 
     def of_another_thread():
@@ -133,10 +133,10 @@ def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeyp
         gc.disable()
         try:
             leave_a_stream()
-            llm._core.book._by_id = Collecting(llm._core.book._by_id)
+            llm._book._by_id = Collecting(llm._book._by_id)
             llm.add_request([1, 2], GREEDY, "a")
             settle(llm)
-            llm._core.book._by_id = dict(llm._core.book._by_id)
+            llm._book._by_id = dict(llm._book._by_id)
             leave_a_stream()
             monkeypatch.setattr(llm.scheduler, "check_pages", collect)
             llm.add_request([1, 2], GREEDY, "b")

@@ -53,7 +53,7 @@ def is_empty(llm: Engine) -> bool:
     settle(llm)
     llm.manager.check()
     return not (llm.manager.stats()["used"] or len(llm.manager) or llm.has_unfinished_requests() or llm.scheduler.has_work
-                or len(llm._core.book) or llm._core.book._by_id or llm._core.book._num_followed)  # fmt: skip
+                or len(llm._book) or llm._book._by_id or llm._book._num_followed)  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "swap_space": 1 << 20}], ids=str)
@@ -178,7 +178,7 @@ def test_a_reader_may_come_late(folder, place, kind):  # noqa: F811
         expected = generate(llm, [[3, 4, 5]], SamplingParams(**options | {"output_kind": FINAL}))[0]
         by_hand(llm).add_request([3, 4, 5], SamplingParams(**options))
         llm._core.step()
-        while len(llm._core.book):
+        while len(llm._book):
             llm._core.step()
         outputs = news_of(llm)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]

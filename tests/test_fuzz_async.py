@@ -120,7 +120,7 @@ def test_readers_that_come_and_go(cases, behind, seed):
             assert not any(thread.is_alive() for thread in threads), "a thread hangs"
             assert fuzz.problems == []
             settle(llm)
-            assert not llm.manager.stats()["used"] and not len(llm._core.book) and not llm._core.book._by_id
+            assert not llm.manager.stats()["used"] and not len(llm._book) and not llm._book._by_id
             print(fuzz.num_compared, "answers compared")
             assert fuzz.num_compared > 3
     finally:

@@ -71,7 +71,7 @@ def test_a_place_that_is_taken_is_no_warning(folder, said):  # noqa: F811
         llm.add_request("abc", GREEDY, "low", priority=1)
         llm.step()
         llm.add_request("abc", GREEDY, "high")
-        while len(llm._core.book):
+        while len(llm._book):
             llm.step()
         assert llm.stats().num_preemptions == 1 and said(logging.WARNING) == []
         (line,) = said(logging.INFO)

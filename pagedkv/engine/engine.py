@@ -53,10 +53,10 @@ class Engine:
         self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
         self.manager, self.scheduler, self.default_params = parts.manager, parts.scheduler, parts.default_params
         self._core = EngineCore(parts.runner, parts.scheduler, parts.config.vocab_size, type(self).__name__)
-        self.counters = self._core.counters
+        self._book, self.counters = self._core.book, self._core.counters
         self._identity = parts.identity
         self._maker = RequestMaker(
-            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._core.book.find
+            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._book.find
         )
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
@@ -103,7 +103,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. Its id is
         free at once. False where no request has this id: it may have ended by itself."""
-        request = self._core.book.find(request_id)
+        request = self._book.find(request_id)
         return request is not None and self._core.abort([request])
 
     def has_unfinished_requests(self) -> bool:
@@ -127,7 +127,7 @@ class Engine:
         device has too little memory.
         """
         wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
-        self._core.call(lambda: self._core.book.resize(wanted, lambda: self._pool().resize(wanted)))
+        self._core.call(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
@@ -166,14 +166,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What runs and waits now, sums since the start, and percentiles of the last answers' times."""
-        return self._core.book.stats(self.counters)
+        return self._book.stats(self.counters)
 
     def explain(self, request_id: str) -> str:
         """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
-        request = self._core.book.find(request_id)
+        request = self._book.find(request_id)
         if request is None:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
-        return self._core.call(lambda: self._core.book.explain(request))
+        return self._core.call(lambda: self._book.explain(request))
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager

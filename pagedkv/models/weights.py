@@ -11,7 +11,6 @@ import json
 import math
 import mmap
 import os
-import re
 from collections.abc import Mapping, Set
 from itertools import accumulate
 from operator import mul
@@ -23,8 +22,9 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, ops
 
-from .config import read_json, refuse_pointer
+from .config import refuse_pointer
 from .fingerprint import fingerprint
+from .weight_files import CheckpointError, find_weights
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Every dtype of the format, supported or not: the tensors must fill their file.
@@ -37,12 +37,7 @@ ITEM_BITS = (
 )
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 STAGING_BYTES = 32 << 20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded: the message names the file and the tensor."""
 
 
 class Entry(NamedTuple):
@@ -262,26 +257,6 @@ class Checkpoint:
         return target
 
 
-def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files with a model's weights, and which of them, by name, has a tensor (None: the only one). All are there.
-
-    model.safetensors counts before an index, as in transformers: where both are there, the shards are older. Without
-    either, a single file of another name will do."""
-    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if path.exists():
-        return [path], None
-    if not index.exists():
-        return [_only_file(folder)], None
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: no 'weight_map'")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
-    return [folder / name for name in names], weight_map
-
-
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """The file of every tensor name."""
     paths, weight_map = find_weights(folder)
@@ -293,22 +268,6 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     if "embed_tokens.weight" in files:  # a model without a head, such as Qwen3-Embedding's
         files = {f"model.{name}": file for name, file in files.items()}
     return files
-
-
-def _only_file(folder: Path) -> Path:
-    paths, others = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
-    shard = SHARD.search(paths[0].name) if len(paths) == 1 else None
-    if len(paths) == 1 and (shard is None or int(shard[1]) == 1):
-        return paths[0]
-    if shard is not None:
-        found = f"{paths[0].name} is one of several files, whose model.safetensors.index.json is not there"
-    elif paths:
-        found = "several .safetensors files but neither model.safetensors nor model.safetensors.index.json"
-    elif others:
-        found = f"{others[0].name} but no model.safetensors: convert it (load and save_pretrained() in transformers)"
-    else:
-        found = "no model.safetensors"
-    raise FileNotFoundError(f"{folder}: {found}: no weights to load")
 
 
 def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]:

@@ -1,0 +1,50 @@
+"""Which files of a model's folder hold its weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .config import read_json
+
+SHARD = re.compile(r"-of-(\d+)\.safetensors$")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: the message names the file and the tensor."""
+
+
+def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files with a model's weights, and which of them, by name, has a tensor (None: the only one). All are there.
+
+    model.safetensors counts before an index, as in transformers: where both are there, the shards are older. Without
+    either, a single file of another name will do."""
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if path.exists():
+        return [path], None
+    if not index.exists():
+        return [_only_file(folder)], None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: no 'weight_map'")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
+    return [folder / name for name in names], weight_map
+
+
+def _only_file(folder: Path) -> Path:
+    paths, others = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
+    shard = SHARD.search(paths[0].name) if len(paths) == 1 else None
+    if len(paths) == 1 and (shard is None or int(shard[1]) == 1):
+        return paths[0]
+    if shard is not None:
+        found = f"{paths[0].name} is one of several files, whose model.safetensors.index.json is not there"
+    elif paths:
+        found = "several .safetensors files but neither model.safetensors nor model.safetensors.index.json"
+    elif others:
+        found = f"{others[0].name} but no model.safetensors: convert it (load and save_pretrained() in transformers)"
+    else:
+        found = "no model.safetensors"
+    raise FileNotFoundError(f"{folder}: {found}: no weights to load")

@@ -25,6 +25,11 @@ void pk_cpu_adopt_num_threads(void)
         is_fork_watched = true; /* twice by a race is harmless */
         pthread_atfork(NULL, NULL, note_fork);
     }
+#ifdef KMP_VERSION_MAJOR /* libomp, of Clang. Its idle threads spin for so long that where cores are shared the demo took
+                          * ten times as long; pagedkv/__init__.py has libgomp's setting. KMP_BLOCKTIME wins. */
+    enum { DEFAULT_MS = 200 };
+    if (kmp_get_blocktime() == DEFAULT_MS) kmp_set_blocktime(0);
+#endif
     int num_threads = pk_cpu_num_threads();
     if (num_threads != omp_get_max_threads()) omp_set_num_threads(num_threads);
 }

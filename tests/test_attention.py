@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import oracle
@@ -127,25 +126,6 @@ def test_rows_that_see_only_huge_negative_logits(rng, device, dtype, num_queries
     tolerance = oracle.tolerance(dtype)
     np.testing.assert_allclose(get(out), np.repeat(v[None, :40].mean(1), num_queries, 0), atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(get(lse), np.full((1, num_queries), greatest), rtol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("capability", ["80", "86"])
-def test_the_kernels_of_older_devices(cuda, capability):
-    """All that runs on a GPU once more in a process whose GPU stands for one of that compute capability."""
-    names = "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "kernel_instances", "sample_cuda"
-    files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
-    tests = "case or pool or graph or product or projection or options"
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", tests, *files]
-    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": capability}, capture_output=True, text=True)
-    assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
-
-
-@pytest.mark.gpu
-def test_a_bad_cap_of_the_compute_capability_is_refused(cuda):
-    command = [sys.executable, "-c", "import pagedkv; pagedkv.empty((1,), 'float32', 'cuda')"]
-    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": "8.0"}, capture_output=True, text=True)
-    assert "ValueError: PAGEDKV_CUDA_MAX_CC is '8.0' but must be 80, 86, 89, 90, 100 or 120" in result.stderr
 
 
 def test_every_instruction_set(lesser_isa):

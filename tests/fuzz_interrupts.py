@@ -85,7 +85,7 @@ class Fuzz:
             prompt, params, expected = rng.choice(self.cases)
             try:
                 if rng.random() < 0.5:
-                    found = seen(self.llm.generate([prompt], params, use_tqdm=False))
+                    found = seen(self.llm.generate([prompt], params, use_tqdm=rng.random() < 0.2))
                 else:
                     found = seen(list(self.llm.stream(prompt, params)))
             except BaseException as error:
@@ -98,7 +98,7 @@ class Fuzz:
 
     def batch(self, rng: random.Random) -> None:
         some = rng.sample(self.cases, rng.randrange(1, 5))
-        self.llm.generate([case[0] for case in some], [case[1] for case in some], use_tqdm=False)
+        self.llm.generate([case[0] for case in some], [case[1] for case in some], use_tqdm=rng.random() < 0.5)
 
     def stream(self, rng: random.Random) -> None:
         prompt, params, _ = rng.choice(self.cases)

@@ -254,3 +254,24 @@ def test_explaining_a_request_that_came_while_another_action_ran(folder):  # noq
         assert "answer 0: " in told[0]
         while llm.has_unfinished_requests():
             llm.step()
+
+
+# --- progress bars
+
+
+def test_an_interrupt_within_a_bar_leaves_no_lock_taken(folder, monkeypatch, capsys):  # noqa: F811
+    """tqdm takes its lock and shows the bar: an interrupt there is another thread's time, if they share the lock."""
+    from tqdm.auto import tqdm
+
+    with engine(folder, ("cpu", 0)) as llm:
+        monkeypatch.setattr(tqdm, "display", raising(tqdm.display, 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc"], GREEDY, use_tqdm=True)
+        outputs = []
+        for use_tqdm in (True, False):
+            thread = threading.Thread(target=lambda shown=use_tqdm: outputs.extend(llm.generate(["abc"] * 3, GREEDY, use_tqdm=shown)), daemon=True)
+            thread.start()
+            thread.join(20)
+        assert len(outputs) == 6
+        assert "new tokens/s" in capsys.readouterr().err
+        assert len(llm.generate(["abc"], GREEDY, use_tqdm=True)) == 1

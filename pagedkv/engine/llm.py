@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagedkv.models.pooling import read_normalizes
 
@@ -18,11 +19,9 @@ from .chat import encode_chats
 from .engine import Engine
 from .increment import Increment
 from .outputs import EmbeddingOutput, RequestOutput
+from .progress import progress_bar
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -186,11 +185,17 @@ class LLM(Engine):
         outputs: dict[str, RequestOutput | EmbeddingOutput] = {}
         try:
             self._core.submit(requests)
-            with _progress_bar(len(requests), use_tqdm) as bar:
+            start, num_tokens = time.perf_counter(), 0
+            with progress_bar(len(requests), "requests", "req", is_shown=bool(use_tqdm)) as bar:
                 for _ in requests:
                     output = self._core.receive(mailbox)
                     outputs[output.request_id] = output
-                    bar.update()
+                    if bar is not None:
+                        if isinstance(output, RequestOutput):
+                            num_tokens += sum(len(one.token_ids) for one in output.outputs)
+                            speed = num_tokens / (time.perf_counter() - start)
+                            bar.set_postfix_str(f"{speed:,.0f} new tokens/s", refresh=False)
+                        bar.update()
         finally:  # after an error or an interrupt no request keeps pages
             self._core.abort(requests)
         in_order = [outputs[request.id] for request in requests]
@@ -202,9 +207,3 @@ class LLM(Engine):
                 len(failed), len(in_order), i, type(error).__name__, str(error),  # a handler may keep what it gets
             )  # fmt: skip
         return in_order
-
-
-def _progress_bar(total: int, use_tqdm: bool) -> tqdm:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)

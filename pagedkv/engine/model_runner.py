@@ -29,6 +29,7 @@ from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes
 from .kv_caches import KVCaches
 from .launch_watch import LaunchWatch
 from .launched import Launched
+from .progress import progress_bar
 from .prompt_outputs import PromptOutputs
 from .sampler import Sampler
 from .step import Step
@@ -110,14 +111,14 @@ class ModelRunner:
         """Captures the graphs of all batch sizes, which point to the pool."""
         if self.graphs is None:
             return
-        from tqdm import tqdm
-
         start = time.perf_counter()
-        with self.stream:
-            for num_seqs in tqdm(self.batch_sizes, desc="CUDA graphs", disable=None):
+        with self.stream, progress_bar(len(self.batch_sizes), "CUDA graphs", "graph") as bar:
+            for num_seqs in self.batch_sizes:
                 inputs = self.memory.idle_decodes(num_seqs)
                 self.run(inputs)  # so that an operation's first use, which may choose and allocate, is not captured
                 self.graphs.capture(inputs, self._compute)
+                if bar is not None:
+                    bar.update()
         ops.reload_context(self.device)  # a launch is faster then than after all this
         self.launches.calibrate()
         logger.info("%d CUDA graphs were captured in %.1f s", len(self.batch_sizes), time.perf_counter() - start)

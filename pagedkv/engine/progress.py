@@ -31,9 +31,12 @@ of_thread = threading.local()  # bar_type: see _bar_type()
 
 
 def _bar_type() -> Any:
-    """tqdm's own bar for a notebook or a terminal, but for what all bars of a process share. An interrupt within tqdm may
-    leave its lock taken, and every other thread's next bar would wait for ever. So each thread has its own lock, which
-    it may take again, and no thread watches the bars. Bars of several threads share the line of a terminal."""
+    """tqdm's own bar for a notebook or a terminal, but for what all bars of a process share.
+
+    An interrupt within tqdm may leave its lock taken, and every other thread's next bar would wait for ever. So each
+    thread has its own lock, which it may take again, and no thread watches the bars. Bars of several threads share the
+    line of a terminal.
+    """
     if not hasattr(of_thread, "bar_type"):
         from tqdm.auto import tqdm
 

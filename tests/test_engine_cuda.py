@@ -276,10 +276,10 @@ def test_weights_arrive_through_small_pieces(tmp_path, monkeypatch, rng):
     folder = write_model(tmp_path)
     for dtype in ("float32", "bfloat16", "float16"):
         there, here = (weights.Checkpoint(folder, dtype, device) for device in ("cuda:0", "cpu"))
-        for name in there.files:
-            shape = here.files[name].tensor(name).shape
-            a, b = there.load(name, *shape), here.load(name, *shape)
-            there.finish()
+        shapes = {name: file.tensor(name).shape for name, file in here.files.items()}
+        loaded = [(there.load(name, *shape), here.load(name, *shape)) for name, shape in shapes.items()]
+        there.finish()
+        for a, b in loaded:
             assert pagedkv.asarray(a, device="cpu").view(-1, "uint8").tolist() == b.view(-1, "uint8").tolist()
 
 

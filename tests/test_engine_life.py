@@ -121,6 +121,16 @@ def test_a_process_ends_in_the_middle_of_steps(environment):
     assert run("queue(); time.sleep(0.05); print('end')", environment) == ["end"]
     code = "threading.Thread(target=lambda: llm.generate([[3, 4]] * 50, LONG, use_tqdm=False), daemon=True).start()"
     assert run(code + "; time.sleep(0.05); print(ask())", environment) == ["562"]
+    code = "import atexit; atexit.unregister(stop); atexit.register(late); atexit.register(stop); queue()"
+    late = """
+from pagedkv.engine.core import _stop_all as stop
+def late():  # when the thread has been ended
+    try:
+        ask()
+    except RuntimeError as error:
+        print(error)
+"""
+    assert run(late + code, environment) == ["this", "LLM", "is", "closed"]
 
 
 def test_a_child_of_fork_has_an_engine_of_its_own(environment):

@@ -54,7 +54,7 @@ def by_hand(llm: Engine) -> Engine:
     """From now on the test's own thread makes the steps: step() makes one, and returns what is new after it."""
     core = llm._core
     core.stop()
-    core._is_stopping = False
+    core._is_closed = core._is_stopping = False
 
     def call(action):
         core.take_messages()

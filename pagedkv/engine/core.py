@@ -129,9 +129,10 @@ class EngineCore:
             self._join()
 
     def stop(self) -> None:
-        """Ends the thread after the step that it works on, at the end of the process."""
-        self._is_stopping = True
-        self._inbox.put(None)
+        """Ends the thread after the step that it works on, at the end of the process. Later requests raise."""
+        with self._lock:
+            self._is_closed = self._is_stopping = True
+            self._inbox.put(None)
         self._join()
 
     def _join(self) -> None:

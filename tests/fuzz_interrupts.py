@@ -2,8 +2,8 @@
 
     python tests/fuzz_interrupts.py --seconds 1800 --seed 1
 
-SIGALRM raises KeyboardInterrupt in the main thread, in the middle of generate(), stream(), step(), and AsyncEngine's
-event loop. Other threads compare each of their answers (tokens, text, log probabilities) with the one that the same
+A timer presses Ctrl-C in the main thread, in the middle of generate(), stream(), step(), and AsyncEngine's event loop,
+where asyncio.run() makes a cancelled task of it. Other threads compare each of their answers (tokens, text, log probabilities) with the one that the same
 request gets alone. It prints one JSON object; test_fuzz_interrupts.py runs it for some seconds.
 """
 
@@ -144,7 +144,8 @@ class Fuzz:
         threads = [threading.Thread(target=self.ask, args=(number,), daemon=True) for number in range(3)]
         for thread in threads:
             thread.start()
-        signal.signal(signal.SIGALRM, raise_interrupt)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, press_ctrl_c)
         self.interrupt()
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         for thread in threads:
@@ -168,8 +169,8 @@ class Fuzz:
         self.llm.close()
 
 
-def raise_interrupt(*_) -> None:
-    raise KeyboardInterrupt
+def press_ctrl_c(*_) -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def main() -> None:

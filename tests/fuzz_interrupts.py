@@ -135,7 +135,7 @@ class Fuzz:
                 way(rng)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 self.counts["calls that ended by themselves"] += 1
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio.run() does not always make one of the other
                 self.counts["interrupts"] += 1
             except BaseException as error:
                 self.problems.append(f"{way.__name__} in the main thread: {error!r}")

@@ -270,7 +270,9 @@ static bool explain(void)
     MUST(pk_bm_explain(manager, prompt, salt, &found, NULL) == PK_OK, "no explanation");
     MUST(found.hit_tokens == hits && found.pending_tokens == pending, "match and explain differ");
     bool is_whole = hits / config.block_size == prompt.count / config.block_size;
-    MUST(is_whole == (found.reason == PK_MISS_NONE), "wrong reason");
+    bool is_short = prompt.count < config.block_size;
+    MUST(is_short == (found.reason == PK_MISS_SHORT), "short or not");
+    MUST((is_whole && !is_short) == (found.reason == PK_MISS_NONE), "wrong reason");
     MUST((pending > 0) == (found.reason == PK_MISS_PENDING), "pending or not");
     return true;
 }

@@ -1,91 +1,72 @@
-"""Counts what there is to read: files, lines and functions of each folder, as a table in Markdown.
+"""Counts what there is to read, as a table in Markdown: of the checkout, or of revisions of git.
 
-    python tools/sizes.py [REVISION ...]
+    python tools/sizes.py                             # the checkout
+    python tools/sizes.py --at d3f6370 --at HEAD      # two revisions beside each other
 
-Without a revision the working tree is counted. Lines include comments and blank lines. A function of C is counted from
-the line of its brace to the closing brace, a function of Python from `def` to its last line.
+Lines include comments and blank lines, and csrc/py those of dlpack.h, which is not ours.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
+import io
 import re
-import statistics
 import subprocess
-import sys
-from collections.abc import Iterator
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# The first that matches names the row of a file; other files are not counted.
-FOLDERS = {
-    "csrc, csrc/ops, csrc/block_manager": r"csrc/((ops|block_manager)/)?[^/]+",
-    "csrc/py": r"csrc/py/[^/]+",
-    "csrc/cpu": r"csrc/cpu/[^/]+",
-    "csrc/cuda": r"csrc/cuda/[^/]+",
-    "pagedkv": r"pagedkv/.*\.py",
-    "tests": r"tests/.*\.(py|c)",
-}
-NOT_OURS = "csrc/py/dlpack.h"
+GIT = ("git", "-C", str(ROOT))
+PARTS = ("csrc", "pagedkv", "tests")
+SOURCE = re.compile(rf"^({'|'.join(PARTS)})/.*\.(c|h|cu|inc|py|cpp)$")
+FOLDERS = ("csrc/cuda", "csrc/py", "csrc/cpu", "csrc/ops", "csrc/block_manager", "pagedkv", "tests")
+# The files that divide attention's work, wherever they lie: `attention_plan.cu`, `attention/plan/lengths.h`, and
+# `attention_prefill.h`, which has the items and their order.
+PLANNING = r"csrc/cuda/attention.*(plan|shape|schedule|lengths|prefill_batch|prefill_parts|prefill\.h|/items).*"
+THRESHOLDS = r"csrc/cuda/(.*/)?thresholds\.h"
 
 
-def git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def files_at(revision: str | None) -> dict[str, str]:
+    """Path -> text of every source file; without a revision, of the checkout and what git would add there."""
+    if revision is None:
+        listed = subprocess.run([*GIT, "ls-files", "-z", "-co", "--exclude-standard"], stdout=subprocess.PIPE, check=True)
+        paths = filter(SOURCE.search, listed.stdout.decode().split("\0"))
+        return {path: (ROOT / path).read_text() for path in paths if (ROOT / path).exists()}
+    packed = subprocess.run([*GIT, "archive", revision, "--", *PARTS], stdout=subprocess.PIPE, check=True)
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        members = [each for each in archive if each.isfile() and SOURCE.search(each.name)]
+        return {each.name: archive.extractfile(each).read().decode() for each in members}
 
 
-def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
-    """(path, text) of every source file."""
-    listed = git("ls-tree", "-r", "--name-only", revision) if revision else git("ls-files")
-    for path in listed.splitlines():
-        if path == NOT_OURS or not re.search(r"\.(c|h|cu|inc|py)$", path):
-            continue
-        if revision:
-            yield path, git("show", f"{revision}:{path}")
-        elif (ROOT / path).exists():
-            yield path, (ROOT / path).read_text()
+def sizes_of(files: dict[str, str]) -> dict[str, int]:
+    """What is counted -> how much of it there is."""
+
+    def lines(pattern: str) -> int:
+        return sum(text.count("\n") for path, text in files.items() if re.fullmatch(pattern, path))
+
+    sizes = {f"lines of {folder}": lines(f"{folder}/.*") for folder in FOLDERS}
+    sizes["files of pagedkv/engine"] = sum(path.startswith("pagedkv/engine/") for path in files)
+    sizes["lines of attention's planning"] = lines(PLANNING)
+    numbers = [numbers_in(text) for path, text in files.items() if re.fullmatch(THRESHOLDS, path)]
+    sizes["numbers in thresholds.h"] = sum(numbers)
+    return sizes
 
 
-def functions_of(path: str, text: str) -> Iterator[tuple[int, str]]:
-    """(lines, name) of every function."""
-    if path.endswith(".py"):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.end_lineno - node.lineno + 1, node.name
-        return
-    lines, starts = text.splitlines(), dict[str, int]()
-    for i, line in enumerate(lines):
-        indent = line[: len(line) - len(line.lstrip())]
-        if line.strip() == "{" and len(indent) <= 4:
-            starts[indent] = i
-        elif line.strip() in ("}", "};") and indent in starts:
-            start = starts.pop(indent)
-            names = re.findall(r"(\w+)\(", " ".join(lines[max(start - 6, 0) : start]))
-            yield i - start + 1, names[-1] if names else "?"
-
-
-def rows_of(revision: str | None) -> dict[str, tuple[int, int, int, str, int, str]]:
-    """By folder: files, lines, median file, longest file, and the longest function with its name."""
-    sizes: dict[str, list[tuple[int, str]]] = {name: [] for name in FOLDERS}
-    functions: dict[str, list[tuple[int, str]]] = {name: [(0, "")] for name in FOLDERS}
-    for path, text in files_of(revision):
-        folder = next((name for name, pattern in FOLDERS.items() if re.fullmatch(pattern, path)), None)
-        if folder:
-            sizes[folder].append((text.count("\n"), Path(path).name))
-            functions[folder] += functions_of(path, text)
-    rows = {}
-    for name, found in sizes.items():
-        longest, function = max(found), max(functions[name])
-        lines = [size for size, _ in found]
-        rows[name] = (len(found), sum(lines), int(statistics.median(lines)), f"{longest[0]} {longest[1]}", *function)
-    return rows
+def numbers_in(thresholds: str) -> int:
+    """Constants with a value: `constexpr int A = 1, B = 2; /* a = b */` has two."""
+    code = re.sub(r"/\*.*?\*/|//[^\n]*", "", thresholds, flags=re.DOTALL)
+    return sum(declaration.count("=") for declaration in re.findall(r"\bconstexpr\b[^;]*;", code))
 
 
 def main() -> None:
-    for revision in sys.argv[1:] or [None]:
-        print(f"\n{revision or 'working tree'}\n")
-        print("| folder | files | lines | median file | longest file | longest function |\n|---|---|---|---|---|---|")
-        for name, (count, lines, median, longest, length, function) in rows_of(revision).items():
-            print(f"| {name} | {count} | {lines:,} | {median} | {longest} | {length} `{function}` |")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--at", metavar="REVISION", action="append", help="a revision of git instead of the checkout")
+    revisions = parser.parse_args().at or [None]
+    columns = [sizes_of(files_at(revision)) for revision in revisions]
+    print("|", " | ".join(["what", *(revision or "checkout" for revision in revisions)]), "|")
+    print("|---" * (len(columns) + 1) + "|")
+    for name in columns[0]:
+        print("|", " | ".join([name, *(f"{column[name]:,}" for column in columns)]), "|")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ FUZZ_SECONDS ?= 60
 FUZZ_CALLS ?= 20000
 CLANG ?= $(firstword $(shell command -v clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14 2>/dev/null))
 CLANG_FORMAT ?= $(firstword $(shell command -v clang-format-14 clang-format 2>/dev/null))
-C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu \
-    tests/*.c tests/*.cpp tests/*.h benchmarks/lab/*/*.cu))
+C_SOURCES := $(filter-out csrc/py/dlpack.h,$(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/cpu/*.inc csrc/cuda/*.cu csrc/cuda/*/*.cu \
+    csrc/cuda/*/*.h csrc/cuda/*/*/*.h csrc/cuda/*/*/*.cu tests/*.c tests/*.cpp tests/*.h benchmarks/lab/*/*.cu))
 # The tests of the operations: each topic of csrc/ops has one (tests/test_layout.py).
 TOPIC_TESTS := $(wildcard $(patsubst csrc/ops/%.c,tests/test_%.py,$(wildcard csrc/ops/*.c)))
 

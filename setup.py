@@ -1,4 +1,4 @@
-"""Builds pagedkv._C: every csrc/**/*.c with the C compiler, every csrc/cuda/*.cu with nvcc, one shared object.
+"""Builds pagedkv._C: every csrc/**/*.c with the C compiler, every csrc/cuda/**/*.cu with nvcc, one shared object.
 
 What the build needs (compiler, headers, OpenMP, Python packages) is looked for before the first file is compiled, and
 what is missing is named together with its package. `pip install -v .` shows each file as it is done.
@@ -273,8 +273,9 @@ class BuildExt(build_ext):
 
 
 def sources():
-    patterns = ("csrc/*.c", "csrc/block_manager/*.c", "csrc/ops/*.c", "csrc/py/*.c", "csrc/cpu/*.c", "csrc/cuda/*.cu")
-    return sorted(str(s.relative_to(ROOT)) for pattern in patterns for s in ROOT.glob(pattern))
+    folders = ("", "block_manager", "ops", "py", "cpu")
+    found = [s for folder in folders for s in (ROOT / "csrc" / folder).glob("*.c")]
+    return sorted(str(s.relative_to(ROOT)) for s in (*found, *(ROOT / "csrc" / "cuda").rglob("*.cu")))
 
 
 setup(

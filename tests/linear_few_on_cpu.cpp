@@ -1,9 +1,9 @@
-/* linear_few_on_cpu.cpp - how linear_few.cu divides a product, by its own code on the CPU (tests/test_linear_few_plan.py).
+/* linear_few_on_cpu.cpp - how linear/few.cu divides a product, by its own code on the CPU (tests/test_linear_few_plan.py).
  */
 #define EMULATED_THREADS 32
 #include "emulated_gpu.h"
 
-#include "cuda/linear_few_plan.h"
+#include "cuda/linear/few_plan.h"
 
 struct planned_product {
     int num_rows, in_features, out_features, is_gated, num_sms, compute_capability;       /* in */

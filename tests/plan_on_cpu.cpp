@@ -2,8 +2,8 @@
 #define EMULATED_THREADS 512
 #include "emulated_gpu.h"
 
-#include "cuda/attention_plan.cu"
-#include "cuda/attention_shape.cu"
+#include "cuda/attention/plan/plan.cu"
+#include "cuda/attention/plan/shape.cu"
 
 constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 

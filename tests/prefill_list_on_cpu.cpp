@@ -4,7 +4,7 @@
 #define EMULATED_THREADS 256
 #include "emulated_gpu.h"
 
-#include "cuda/attention_prefill_plan.cu"
+#include "cuda/attention/prefill/plan.cu"
 
 constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 

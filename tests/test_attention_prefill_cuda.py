@@ -10,7 +10,7 @@ from pagedkv import ops
 
 pytestmark = pytest.mark.gpu
 
-# Columns of a plan's row that is an item of prefill: attention_prefill_batch.h.
+# Columns of a plan's row that is an item of prefill: attention/prefill/batch.h.
 COLUMNS = ("signature", "seq", "q_head", "first_token", "num_positions", "first_key", "context_len", "begin", "end",
            "part", "num_parts", "first_slot")  # fmt: skip
 

@@ -218,7 +218,7 @@ ptxas info    : Used 168 registers, used 9 barriers, 208 bytes cumulative stack 
 def log_of_kernels() -> list[str]:
     """What the compiler said in the newest build here."""
     folders = sorted(SETUP.parent.glob("build/temp*/csrc/cuda"), key=lambda folder: folder.stat().st_mtime)
-    logs = [path.read_text() for path in folders[-1].glob("*.log")] if folders else []
+    logs = [path.read_text() for path in folders[-1].rglob("*.log")] if folders else []
     if not any(map(local_memory, logs)):
         pytest.skip("no kernels were built here with NVCC_FLAGS=--resource-usage")
     return logs

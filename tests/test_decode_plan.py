@@ -8,7 +8,7 @@ import pagedkv
 
 pytestmark = pytest.mark.gpu
 
-# Columns of a plan's row: attention_plan.h.
+# Columns of a plan's row: attention/plan/plan.h.
 COLUMNS = ("signature", "seq", "tile", "first_query", "num_queries", "context", "first_step", "end_step", "part",
            "num_parts", "first_slot", "first_part")  # fmt: skip
 

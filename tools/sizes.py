@@ -22,14 +22,15 @@ SOURCE = re.compile(rf"^({'|'.join(PARTS)})/.*\.(c|h|cu|inc|py|cpp)$")
 FOLDERS = ("csrc/cuda", "csrc/py", "csrc/cpu", "csrc/ops", "csrc/block_manager", "pagedkv", "tests")
 # The files that divide attention's work, wherever they lie: `attention_plan.cu`, `attention/plan/lengths.h`, and
 # `attention_prefill.h`, which has the items and their order.
-PLANNING = r"csrc/cuda/attention.*(plan|shape|schedule|lengths|prefill_batch|prefill_parts|prefill\.h|/items).*"
+PLANNING = r"csrc/cuda/attention.*(plan|shape|schedule|lengths|prefill[_/]batch|prefill[_/]parts|prefill\.h|/items).*"
 THRESHOLDS = r"csrc/cuda/(.*/)?thresholds\.h"
 
 
 def files_at(revision: str | None) -> dict[str, str]:
     """Path -> text of every source file; without a revision, of the checkout and what git would add there."""
     if revision is None:
-        listed = subprocess.run([*GIT, "ls-files", "-z", "-co", "--exclude-standard"], stdout=subprocess.PIPE, check=True)
+        command = [*GIT, "ls-files", "-z", "-co", "--exclude-standard"]
+        listed = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         paths = filter(SOURCE.search, listed.stdout.decode().split("\0"))
         return {path: (ROOT / path).read_text() for path in paths if (ROOT / path).exists()}
     packed = subprocess.run([*GIT, "archive", revision, "--", *PARTS], stdout=subprocess.PIPE, check=True)

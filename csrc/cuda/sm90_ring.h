@@ -1,5 +1,5 @@
-/* sm90_ring.h - products of tiles of a weight with few rows of x through a ring of stages: linear_sm90.cu and
- * sample_linear.cu. One thread fills the ring, and warpgroups multiply; a stage holds a step of the inputs. */
+/* sm90_ring.h - products of tiles of a weight with few rows of x through a ring of stages: linear/sm90.cu and
+ * sample/sample_linear.cu. One thread fills the ring, and warpgroups multiply; a stage holds a step of the inputs. */
 #ifndef PK_SM90_RING_H
 #define PK_SM90_RING_H
 

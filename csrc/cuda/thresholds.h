@@ -10,7 +10,7 @@
 namespace thresholds
 {
 
-/* attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
+/* attention/attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
 constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
 constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
 constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs, */
@@ -26,13 +26,13 @@ constexpr int MANY_DIMS_AN_SM = 112; /* the same of full tiles, beyond 128 dims:
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
 constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
 
-/* qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
+/* attention/qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
  * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
-constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention_decode.cu uses it, too */
+constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention/decode/decode.cu uses it, too */
 constexpr int MOST_SEQS_OF_FEW_HEADS = 112, MOST_SEQS_OVER_FP8 = 96; /* linear/NOTES-sm90.md #29 */
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
-/* attention_shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
+/* attention/plan/shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
 constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
 constexpr float BUSY_SHARE = 0.75f;       /* of them: so many read as fast as all (decode/NOTES.md #100) */
 constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
@@ -62,7 +62,7 @@ constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its 
 constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73), */
 constexpr int FEW_STEPS_APART = 6;        /* and the table is for more steps than these (#85) */
 
-/* attention_prefill_parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
+/* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
 constexpr float PART_US = 2.0f;                         /* to begin a part, or an item that stays whole */
 constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be merged */
@@ -76,14 +76,14 @@ constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest mat
 constexpr int FEW_ITEMS_SHARE = 13;       /* items are few up to SMs / 13: four threads merge what one does (#50) */
 constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
-/* attention_prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
+/* attention/prefill/prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
 constexpr double SAVED_BY_FEWER_HEADS = 0.03;
 
-/* attention_prefill_sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
+/* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */
 constexpr int TALL_QUARTERS = 3;  /* of the places in their waves, where items of two could be cut (#39) */
 
-/* linear_sm90.cu, beside linear_few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
+/* linear/sm90.cu, beside linear/few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
 constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 112; /* #20, #29 */
 constexpr int SM90_MAX_SPLITS = 4;                    /* CTAs that divide the inputs of a tile */
 constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower */

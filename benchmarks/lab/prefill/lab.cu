@@ -1,4 +1,4 @@
-/* lab.cu - checks and times csrc/cuda/attention_prefill_sm90.cu, or (sm80) attention_prefill_sm80.cu, without Python.
+/* lab.cu - checks and times csrc/cuda/attention/prefill/sm90.cu, or (sm80) attention/prefill/sm80.cu, without Python.
  *
  *     lab [sm80] check [seed [part of a name]]            the cases against a naive kernel, with poison; exit code 1
  *                                                         on a mismatch
@@ -6,7 +6,7 @@
  *
  * Build: benchmarks/lab/prefill/build.sh
  */
-#include "cuda/attention.h"
+#include "cuda/attention/attention.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -16,7 +16,7 @@ CTAS, TILE_US, ITEM_US, TILES_AHEAD = 132, 1.4, 1.5, 3
 
 def list_items(sequences: list[tuple[int, int]], kv_heads: int, group: int, *, heads_at_once: int = 0,
                chunks: list[range] | None = None) -> list[int]:  # fmt: skip
-    """Keys of every item of sequences (new tokens, cached ones), in the order of attention_prefill_schedule.h."""
+    """Keys of every item of sequences (new tokens, cached ones), in the order of attention/prefill/schedule.h."""
     positions, listed = 128 // group, []
     for chunk in chunks or [range(len(sequences))]:
         for first_head in range(0, kv_heads, heads_at_once or kv_heads):

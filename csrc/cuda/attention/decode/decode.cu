@@ -1,0 +1,345 @@
+/* decode.cu - attention of a few query rows over a long, paged KV cache. Bound by reading the cache.
+ *
+ * Rows. The queries of one sequence that share a KV head (group * queries) are the columns of the tensor core's tile
+ * and the keys its rows: S^T = K Q^T, then O^T = V^T P^T with m16n8k16. A tile of 8 rows is enough for most models,
+ * against 16 or 64 for the other way round: half the multiplications, exponentials and registers, and registers and
+ * power are what a decode kernel at full bandwidth is short of. P^T comes from S^T by one movmatrix a register. More
+ * rows than 16 are more tiles, whose CTAs read the keys from L2 at about the same time.
+ *
+ * Split. A CTA is one unit of attention/plan/plan.h for one head. Large batches run as CTAs of two warps, four per SM where
+ * shared memory has room for them: where one starts or ends, the others keep the memory busy. Smaller ones run as larger
+ * CTAs: fewer parts to merge. An fp8 cache costs more arithmetic, which more warps hide: if its sequences need more than
+ * four small CTAs an SM, an SM is crowded with five or six, and a warp's ring has two stages.
+ *
+ * Pipeline. A warp takes every n-th chunk of 16 or 32 keys through its own ring of three stages in shared memory,
+ * filled by cp.async, so the loop has no CTA barrier: a warp waits only for its own bytes. 8 warps per SM with two or
+ * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. A warp loads its keys by
+ * loader.h and computes by warp.h. merge.h joins the warps' results.
+ *
+ * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA
+ * then normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
+ * cache and, after what the cache held there before, into the ring. So nothing but the projection is waited for, and
+ * all keys may be on their way before.
+ */
+#include "cuda/attention/decode/loader.h"
+#include "cuda/rope.h"
+#include "cuda/thresholds.h"
+
+// --- kernels
+
+/* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED>
+struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
+    static constexpr int STAGES = decode_stages(IS_CROWDED);
+    using loading = decode_loader<Kind, D, NT, STAGES>;
+    using loading::args, loading::rows, loading::warp, loading::lane, loading::params, loading::smem, loading::ring,
+        loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
+    using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGE_BYTES,
+        loading::RING_BYTES;
+    using loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
+    using typename loading::tile;
+    /* A warp's results come in the place of its stages at the end. */
+    static constexpr int OUTPUT_STRIDE = D + 4;
+    static constexpr int RESULT_BYTES = (ROWS * (2 + OUTPUT_STRIDE) * 4 + 1023) / 1024 * 1024;
+    static_assert(RESULT_BYTES <= RING_BYTES, "results fit where the keys were");
+    /* Where no warp has more chunks than that, its ring has no more stages, so that an SM has room for more CTAs. */
+    static constexpr int ring_bytes(int chunks)
+    {
+        int bytes = (chunks < STAGES ? chunks : STAGES) * STAGE_BYTES;
+        return bytes < RESULT_BYTES ? RESULT_BYTES : bytes;
+    }
+    static constexpr int WARPS_PER_SM = IS_CROWDED ? decode_crowded(decode_warps_per_sm(D, Kind::CACHE_BYTES))
+                                                   : decode_warps_per_sm(D, Kind::CACHE_BYTES);
+    static constexpr int MOST_THREADS = 32 * (IS_CROWDED ? DECODE_FEWEST_WARPS : WARPS_PER_SM); /* of a CTA */
+    /* Behind the rings of a CTA that takes its heads from the projection: queries, the new key and value as the cache
+     * has them, and the squares of the row of x. */
+    static constexpr int QUERY_BYTES = decode_query_bytes(D, ROWS);
+    static constexpr int ROW_BYTES = 2 * D * Kind::CACHE_BYTES; /* of the new key and value */
+    static constexpr int HEAD_BYTES = decode_head_bytes(D, ROWS, Kind::CACHE_BYTES);
+    static constexpr int smem_bytes(int warps, int ring_bytes = RING_BYTES)
+    {
+        return warps * ring_bytes + (TAKES_HEADS ? HEAD_BYTES : 0);
+    }
+    static_assert(QUERY_BYTES == ROWS * QUERY_STRIDE * 2 && STAGE_BYTES == decode_stage_bytes(D, Kind::CACHE_BYTES),
+                  "as the plan counts them");
+    static constexpr int places(const pk_cuda_card &card, int warps)
+    {
+        return decode_places(card, D, Kind::CACHE_BYTES, warps, IS_CROWDED);
+    }
+    static constexpr bool has_room(const pk_cuda_card &card)
+    {
+        bool have_room = !TAKES_HEADS || have_heads_room(card, D, Kind::CACHE_BYTES, ROWS);
+        return places(card, DECODE_FEWEST_WARPS) > 0 && have_room;
+    }
+    /* Of its largest CTA there. */
+    static constexpr int most_smem_bytes(const pk_cuda_card &card)
+    {
+        int warps = MOST_THREADS / 32;
+        while (warps > DECODE_FEWEST_WARPS && places(card, warps) == 0) warps /= 2;
+        return has_room(card) ? smem_bytes(warps) : PK_NO_KERNEL;
+    }
+    static constexpr bool is_as_designed() /* on every card a place, and a Hopper's SM full */
+    {
+        for (const pk_cuda_card &card : PK_CUDA_CARDS) {
+            bool is_full = places(card, MOST_THREADS / 32) * MOST_THREADS == 32 * WARPS_PER_SM && has_room(card);
+            if (card.compute_capability == 90 ? !is_full : places(card, DECODE_FEWEST_WARPS) == 0) return false;
+        }
+        return true;
+    }
+
+    __device__ decode_cta(const pk_attention_args &args, const decode_params &params, char *smem)
+        : loading(args, params, smem)
+    {
+    }
+
+    // --- heads from the projection
+
+    /* A sequence's token, as far as it is known without the projection. */
+    struct new_token {
+        bool is_valid;
+        int slot; /* where this CTA, which has the last keys, stores the token; or -1 */
+        float cosine[8], sine[8];
+    };
+
+    __device__ char *heads_memory() const { return smem + blockDim.x / 32 * params.ring_bytes; }
+    __device__ bool has_last_keys() const { return rows.unit.part + 1 == rows.unit.num_parts; }
+    __device__ int dim_of_piece() const { return lane % (D / 16) * 8; }
+
+    __device__ void read_token(new_token &token) const
+    {
+        const pk_qk_norm_rope_store_args &rope = params.rope;
+        int half = (int)args.head_dim / 2, dim = dim_of_piece(), position = rope.positions[rows.unit.seq];
+        int64_t slot = pk_load_slot(rope.store, rows.unit.seq);
+        token.is_valid = position >= 0 && position < rope.max_positions;
+        if (token.is_valid && pk_is_slot(rope.store, slot) && has_last_keys()) token.slot = (int)slot;
+        if (blockIdx.x == 0)
+            for (const void *weight : {rope.q_weight, rope.k_weight})
+                pk_prefetch_to_l2((const char *)weight + lane * 16);
+        if (!token.is_valid || dim >= half) return;
+        load_angles<true>(token.cosine, token.sine, rope.cos_sin + position * args.head_dim + dim, half, 8);
+    }
+
+    /* Leaves the queries where load_queries looks for them, and after them the key and the value. */
+    template <typename T>
+    __device__ void take_heads(const new_token &token) const
+    {
+        using piece = head_piece<T>;
+        using Cache = std::conditional_t<Kind::IS_FP8, __nv_fp8_e4m3, T>;
+        const pk_qk_norm_rope_store_args &rope = params.rope;
+        int head_dim = (int)args.head_dim, half = head_dim / 2, dim = dim_of_piece(), group = params.group.divisor;
+        int num_q_heads = (int)args.num_q_heads, num_turned = num_q_heads + (int)args.num_kv_heads;
+        int num_heads = group + (token.slot >= 0 ? 2 : 0);
+        const T *qkv = (const T *)rope.qkv + rows.unit.seq * rope.qkv_stride + dim;
+        float *squares = (float *)(heads_memory() + QUERY_BYTES + ROW_BYTES), scale = 1;
+#pragma unroll 1
+        for (int first = 0; first < num_heads; first += blockDim.x / (D / 16)) { /* all warps, for the barrier */
+            int i = first + (int)threadIdx.x / (D / 16);
+            head_kind kind = i < group ? QUERY : i == group ? KEY : VALUE;
+            int head = kind == QUERY ? rows.head * group + i : rows.head + (kind == KEY ? num_q_heads : num_turned);
+            bool is_there = i < num_heads && dim < half;
+            piece x = {}, weights = {};
+            if (is_there) x = piece::template load<true>(qkv + head * head_dim, half, 8);
+            const T *weight = (const T *)(kind == QUERY ? rope.q_weight : rope.k_weight);
+            if (is_there && weight) weights = piece::template load<true>(weight + dim, half, 8);
+            if (first == 0) {
+                pk_leave_squares<T, true>(squares, rope.rms, rows.unit.seq, blockDim.x, threadIdx.x);
+                scale = pk_rms_scale(squares, rope.rms);
+            }
+            piece turned =
+                turn_head(x, scale, weights, weight, token.cosine, token.sine, D / 16, 1.0f / head_dim, rope.eps);
+            x = kind == VALUE ? x.times(scale) : token.is_valid ? turned : piece{};
+            if (!is_there) continue;
+            if (kind == QUERY) {
+                T *to = (T *)heads_memory() + i * QUERY_STRIDE + dim;
+                x.low.store(to);
+                x.high.store(to + half);
+            } else {
+                pk_cache_divisor divisor(kind == KEY ? args.k_scale : args.v_scale, Kind::IS_FP8, rows.head);
+                Cache *to = (Cache *)new_row(kind == VALUE) + dim;
+                pk_write_cache<true>(to, x.low, 8, divisor);
+                pk_write_cache<true>(to + half, x.high, 8, divisor);
+            }
+        }
+    }
+
+    __device__ char *new_row(bool is_value) const
+    {
+        return heads_memory() + QUERY_BYTES + is_value * D * Kind::CACHE_BYTES;
+    }
+
+    /* Brings the new key and value to the cache, and to the stage that was loaded before they were there. */
+    __device__ void put_new_rows(int new_slot, int stage, int in_chunk) const
+    {
+        row_offsets at = offsets_of(params.block_size.divide(new_slot), slot_of(new_slot));
+        char *k_row = (char *)args.k_cache + rows.head * args.k_strides.head * Kind::CACHE_BYTES + at.k;
+        char *v_row = (char *)args.v_cache + rows.head * args.v_strides.head * Kind::CACHE_BYTES + at.v;
+        for (int i = lane; i < 2 * tile::PIECES; i += 32) {
+            int piece = i % tile::PIECES, is_value = i / tile::PIECES;
+            if (piece * 16 >= (int)args.head_dim * Kind::CACHE_BYTES) continue;
+            uint4 bits = *(const uint4 *)(new_row(is_value) + piece * 16);
+            *(uint4 *)((is_value ? v_row : k_row) + piece * 16) = bits;
+            char *to = smem + warp * params.ring_bytes + stage * STAGE_BYTES + is_value * TILE_BYTES;
+            bool is_seen = masks[0] >> in_chunk & 1; /* its page is no padding */
+            if (is_seen) *(uint4 *)(to + tile::offset(in_chunk, piece)) = bits;
+        }
+        __syncwarp();
+    }
+
+    // --- the unit
+
+    __device__ bool starts_early() const { return args.plan && args.past_is_constant; }
+    /* From here on, what the previous kernel wrote may be read. Calling it twice does no harm. The next kernel may start
+     * if it has something to do meanwhile: prefill works beside this one, and with the promise another decode reads its
+     * keys. Otherwise it starts when this one's keys are read (decode/NOTES.md #104): earlier it would only be dealt the
+     * SMs whose short parts end first, and its longest parts come first, so some SMs would have many and others none. */
+    __device__ void begin() const
+    {
+        pk_wait_for_previous_kernel();
+        if (starts_early() || params.shape.filter.max_rows != INT64_MAX) pk_let_next_kernel_start();
+    }
+
+    __device__ void run()
+    {
+        if (!starts_early()) begin();
+        /* One or two sequences leave SMs idle, where the next product may fetch its weight while the previous one runs.
+         * A large weight would only stand in the way of the few bytes that are waited for here. */
+        bool is_small = args.num_q_heads * args.head_dim <= thresholds::FEW_HEADS;
+        if (TAKES_HEADS && args.num_seqs <= 2 && is_small) pk_let_next_kernel_start();
+        int unit_index = params.num_heads.divide(blockIdx.x);
+        rows.head = blockIdx.x - unit_index * params.num_heads.divisor;
+        if (!this->template read_unit<TAKES_HEADS>(unit_index)) {
+            /* A row that is no unit makes room for the next kernels at once; the first CTA waits for all. */
+            bool is_no_unit = this->is_signed && rows.unit.num_parts == 0;
+            if (is_no_unit && blockIdx.x > 0) return;
+            begin();
+            if (threadIdx.x == 0 && !is_no_unit)
+                pk_record_bad_id(params.bad_id, PK_BAD_PLAN, unit_index, rows.unit.signature,
+                                 pk_sign_row(params.shape.signature, unit_index, rows.unit));
+            return;
+        }
+        int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
+        next_page = look_up();
+        new_token token = {false, -1};
+        if (TAKES_HEADS) read_token(token);
+        bool makes_key = token.slot >= 0; /* the one key that is new is not read */
+        int new_key = makes_key ? max(rows.unit.context - 1, 0) : -1;
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; stage++) {
+            if (!makes_key && load_key + CHUNK > first_new_key) begin();
+            load_next(stage);
+        }
+        begin();
+        const int context = args.context_lens[rows.unit.seq], first_slot = (int)first_slot_of(args, rows.unit.seq);
+        if constexpr (TAKES_HEADS) {
+            if (Kind::IS_FP8 && args.dtype == PK_BF16)
+                take_heads<__nv_bfloat16>(token);
+            else
+                take_heads<typename Kind::Element>(token);
+            __syncthreads();
+        }
+        this->template load_queries<TAKES_HEADS>(heads_memory());
+        if (threadIdx.x == 0 && context != rows.unit.context)
+            pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, rows.unit.context, context);
+        if (threadIdx.x == 0 && first_slot != rows.unit.first_slot)
+            pk_record_bad_id(params.bad_id, PK_STALE_START, rows.unit.seq, rows.unit.first_slot, first_slot);
+        for (int stage = 0; first_key < end_key; first_key += step) {
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            if (TAKES_HEADS && (unsigned)(new_key - first_key) < CHUNK)
+                put_new_rows(token.slot, stage, new_key - first_key);
+            this->compute_chunk(ring + stage * STAGE_BYTES, first_key, masks[0]);
+            __syncwarp(); /* every lane has read what comes to be overwritten */
+            load_next(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        pk_let_next_kernel_start();
+        copy_async_wait<0>();
+        __syncwarp();
+        this->leave_results(
+            {(float *)(smem + warp * params.ring_bytes), ROWS, OUTPUT_STRIDE}); /* where its keys were */
+        __syncthreads();
+        merge_unit<Kind, D, ROWS>(rows, (float *)smem, params.ring_bytes / 4, OUTPUT_STRIDE);
+        if (TAKES_HEADS && threadIdx.x == 0 && !makes_key && rows.head == 0 && has_last_keys())
+            check_token(params.rope, rows.unit.seq, params.bad_id);
+    }
+};
+
+template <typename Cta>
+__global__ void __launch_bounds__(Cta::MOST_THREADS, 32 * Cta::WARPS_PER_SM / Cta::MOST_THREADS)
+    attention_decode_kernel(const __grid_constant__ pk_attention_args args,
+                            const __grid_constant__ decode_params params)
+{
+    extern __shared__ __align__(1024) char smem[];
+    Cta(args, params, smem).run();
+}
+
+// --- launchers
+
+template <typename Cta>
+static pk_status launch_decode(const pk_attention_args *args, decode_params params, const pk_cuda_call &call)
+{
+    const decode_shape &shape = params.shape;
+    auto kernel = attention_decode_kernel<Cta>;
+    static uint64_t done;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)call.device->card.smem_per_cta, &done));
+    int warps = shape.step / shape.chunk;
+    params.ring_bytes = Cta::ring_bytes(shape.most_steps);
+    size_t smem = Cta::smem_bytes(warps, params.ring_bytes);
+    /* An SM that has room before the others must not take their CTAs: each asks for its share of an SM's memory. */
+    size_t share = (size_t)call.device->card.smem_per_sm / shape.ctas_per_sm / 128 * 128 - 1024;
+    if (shape.is_crowded && smem < share) smem = share;
+    dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
+    PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), smem, *args, params));
+    return shape.merges_apart ? pk_cuda_merge_parts(*args, params.workspace.parts, PARTS_OF_DECODE, call) : PK_OK;
+}
+
+using decode_instance = pk_cuda_instance<pk_status(const pk_attention_args *, decode_params, const pk_cuda_call &)>;
+/* By whether it takes heads from the projection, and is crowded. */
+static constexpr const char *VARIANTS[2][2] = {{"", "crowded"}, {"takes heads", "takes heads, crowded"}};
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED = false>
+static constexpr decode_instance instance_of()
+{
+    using cta = decode_cta<Kind, D, NT, TAKES_HEADS, IS_CROWDED>;
+    static_assert(!IS_CROWDED || may_be_crowded(D, 8 * NT, Kind::CACHE_BYTES), "there are registers");
+    static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
+    static_assert(cta::is_as_designed(), "fewer CTAs than the plan counts on");
+    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][IS_CROWDED], Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
+             cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
+            launch_decode<cta>};
+}
+/* clang-format off */
+#define INSTANCES_OF(Kind)                                                                             \
+    instance_of<Kind, 64, 1, true>(), instance_of<Kind, 64, 2, true>(), instance_of<Kind, 128, 1, true>(), \
+    instance_of<Kind, 128, 2, true>(), instance_of<Kind, 256, 1, true>(),                              \
+    instance_of<Kind, 64, 1, false>(), instance_of<Kind, 64, 2, false>(), instance_of<Kind, 128, 1, false>(), \
+    instance_of<Kind, 128, 2, false>(), instance_of<Kind, 256, 1, false>(), instance_of<Kind, 256, 2, false>()
+/* clang-format on */
+static constexpr decode_instance INSTANCES[] = {
+    INSTANCES_OF(kind_bf16),
+    INSTANCES_OF(kind_f16),
+    INSTANCES_OF(kind_fp8),
+    instance_of<kind_fp8, 64, 1, true, true>(),
+    instance_of<kind_fp8, 128, 1, true, true>(),
+    instance_of<kind_fp8, 64, 1, false, true>(),
+    instance_of<kind_fp8, 128, 1, false, true>(),
+};
+const pk_cuda_kernel_table pk_cuda_attention_decode_kernels = pk_cuda_table(INSTANCES);
+
+pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                   const pk_qk_norm_rope_store_args *rope)
+{
+    decode_params params = {};
+    if (rope) params.rope = *rope;
+    PK_TRY(pk_cuda_prepare_decode(args, filter, call, &params.shape, &params.workspace));
+    params.bad_id = call.device->bad_id;
+    params.group = make_divider(params.shape.group);
+    params.num_heads = make_divider(args->num_kv_heads);
+    params.block_size = make_divider(args->block_size);
+    params.are_16_in_a_page = args->max_blocks_per_seq == 1 || (args->block_size % 16 == 0 && !args->key_starts);
+    for (const decode_instance &each : INSTANCES)
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == params.shape.head_dim &&
+            each.shown.rows == params.shape.rows &&
+            each.shown.variant == VARIANTS[rope != nullptr][params.shape.is_crowded])
+            return each.launch(args, params, call);
+    return pk_cuda_no_instance(call, "attention_decode_kernel");
+}

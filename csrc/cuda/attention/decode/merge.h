@@ -1,0 +1,137 @@
+/* merge.h - the end of a unit of decode attention: its warps' results become one, and a cut tile's parts.
+ *
+ * Both are the same sum over softmax states (attention/states.h): first over the warps in shared memory, then, by the
+ * last CTAs to arrive, over the parts in the workspace, a batch of which is under way before the first is used. Or the
+ * parts are left to another kernel (attention/parts.h).
+ */
+#ifndef PK_CUDA_ATTENTION_MERGE_H
+#define PK_CUDA_ATTENTION_MERGE_H
+
+#include "cuda/attention/plan/plan.h"
+
+/* The query rows of a unit and head: which token and query head a row is. */
+struct decode_tile {
+    const pk_attention_args &args;
+    const decode_params &params;
+    attention_unit unit;
+    int head, rows_per_tile;
+
+    __device__ int num_rows() const
+    {
+        return min(rows_per_tile, unit.num_queries * params.group.divisor - unit.tile * rows_per_tile);
+    }
+    __device__ int query_of(int row) const { return params.group.divide(unit.tile * rows_per_tile + row); }
+    __device__ int q_head_of(int row) const
+    {
+        int group = params.group.divisor;
+        return head * group + unit.tile * rows_per_tile + row - query_of(row) * group;
+    }
+    __device__ int position_of(int row) const { return unit.context - unit.num_queries + query_of(row); }
+};
+
+template <typename Kind>
+__device__ static void write_row(const decode_tile &tile, int row, int dim, row_state state)
+{
+    int64_t token = tile.unit.first_query + tile.query_of(row);
+    write_state<Kind>(tile.args, tile.unit.seq, tile.head, token, tile.q_head_of(row), dim, state);
+}
+
+__device__ static inline void leave(const partial_rows &to, int row, int dim, const row_state &state)
+{
+    *(float4 *)(to.output(row) + dim) = state.output;
+    if (dim == 0) to.max()[row] = state.max, to.sum()[row] = state.sum;
+}
+
+/* Whether this CTA is the last of `count` to arrive. Overwrites the first bytes of `shared`. */
+__device__ static inline bool comes_last(unsigned int *arrivals, int count, float *shared)
+{
+    bool &is_last = *(bool *)shared;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = pk_arrive(arrivals, count);
+    __syncthreads();
+    return is_last;
+}
+
+/* Adds up `count` parts of each of a tile's rows; take(row, dim, state) is called for four dims of a row at a time. A
+ * lane has as many of them as a warp needs for whole rows: their loads are under way together. */
+template <int D, typename Place, typename Take>
+__device__ static __forceinline__ void add_parts_of_rows(int num_rows, int count, Place part_at, Take take)
+{
+    constexpr int OF_LANE = D > 128 ? D / 128 : 1, LANES = D / 4 / OF_LANE;
+    for (int item = threadIdx.x; item / 32 * 32 < num_rows * LANES; item += blockDim.x) {
+        int row = min(item / LANES, num_rows - 1), dim = item % LANES * 4;
+        row_state states[OF_LANE];
+        add_parts<D>(states, count, row, dim, part_at);
+        __syncwarp(); /* all lanes have read the states of these rows: take() may write over them */
+        if (item >= num_rows * LANES) continue;
+#pragma unroll
+        for (int n = 0; n < OF_LANE; n++) take(row, dim + n * LANES * 4, states[n]);
+    }
+}
+
+/* Where there are many parts. The CTA that comes last with a part of a group adds that group up, and leaves the sum in
+ * place of the group's first part; the CTA that comes last with a sum adds the sums up. (Inline: as a function that is
+ * called it took up to 3 us longer.) */
+template <typename Kind, int D, int ROWS>
+__device__ static __forceinline__ void merge_on_two_levels(const decode_tile tile, int first_slot, float *shared)
+{
+    const int num_rows = tile.num_rows(), num_parts = tile.unit.num_parts;
+    const int group = parts_of_group(tile.params.shape, num_parts), first = tile.unit.part / group * group;
+    const int count = min(group, num_parts - first); /* of this group's parts */
+    const int num_groups = (num_parts + group - 1) / group;
+    const decode_workspace &workspace = tile.params.workspace;
+    /* A group counts in the counter of its first part; the sums are counted in that of the second part, which no group
+     * begins with. */
+    unsigned int *arrivals = workspace.arrivals + first_slot;
+    auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
+
+    if (!comes_last(arrivals + first, count, shared)) return;
+    add_parts_of_rows<D>(
+        num_rows, count, [&](int part) { return part_at(first + part); },
+        [&](int row, int dim, const row_state &state) { leave(part_at(first), row, dim, state); });
+    if (!comes_last(arrivals + 1, num_groups, shared)) return;
+    add_parts_of_rows<D>(
+        num_rows, num_groups, [&](int part) { return part_at(part * group); },
+        [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });
+}
+
+/* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA comes last with one. */
+template <typename Kind, int D, int ROWS>
+__device__ static void merge_unit(const decode_tile &tile, float *shared, int warp_stride, int row_stride)
+{
+    constexpr int QUADS = D / 4;
+    int num_items = tile.num_rows() * QUADS;
+    int num_parts = tile.unit.num_parts, group = tile.params.group.divisor;
+    const decode_workspace &workspace = tile.params.workspace;
+    /* Of PK_SCRATCH_COUNTERS at most. */
+    int first_slot = tile.head * tile.params.shape.max_slots + tile.unit.first_part;
+    auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
+
+    for (int item = threadIdx.x; item < num_items; item += blockDim.x) {
+        int row = item / QUADS, dim = item % QUADS * 4;
+        row_state state = add_up(blockDim.x / 32, [&](int i) {
+            partial_rows from = {shared + i * warp_stride, ROWS, row_stride};
+            return row_state{from.max()[row], from.sum()[row], *(float4 *)(from.output(row) + dim)};
+        });
+        if (num_parts == 1) {
+            write_row<Kind>(tile, row, dim, state);
+            continue;
+        }
+        leave(part_at(tile.unit.part), row, dim, state);
+    }
+    if (num_parts == 1) return;
+    if (tile.params.shape.merges_apart) {
+        if (threadIdx.x == 0 && tile.unit.part == 0)
+            workspace.parts.note({tile.unit.seq, tile.head * group, group, tile.unit.first_query, tile.unit.num_queries,
+                                  tile.unit.tile * ROWS, first_slot, num_parts});
+        return;
+    }
+
+    if (__builtin_expect(num_parts > tile.params.shape.most_at_once, 0))
+        return merge_on_two_levels<Kind, D, ROWS>(tile, first_slot, shared);
+    if (!comes_last(workspace.arrivals + first_slot, num_parts, shared)) return;
+    add_parts_of_rows<D>(tile.num_rows(), num_parts, part_at,
+                         [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });
+}
+
+#endif

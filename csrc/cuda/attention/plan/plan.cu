@@ -1,0 +1,292 @@
+/* plan.cu - plans a step of decode attention (plan.h): one CTA, once for all layers. The rules are
+ * those of units.h.
+ */
+#include "cuda/attention/plan/units.h"
+
+// --- kernels
+
+enum {
+    THREADS = 512,
+    WARPS = THREADS / 32,
+    ROWS_OF_A_THREAD = 4, /* of the plan: what has more is left to whole warps, */
+    MOST_LEFT = 64        /* if there is room */
+};
+static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
+
+/* Where a sequence's rows stand in the plan: side by side those of all parts but the last ones of its tiles, and, at
+ * another place, those of the last ones. */
+struct rows_of_sequence {
+    int seq, num_parts, num_tiles, bucket_of_first, bucket_of_last;
+    int begin, begin_of_last, first_part;
+    __device__ int num_first() const { return num_tiles * (num_parts - 1); }
+};
+
+/* What the CTA's threads find out together. */
+struct shared_plan {
+    int total, long_steps, num_long, end_of_long, longest, num_units;
+    sequences_left_over left_over;
+    int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
+    int tried_slots[LENGTHS_TRIED];
+    int num_places, num_left;
+    rows_of_sequence left[MOST_LEFT];
+    part_lengths most;
+    planned_sequence first[THREADS]; /* the other ones are measured again at every look */
+};
+
+struct decode_planner {
+    const pk_attention_args &args;
+    const decode_shape &shape;
+    attention_unit *units;
+    pk_cuda_bad_id *bad_id;
+    shared_plan &shared;
+    int warp, lane;
+
+    __device__ planned_sequence sequence(int seq) const { return seq < THREADS ? shared.first[seq] : measured(seq); }
+    __device__ __noinline__ planned_sequence measured(int seq) const
+    {
+        return measure(args, shape, seq, bad_id, false);
+    }
+
+    __device__ void measure_all() const
+    {
+        int steps = 0, longest = 1, end_of_long = 0;
+        int2 cut = {0, 0};
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+            planned_sequence it = measure(args, shape, seq, bad_id, true);
+            if (seq < THREADS) shared.first[seq] = it;
+            if (it.num_tiles == 0) continue;
+            steps += it.num_tiles * it.num_steps;
+            int2 its_cut = cuttable(it);
+            cut.x += its_cut.x, cut.y += its_cut.y;
+            longest = max(longest, it.num_steps);
+            if (its_cut.y) end_of_long = seq + 1;
+        }
+        steps = __reduce_add_sync(~0u, steps);
+        longest = __reduce_max_sync(~0u, longest);
+        end_of_long = __reduce_max_sync(~0u, end_of_long);
+        cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
+        if (lane == 0) {
+            atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
+            atomicMax(&shared.end_of_long, end_of_long);
+            atomicAdd(&shared.long_steps, cut.x), atomicAdd(&shared.num_long, cut.y);
+        }
+        __syncthreads();
+    }
+
+    __device__ void choose_lengths() const
+    {
+        const int total = shared.total, longest = shared.longest;
+        const slot_sharing sharing = find_sharing(shape, total, longest);
+        int length = 0;
+        if (shape.is_one_wave || sharing.of_sequences) {
+            int slots = 0;
+            length = length_to_try(shape, total, longest, lane);
+            float inverse = __frcp_rd((float)length);
+            for (int seq = warp; seq < args.num_seqs; seq += WARPS) {
+                planned_sequence it = sequence(seq);
+                slots += it.num_tiles * slots_tried(sharing, it.num_steps, length, inverse);
+            }
+            atomicAdd(&shared.tried_slots[lane], slots);
+            __syncthreads();
+            length = best_length(shape, sharing, longest, length, shared.tried_slots[lane]);
+            if (threadIdx.x == 0) shared.most = {length, length, sharing.of_rests};
+        }
+        if (length == 0 && warp < 2) { /* two chains of divisions at once */
+            int mean = shared.long_steps / max(shared.num_long, 1);
+            if (threadIdx.x == 0) {
+                shared.most = lengths_of_share(shape, total, longest, mean);
+            } else if (warp == 1 && shared.end_of_long == shared.num_long) {
+                sequences_left_over it = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
+                if (lane == 0) shared.left_over = it;
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ rows_of_sequence rows_of(int seq) const
+    {
+        const planned_sequence it = sequence(seq);
+        const part_lengths most = shared.left_over.lengths_of(seq, shared.longest, shared.most);
+        int num_parts = count_parts(shape, it.num_steps, most);
+        const int longest_last = shared.left_over.longest_last(shared.longest, shared.most);
+        return {seq, num_parts, it.num_tiles, bucket_of_parts(shared.left_over),
+                bucket_of_last(it.num_steps, num_parts, longest_last, most)};
+    }
+
+    /* How many units each bucket has becomes where its first one goes. */
+    __device__ void find_places() const
+    {
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+            rows_of_sequence rows = rows_of(seq);
+            if (rows.num_first()) atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
+            if (rows.num_tiles) atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
+        }
+        __syncthreads();
+        if (warp == 0) {
+            int count = shared.next_unit[lane], before = count;
+            for (int distance = 1; distance < UNIT_BUCKETS; distance *= 2) {
+                int other = __shfl_up_sync(~0u, before, distance);
+                if (lane >= distance) before += other;
+            }
+            shared.next_unit[lane] = before - count;
+            if (lane == UNIT_BUCKETS - 1) shared.num_units = before;
+        }
+        __syncthreads();
+    }
+
+    __device__ void put(int at, attention_unit unit) const
+    {
+        if (at >= shape.num_units) return;
+        unit.signature = pk_sign_row(shape.signature, at, unit);
+        units[at] = unit;
+    }
+    /* Every step-th of the rows, from row i on. */
+    __device__ void put_rows(const rows_of_sequence &rows, int i, int step) const
+    {
+        const planned_sequence it = sequence(rows.seq);
+        const int num_first = rows.num_first();
+#pragma unroll 1
+        for (; i < rows.num_tiles * rows.num_parts; i += step) {
+            bool is_last = i >= num_first;
+            int2 at = {i - num_first, rows.num_parts - 1}; /* tile and part */
+            if (!is_last) at = divide_small(i, rows.num_parts - 1);
+            attention_unit unit = unit_of(it, rows.seq, at.x, at.y, rows.num_parts, shared.most);
+            unit.first_part = rows.first_part + at.x * rows.num_parts;
+            put(is_last ? rows.begin_of_last + at.x : rows.begin + i, unit);
+        }
+    }
+
+    /* Finds the place of a sequence's rows. If they are many they are left to be written. */
+    __device__ rows_of_sequence place_rows(int seq) const
+    {
+        rows_of_sequence rows = rows_of(seq);
+        int count = rows.num_tiles * rows.num_parts, left_at = MOST_LEFT;
+        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
+        if (rows.num_first()) {
+            rows.begin = atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
+            rows.first_part = atomicAdd(&shared.num_places, count);
+        }
+        if (count > ROWS_OF_A_THREAD) left_at = atomicAdd(&shared.num_left, 1);
+        if (left_at < MOST_LEFT) shared.left[left_at] = rows, rows.num_tiles = 0;
+        return rows;
+    }
+    /* A thread's rows, then what was left: groups of warps share it, the last warps first, which have no rows. */
+    __device__ void put_all(rows_of_sequence rows) const
+    {
+        const int num_left = min(shared.num_left, MOST_LEFT), groups = min(max(num_left, 1), WARPS);
+        const int from_end = WARPS - 1 - warp, group = from_end % groups, num_warps = (WARPS - 1 - group) / groups + 1;
+#pragma unroll 1
+        for (int i = group - groups; i < num_left; i += groups) {
+            if (i >= 0) rows = shared.left[i];
+            put_rows(rows, i >= 0 ? from_end / groups * 32 + lane : 0, i >= 0 ? num_warps * 32 : 1);
+        }
+    }
+
+    __device__ void list_units() const
+    {
+        for (int of_cta = 0; of_cta < args.num_seqs; of_cta += THREADS) { /* a sequence a thread */
+            int seq = of_cta + threadIdx.x;
+            rows_of_sequence rows = {};
+            __syncthreads(); /* what was left before has been written */
+            if (threadIdx.x == 0) shared.num_left = 0;
+            __syncthreads();
+            if (seq < args.num_seqs) rows = place_rows(seq);
+            __syncthreads();
+            put_all(rows);
+        }
+    }
+
+    /* What is behind the units: no units. */
+    __device__ void put_ends() const
+    {
+        int other = (threadIdx.x + THREADS / 2) % THREADS; /* the warps in the middle have nothing to do yet */
+        for (int at = shared.num_units + other; at < shape.num_units; at += THREADS) put(at, {});
+    }
+};
+
+__global__ void __launch_bounds__(THREADS)
+    decode_plan_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ decode_shape shape,
+                       const __grid_constant__ decode_workspace workspace, pk_cuda_bad_id *bad_id)
+{
+    __shared__ shared_plan shared;
+    if (!args.plan) pk_let_next_kernel_start(); /* a plan that is given may be read before the wait for its maker */
+    pk_wait_for_previous_kernel();
+    for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
+    if (threadIdx.x == 0)
+        shared.total = shared.long_steps = shared.num_long = shared.end_of_long = shared.num_places = 0,
+        shared.num_units = 0, shared.longest = 1, shared.left_over = {};
+    if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
+    __syncthreads();
+
+    decode_planner planner = {
+        args, shape, workspace.units, bad_id, shared, (int)threadIdx.x / 32, (int)threadIdx.x % 32};
+    planner.measure_all();
+    if (shared.total) { /* else all sequences are prefill's, or there are none */
+        planner.choose_lengths();
+        planner.find_places();
+        planner.list_units();
+    }
+    planner.put_ends();
+    __threadfence();
+}
+
+// --- launchers
+
+static pk_status find_workspace(const pk_attention_args *args, const decode_shape &shape, const pk_cuda_call &call,
+                                decode_workspace *workspace)
+{
+    size_t unit_bytes = shape.num_units * sizeof(attention_unit);
+    int64_t slots = shape.max_slots * args->num_kv_heads;
+    pk_cuda_scratch scratch;
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, unit_bytes + parts_room::bytes(slots, shape.rows, shape.head_dim)));
+    workspace->arrivals = scratch.counters + 2;
+    workspace->units = (attention_unit *)(args->plan ? args->plan : scratch.data);
+    workspace->parts.make(scratch.counters, (char *)scratch.data + unit_bytes, slots, shape.rows, shape.head_dim);
+    return PK_OK;
+}
+
+static pk_status launch_plan(const pk_attention_args *args, const decode_shape &shape,
+                             const decode_workspace &workspace, const pk_cuda_call &call)
+{
+    return pk_cuda_launch_early(call, "decode_plan_kernel", decode_plan_kernel, dim3(1), dim3(THREADS), 0, *args, shape,
+                                workspace, call.device->bad_id);
+}
+
+pk_status pk_cuda_count_units(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                              int64_t *num_units)
+{
+    decode_shape shape = {};
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, &shape));
+    *num_units = shape.num_units;
+    return PK_OK;
+}
+
+pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
+{
+    decode_shape shape = {};
+    decode_workspace workspace = {};
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, &shape));
+    PK_TRY(find_workspace(args, shape, call, &workspace));
+    return launch_plan(args, shape, workspace, call);
+}
+
+/* Lets CTAs work their units out for themselves, if they can. If they can not and the table has room for few steps,
+ * sequences stay whole, and then they can: the kernel that plans takes longer than it saves (decode/NOTES.md #105). */
+static bool let_ctas_plan(const pk_attention_args *args, decode_shape *shape)
+{
+    if (shape->are_whole || args->num_seqs <= MOST_SEQS_OF_A_WARP) return true;
+    if (!shape->has_few_steps || shape->num_splits || shape->num_segments != args->num_seqs) return false;
+    shape->are_whole = true;
+    shape->num_units = shape->num_segments, shape->max_slots = 0;
+    return true;
+}
+
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                 decode_shape *shape, decode_workspace *workspace)
+{
+    PK_TRY(pk_cuda_shape_decode(args, filter, call, shape));
+    const bool do_ctas_plan = !args->plan && let_ctas_plan(args, shape);
+    PK_TRY(find_workspace(args, *shape, call, workspace));
+    if (do_ctas_plan) workspace->units = nullptr;
+    return args->plan || do_ctas_plan ? PK_OK : launch_plan(args, *shape, *workspace, call);
+}

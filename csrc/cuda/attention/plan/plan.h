@@ -1,0 +1,180 @@
+/* plan.h - the decode kernels' work, cut into units: which keys of which sequence a CTA goes through.
+ *
+ * A unit is the same for every KV head: CTA = (unit, head), heads side by side because their keys are. A unit is either
+ * all keys of a tile of query rows, or one of the parts into which a long sequence is cut; parts are merged in a
+ * fixed order, by the last CTA to arrive or by another kernel. plan.cu makes the units on the device from the
+ * lengths, for a grid that depends on shapes alone. A plan serves every layer of a step.
+ */
+#ifndef PK_CUDA_ATTENTION_PLAN_H
+#define PK_CUDA_ATTENTION_PLAN_H
+
+#include "cuda/attention/parts.h"
+#include "cuda/divider.h"
+#include "ops/rope.h"
+
+/* A row of the plan tensor, [num_units, 12] int32. With num_parts 0 it is no unit. */
+struct alignas(16) attention_unit {
+    int signature, seq, tile; /* pk_sign_row's; which ROWS query rows of the sequence and head */
+    int first_query, num_queries, context;
+    int first_step, end_step; /* of the sequence's keys, from its first_key on */
+    int part, num_parts;
+    int first_slot; /* of the sequence's pages: where its first key lies */
+    int first_part; /* where the tile's first part is left; the others lie behind it */
+};
+
+/* What follows from shapes alone, and so is fixed at a graph's capture. */
+struct decode_shape {
+    int head_dim;         /* padded: 64, 128 or 256 */
+    int rows;             /* of a tile: 8 or 16 */
+    int ctas_per_sm;      /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
+    bool is_crowded;      /* with more of the smallest CTAs than else; a warp's ring is smaller then */
+    int chunk, step;      /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;            /* query heads of a KV head */
+    int slots;            /* units that fill the machine once, per head */
+    int max_slots;        /* an upper bound of the parts, per head */
+    int num_segments;     /* at most, per head: tiles of all sequences */
+    int num_units;        /* rows of the plan */
+    int most_steps;       /* of a sequence: the table has room for no more */
+    bool has_few_steps;   /* the table has room for no more of the smallest CTAs */
+    bool are_whole;       /* a sequence is one unit: its number is the unit's */
+    bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
+    bool may_share_slots; /* short ones may do without a slot of their own (find_sharing) */
+    float start_steps;    /* that take as long as the start of a CTA behind another */
+    float late_share;     /* a step's time in a CTA that runs on alone, of its time beside all others; 0: too little */
+    bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
+    int most_at_once;     /* parts that one of them merges; more are merged on two levels */
+    float batch_steps;    /* that take as long as the wait for a batch of parts to be merged, */
+    float part_steps;     /* as the merging of one of them, */
+    float level_steps;    /* and as the way to the second level */
+    int quarters;         /* else of a slot's share of all steps: the longest sequence that is not cut */
+    bool cuts_to_shares;  /* parts of the others are no longer than a share, where that is worth it */
+    int num_splits;       /* parts of every sequence, or 0 */
+    int signature;        /* of what the rows of a plan depend on */
+    row_filter filter;
+};
+
+/* How many parts are merged at once: groups of them, and then the groups' sums (decode/NOTES.md #79). */
+__device__ static inline int parts_of_group(const decode_shape &shape, int parts)
+{
+    return parts <= shape.most_at_once ? parts : (int)ceilf(sqrtf((float)parts));
+}
+
+/* Keys that a warp takes at a time, and how many warps fill a Hopper's SM with three such stages: more have no registers
+ * anywhere. */
+constexpr int decode_chunk(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 128 ? 32 : 16; }
+constexpr int decode_warps_per_sm(int head_dim, int cache_bytes) { return head_dim * cache_bytes <= 256 ? 8 : 4; }
+constexpr int DECODE_FEWEST_WARPS = 2;   /* of a CTA */
+constexpr int DECODE_STAGES = 3;         /* chunks that a warp has room for in shared memory */
+constexpr int DECODE_CROWDED_STAGES = 2; /* the same on a crowded SM, */
+constexpr int decode_crowded(int number) { return number * 3 / 2; } /* which has so many warps, not `number` */
+constexpr int decode_stages(bool is_crowded) { return is_crowded ? DECODE_CROWDED_STAGES : DECODE_STAGES; }
+/* A chunk of an fp8 cache costs more arithmetic, and more warps hide that. Each has fewer registers then, so this is for
+ * tiles of few sums (decode/NOTES.md #98). */
+constexpr bool may_be_crowded(int head_dim, int rows, int cache_bytes)
+{
+    return cache_bytes == 1 && head_dim <= 128 && rows == 8;
+}
+constexpr int MOST_STEPS_TRIED = 1 << 22; /* of a sequence: up to there floats count parts exactly */
+constexpr int decode_head_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+/* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
+constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
+/* Whether there are kernels that take a tile's heads from the projection. */
+constexpr bool makes_heads(int64_t head_dim, int rows) { return head_dim <= 128 || rows == 8; }
+
+/* Bytes of a CTA: a warp's stage, K and V with the padding of cache_tile; and behind the rings of one that takes its
+ * heads from the projection the queries, the new key and value as the cache has them, and the squares of the row of x. */
+constexpr int decode_stage_bytes(int head_dim, int cache_bytes)
+{
+    int pieces = head_dim * cache_bytes / 16;
+    return 2 * decode_chunk(head_dim, cache_bytes) * (pieces % 8 ? pieces | 1 : pieces) * 16;
+}
+constexpr int decode_query_bytes(int head_dim, int rows) { return rows * (head_dim + 8) * 2; }
+constexpr int decode_head_bytes(int head_dim, int rows, int cache_bytes)
+{
+    return decode_query_bytes(head_dim, rows) + 2 * head_dim * cache_bytes + PK_SQUARE_WARPS * (int)sizeof(float);
+}
+constexpr int decode_ring_bytes(int head_dim, int cache_bytes, bool is_crowded)
+{
+    return decode_stages(is_crowded) * decode_stage_bytes(head_dim, cache_bytes);
+}
+/* How many CTAs of so many warps run on an SM at once. */
+constexpr int decode_places(const pk_cuda_card &card, int head_dim, int cache_bytes, int warps, bool is_crowded)
+{
+    int most_warps = decode_warps_per_sm(head_dim, cache_bytes);
+    int by_registers = (is_crowded ? decode_crowded(most_warps) : most_warps) / warps;
+    int rings = warps * decode_ring_bytes(head_dim, cache_bytes, is_crowded);
+    int by_memory = pk_cuda_ctas_at_once(card, 32 * warps, rings);
+    return by_memory < by_registers ? by_memory : by_registers;
+}
+/* Whether heads have room beside the rings of as many CTAs as run without them, whatever their size: a plan that counts
+ * places does not know who makes the heads. */
+constexpr bool have_heads_room(const pk_cuda_card &card, int head_dim, int cache_bytes, int rows)
+{
+    const int heads = decode_head_bytes(head_dim, rows, cache_bytes);
+    for (bool is_crowded = false;; is_crowded = true) {
+        const int ring = decode_ring_bytes(head_dim, cache_bytes, is_crowded);
+        for (int warps = decode_warps_per_sm(head_dim, cache_bytes); warps >= DECODE_FEWEST_WARPS; warps /= 2) {
+            int ctas = decode_places(card, head_dim, cache_bytes, warps, is_crowded), bytes = warps * ring + heads;
+            if (ctas > 0 && (bytes > card.smem_per_cta || ctas * pk_cuda_smem_of_cta(bytes) > card.smem_per_sm))
+                return false;
+        }
+        if (is_crowded || !may_be_crowded(head_dim, rows, cache_bytes)) return true;
+    }
+}
+
+/* Parts in flight. Those of a head are side by side: slot head * max_slots + unit. */
+struct decode_workspace {
+    unsigned int *arrivals; /* [num_kv_heads, max_slots], zero between calls */
+    parts_room parts;
+    attention_unit *units; /* [num_units], the caller's where there is a plan; NULL: each CTA works out its own */
+};
+
+pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                               decode_shape *shape);
+/* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */
+pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                 decode_shape *shape, decode_workspace *workspace);
+
+/* What a decode kernel gets beside the arguments. */
+struct decode_params {
+    decode_shape shape;
+    decode_workspace workspace;
+    pk_cuda_bad_id *bad_id;
+    int ring_bytes; /* of a warp */
+    divider group, block_size, num_heads;
+    bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
+    pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
+};
+
+/* The first key that a sequence's steps count from. */
+__device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)
+{
+    if (args.window_left < 0) return 0;
+    return (int)max((int64_t)0, context - num_queries - args.window_left) & ~(chunk - 1);
+}
+
+/* A sequence without keys has a step, too: its rows are written. `step` is a power of two. */
+__device__ static inline int decode_num_steps(int context, int first_key, int step)
+{
+    return context <= first_key ? 1 : (context - first_key + step - 1) >> (31 - __clz(step));
+}
+
+struct planned_sequence {
+    sequence_view view;
+    int num_tiles, num_steps; /* tiles 0: not for the decode kernel */
+};
+
+__device__ static inline planned_sequence measure(const pk_attention_args &args, const decode_shape &shape, int seq,
+                                                  pk_cuda_bad_id *bad_id, bool is_recorder)
+{
+    planned_sequence it;
+    it.view = view_sequence(args, seq, bad_id, is_recorder);
+    int64_t rows = (int64_t)it.view.num_queries * shape.group;
+    bool is_ours = rows > shape.filter.min_rows && rows <= shape.filter.max_rows;
+    int first_key = decode_first_key(args, it.view.context, it.view.num_queries, shape.chunk);
+    it.num_tiles = is_ours ? (int)(shape.rows == 8 ? (rows + 7) >> 3 : (rows + 15) >> 4) : 0;
+    it.num_steps = decode_num_steps(it.view.context, first_key, shape.step);
+    return it;
+}
+
+#endif

@@ -1,0 +1,154 @@
+/* shape.cu - how large the decode kernels' CTAs are, how many run at once, and who merges what they leave: what
+ * follows from shapes alone (decode_shape), before any length is known.
+ */
+#include "cuda/attention/plan/plan.h"
+#include "cuda/thresholds.h"
+
+/* Tiles, at most. */
+static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, decode_shape *shape)
+{
+    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
+    shape->filter = filter;
+    shape->num_splits = args->num_splits;
+    shape->group = (int)(args->num_q_heads / args->num_kv_heads);
+    shape->head_dim = decode_head_dim(args->head_dim);
+    shape->chunk = decode_chunk(shape->head_dim, bytes);
+    int64_t most_rows = args->max_seqlen_q * shape->group;
+    if (most_rows > filter.max_rows) most_rows = filter.max_rows;
+    shape->rows = decode_rows(most_rows);
+    int64_t segments = args->num_seqs * pk_ceil_div(most_rows, shape->rows);
+    int64_t most_segments = pk_ceil_div(args->num_tokens * shape->group, shape->rows) + args->num_seqs;
+    return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
+}
+
+/* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
+ * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
+ * CTAs would leave much of their first or third wave empty, those twice as large end sooner; but not with fp8, whose
+ * steps are twice as long, nor where the table has room for a few steps only, because more waves start more often. Where
+ * the table is too short for any cut: the largest CTAs that all run at once. Where the smallest do not all run at once,
+ * SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend on
+ * the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
+static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
+                           decode_shape *shape)
+{
+    using namespace thresholds;
+    int bytes = (int)pk_dtype_bytes(args->cache_dtype);
+    auto places_of = [&](int warps, bool is_crowded) {
+        return decode_places(call.device->card, shape->head_dim, bytes, warps, is_crowded);
+    };
+    const int most_ctas = places_of(DECODE_FEWEST_WARPS, false);
+    int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
+    int64_t most_keys = args->max_blocks_per_seq * args->block_size;
+    auto waves_between = [&](int least_tenths, int most_tenths) {
+        return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
+    };
+    shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
+    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && (waves_between(5, 10) || waves_between(22, 25));
+    int warps = shape->num_splits ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
+    for (;; warps /= 2) {
+        const int ctas = shape->ctas_per_sm = places_of(warps, false);
+        slots = call.device->num_sms * ctas / heads;
+        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
+        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
+        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps;
+        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
+                       (is_never_cut && slots >= segments);
+        if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
+    }
+    shape->step = shape->chunk * warps;
+    int64_t even = pk_ceil_div(segments * heads, call.device->num_sms);
+    bool may_crowd = may_be_crowded(shape->head_dim, shape->rows, bytes) && !shape->num_splits &&
+                     warps == DECODE_FEWEST_WARPS && even > most_ctas && most_keys > DECODE_STAGES * shape->step;
+    const int crowded = may_crowd ? places_of(DECODE_FEWEST_WARPS, true) : 0;
+    shape->is_crowded = crowded > most_ctas;
+    if (shape->is_crowded) {
+        shape->ctas_per_sm = (int)(even < crowded ? even : crowded);
+        slots = call.device->num_sms * shape->ctas_per_sm / heads;
+    }
+    if (slots < 1) slots = 1;
+    shape->quarters = QUARTERS;
+    if (waves_between(10, 15) && !shape->is_crowded) shape->quarters = QUARTERS_OF_NEXT_WAVE;
+    if (ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
+    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
+    return slots;
+}
+
+static int quads_of_tile(const decode_shape &shape) { return shape.rows * shape.head_dim / 4; }
+static int threads_of_cta(const decode_shape &shape) { return 32 * shape.step / shape.chunk; }
+/* That a CTA's threads take to merge a tile, a quad each. */
+static int64_t merge_rounds(const decode_shape &shape)
+{
+    return pk_ceil_div(quads_of_tile(shape), threads_of_cta(shape));
+}
+
+/* Who merges parts, and how many at once. */
+static void choose_merging(const pk_attention_args *args, int64_t segments, int64_t slots, int64_t most_steps,
+                           const pk_cuda_call &call, decode_shape *shape)
+{
+    using namespace thresholds;
+    int most_at_once = MOST_QUADS_AT_ONCE * threads_of_cta(*shape) / quads_of_tile(*shape);
+    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
+    bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
+    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > FEW_STEPS_APART &&
+                          segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
+                          merge_rounds(*shape) * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
+    shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
+}
+
+/* What starts and merges take, in steps of a CTA, and what a step takes that has little beside it. */
+static void fill_costs(const pk_attention_args *args, decode_shape *shape)
+{
+    using namespace thresholds;
+    int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
+    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f, rounds = (float)merge_rounds(*shape);
+    if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
+    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
+    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
+    shape->level_steps = LEVEL_US / step_us;
+    shape->start_steps = START_US / step_us;
+    shape->late_share = shape->rows * shape->head_dim >= MANY_SUMS ? LATE_SHARE : 0;
+}
+
+pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                               decode_shape *shape)
+{
+    using namespace thresholds;
+    int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
+    int64_t slots = choose_ctas(args, segments, call, shape);
+    int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
+    const bool may_run_at_once = shape->num_splits == 0 && most_steps <= MOST_STEPS_TRIED;
+    shape->is_one_wave = may_run_at_once && 3 * segments <= ONE_WAVE_THIRDS * slots;
+    choose_merging(args, segments, slots, most_steps, call, shape);
+    fill_costs(args, shape);
+    /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
+    int64_t most_share = segments * most_steps / slots + 1;
+    shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
+    int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
+    int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
+    const bool have_rows = shape->is_one_wave || (may_run_at_once && lengths >= slots);
+    shape->may_share_slots =
+        have_rows && segments > 1 && segments <= MOST_SEQS_OF_A_SLOT * slots && most_share >= FEWEST_STEPS_OF_SHARE;
+    if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
+    if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
+    if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */
+    shape->most_steps = (int)(most_steps < INT32_MAX ? most_steps : INT32_MAX);
+    shape->are_whole = most_steps <= DECODE_STAGES && segments == args->num_seqs;
+    if (segments * most_steps > INT32_MAX) /* the plan sums all steps in an int */
+        return pk_fail(
+            call.err, PK_EUNSUPPORTED,
+            "attention: %lld tiles of %d query rows and block_tables for %lld keys are too many for the decode "
+            "kernel: more than 2^31 steps of %d keys",
+            (long long)segments, shape->rows, (long long)(args->max_blocks_per_seq * args->block_size), shape->step);
+    if (units * heads > INT32_MAX || parts * heads > PK_SCRATCH_COUNTERS - 2)
+        return pk_fail(call.err, PK_EUNSUPPORTED, "attention: %lld sequences x %lld heads in %d parts are too many",
+                       (long long)args->num_seqs, (long long)heads, args->num_splits ? args->num_splits : 1);
+    shape->slots = (int)slots;
+    shape->num_segments = (int)segments;
+    shape->num_units = (int)units;
+    shape->max_slots = (int)parts;
+    shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
+                                     shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
+                                     args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,
+                                     args->key_starts != nullptr, args->table_starts != nullptr});
+    return PK_OK;
+}

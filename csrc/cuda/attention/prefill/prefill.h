@@ -1,0 +1,149 @@
+/* prefill.h - what the two prefill kernels share: items of work, and the order in which CTAs take them.
+ *
+ * An item is `positions` consecutive query tokens of one sequence times a bundle of query heads that share a KV head:
+ * all of them, so that K and V are read once for the whole group and short sequences waste few rows, or fewer where that
+ * leaves fewer rows empty (heads_of_item). Every CTA works the list of items out for itself from the lengths on the
+ * device, longest first, or reads it from a plan (plan.h). Nothing is planned on the host.
+ */
+#ifndef PK_CUDA_ATTENTION_PREFILL_H
+#define PK_CUDA_ATTENTION_PREFILL_H
+
+#include "cuda/attention/prefill/schedule.h"
+
+/* The items of a CTA, of a list that is worked out or planned: the first by its number, more by a counter. */
+template <typename List>
+struct prefill_queue {
+    List list;
+    bool is_first;
+
+    __device__ void start(const prefill_batch &batch)
+    {
+        list.start(batch);
+        is_first = true;
+    }
+
+    __device__ static unsigned int next_of(unsigned int *counter, bool takes)
+    {
+        return takes ? atomicAdd(counter, 1u) : __ldcg(counter);
+    }
+
+    /* To be called until there is none, once: then this CTA's part in the counters is done. may_take() says whether an
+     * item may be taken yet, after a short wait. Until then a list that is worked out is walked to the item that would
+     * be next now: the one that will be is no earlier. */
+    template <typename MayTake>
+    __device__ prefill_item take_next(const prefill_batch &batch, MayTake may_take)
+    {
+        int lane = threadIdx.x & 31;
+        prefill_item item;
+        bool is_taken;
+        do {
+            do is_taken = is_first || may_take();
+            while (!is_taken && !List::WALKS);
+            int index = (int)blockIdx.x;
+            if (!is_first)
+                index = (int)(gridDim.x + __shfl_sync(~0u, lane == 0 ? next_of(batch.counters, is_taken) : 0, 0));
+            is_first = false;
+            item = list.find(batch, index);
+        } while (!is_taken || item.part >= item.num_parts); /* it has fewer than its level says */
+        if (item.num_positions == 0 && lane == 0 && atomicInc(&batch.counters[1], gridDim.x - 1) == gridDim.x - 1)
+            batch.counters[0] = 0; /* the last CTA: atomicInc has put its own back */
+        return item;
+    }
+};
+
+/* At least so many prompts have max_seqlen_q tokens: if fewer had, all of them would not sum to num_tokens. One has, in
+ * any case. */
+static inline int64_t surely_longest(const pk_attention_args &args)
+{
+    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1);
+    return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
+}
+
+/* Query heads of an item of so many rows. Items hold whole tokens: where the whole group leaves rows empty, a part of it
+ * with more tokens may need fewer items (64 tokens of 6 heads: 4 items of 21 tokens, or 3 of 64 tokens and 2 heads). But
+ * such an item goes through more keys that only some of its rows see. Of the lengths little is known here. We count as if
+ * the other prompts were as long as each other, and as many keys were before a prompt as it has, if the table has room.
+ * With num_splits a row's item may not depend on the batch. */
+static inline int heads_of_item(const pk_attention_args &args, int rows)
+{
+    int64_t group = args.num_q_heads / args.num_kv_heads, num_longest = surely_longest(args), best = group;
+    int64_t queries = args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q;
+    int64_t others = args.num_seqs - num_longest, rest = args.num_tokens - num_longest * queries;
+    int64_t before = args.max_blocks_per_seq * args.block_size - queries;
+    before = before < 0 ? 0 : before < queries ? before : queries;
+    auto keys_of_items = [&](int64_t heads) {
+        int64_t positions = rows / heads, items = num_longest * pk_ceil_div(queries, positions);
+        if (others > 0 && rest > 0) items += others * pk_ceil_div(rest, others * positions);
+        return (double)(group / heads * items) * (double)(2 * before + queries + positions + PREFILL_PART_ROWS);
+    };
+    double least = keys_of_items(group) * (1 - thresholds::SAVED_BY_FEWER_HEADS);
+    for (int64_t heads = group - 1; heads > 0 && !args.num_splits; heads--)
+        if (group % heads == 0 && keys_of_items(heads) < least) best = heads, least = keys_of_items(heads);
+    return (int)best;
+}
+
+/* `rows`: of an item, at least the heads of a group. */
+static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
+                                           int rows, prefill_batch *batch)
+{
+    pk_cuda_scratch scratch;
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, PK_SCRATCH_BYTES, PK_SCRATCH_PREFILL));
+    *batch = {};
+    batch->args = *args;
+    batch->filter = filter;
+    batch->num_ctas = call.device->num_sms;
+    batch->counters = scratch.counters;
+    batch->bad_id = call.device->bad_id;
+    batch->group = make_divider(args->num_q_heads / args->num_kv_heads);
+    batch->heads = heads_of_item(*args, rows);
+    batch->positions = rows / batch->heads;
+    batch->num_bundles = (int)(args->num_q_heads / batch->heads);
+    batch->by_positions = make_divider(batch->positions);
+    batch->by_block_size = make_divider(args->block_size);
+    batch->window_left = prefill_window(args->window_left);
+    batch->window_right = prefill_window(args->window_right);
+    int64_t most_parts = PK_SCRATCH_BYTES / parts_room::bytes(1, PREFILL_PART_ROWS, (int)args->head_dim);
+    batch->parts.make(scratch.counters + 2, scratch.data, most_parts, PREFILL_PART_ROWS, (int)args->head_dim);
+    int cache_bytes = (int)pk_dtype_bytes(args->cache_dtype);
+    batch->chunk_keys = (float)call.device->l2_bytes / (float)(4 * cache_bytes * args->num_kv_heads * args->head_dim);
+    /* No chunks, which a CTA walks through one after the other. */
+    if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
+    return PK_OK;
+}
+
+/* An upper bound. A sequence has at most one item that is not full, and at most those that max_seqlen_q tokens make. */
+static inline int64_t most_items(const prefill_batch &batch)
+{
+    int64_t of_tokens = batch.args.num_tokens / batch.positions + batch.args.num_seqs;
+    int64_t of_longest = batch.args.num_seqs * pk_ceil_div(batch.args.max_seqlen_q, batch.positions);
+    return (of_tokens < of_longest ? of_tokens : of_longest) * batch.num_bundles;
+}
+
+/* Whether items of so many rows are to be cut where that pays. With num_splits a row's arithmetic may not depend on the
+ * batch. */
+static inline bool may_cut(const pk_attention_args &args, row_filter filter, int rows, int64_t num_ctas,
+                           bool is_planned)
+{
+    int64_t group = args.num_q_heads / args.num_kv_heads, decode_tokens = args.num_seqs * (filter.min_rows / group);
+    double items = (double)((args.num_tokens - decode_tokens) * args.num_q_heads) / rows; /* at least */
+    return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas, is_planned);
+}
+
+/* How many CTAs and rows of a plan there are, and how those rows are signed. */
+static inline void plan_prefill_rows(prefill_batch *batch, bool may_cut_items)
+{
+    const pk_attention_args &args = batch->args;
+    int64_t items = most_items(*batch), rows = items + (may_cut_items ? batch->parts.most_parts : 0);
+    if (!may_cut_items && items < batch->num_ctas) batch->num_ctas = (int)items;
+    batch->num_rows = (int)(rows < INT32_MAX ? rows : INT32_MAX);
+    batch->plan = (int4 *)args.plan;
+    batch->signature = pk_sign_plan(
+        {args.num_seqs, args.num_kv_heads, batch->heads, batch->positions, args.max_seqlen_q, args.num_tokens, rows,
+         batch->filter.min_rows, batch->filter.max_rows, args.window_left, args.window_right, args.head_dim,
+         args.max_blocks_per_seq * args.block_size, args.key_starts != nullptr, args.table_starts != nullptr});
+}
+
+/* A row of the table of either kernel. */
+using prefill_instance = pk_cuda_instance<pk_status(const prefill_batch &, const pk_cuda_call &)>;
+
+#endif

@@ -1,0 +1,138 @@
+/* few.h - the steps of few.cu: copies of the weight, products, and outputs.
+ *
+ * Whatever changes (places, accumulators) and every loop that may end early stay in the kernel: then the compiler makes
+ * the same code as of one long function. With the loop over lines in here, two eights of rows had 20 % more
+ * instructions.
+ */
+#ifndef PK_CUDA_LINEAR_FEW_H
+#define PK_CUDA_LINEAR_FEW_H
+
+#include "cuda/linear/few_plan.h"
+#include "cuda/mma.h"
+#include "cuda/pack.h"
+
+/* A thread's view of its CTA: where the thread is, its part of a tile, and the shared memory. EIGHTS: rows in eights, 1
+ * or 2. */
+template <typename T, int EIGHTS, int WARPS>
+struct few_cta {
+    static constexpr int THREADS = WARPS * 32, DEPTH = depth_of(WARPS);
+    static constexpr int AHEAD = 2 / EIGHTS; /* lines of x that a warp loads at once; with 4 a step takes 7 % longer */
+    static constexpr int BLOCKS = MAX_TILE / BLOCK;
+    static constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS; /* of a thread */
+
+    const linear_few_params &params;
+    const pk_linear_args &args;
+    const T *x, *weight, *bias;
+    int warp, lane, group, quad;
+    int num_rows, num_blocks, size; /* size: inputs */
+    int num_lines, most_lines;      /* of a tile: this warp's, and those of the warp that has most */
+    int width, num_outputs;         /* outputs that are written: of a tile, and in all */
+    int sums_stride;
+    uint4 *ring; /* [num_slots][2 halves of a block][2 halves of a line][THREADS], from this thread's place on */
+    float *sums; /* [WARPS][num_rows][sums_stride] */
+    float (&squares_of)[WARPS][EIGHTS * 8]; /* of the rows of x */
+
+    __device__ __forceinline__ few_cta(const linear_few_params &params, uint4 *smem,
+                                       float (&squares_of)[WARPS][EIGHTS * 8])
+        : params(params), args(params.args), squares_of(squares_of)
+    {
+        x = (const T *)args.x, weight = (const T *)args.weight, bias = (const T *)args.bias;
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+        num_rows = (int)args.num_rows, num_blocks = (params.tile + BLOCK - 1) / BLOCK, size = (int)args.in_features;
+        num_lines = ((size + LINE - 1) / LINE + WARPS - 1 - warp) / WARPS;
+        most_lines = (size + LINE * WARPS - 1) / (LINE * WARPS);
+        width = args.is_gated ? params.tile / 2 : params.tile;
+        num_outputs = (int)(args.is_gated ? args.out_features / 2 : args.out_features);
+        sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
+        ring = smem + threadIdx.x;
+        sums = (float *)(smem + params.sums_at);
+    }
+
+    /* Starts this thread's share of the copies of 16 outputs by one line. What lies beyond the weight becomes zeros. */
+    __device__ __forceinline__ void copy(int tile, int line, int block, int slot) const
+    {
+        int column = (line * WARPS + warp) * LINE + quad * 8;
+        for (int half = 0; half < 2; half++) {
+            int output = block * BLOCK + half * 8 + group, row = tile * params.tile + output;
+            if (args.is_gated) /* the first half of a tile are gates */
+                row = tile * width + output + (output < width ? 0 : num_outputs - width);
+            bool is_row = output < params.tile && row < args.out_features;
+            const T *from = weight + (is_row ? row * args.weight_stride : 0) + column;
+            for (int p = 0; p < 2; p++) {
+                bool is_inside = is_row && column + p * 32 < size;
+                copy_async_16(smem_address(ring + ((slot * 2 + half) * 2 + p) * THREADS),
+                              is_inside ? from + p * 32 : weight, is_inside ? 16 : 0);
+            }
+        }
+    }
+
+    /* What the product is added to. */
+    __device__ __forceinline__ float addend_of(int64_t output, int64_t at) const
+    {
+        float addend = bias ? pk_to_float(bias[output]) : 0;
+        if (args.adds_to_out)
+            addend += args.out_dtype == PK_F32 ? ((const float *)args.out)[at] : pk_to_float(((const T *)args.out)[at]);
+        return addend;
+    }
+
+    /* Some of this warp's lines of x, from number `first` on. */
+    __device__ __forceinline__ void load_x(uint4 (&x_bits)[AHEAD][2][EIGHTS], int first) const
+    {
+        for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
+            int a = i / (2 * EIGHTS), p = i / EIGHTS % 2, row = i % EIGHTS * 8 + group;
+            int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
+            bool is_inside = row < num_rows && column < size;
+            x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x_stride + column) : uint4{};
+        }
+    }
+    /* Multiplies every row by every row: the squares are on the diagonal. */
+    __device__ __forceinline__ void add_squares(float (&squares)[EIGHTS][4], const uint4 (&x_bits)[AHEAD][2][EIGHTS],
+                                                int first) const
+    {
+        for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
+            if (first + i / (2 * EIGHTS) >= num_lines) break;
+            const uint4 &bits = x_bits[i / (2 * EIGHTS)][i / EIGHTS % 2][i % EIGHTS];
+            mma_16816<T>(squares[i % EIGHTS], {bits.x, 0, bits.y, 0}, {bits.x, bits.y});
+            mma_16816<T>(squares[i % EIGHTS], {bits.z, 0, bits.w, 0}, {bits.z, bits.w});
+        }
+    }
+    /* One slot of the ring (16 outputs by a line of the weight) times the same line of x. */
+    __device__ __forceinline__ void multiply_block(float (&acc)[EIGHTS][4], const uint4 (&x_bits)[2][EIGHTS],
+                                                   int slot) const
+    {
+        for (int p = 0; p < 2; p++) {
+            const uint4 low = ring[(slot * 4 + p) * THREADS], high = ring[(slot * 4 + 2 + p) * THREADS];
+            for (int e = 0; e < EIGHTS; e++) {
+                const uint4 &bits = x_bits[p][e];
+                mma_16816<T>(acc[e], {low.x, high.x, low.y, high.y}, {bits.x, bits.y});
+                mma_16816<T>(acc[e], {low.z, high.z, low.w, high.w}, {bits.z, bits.w});
+            }
+        }
+    }
+
+    /* out[at], from the warps' sums at this row and column of the tile. */
+    __device__ __forceinline__ void write(int64_t at, int row, int column, float addend) const
+    {
+        const float *from = sums + row * sums_stride + column;
+        const int warp_stride = num_rows * sums_stride;
+        float sum = 0, scale = 1;
+        for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
+        if (args.divides_by_rms) {
+            float square = 0;
+            for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
+            scale = rsqrtf(square / size + args.rms_eps);
+        }
+        sum = sum * scale + addend;
+        if (args.is_gated) { /* rounded where silu_and_mul would read it */
+            float gate = pk_round<T>(sum), up = 0;
+            for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
+            sum = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(up * scale);
+        }
+        if (args.out_dtype == PK_F32)
+            ((float *)args.out)[at] = sum;
+        else
+            ((T *)args.out)[at] = pk_from_float<T>(sum);
+    }
+};
+
+#endif

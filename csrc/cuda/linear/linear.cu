@@ -1,0 +1,122 @@
+/* linear.cu - out = x @ weight.T + bias: own kernels for few rows (few.cu, sm90.cu), cuBLASLt for more
+ * (plans.cu).
+ *
+ * For cuBLASLt a bias is written to `out` first, and the product is added to it (beta = 1): with one rounding. Where
+ * `out` is added to, cuBLASLt adds a bias of out's dtype by itself, for the same reason. BLAS cannot express rows that overlap or run backwards; they take a plain kernel.
+ */
+#include "cuda/linear/linear.h"
+#include "cuda/linear/cublaslt.h"
+#include "cuda/pack.h"
+
+#include <stdio.h>
+
+// --- kernels
+
+template <typename T, typename Out>
+__global__ void __launch_bounds__(256) fill_bias_kernel(const pk_linear_args args)
+{
+    int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= args.out_features) return;
+    float bias = pk_to_float(((const T *)args.bias)[column]);
+    for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y) {
+        Out *out = (Out *)args.out + row * args.out_stride + column;
+        *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + bias : bias);
+    }
+}
+
+/* Any strides: a warp an output. */
+template <typename T, typename Out>
+__global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args args)
+{
+    int64_t output = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (output >= args.num_rows * args.out_features) return;
+    int64_t row = output / args.out_features, column = output - row * args.out_features;
+    const T *x = (const T *)args.x + row * args.x_stride,
+            *weight = (const T *)args.weight + column * args.weight_stride;
+    float sum = 0;
+    for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
+    sum = pk_sum_over_warp(sum);
+    if (lane != 0) return;
+    if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);
+    Out *out = (Out *)args.out + row * args.out_stride + column;
+    *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + sum : sum);
+}
+
+// --- launchers
+
+static bool is_blas(const pk_linear_args *args)
+{
+    bool are_rows_apart =
+        args->num_rows <= 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features);
+    int64_t strides = args->in_features | args->out_features | args->x_stride | args->weight_stride | args->out_stride;
+    bool fits_bias = strides % 8 == 0 && pk_are_multiples(16, args->x, args->weight, args->bias, args->out);
+    if (pk_cuda_blas_adds_bias(args) && !fits_bias) return false; /* not all of its algorithms can */
+    return are_rows_apart && args->in_features > 0 &&
+           (args->out_features == 1 || args->weight_stride >= args->in_features);
+}
+
+template <typename T, typename Out>
+static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    bool by_blas = is_blas(args);
+    if (by_blas && args->bias && !pk_cuda_blas_adds_bias(args)) {
+        dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
+                  (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
+        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
+    }
+    if (by_blas) return pk_cuda_linear_by_blas(args, call);
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
+    return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
+}
+
+/* Or NULL, where cuBLASLt or a plain kernel answers. */
+static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    if (pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
+    return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
+}
+
+pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
+    if (auto launch_own = own_kernel(args, call.device)) return launch_own(args, call);
+    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (args->out_dtype == PK_F32) return launch<T, float>(args, call);
+        return launch<T, T>(args, call);
+    });
+}
+
+bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
+{
+    pk_cuda_call call(device, nullptr, nullptr);
+    return call.status == PK_OK && own_kernel(args, call.device);
+}
+
+static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    return args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, device);
+}
+
+pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,
+                                    pk_linear_choices *choices, pk_error *err)
+{
+    cudaDeviceProp properties;
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    PK_TRY(pk_cublaslt_load(err));
+    PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
+    snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
+    choices->count = 0;
+    return has_choice(args, call.device) ? pk_cuda_linear_list(args, call, near, choices) : PK_OK;
+}
+
+pk_status pk_cuda_use_linear_algorithm(pk_device device, const pk_linear_args *args,
+                                       const pk_linear_algorithm *algorithm, pk_error *err)
+{
+    pk_cuda_call call(device, nullptr, err);
+    PK_TRY(call.status);
+    PK_TRY(pk_cublaslt_load(err));
+    if (!has_choice(args, call.device)) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    return pk_cuda_linear_choose(args, call, algorithm);
+}

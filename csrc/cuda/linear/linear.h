@@ -1,0 +1,36 @@
+/* linear.h - which kernels answer `linear`. */
+#ifndef PK_CUDA_LINEAR_H
+#define PK_CUDA_LINEAR_H
+
+#include "cuda/kernels.h"
+#include "cuda/sm90.h"
+#include "ops/linear.h"
+
+/* few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
+bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
+
+/* What the kernels of Hopper's matrix units have in common: whether they can read x and weight (of 16 bits, by bulk
+ * tensor copies), and the map of a matrix of in_features, in boxes of 64 of them by so many rows. */
+bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
+                             int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
+
+/* plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already, or is added
+ * by cuBLASLt, where `out` holds something else and would be rounded in between. */
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_by_blas;
+static inline bool pk_cuda_blas_adds_bias(const pk_linear_args *args)
+{
+    return args->bias && args->adds_to_out && args->out_dtype != PK_F32;
+}
+/* What linear_algorithms and use_linear_algorithm do, for a call that cuBLASLt answers; it has been loaded. */
+pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,
+                              pk_linear_choices *choices);
+pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
+                                const pk_linear_algorithm *algorithm);
+
+/* sm90.cu: 9 to 112 rows on Hopper; knows all that linear fuses, too. */
+bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;
+
+#endif

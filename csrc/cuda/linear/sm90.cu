@@ -1,0 +1,190 @@
+/* sm90.cu - linear for 9 to 112 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
+ * once.
+ *
+ * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 112;
+ * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
+ * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
+ * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
+ * the other CTAs' sums of these rows and adds all of them in order. How many CTAs divide a tile depends on the weight
+ * and on whether there are more than 48 rows. So on either side of that border a row's bits do not depend on the other
+ * rows.
+ *
+ * As in few.cu, copies start before the previous kernel has ended, and some of the work between two products is
+ * done here. Of up to 48 rows two CTAs have room on an SM, this kernel's and the next one's, which may start at once.
+ *
+ * No fence covers a cluster's global memory, because such a fence takes half a microsecond. Attempts, and why not more
+ * rows: benchmarks/lab/linear/NOTES-sm90.md.
+ */
+#include "cuda/linear/sm90.h"
+#include "cuda/thresholds.h"
+
+#include <algorithm>
+
+// --- kernels
+
+template <typename T, int N>
+__global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
+    linear_sm90_kernel(const __grid_constant__ linear_sm90_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ char dynamic_smem[];
+    __shared__ uint64_t weight_full[MAX_STAGES], x_full[MAX_STAGES], empty[MAX_STAGES], inbox_full;
+    const sm90_cta<T, N> cta(params, dynamic_smem, weight_full, x_full, empty, &inbox_full);
+    const int first_tile = cta.first_tile, tile_stride = cta.tile_stride, width = cta.width;
+    const bool is_split = cta.num_splits > 1;
+
+    cta.init_barriers();
+    __syncthreads();
+    if (is_split) cluster_sync();
+    pk_let_next_kernel_start();
+
+    if (cta.warp == WORKERS / 32) {
+        if (cta.lane == 0) cta.copy_all();
+        __syncwarp();
+        if (is_split) cluster_sync();
+        return;
+    }
+
+    const sm90_writer<T, N> writer(cta, params.args);
+    const bool squares_x = cta.squares_x();
+    const int column = writer.column, first_row = writer.first_row;
+    pk_wait_for_previous_kernel();
+    int stage = 0, parity = 0;
+#pragma unroll 1
+    for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
+        const int output = tile * width + column, num_rows = output < cta.num_outputs ? writer.num_rows() : 0;
+        pk_vec<T, 4> before[2];
+        writer.load_before(before, first_row, num_rows, output);
+
+        cta.fill_sums(writer.sums, squares_x, stage, parity);
+        if (is_split) fence_async_proxy();
+        named_sync(1, WORKERS);
+        if (is_split) cta.exchange_sums();
+        writer.write_tile(before, num_rows, output);
+        if (tile + tile_stride < params.num_tiles) named_sync(1, WORKERS); /* before the next sums */
+    }
+    if (is_split) cluster_wait(); /* what this CTA has sent has left its memory */
+#endif
+}
+
+// --- launchers
+
+/* How a product is divided. */
+struct division {
+    int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
+    bool is_short() const { return num_units <= num_splits * thresholds::SM90_MAX_UNITS; } /* a CTA's way */
+};
+
+static division divide(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
+    int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
+    while (splits < thresholds::SM90_MAX_SPLITS && units > splits * EARLY_UNITS) {
+        bool all_is_early =
+            args->num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
+        if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
+        splits *= 2;
+    }
+    return {width, tiles, units, splits};
+}
+
+bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
+    return device->has_sm90a && is_16_bit && args->x_stride >= args->in_features &&
+           args->weight_stride >= args->in_features && args->in_features > 0 && args->in_features <= 1 << 20 &&
+           pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride) &&
+           pk_are_multiples(16, args->x, args->weight);
+}
+
+pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
+                             int64_t rows, int64_t stride, int64_t box_rows, pk_error *err)
+{
+    const int64_t sizes[] = {args->in_features, rows}, strides[] = {1, stride};
+    const int box[] = {LINE, (int)box_rows};
+    return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, err);
+}
+
+bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
+    /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
+     * least divided. */
+    division all = divide(args, device);
+    int64_t most_rows = thresholds::SM90_MAX_ROWS;
+    if (!all.is_short()) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
+    bool is_faster = args->num_rows >= thresholds::SM90_MIN_ROWS && args->num_rows <= most_rows;
+    return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->out_features <= 1 << 30 &&
+           args->out_features % outputs == 0 && pk_are_multiples(8, args->bias) &&
+           pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
+}
+
+/* The barriers have their own. */
+static constexpr int most_smem_on(const pk_cuda_card &card) { return card.smem_per_cta - 2048; }
+
+template <typename T, int N>
+static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    static uint64_t smem_allowed;
+    const division all = divide(args, call.device);
+    const int64_t most_smem = most_smem_on(call.device->card);
+    /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
+     * room for both. */
+    const bool is_deep = args->num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
+    const int64_t ctas = is_deep ? 1 : ctas_an_sm<N>, room = (int64_t)call.device->num_sms * ctas;
+    const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
+    const int64_t clusters = is_one_round ? all.num_tiles : room;
+
+    const int64_t sums_bytes = N * PITCH * 4, inbox_bytes = sums_bytes / all.num_splits * (all.num_splits - 1);
+    const int64_t behind_ring = 1024 + (is_one_round ? inbox_bytes : sums_bytes);
+    const int64_t needed = pk_ceil_div(all.num_units, all.num_splits);
+    /* A product of few CTAs leaves SMs to the next one: such a CTA takes all that a CTA of another product, whose inputs
+     * are divided by two, leaves of an SM (#27a). */
+    int64_t smem = most_smem / ctas;
+    if (ctas > 1 && 2 * clusters * all.num_splits <= call.device->num_sms) {
+        const int64_t behind_other = 1024 + sums_bytes / 2;
+        const int64_t other_stages = std::min((int64_t)EARLY_UNITS, (smem - behind_other) / stage_bytes<N>);
+        smem = most_smem - behind_other - other_stages * stage_bytes<N>;
+    }
+    const int64_t most_stages = (smem - behind_ring) / stage_bytes<N>;
+    const int64_t stages = std::min({is_one_round ? needed : most_stages, most_stages, (int64_t)MAX_STAGES});
+    const int64_t ring_bytes = std::max(stages * stage_bytes<N>, is_one_round ? sums_bytes : 0);
+    linear_sm90_params params = {};
+    params.args = *args;
+    params.num_tiles = (int)all.num_tiles;
+    params.num_splits = (int)all.num_splits;
+    params.num_stages = (int)stages;
+    params.sums_at = is_one_round ? 0 : (int)ring_bytes;
+    params.inbox_at = (int)ring_bytes;
+    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
+                              all.width, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, call.err));
+    auto kernel = linear_sm90_kernel<T, N>;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
+    return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,
+                                   dim3((unsigned)(clusters * all.num_splits)), dim3(THREADS),
+                                   (size_t)(ring_bytes + behind_ring), params);
+}
+
+template <typename T, int N>
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
+    {"linear_sm90_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, THREADS,
+     pk_cuda_smem_of_hopper(most_smem_on)},
+    launch<T, N>};
+
+/* The first with enough rows is taken. */
+static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
+    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 40>, instance<__nv_bfloat16, 48>,
+    instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 72>, instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>,
+    instance<__nv_bfloat16, 112>, instance<__half, 16>,        instance<__half, 32>,        instance<__half, 40>,
+    instance<__half, 48>,         instance<__half, 64>,        instance<__half, 72>,        instance<__half, 80>,
+    instance<__half, 96>,         instance<__half, 112>,
+};
+const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
+
+pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    for (const auto &each : INSTANCES)
+        if (each.shown.reads == args->dtype && each.shown.rows >= args->num_rows) return each.launch(args, call);
+    return pk_cuda_no_instance(call, "linear_sm90_kernel");
+}

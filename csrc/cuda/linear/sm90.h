@@ -1,0 +1,313 @@
+/* sm90.h - the steps of sm90.cu: copies into the ring, products, sums that CTAs exchange, and outputs.
+ *
+ * The kernel hands over what it keeps (`params`, `sums`, whether x is squared) even where a function could find it by
+ * itself: in this form the compiler makes the same code as of one long function.
+ */
+#ifndef PK_CUDA_LINEAR_SM90_H
+#define PK_CUDA_LINEAR_SM90_H
+
+#include "cuda/linear/linear.h"
+#include "cuda/pack.h"
+#include "cuda/sm90_ring.h"
+
+enum {
+    TILE = 64 /* outputs, or gate and up of half as many */,
+    LINE = 64 /* inputs of a swizzled row of 128 bytes */,
+    STEP = 128 /* inputs of a stage */,
+    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that squares; both write */,
+    THREADS = WORKERS + 32,
+    MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
+    EARLY_UNITS = 4 /* of STEP inputs: at up to 40 rows they fit half of an SM's memory */,
+    MAX_STAGES = 16,
+    WEIGHT_BYTES = TILE * STEP * 2,
+    PITCH = TILE + 4 /* floats per row of sums, which spreads the banks; after them lies the sum of squares */,
+};
+
+struct linear_sm90_params {
+    CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
+    pk_linear_args args;
+    int num_tiles, num_splits; /* a tile is one cluster's; without splits a CTA may have several */
+    int num_stages;            /* of the ring */
+    int sums_at, inbox_at;     /* bytes from the ring's start; the sums may lie where the ring is */
+};
+
+/* x lies first: as operand A it has 64 or 128 rows, and those beyond N must lie in memory, whatever is there. */
+template <int N>
+static constexpr int stage_bytes = STEP * 2 * N + WEIGHT_BYTES;
+
+/* Two CTAs where the rows leave memory and registers for them: this kernel's and the next one's, or two of a large
+ * weight. */
+template <int N>
+static constexpr int ctas_an_sm = N > MOST_ROWS_OF_TWO ? 1 : 2;
+
+#ifdef PK_SM90A
+
+using namespace sm90;
+
+// --- the CTA
+
+/* What a CTA multiplies, and how. */
+template <typename T, int N>
+struct sm90_cta {
+    static constexpr int X_BYTES = stage_bytes<N> - WEIGHT_BYTES;
+    const linear_sm90_params &params;
+    const pk_linear_args &args;
+    uint64_t *const weight_full, *const x_full, *const empty; /* mbarriers of the stages */
+    uint64_t *const inbox_full;                               /* and of the other CTAs' sums */
+    uint32_t ring;                                            /* its address in shared memory */
+    char *ring_pointer;
+    int warp, lane, num_stages;
+    int num_splits, split, rows_of_cta;   /* of a tile: CTAs, this one's number, the rows that it writes */
+    int first_tile, tile_stride;          /* the CTA's tiles */
+    int first_step, num_steps, all_steps; /* STEP inputs each: the CTA's of a tile, and of all its tiles */
+    int halves, width, num_outputs;       /* width: outputs of a tile that are written, of num_outputs */
+
+    __device__ __forceinline__ sm90_cta(const linear_sm90_params &params, char *smem, uint64_t *weight_full,
+                                        uint64_t *x_full, uint64_t *empty, uint64_t *inbox_full)
+        : params(params),
+          args(params.args),
+          weight_full(weight_full),
+          x_full(x_full),
+          empty(empty),
+          inbox_full(inbox_full)
+    {
+        ring = (smem_address(smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
+        ring_pointer = smem + (ring - smem_address(smem));
+        warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+        num_stages = params.num_stages;
+        num_splits = params.num_splits, split = blockIdx.x % num_splits, rows_of_cta = N / num_splits;
+        first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
+        const int num_units = ((int)args.in_features + STEP - 1) / STEP;
+        first_step = num_units * split / num_splits;
+        num_steps = num_units * (split + 1) / num_splits - first_step;
+        all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
+        halves = args.is_gated ? 2 : 1, width = TILE / halves, num_outputs = (int)args.out_features / halves;
+    }
+
+    __device__ __forceinline__ void init_barriers() const
+    {
+        if (threadIdx.x != 0) return;
+#pragma unroll 1
+        for (int i = 0; i < num_stages; i++) {
+            barrier_init(smem_address(&weight_full[i]), 1);
+            barrier_init(smem_address(&x_full[i]), 1);
+            barrier_init(smem_address(&empty[i]), args.divides_by_rms ? 8 : 4); /* warps */
+        }
+        barrier_init(smem_address(inbox_full), 1);
+        barrier_init_fence();
+        barrier_arrive_expect(smem_address(inbox_full), rows_of_cta * (num_splits - 1) * PITCH * 4);
+    }
+
+    /* All the work of the thread that copies. */
+    __device__ __forceinline__ void copy_all() const
+    {
+        auto copy_weight = [&](int tile, int step, int stage) {
+            const int input = (first_step + step) * STEP;
+            uint32_t barrier = smem_address(&weight_full[stage]), to = ring + stage * stage_bytes<N> + X_BYTES;
+            barrier_arrive_expect(barrier, WEIGHT_BYTES);
+            for (int k = 0; k < STEP; k += LINE)
+#pragma unroll 1
+                for (int half = 0; half < halves; half++, to += width * LINE * 2)
+                    copy_2d(to, &params.weight_map, barrier, input + k, tile * width + half * num_outputs);
+        };
+        auto copy_x = [&](int step, int stage) {
+            uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N>;
+            barrier_arrive_expect(barrier, X_BYTES);
+            for (int k = 0; k < STEP; k += LINE)
+                copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
+        };
+        prefetch_tensor_map(&params.weight_map);
+        prefetch_tensor_map(&params.x_map);
+        const int num_early = args.weight_is_constant ? min(all_steps, num_stages) : 0;
+        fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
+    }
+
+    __device__ __forceinline__ void release(int stage) const
+    {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
+    }
+    /* Of 16 inputs from the k-th of a stage on, in units of a descriptor's address. */
+    static constexpr int offset(int k, int rows) { return (k / LINE * rows * LINE + k % LINE) * 2 / 16; }
+
+    /* The second warpgroup multiplies every row by every row: the squares are on the diagonal. */
+    __device__ __forceinline__ bool squares_x() const { return warp >= 4; }
+    /* The products of a tile, or the squares, in acc. */
+    __device__ __forceinline__ void multiply(float (&acc)[N / 2], bool squares_x, int &stage, int &parity) const
+    {
+        auto multiply = [&](int step) {
+            const uint32_t x = ring + stage * stage_bytes<N>, weight = x + X_BYTES;
+            const uint64_t a = descriptor<128>(squares_x ? x : weight, 16, 1024), b = descriptor<128>(x, 16, 1024);
+            barrier_wait(smem_address(&weight_full[stage]), parity);
+            barrier_wait(smem_address(&x_full[stage]), parity);
+            wgmma_fence();
+            for (int k = 0; k < STEP; k += 16)
+                wgmma<T, N>::smem_smem(acc, a + offset(k, squares_x ? N : TILE), b + offset(k, N), step > 0 || k > 0);
+        };
+        multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, [&](int stage) { release(stage); });
+    }
+    /* Which row of x (operand B) and which row of operand A the i-th accumulator of a thread belongs to. */
+    __device__ __forceinline__ int row_of(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+    __device__ __forceinline__ int output_of(int i) const { return warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4; }
+
+    /* Row by row, PITCH apart; after a row's sums lies its sum of squares. */
+    __device__ __forceinline__ void leave_sums(const float (&acc)[N / 2], float *sums, bool squares_x) const
+    {
+        for (int i = 0; i < N / 2; i++) {
+            const int row = row_of(i), output = output_of(i);
+            if (!squares_x || output == row) sums[row * PITCH + (squares_x ? TILE : output)] = acc[i];
+        }
+    }
+    /* The squares of more rows than operand A takes: those of the first TILE rows, and those of the rest. In
+     * multiply_stages, or in the loop of the products, the compiler serialised these wgmma (C7511). */
+    __device__ __forceinline__ void square_more_rows(float *sums, int &stage, int &parity) const
+    {
+        constexpr int REST = N > TILE ? N - TILE : TILE;
+        float first[TILE / 2] = {}, rest[REST / 2] = {};
+#pragma unroll 1
+        for (int step = 0; step < num_steps; step++) {
+            const uint64_t x = descriptor<128>(ring + stage * stage_bytes<N>, 16, 1024);
+            barrier_wait(smem_address(&x_full[stage]), parity);
+            wgmma_fence();
+            for (int k = 0; k < STEP; k += 16) {
+                const uint64_t at = x + offset(k, N), other = at + TILE * LINE * 2 / 16;
+                wgmma<T, TILE>::smem_smem(first, at, at, step > 0 || k > 0);
+                wgmma<T, REST>::smem_smem(rest, other, other, step > 0 || k > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(first), pin(rest);
+            release(stage);
+            if (++stage == num_stages) stage = 0, parity ^= 1;
+        }
+        named_sync(1, WORKERS);
+        leave_squares(first, sums);
+        leave_squares(rest, sums + TILE * PITCH);
+    }
+    template <int count>
+    __device__ __forceinline__ void leave_squares(const float (&acc)[count], float *sums) const
+    {
+        for (int i = 0; i < count; i++) {
+            const int row = row_of(i);
+            if (output_of(i) == row) sums[row * PITCH + TILE] = acc[i];
+        }
+    }
+    /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
+    __device__ __forceinline__ void fill_sums(float *sums, bool squares_x, int &stage, int &parity) const
+    {
+        if (N > TILE && squares_x && args.divides_by_rms) return square_more_rows(sums, stage, parity);
+        float acc[N / 2] = {};
+        const bool squares_with_products = N <= TILE && squares_x;
+        if (!squares_x || (squares_with_products && args.divides_by_rms))
+            multiply(acc, squares_with_products, stage, parity);
+        named_sync(1, WORKERS); /* the sums may lie where the ring is */
+        if (N <= TILE || !squares_x) leave_sums(acc, sums, squares_with_products);
+    }
+    /* Where the sums of CTA `from` of the cluster lie in the inbox of another one, which has none of its own. */
+    __device__ __forceinline__ int place_in_inbox(int from, int to) const { return from - (from > to); }
+    /* Sends the other CTAs of the cluster the sums of the rows that they write, and waits for theirs. */
+    __device__ __forceinline__ void exchange_sums() const
+    {
+        const int bytes = rows_of_cta * PITCH * 4;
+        if (threadIdx.x < num_splits && (int)threadIdx.x != split)
+            send_bytes(threadIdx.x, ring + params.inbox_at + place_in_inbox(split, threadIdx.x) * bytes,
+                       ring + params.sums_at + threadIdx.x * bytes, bytes, smem_address(inbox_full));
+        barrier_wait(smem_address(inbox_full), 0);
+        cluster_arrive();
+    }
+};
+
+// --- what a thread writes
+
+/* 4 outputs of a row. */
+template <typename T>
+__device__ static inline void add_4(float (&values)[4], const T *from)
+{
+    pk_vec<T, 4> packed = *(const pk_vec<T, 4> *)from;
+    for (int i = 0; i < 4; i++) values[i] += pk_to_float(packed.at[i]);
+}
+template <typename T>
+__device__ static inline void write_4(T *to, const float (&values)[4])
+{
+    pk_vec<T, 4> packed;
+    for (int i = 0; i < 4; i++) packed.at[i] = pk_from_float<T>(values[i]);
+    *(pk_vec<T, 4> *)to = packed;
+}
+
+/* A thread writes 4 outputs, from `column` of the tile on, of every rows_apart-th row of the CTA's. */
+template <typename T, int N>
+struct sm90_writer {
+    const sm90_cta<T, N> &cta;
+    const pk_linear_args &args;
+    int column, first_row, rows_apart, row_base;
+    float *sums;
+    const float *inbox;
+    float inverse_size;
+
+    __device__ __forceinline__ sm90_writer(const sm90_cta<T, N> &cta, const pk_linear_args &args) : cta(cta), args(args)
+    {
+        const int lanes = cta.width / 4;
+        column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
+        rows_apart = WORKERS / lanes, row_base = cta.rows_of_cta * cta.split;
+        sums = (float *)(cta.ring_pointer + cta.params.sums_at);
+        inbox = (const float *)(cta.ring_pointer + cta.params.inbox_at);
+        inverse_size = 1.0f / (float)(int)args.in_features;
+    }
+    __device__ __forceinline__ int num_rows() const { return min(cta.rows_of_cta, (int)args.num_rows - row_base); }
+
+    /* What out holds of two rows, before the product is added. */
+    __device__ __forceinline__ void load_before(pk_vec<T, 4> (&before)[2], int row, int num_rows, int output) const
+    {
+        for (int i = 0; i < 2; i++, row += rows_apart) {
+            before[i] = {};
+            if (args.adds_to_out && args.out_dtype != PK_F32 && row < num_rows)
+                before[i] = *(const pk_vec<T, 4> *)((const T *)args.out + (row_base + row) * args.out_stride + output);
+        }
+    }
+    __device__ __forceinline__ void write_row(int row, int output, const pk_vec<T, 4> &before) const
+    {
+        const float *own = sums + (row_base + row) * PITCH;
+        float values[4] = {}, ups[4] = {}, square = 0, scale = 1;
+#pragma unroll 4
+        for (int from = 0; from < cta.num_splits; from++) {
+            const float *at =
+                from == cta.split ? own : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
+            add_4(values, at + column);
+            if (args.is_gated) add_4(ups, at + cta.width + column);
+            square += at[TILE];
+        }
+        if (args.divides_by_rms) scale = rsqrtf(square * inverse_size + args.rms_eps);
+        for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
+        if (args.bias) add_4(values, (const T *)args.bias + output);
+        if (args.bias && args.is_gated) add_4(ups, (const T *)args.bias + cta.num_outputs + output);
+        const int64_t to = (row_base + row) * args.out_stride + output;
+        if (args.out_dtype == PK_F32) {
+            if (args.adds_to_out) add_4(values, (const float *)args.out + to);
+            write_4((float *)args.out + to, values);
+            return;
+        }
+        for (int j = 0; j < 4; j++) {
+            values[j] += pk_to_float(before.at[j]);
+            if (!args.is_gated) continue;
+            float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
+            values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j]);
+        }
+        write_4((T *)args.out + to, values);
+    }
+    /* `before` was loaded early for the first two rows. */
+    __device__ __forceinline__ void write_tile(pk_vec<T, 4> (&before)[2], int num_rows, int output) const
+    {
+#pragma unroll 1
+        for (int first = first_row; first < num_rows; first += 2 * rows_apart) {
+            if (first != first_row) load_before(before, first, num_rows, output);
+            for (int i = 0; i < 2; i++) {
+                const int row = first + i * rows_apart;
+                if (row >= num_rows) break;
+                write_row(row, output, before[i]);
+            }
+        }
+    }
+};
+
+#endif  // PK_SM90A
+#endif

@@ -13,8 +13,8 @@ struct planned_product {
 extern "C" const char *linear_few_on_cpu(planned_product *product)
 {
     pk_linear_args args = {};
-    args.num_rows = product->num_rows, args.in_features = product->in_features;
-    args.out_features = product->out_features, args.is_gated = product->is_gated;
+    args.x.num_rows = product->num_rows, args.weight.in_features = product->in_features;
+    args.weight.out_features = product->out_features, args.epilogue.is_gated = product->is_gated;
     pk_cuda_device device = emulated::device_of(product->num_sms, product->compute_capability);
     linear_few_params params = plan_linear_few(&args, &device);
     product->tile = params.tile, product->num_tiles = params.num_tiles, product->num_ctas = params.num_ctas;

@@ -57,16 +57,16 @@ static bool are_rows_apart(int64_t size, int64_t stride) { return size > 0 && st
 /* Not expanded, reversed or overlapping rows, nor rows of nothing. x is converted where it is not float32. */
 static bool fits_sgemm(const pk_linear_args *args)
 {
-    return args->dtype != PK_F32 ? are_rows_apart(args->in_features, args->in_features)
-                                 : are_rows_apart(args->in_features, args->x_stride) &&
-                                       are_rows_apart(args->in_features, args->weight_stride);
+    return args->x.dtype != PK_F32 ? are_rows_apart(args->weight.in_features, args->weight.in_features)
+                                   : are_rows_apart(args->weight.in_features, args->x.stride) &&
+                                         are_rows_apart(args->weight.in_features, args->weight.stride);
 }
 
 static bool fits_onednn(const pk_linear_args *args)
 {
-    return are_rows_apart(args->in_features, args->x_stride) &&
-           are_rows_apart(args->in_features, args->weight_stride) &&
-           are_rows_apart(args->out_features, args->out_stride);
+    return are_rows_apart(args->weight.in_features, args->x.stride) &&
+           are_rows_apart(args->weight.in_features, args->weight.stride) &&
+           are_rows_apart(args->weight.out_features, args->epilogue.out_stride);
 }
 
 bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype)
@@ -135,27 +135,27 @@ static int64_t x_bytes(const linear_plan *plan, pk_dtype dtype)
 
 static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
-    if (args->num_rows >= min_sgemm_rows(args->dtype) && fits_sgemm(args) && pk_cpu_find_sgemm())
+    if (args->x.num_rows >= min_sgemm_rows(args->x.dtype) && fits_sgemm(args) && pk_cpu_find_sgemm())
         return (linear_plan){.kernel = pk_dot_sgemm,
-                             .x_order = args->dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32,
+                             .x_order = args->x.dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32,
                              .is_sgemm = true,
                              .row_block = 2 * BLAS_BLOCK,
                              .output_block = BLAS_BLOCK};
     linear_plan plan = {0};
-    choose_own_kernel(&plan, args->dtype, args->num_rows);
-    int64_t weight_bytes = args->in_features * (int64_t)pk_dtype_bytes(args->dtype);
-    int64_t share = args->out_features / (4 * num_threads); /* of a thread that gets several blocks */
+    choose_own_kernel(&plan, args->x.dtype, args->x.num_rows);
+    int64_t weight_bytes = args->weight.in_features * (int64_t)pk_dtype_bytes(args->weight.dtype);
+    int64_t share = args->weight.out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
         int64_t most = AMX_BLOCK_BYTES / larger(1, weight_bytes);
-        most = args->num_rows <= FEW_ROWS ? MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
+        most = args->x.num_rows <= FEW_ROWS ? MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
         plan.output_block = larger(PK_AMX_ROWS, smaller(share, most) / PK_AMX_ROWS * PK_AMX_ROWS);
         plan.row_block = MAX_BLOCK;
         return plan;
     }
     plan.output_block = block_rows(weight_bytes);
-    if (args->num_rows <= FEW_ROWS) /* reading is all: the longer, the better */
+    if (args->x.num_rows <= FEW_ROWS) /* reading is all: the longer, the better */
         plan.output_block = larger(plan.output_block, smaller(share / 16 * 16, MAX_OUTPUT_BLOCK));
-    plan.row_block = block_rows(args->in_features * x_bytes(&plan, args->dtype));
+    plan.row_block = block_rows(args->weight.in_features * x_bytes(&plan, args->x.dtype));
     return plan;
 }
 
@@ -163,46 +163,49 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
 {
     float bias[MAX_OUTPUT_BLOCK];
-    int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), out_bytes = (int64_t)pk_dtype_bytes(args->out_dtype);
-    if (args->bias)
-        pk_cpu_row_to_f32(bias, (const char *)args->bias + first_output * bytes, args->dtype, dot->num_outputs);
+    int64_t bytes = (int64_t)pk_dtype_bytes(args->x.dtype),
+            out_bytes = (int64_t)pk_dtype_bytes(args->epilogue.out_dtype);
+    if (args->epilogue.bias)
+        pk_cpu_row_to_f32(bias, (const char *)args->epilogue.bias + first_output * bytes, args->x.dtype,
+                          dot->num_outputs);
     for (int64_t r = 0; r < dot->num_rows; r++) {
         float *row = dot->sums + r * dot->sums_stride;
-        if (args->bias)
+        if (args->epilogue.bias)
             for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += bias[i];
-        char *out = (char *)args->out + ((first_row + r) * args->out_stride + first_output) * out_bytes;
-        if (args->adds_to_out) {
+        char *out =
+            (char *)args->epilogue.out + ((first_row + r) * args->epilogue.out_stride + first_output) * out_bytes;
+        if (args->epilogue.adds_to_out) {
             float before[MAX_OUTPUT_BLOCK];
-            pk_cpu_row_to_f32(before, out, args->out_dtype, dot->num_outputs);
+            pk_cpu_row_to_f32(before, out, args->epilogue.out_dtype, dot->num_outputs);
             for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += before[i];
         }
-        pk_cpu_row_from_f32(out, args->out_dtype, row, dot->num_outputs);
+        pk_cpu_row_from_f32(out, args->epilogue.out_dtype, row, dot->num_outputs);
     }
 }
 
 /* Writes x in the plan's order, to rows that are x_stride elements apart. */
 static void convert_x(const pk_linear_args *args, const linear_plan *plan, char *to, int64_t x_stride, int num_threads)
 {
-    int64_t row_bytes = args->x_stride * (int64_t)pk_dtype_bytes(args->dtype);
-#pragma omp parallel for num_threads(num_threads) if (args->num_rows > PK_AMX_LINES)
-    for (int64_t first = 0; first < args->num_rows; first += PK_AMX_LINES) {
-        int64_t count = smaller(PK_AMX_LINES, args->num_rows - first);
-        const char *x = (const char *)args->x + first * row_bytes;
-        char *rows = to + first * x_stride * x_bytes(plan, args->dtype);
+    int64_t row_bytes = args->x.stride * (int64_t)pk_dtype_bytes(args->x.dtype);
+#pragma omp parallel for num_threads(num_threads) if (args->x.num_rows > PK_AMX_LINES)
+    for (int64_t first = 0; first < args->x.num_rows; first += PK_AMX_LINES) {
+        int64_t count = smaller(PK_AMX_LINES, args->x.num_rows - first);
+        const char *x = (const char *)args->x.data + first * row_bytes;
+        char *rows = to + first * x_stride * x_bytes(plan, args->x.dtype);
 #ifdef __x86_64__
         if (plan->x_order == X_IN_TILES) {
-            pk_amx_tiles_of(rows, x, count, args->x_stride, args->in_features);
+            pk_amx_tiles_of(rows, x, count, args->x.stride, args->weight.in_features);
             continue;
         }
         if (plan->x_order == X_IN_PANELS) {
             for (int64_t r = 0; r < count; r += PK_PANEL_ROWS)
                 pk_panel_of((float *)rows + r * x_stride, x + r * row_bytes, smaller(PK_PANEL_ROWS, count - r),
-                            args->x_stride, args->in_features);
+                            args->x.stride, args->weight.in_features);
             continue;
         }
 #endif
         for (int64_t r = 0; r < count; r++)
-            pk_cpu_row_to_f32((float *)rows + r * x_stride, x + r * row_bytes, args->dtype, args->in_features);
+            pk_cpu_row_to_f32((float *)rows + r * x_stride, x + r * row_bytes, args->x.dtype, args->weight.in_features);
     }
 }
 
@@ -210,24 +213,24 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
 static void run_blocks(const pk_linear_args *args, const linear_plan *plan, const char *x, int64_t x_stride,
                        float *scratch, int64_t thread_floats, int num_threads)
 {
-    int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
+    int64_t weight_bytes = (int64_t)pk_dtype_bytes(args->weight.dtype);
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t first = 0; first < args->out_features; first += plan->output_block) {
+    for (int64_t first = 0; first < args->weight.out_features; first += plan->output_block) {
         float *sums = scratch + omp_get_thread_num() * thread_floats;
         pk_dot_args dot = {
-            .weight = (const char *)args->weight + first * args->weight_stride * bytes,
+            .weight = (const char *)args->weight.data + first * args->weight.stride * weight_bytes,
             .sums = sums,
-            .num_outputs = smaller(plan->output_block, args->out_features - first),
-            .size = args->in_features,
+            .num_outputs = smaller(plan->output_block, args->weight.out_features - first),
+            .size = args->weight.in_features,
             .x_stride = x_stride,
-            .weight_stride = args->weight_stride,
+            .weight_stride = args->weight.stride,
             .sums_stride = plan->output_block,
-            .dtype = args->dtype,
+            .dtype = args->weight.dtype,
             .scratch = sums + plan->row_block * plan->output_block,
         };
-        for (int64_t row = 0; row < args->num_rows; row += plan->row_block) {
-            dot.x = x + row * x_stride * x_bytes(plan, args->dtype);
-            dot.num_rows = smaller(plan->row_block, args->num_rows - row);
+        for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
+            dot.x = x + row * x_stride * x_bytes(plan, args->x.dtype);
+            dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
             plan->kernel(&dot);
             write_block(args, &dot, row, first);
         }
@@ -237,31 +240,31 @@ static void run_blocks(const pk_linear_args *args, const linear_plan *plan, cons
 pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
-    int64_t size = args->in_features, num_rows = args->num_rows;
+    int64_t size = args->weight.in_features, num_rows = args->x.num_rows;
     if (num_rows == 0) return PK_OK; /* of however many outputs */
-    if (num_rows >= min_onednn_rows(args->dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
-    int num_threads = num_rows * args->out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    if (num_rows >= min_onednn_rows(args->x.dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
+    int num_threads = num_rows * args->weight.out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
     linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
-    if (plan.is_sgemm && args->dtype != PK_F32) thread_floats += plan.output_block * size;
-    int64_t x_stride = args->x_stride, converted = 0; /* elements */
+    if (plan.is_sgemm && args->x.dtype != PK_F32) thread_floats += plan.output_block * size;
+    int64_t x_stride = args->x.stride, converted = 0; /* elements */
     if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
     if (plan.x_order == X_IN_PANELS) x_stride = size, converted = pk_cpu_round_up(num_rows, PK_PANEL_ROWS) * size;
     if (plan.x_order == X_IN_TILES) {
         x_stride = pk_cpu_round_up(size, PK_AMX_STEP);
         converted = pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;
     }
-    int64_t scratch_bytes = num_threads * thread_floats * 4 + converted * x_bytes(&plan, args->dtype);
+    int64_t scratch_bytes = num_threads * thread_floats * 4 + converted * x_bytes(&plan, args->x.dtype);
     char *scratch = aligned_alloc(CACHE_LINE, (size_t)pk_cpu_round_up(scratch_bytes, CACHE_LINE));
     if (!scratch)
         return pk_fail(err, PK_ENOMEM, "linear: cannot allocate scratch for %lld x %lld", (long long)num_rows,
                        (long long)size);
     char *x = scratch; /* begins with a cache line, or each line of a tile would lie in two */
     if (converted) convert_x(args, &plan, x, x_stride, num_threads);
-    float *sums = (float *)(scratch + converted * x_bytes(&plan, args->dtype));
+    float *sums = (float *)(scratch + converted * x_bytes(&plan, args->x.dtype));
     if (plan.is_sgemm) pk_cpu_sgemm_begin();
-    run_blocks(args, &plan, converted ? x : args->x, x_stride, sums, thread_floats, num_threads);
+    run_blocks(args, &plan, converted ? x : args->x.data, x_stride, sums, thread_floats, num_threads);
     if (plan.is_sgemm) pk_cpu_sgemm_end();
     free(scratch);
     return PK_OK;

@@ -132,16 +132,17 @@ bool pk_cpu_onednn_linear(const pk_linear_args *args)
     if (!pk_cpu_onednn_name()) return false;
     enum { SRC, WEIGHTS, DST, BIAS, COUNT };
     static const int arg_of[COUNT] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS};
-    void *const data[COUNT] = {(void *)args->x, (void *)args->weight, args->out, (void *)args->bias};
-    int64_t t = args->num_rows, n = args->out_features, k = args->in_features;
+    void *const data[COUNT] = {(void *)args->x.data, (void *)args->weight.data, args->epilogue.out,
+                               (void *)args->epilogue.bias};
+    int64_t t = args->x.num_rows, n = args->weight.out_features, k = args->weight.in_features;
     handle desc[COUNT] = {0}, memory[COUNT] = {0}, attr = NULL, matmul_desc = NULL, matmul = NULL, stream = NULL;
     exec_arg exec[COUNT];
-    int count = args->bias ? COUNT : BIAS;
-    bool ok = wrap(&desc[SRC], t, k, args->x_stride, 1, args->dtype) &&
-              wrap(&desc[WEIGHTS], k, n, 1, args->weight_stride, args->dtype) &&
-              wrap(&desc[DST], t, n, args->out_stride, 1, args->out_dtype) &&
-              (!args->bias || wrap(&desc[BIAS], 1, n, n, 1, args->dtype)) &&
-              (!args->adds_to_out || make_sum(&attr, dnnl_dtype(args->out_dtype))) &&
+    int count = args->epilogue.bias ? COUNT : BIAS;
+    bool ok = wrap(&desc[SRC], t, k, args->x.stride, 1, args->x.dtype) &&
+              wrap(&desc[WEIGHTS], k, n, 1, args->weight.stride, args->x.dtype) &&
+              wrap(&desc[DST], t, n, args->epilogue.out_stride, 1, args->epilogue.out_dtype) &&
+              (!args->epilogue.bias || wrap(&desc[BIAS], 1, n, n, 1, args->x.dtype)) &&
+              (!args->epilogue.adds_to_out || make_sum(&attr, dnnl_dtype(args->epilogue.out_dtype))) &&
               !dnnl.matmul_primitive_desc_create(&matmul_desc, engine, desc[SRC], desc[WEIGHTS], desc[BIAS], desc[DST],
                                                  attr) &&
               !dnnl.primitive_create(&matmul, matmul_desc) && !dnnl.stream_create(&stream, engine, DNNL_IN_ORDER);

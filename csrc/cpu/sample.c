@@ -109,7 +109,7 @@ static uint32_t find_threshold(const filtered_row *row, uint32_t low, uint32_t h
         for (int64_t i = 0; i < row->count; i++) {
             uint32_t key = pk_ordered(row->x[i]);
             if (key < low || key > high) continue;
-            uint64_t weight = top_k ? 1 : pk_weight(row->x[i], row->greatest, row->temperature, row->weight_bits);
+            uint64_t weight = top_k ? 1 : pk_token_weight(row->x[i], row->greatest, row->temperature, row->weight_bits);
             bins[(key - low) >> shift] += weight;
             total += weight;
         }

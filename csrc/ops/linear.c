@@ -7,17 +7,13 @@
 pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
 {
     return (pk_linear_args){
-        .x = x->data,
-        .weight = weight->data,
-        .out = out->data,
-        .num_rows = x->shape[0],
-        .in_features = x->shape[1],
-        .out_features = weight->shape[0],
-        .x_stride = x->stride[0],
-        .weight_stride = weight->stride[0],
-        .out_stride = out->stride[0],
-        .dtype = x->dtype,
-        .out_dtype = out->dtype,
+        .x = {x->data, x->shape[0], x->stride[0], x->dtype},
+        .weight = {.data = weight->data,
+                   .out_features = weight->shape[0],
+                   .in_features = weight->shape[1],
+                   .stride = weight->stride[0],
+                   .dtype = weight->dtype},
+        .epilogue = {.out = out->data, .out_stride = out->stride[0], .out_dtype = out->dtype},
     };
 }
 
@@ -26,17 +22,18 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
 {
     const pk_silu_args silu = {
         .x = gate_up->data,
-        .out = args->out,
-        .num_rows = args->num_rows,
-        .row_size = args->out_features / 2,
+        .out = args->epilogue.out,
+        .num_rows = args->x.num_rows,
+        .row_size = args->weight.out_features / 2,
         .x_stride = gate_up->stride[0],
-        .out_stride = args->out_stride,
-        .rms = {args->divides_by_rms ? args->x : NULL, args->in_features, args->x_stride, args->rms_eps},
-        .dtype = args->dtype,
+        .out_stride = args->epilogue.out_stride,
+        .rms = {args->epilogue.divides_by_rms ? args->x.data : NULL, args->weight.in_features, args->x.stride,
+                args->epilogue.rms_eps},
+        .dtype = args->x.dtype,
     };
-    args->out = gate_up->data;
-    args->out_stride = gate_up->stride[0];
-    args->is_gated = args->divides_by_rms = false;
+    args->epilogue.out = gate_up->data;
+    args->epilogue.out_stride = gate_up->stride[0];
+    args->epilogue.is_gated = args->epilogue.divides_by_rms = false;
     PK_TRY(backend->linear(device, args, stream, err));
     return backend->silu_and_mul(device, &silu, stream, err);
 }
@@ -69,12 +66,12 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
     pk_linear_args args = pk_linear_args_of(x, weight, &out->view);
-    args.bias = bias ? bias->data : NULL;
-    args.weight_is_constant = options->weight_is_constant;
-    args.adds_to_out = options->adds_to_out;
-    args.is_gated = gate_up != NULL;
-    args.divides_by_rms = rms_eps != NULL;
-    args.rms_eps = rms_eps ? (float)*rms_eps : 0;
+    args.epilogue.bias = bias ? bias->data : NULL;
+    args.weight.is_constant = options->weight_is_constant;
+    args.epilogue.adds_to_out = options->adds_to_out;
+    args.epilogue.is_gated = gate_up != NULL;
+    args.epilogue.divides_by_rms = rms_eps != NULL;
+    args.epilogue.rms_eps = rms_eps ? (float)*rms_eps : 0;
     if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args)))
         return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
     return backend->linear(env.device, &args, stream, err);

@@ -8,19 +8,39 @@
 extern "C" {
 #endif
 
-/* linear: out = x @ weight.T + bias */
-typedef struct pk_linear_args {
-    const void *x;      /* [num_rows, in_features] */
-    const void *weight; /* [out_features, in_features] */
-    const void *bias;   /* [out_features] or NULL */
-    void *out;          /* [num_rows, out_features] of out_dtype */
-    int64_t num_rows, in_features, out_features, x_stride, weight_stride, out_stride;
-    pk_dtype dtype, out_dtype; /* out_dtype is dtype or PK_F32 */
-    bool weight_is_constant;   /* nothing that is queued on the stream writes the weights: they may be read early */
-    bool adds_to_out;          /* out += */
-    bool is_gated;             /* out = silu(first half of the outputs) * second half, [num_rows, out_features / 2] */
-    bool divides_by_rms;       /* gate and up, by sqrt(mean(x^2) + rms_eps) of their row of x; only where is_gated */
+/* linear: out = epilogue(x @ weight.T), in three parts: a kernel reads the first two as its loads need them, and what is
+ * done with a sum stands in the third alone. */
+
+/* What is multiplied. */
+typedef struct pk_rows {
+    const void *data;         /* [num_rows, in_features] */
+    int64_t num_rows, stride; /* elements from row to row */
+    pk_dtype dtype;
+} pk_rows;
+
+typedef struct pk_weight {
+    const void *data; /* [out_features, in_features] */
+    int64_t out_features, in_features, stride;
+    pk_dtype dtype;   /* today that of the rows */
+    bool is_constant; /* nothing that is queued on the stream writes it: it may be read early */
+} pk_weight;
+
+/* What becomes of a row's sums, in this order. */
+typedef struct pk_epilogue {
+    bool divides_by_rms; /* by sqrt(mean(x^2) + rms_eps) of the row of x; only where is_gated */
     float rms_eps;
+    const void *bias; /* [out_features] of x's dtype is added, or NULL */
+    bool is_gated;    /* silu(first half of the outputs) * second half, [num_rows, out_features / 2] */
+    bool adds_to_out; /* out += */
+    void *out;        /* [num_rows, out_features] */
+    int64_t out_stride;
+    pk_dtype out_dtype; /* x's or PK_F32 */
+} pk_epilogue;
+
+typedef struct pk_linear_args {
+    pk_rows x;
+    pk_weight weight;
+    pk_epilogue epilogue;
 } pk_linear_args;
 
 /* An algorithm of the GPU's BLAS for one `linear`: opaque, good for one kind of GPU and one version of the library. */

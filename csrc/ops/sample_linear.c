@@ -15,6 +15,6 @@ pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_
     PK_BACKEND_OP(env.device, sample_linear, &backend, err);
     PK_TRY(pk_read_sample_call(&env, call, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
     args.linear = pk_linear_args_of(x, weight, call->logits);
-    args.linear.weight_is_constant = weight_is_constant;
+    args.linear.weight.is_constant = weight_is_constant;
     return backend->sample_linear(env.device, &args, stream, err);
 }

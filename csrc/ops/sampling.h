@@ -262,7 +262,7 @@ static inline int pk_weight_bits(int64_t vocab_size)
 }
 
 /* e^((x - greatest) / T) in units of 2^-bits, rounded down. The polynomial is that of Cephes' expf. */
-PK_SAMPLING_FN uint64_t pk_weight(float x, float greatest, float temperature, int bits)
+PK_SAMPLING_FN uint64_t pk_token_weight(float x, float greatest, float temperature, int bits)
 {
     float z = PK_DIV(PK_ADD(x, -greatest), temperature);
     if (!(z > -30.0f)) return 0; /* below 2^-43 */

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
               num_lines = cta.num_lines, width = cta.width, num_outputs = cta.num_outputs;
 
     /* A gated product, the largest of a layer, does so after its wait: doing it at once costs a step of one row 3 %. */
-    if (!args.is_gated) pk_let_next_kernel_start();
+    if (!args.epilogue.is_gated) pk_let_next_kernel_start();
 
     /* Copies run ahead of the work, so they have their own place. */
     int copy_tile = num_lines > 0 ? blockIdx.x : params.num_tiles, copy_line = 0, copy_block = 0, copy_slot = 0;
@@ -54,16 +54,16 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         int i = threadIdx.x + p * few::THREADS;
         rows_of[p] = i / width, columns_of[p] = i - rows_of[p] * width;
     }
-    if (!args.weight_is_constant) pk_wait_for_previous_kernel();
+    if (!args.weight.is_constant) pk_wait_for_previous_kernel();
     for (int i = 0; i < (IS_SHALLOW ? params.num_slots : few::DEPTH); i++) copy_next();
     pk_wait_for_previous_kernel();
-    if (args.is_gated) pk_let_next_kernel_start();
+    if (args.epilogue.is_gated) pk_let_next_kernel_start();
 
     int slot = 0;
     for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
         float addends[few::OUTPUTS]; /* what out is made of beside the product, asked for early */
         for (int p = 0; p < few::OUTPUTS; p++) {
-            int64_t output = (int64_t)tile * width + columns_of[p], at = rows_of[p] * args.out_stride + output;
+            int64_t output = (int64_t)tile * width + columns_of[p], at = rows_of[p] * args.epilogue.out_stride + output;
             addends[p] = 0;
             if (rows_of[p] >= num_rows || output >= num_outputs) continue;
             addends[p] = cta.addend_of(output, at);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         for (int first = 0; first < cta.most_lines; first += few::AHEAD) {
             uint4 x_bits[few::AHEAD][2][EIGHTS];
             cta.load_x(x_bits, first);
-            if (args.divides_by_rms) cta.add_squares(squares, x_bits, first);
+            if (args.epilogue.divides_by_rms) cta.add_squares(squares, x_bits, first);
 #pragma unroll
             for (int a = 0; a < few::AHEAD; a++) {
                 if (first + a >= num_lines) break;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
         __syncthreads();
         for (int p = 0; p < few::OUTPUTS; p++) {
             int row = rows_of[p];
-            int64_t output = (int64_t)tile * width + columns_of[p], at = row * args.out_stride + output;
+            int64_t output = (int64_t)tile * width + columns_of[p], at = row * args.epilogue.out_stride + output;
             if (row >= num_rows || output >= num_outputs) continue;
             cta.write(at, row, columns_of[p], addends[p]);
         }
@@ -113,15 +113,16 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
 
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
-    int64_t strides = args->in_features | args->x_stride | args->weight_stride;
-    if (args->is_gated && args->bias) return false;
-    bool is_possible = is_16_bit && args->num_rows <= MAX_ROWS && args->in_features > 0 && args->out_features > 0 &&
-                       args->in_features <= 1 << 15 && args->out_features <= 1 << 30 && strides % 8 == 0 &&
-                       pk_are_multiples(16, args->x, args->weight);
+    bool is_16_bit = args->x.dtype == PK_BF16 || args->x.dtype == PK_F16;
+    int64_t strides = args->weight.in_features | args->x.stride | args->weight.stride;
+    if (args->epilogue.is_gated && args->epilogue.bias) return false;
+    bool is_possible = is_16_bit && args->x.num_rows <= MAX_ROWS && args->weight.in_features > 0 &&
+                       args->weight.out_features > 0 && args->weight.in_features <= 1 << 15 &&
+                       args->weight.out_features <= 1 << 30 && strides % 8 == 0 &&
+                       pk_are_multiples(16, args->x.data, args->weight.data);
     if (!is_possible) return false;
     linear_few_params params = plan_linear_few(args, device);
-    return (params.num_warps == FEW_WARPS || args->num_rows <= MAX_ROWS / 2) && params.num_slots > 0;
+    return (params.num_warps == FEW_WARPS || args->x.num_rows <= MAX_ROWS / 2) && params.num_slots > 0;
 }
 
 template <typename T, int EIGHTS, int WARPS, bool IS_SHALLOW>
@@ -172,8 +173,8 @@ pk_status pk_cuda_linear_few(const pk_linear_args *args, const pk_cuda_call &cal
 {
     linear_few_params params = plan_linear_few(args, call.device);
     for (const few_instance &each : INSTANCES)
-        if (each.shown.reads == args->dtype && each.shown.threads == params.num_warps * 32 &&
-            each.shown.variant == VARIANTS[params.is_shallow] && each.shown.rows >= args->num_rows)
+        if (each.shown.reads == args->x.dtype && each.shown.threads == params.num_warps * 32 &&
+            each.shown.variant == VARIANTS[params.is_shallow] && each.shown.rows >= args->x.num_rows)
             return each.launch(params, call);
     return pk_cuda_no_instance(call, "linear_few_kernel");
 }

@@ -36,13 +36,14 @@ struct few_cta {
                                        float (&squares_of)[WARPS][EIGHTS * 8])
         : params(params), args(params.args), squares_of(squares_of)
     {
-        x = (const T *)args.x, weight = (const T *)args.weight, bias = (const T *)args.bias;
+        x = (const T *)args.x.data, weight = (const T *)args.weight.data, bias = (const T *)args.epilogue.bias;
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-        num_rows = (int)args.num_rows, num_blocks = (params.tile + BLOCK - 1) / BLOCK, size = (int)args.in_features;
+        num_rows = (int)args.x.num_rows, num_blocks = (params.tile + BLOCK - 1) / BLOCK,
+        size = (int)args.weight.in_features;
         num_lines = ((size + LINE - 1) / LINE + WARPS - 1 - warp) / WARPS;
         most_lines = (size + LINE * WARPS - 1) / (LINE * WARPS);
-        width = args.is_gated ? params.tile / 2 : params.tile;
-        num_outputs = (int)(args.is_gated ? args.out_features / 2 : args.out_features);
+        width = args.epilogue.is_gated ? params.tile / 2 : params.tile;
+        num_outputs = (int)(args.epilogue.is_gated ? args.weight.out_features / 2 : args.weight.out_features);
         sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
         ring = smem + threadIdx.x;
         sums = (float *)(smem + params.sums_at);
@@ -54,10 +55,10 @@ struct few_cta {
         int column = (line * WARPS + warp) * LINE + quad * 8;
         for (int half = 0; half < 2; half++) {
             int output = block * BLOCK + half * 8 + group, row = tile * params.tile + output;
-            if (args.is_gated) /* the first half of a tile are gates */
+            if (args.epilogue.is_gated) /* the first half of a tile are gates */
                 row = tile * width + output + (output < width ? 0 : num_outputs - width);
-            bool is_row = output < params.tile && row < args.out_features;
-            const T *from = weight + (is_row ? row * args.weight_stride : 0) + column;
+            bool is_row = output < params.tile && row < args.weight.out_features;
+            const T *from = weight + (is_row ? row * args.weight.stride : 0) + column;
             for (int p = 0; p < 2; p++) {
                 bool is_inside = is_row && column + p * 32 < size;
                 copy_async_16(smem_address(ring + ((slot * 2 + half) * 2 + p) * THREADS),
@@ -70,8 +71,9 @@ struct few_cta {
     __device__ __forceinline__ float addend_of(int64_t output, int64_t at) const
     {
         float addend = bias ? pk_to_float(bias[output]) : 0;
-        if (args.adds_to_out)
-            addend += args.out_dtype == PK_F32 ? ((const float *)args.out)[at] : pk_to_float(((const T *)args.out)[at]);
+        if (args.epilogue.adds_to_out)
+            addend += args.epilogue.out_dtype == PK_F32 ? ((const float *)args.epilogue.out)[at]
+                                                        : pk_to_float(((const T *)args.epilogue.out)[at]);
         return addend;
     }
 
@@ -82,7 +84,7 @@ struct few_cta {
             int a = i / (2 * EIGHTS), p = i / EIGHTS % 2, row = i % EIGHTS * 8 + group;
             int column = ((first + a) * WARPS + warp) * LINE + p * 32 + quad * 8;
             bool is_inside = row < num_rows && column < size;
-            x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x_stride + column) : uint4{};
+            x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x.stride + column) : uint4{};
         }
     }
     /* Multiplies every row by every row: the squares are on the diagonal. */
@@ -117,21 +119,21 @@ struct few_cta {
         const int warp_stride = num_rows * sums_stride;
         float sum = 0, scale = 1;
         for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
-        if (args.divides_by_rms) {
+        if (args.epilogue.divides_by_rms) {
             float square = 0;
             for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
-            scale = rsqrtf(square / size + args.rms_eps);
+            scale = rsqrtf(square / size + args.epilogue.rms_eps);
         }
         sum = sum * scale + addend;
-        if (args.is_gated) { /* rounded where silu_and_mul would read it */
+        if (args.epilogue.is_gated) { /* rounded where silu_and_mul would read it */
             float gate = pk_round<T>(sum), up = 0;
             for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
             sum = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(up * scale);
         }
-        if (args.out_dtype == PK_F32)
-            ((float *)args.out)[at] = sum;
+        if (args.epilogue.out_dtype == PK_F32)
+            ((float *)args.epilogue.out)[at] = sum;
         else
-            ((T *)args.out)[at] = pk_from_float<T>(sum);
+            ((T *)args.epilogue.out)[at] = pk_from_float<T>(sum);
     }
 };
 

@@ -43,19 +43,20 @@ static constexpr int most_smem(const pk_cuda_card &card)
 static inline linear_few_params plan_linear_few(const pk_linear_args *args, const pk_cuda_device *device)
 {
     linear_few_params params = {*args};
-    const bool is_small = args->in_features * args->out_features * 2 <= (int64_t)SMALL * device->num_sms;
+    const bool is_small = args->weight.in_features * args->weight.out_features * 2 <= (int64_t)SMALL * device->num_sms;
     const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = depth_of(warps);
     int64_t best = INT64_MAX;
-    int step = args->is_gated ? 16 : 8;
+    int step = args->epilogue.is_gated ? 16 : 8;
     for (int tile = step; tile <= MAX_TILE; tile += step) {
-        int64_t tiles = pk_ceil_div(args->out_features, tile), rounds = pk_ceil_div(tiles, device->num_sms);
+        int64_t tiles = pk_ceil_div(args->weight.out_features, tile), rounds = pk_ceil_div(tiles, device->num_sms);
         if (rounds * tile > best) continue;
         best = rounds * tile;
         params.tile = tile, params.num_tiles = (int)tiles, params.num_ctas = (int)pk_ceil_div(tiles, rounds);
     }
-    int64_t blocks = pk_ceil_div(params.tile, BLOCK), slots = blocks * pk_ceil_div(args->in_features, LINE * warps);
+    int64_t blocks = pk_ceil_div(params.tile, BLOCK),
+            slots = blocks * pk_ceil_div(args->weight.in_features, LINE * warps);
     bool is_one_round = params.num_tiles <= params.num_ctas;
-    int sums = sums_bytes(warps, args->num_rows, blocks); /* of a last tile lie where its copies were */
+    int sums = sums_bytes(warps, args->x.num_rows, blocks); /* of a last tile lie where its copies were */
     int room = (most_smem(device->card) - (is_one_round ? 0 : sums)) / slot_bytes(warps);
     int needed = is_one_round && slots < depth ? (int)slots : depth;
     params.is_shallow = room < needed;

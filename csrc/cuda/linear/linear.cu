@@ -16,11 +16,11 @@ template <typename T, typename Out>
 __global__ void __launch_bounds__(256) fill_bias_kernel(const pk_linear_args args)
 {
     int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= args.out_features) return;
-    float bias = pk_to_float(((const T *)args.bias)[column]);
-    for (int64_t row = blockIdx.y; row < args.num_rows; row += gridDim.y) {
-        Out *out = (Out *)args.out + row * args.out_stride + column;
-        *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + bias : bias);
+    if (column >= args.weight.out_features) return;
+    float bias = pk_to_float(((const T *)args.epilogue.bias)[column]);
+    for (int64_t row = blockIdx.y; row < args.x.num_rows; row += gridDim.y) {
+        Out *out = (Out *)args.epilogue.out + row * args.epilogue.out_stride + column;
+        *out = pk_from_float<Out>(args.epilogue.adds_to_out ? pk_to_float(*out) + bias : bias);
     }
 }
 
@@ -29,43 +29,45 @@ template <typename T, typename Out>
 __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args args)
 {
     int64_t output = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (output >= args.num_rows * args.out_features) return;
-    int64_t row = output / args.out_features, column = output - row * args.out_features;
-    const T *x = (const T *)args.x + row * args.x_stride,
-            *weight = (const T *)args.weight + column * args.weight_stride;
+    if (output >= args.x.num_rows * args.weight.out_features) return;
+    int64_t row = output / args.weight.out_features, column = output - row * args.weight.out_features;
+    const T *x = (const T *)args.x.data + row * args.x.stride,
+            *weight = (const T *)args.weight.data + column * args.weight.stride;
     float sum = 0;
-    for (int64_t i = lane; i < args.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
+    for (int64_t i = lane; i < args.weight.in_features; i += 32) sum += pk_to_float(x[i]) * pk_to_float(weight[i]);
     sum = pk_sum_over_warp(sum);
     if (lane != 0) return;
-    if (args.bias) sum += pk_to_float(((const T *)args.bias)[column]);
-    Out *out = (Out *)args.out + row * args.out_stride + column;
-    *out = pk_from_float<Out>(args.adds_to_out ? pk_to_float(*out) + sum : sum);
+    if (args.epilogue.bias) sum += pk_to_float(((const T *)args.epilogue.bias)[column]);
+    Out *out = (Out *)args.epilogue.out + row * args.epilogue.out_stride + column;
+    *out = pk_from_float<Out>(args.epilogue.adds_to_out ? pk_to_float(*out) + sum : sum);
 }
 
 // --- launchers
 
 static bool is_blas(const pk_linear_args *args)
 {
-    bool are_rows_apart =
-        args->num_rows <= 1 || (args->x_stride >= args->in_features && args->out_stride >= args->out_features);
-    int64_t strides = args->in_features | args->out_features | args->x_stride | args->weight_stride | args->out_stride;
-    bool fits_bias = strides % 8 == 0 && pk_are_multiples(16, args->x, args->weight, args->bias, args->out);
+    bool are_rows_apart = args->x.num_rows <= 1 || (args->x.stride >= args->weight.in_features &&
+                                                    args->epilogue.out_stride >= args->weight.out_features);
+    int64_t strides = args->weight.in_features | args->weight.out_features | args->x.stride | args->weight.stride |
+                      args->epilogue.out_stride;
+    bool fits_bias = strides % 8 == 0 &&
+                     pk_are_multiples(16, args->x.data, args->weight.data, args->epilogue.bias, args->epilogue.out);
     if (pk_cuda_blas_adds_bias(args) && !fits_bias) return false; /* not all of its algorithms can */
-    return are_rows_apart && args->in_features > 0 &&
-           (args->out_features == 1 || args->weight_stride >= args->in_features);
+    return are_rows_apart && args->weight.in_features > 0 &&
+           (args->weight.out_features == 1 || args->weight.stride >= args->weight.in_features);
 }
 
 template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
-    if (by_blas && args->bias && !pk_cuda_blas_adds_bias(args)) {
-        dim3 grid((unsigned)pk_ceil_div(args->out_features, 256),
-                  (unsigned)(args->num_rows < 1024 ? args->num_rows : 1024));
+    if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args)) {
+        dim3 grid((unsigned)pk_ceil_div(args->weight.out_features, 256),
+                  (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
         PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
     }
     if (by_blas) return pk_cuda_linear_by_blas(args, call);
-    dim3 grid = pk_cuda_grid(pk_ceil_div(args->num_rows * args->out_features, 8));
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * args->weight.out_features, 8));
     return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
@@ -78,11 +80,11 @@ static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, 
 
 pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    if (args->num_rows == 0 || args->out_features == 0) return PK_OK;
+    if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
     if (auto launch_own = own_kernel(args, call.device)) return launch_own(args, call);
-    return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+    return pk_for_float_dtype(call.err, args->x.dtype, [&](auto zero) {
         using T = decltype(zero);
-        if (args->out_dtype == PK_F32) return launch<T, float>(args, call);
+        if (args->epilogue.out_dtype == PK_F32) return launch<T, float>(args, call);
         return launch<T, T>(args, call);
     });
 }
@@ -95,7 +97,7 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
 
 static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    return args->num_rows > 0 && args->out_features > 0 && is_blas(args) && !own_kernel(args, device);
+    return args->x.num_rows > 0 && args->weight.out_features > 0 && is_blas(args) && !own_kernel(args, device);
 }
 
 pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,

@@ -21,7 +21,7 @@ pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_by_blas;
 static inline bool pk_cuda_blas_adds_bias(const pk_linear_args *args)
 {
-    return args->bias && args->adds_to_out && args->out_dtype != PK_F32;
+    return args->epilogue.bias && args->epilogue.adds_to_out && args->epilogue.out_dtype != PK_F32;
 }
 /* What linear_algorithms and use_linear_algorithm do, for a call that cuBLASLt answers; it has been loaded. */
 pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,

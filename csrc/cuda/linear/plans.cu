@@ -44,20 +44,20 @@ static uint32_t alignment_of(const void *pointer)
 
 static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    bool is_row = args->num_rows == 1, is_column = args->out_features == 1; /* of one row there is no stride */
-    uint32_t out_alignment = alignment_of(args->out), bias_alignment = alignment_of(args->bias);
-    return {args->num_rows,
-            args->in_features,
-            args->out_features,
-            is_row ? args->in_features : args->x_stride,
-            is_column ? args->in_features : args->weight_stride,
-            is_row ? args->out_features : args->out_stride,
-            alignment_of(args->x),
-            alignment_of(args->weight),
+    bool is_row = args->x.num_rows == 1, is_column = args->weight.out_features == 1; /* of one row there is no stride */
+    uint32_t out_alignment = alignment_of(args->epilogue.out), bias_alignment = alignment_of(args->epilogue.bias);
+    return {args->x.num_rows,
+            args->weight.in_features,
+            args->weight.out_features,
+            is_row ? args->weight.in_features : args->x.stride,
+            is_column ? args->weight.in_features : args->weight.stride,
+            is_row ? args->weight.out_features : args->epilogue.out_stride,
+            alignment_of(args->x.data),
+            alignment_of(args->weight.data),
             pk_cuda_blas_adds_bias(args) && bias_alignment < out_alignment ? bias_alignment : out_alignment,
             device->index,
-            args->dtype,
-            args->out_dtype,
+            args->x.dtype,
+            args->epilogue.out_dtype,
             pk_cuda_blas_adds_bias(args)};
 }
 
@@ -179,16 +179,18 @@ pk_status pk_cuda_linear_by_blas(const pk_linear_args *args, const pk_cuda_call 
     PK_TRY(pk_cublaslt_load(call.err));
     PK_TRY(pk_cuda_scratch_of(call, &scratch));
     plan_key key = key_of(args, call.device);
-    float alpha = 1, beta = args->bias || args->adds_to_out ? 1 : 0;
+    float alpha = 1, beta = args->epilogue.bias || args->epilogue.adds_to_out ? 1 : 0;
     const pk_cuda_lock held(&lock);
     plan = slot_of(&key);
     const pk_cuda_pause pause(!plan->has_run || memcmp(&plan->key, &key, sizeof key) != 0);
     PK_TRY(find_plan(&key, &plan, call.err));
     plan->has_run = true;
     if (key.adds_bias)
-        PK_LT(call.err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_BIAS, &args->bias, sizeof args->bias);
-    PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight, plan->weight, args->x, plan->x,
-          &beta, args->out, plan->out, args->out, plan->out, &plan->algo, scratch.data, PK_SCRATCH_BYTES, call.stream);
+        PK_LT(call.err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_BIAS, &args->epilogue.bias,
+              sizeof args->epilogue.bias);
+    PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight.data, plan->weight, args->x.data,
+          plan->x, &beta, args->epilogue.out, plan->out, args->epilogue.out, plan->out, &plan->algo, scratch.data,
+          PK_SCRATCH_BYTES, call.stream);
     return PK_OK;
 }
 

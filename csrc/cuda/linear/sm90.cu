@@ -77,11 +77,12 @@ struct division {
 
 static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    int64_t halves = args->is_gated ? 2 : 1, width = TILE / halves, splits = 1;
-    int64_t tiles = pk_ceil_div(args->out_features / halves, width), units = pk_ceil_div(args->in_features, STEP);
+    int64_t halves = args->epilogue.is_gated ? 2 : 1, width = TILE / halves, splits = 1;
+    int64_t tiles = pk_ceil_div(args->weight.out_features / halves, width),
+            units = pk_ceil_div(args->weight.in_features, STEP);
     while (splits < thresholds::SM90_MAX_SPLITS && units > splits * EARLY_UNITS) {
         bool all_is_early =
-            args->num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
+            args->x.num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
         if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
         splits *= 2;
     }
@@ -90,33 +91,34 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
 
 bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    bool is_16_bit = args->dtype == PK_BF16 || args->dtype == PK_F16;
-    return device->has_sm90a && is_16_bit && args->x_stride >= args->in_features &&
-           args->weight_stride >= args->in_features && args->in_features > 0 && args->in_features <= 1 << 20 &&
-           pk_are_multiples(8, args->in_features, args->x_stride, args->weight_stride) &&
-           pk_are_multiples(16, args->x, args->weight);
+    bool is_16_bit = args->x.dtype == PK_BF16 || args->x.dtype == PK_F16;
+    return device->has_sm90a && is_16_bit && args->x.stride >= args->weight.in_features &&
+           args->weight.stride >= args->weight.in_features && args->weight.in_features > 0 &&
+           args->weight.in_features <= 1 << 20 &&
+           pk_are_multiples(8, args->weight.in_features, args->x.stride, args->weight.stride) &&
+           pk_are_multiples(16, args->x.data, args->weight.data);
 }
 
 pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
                              int64_t rows, int64_t stride, int64_t box_rows, pk_error *err)
 {
-    const int64_t sizes[] = {args->in_features, rows}, strides[] = {1, stride};
+    const int64_t sizes[] = {args->weight.in_features, rows}, strides[] = {1, stride};
     const int box[] = {LINE, (int)box_rows};
-    return pk_cuda_tensor_map(map, name, args->dtype, data, 2, sizes, strides, box, err);
+    return pk_cuda_tensor_map(map, name, args->x.dtype, data, 2, sizes, strides, box, err);
 }
 
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    size_t outputs = args->is_gated ? 8 : 4, out_bytes = args->out_dtype == PK_F32 ? 16 : 8;
+    size_t outputs = args->epilogue.is_gated ? 8 : 4, out_bytes = args->epilogue.out_dtype == PK_F32 ? 16 : 8;
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
     division all = divide(args, device);
     int64_t most_rows = thresholds::SM90_MAX_ROWS;
     if (!all.is_short()) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
-    bool is_faster = args->num_rows >= thresholds::SM90_MIN_ROWS && args->num_rows <= most_rows;
-    return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->out_features <= 1 << 30 &&
-           args->out_features % outputs == 0 && pk_are_multiples(8, args->bias) &&
-           pk_are_multiples(4, args->out_stride) && pk_are_multiples(out_bytes, args->out);
+    bool is_faster = args->x.num_rows >= thresholds::SM90_MIN_ROWS && args->x.num_rows <= most_rows;
+    return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->weight.out_features <= 1 << 30 &&
+           args->weight.out_features % outputs == 0 && pk_are_multiples(8, args->epilogue.bias) &&
+           pk_are_multiples(4, args->epilogue.out_stride) && pk_are_multiples(out_bytes, args->epilogue.out);
 }
 
 /* The barriers have their own. */
@@ -130,7 +132,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     const int64_t most_smem = most_smem_on(call.device->card);
     /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
      * room for both. */
-    const bool is_deep = args->num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
+    const bool is_deep = args->x.num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
     const int64_t ctas = is_deep ? 1 : ctas_an_sm<N>, room = (int64_t)call.device->num_sms * ctas;
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room;
@@ -156,9 +158,9 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     params.num_stages = (int)stages;
     params.sums_at = is_one_round ? 0 : (int)ring_bytes;
     params.inbox_at = (int)ring_bytes;
-    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight, args->out_features, args->weight_stride,
-                              all.width, call.err));
-    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x, args->num_rows, args->x_stride, N, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight.data, args->weight.out_features,
+                              args->weight.stride, all.width, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x.data, args->x.num_rows, args->x.stride, N, call.err));
     auto kernel = linear_sm90_kernel<T, N>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
     return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,
@@ -185,6 +187,6 @@ const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
     for (const auto &each : INSTANCES)
-        if (each.shown.reads == args->dtype && each.shown.rows >= args->num_rows) return each.launch(args, call);
+        if (each.shown.reads == args->x.dtype && each.shown.rows >= args->x.num_rows) return each.launch(args, call);
     return pk_cuda_no_instance(call, "linear_sm90_kernel");
 }

@@ -77,11 +77,12 @@ struct sm90_cta {
         num_stages = params.num_stages;
         num_splits = params.num_splits, split = blockIdx.x % num_splits, rows_of_cta = N / num_splits;
         first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
-        const int num_units = ((int)args.in_features + STEP - 1) / STEP;
+        const int num_units = ((int)args.weight.in_features + STEP - 1) / STEP;
         first_step = num_units * split / num_splits;
         num_steps = num_units * (split + 1) / num_splits - first_step;
         all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
-        halves = args.is_gated ? 2 : 1, width = TILE / halves, num_outputs = (int)args.out_features / halves;
+        halves = args.epilogue.is_gated ? 2 : 1, width = TILE / halves,
+        num_outputs = (int)args.weight.out_features / halves;
     }
 
     __device__ __forceinline__ void init_barriers() const
@@ -91,7 +92,7 @@ struct sm90_cta {
         for (int i = 0; i < num_stages; i++) {
             barrier_init(smem_address(&weight_full[i]), 1);
             barrier_init(smem_address(&x_full[i]), 1);
-            barrier_init(smem_address(&empty[i]), args.divides_by_rms ? 8 : 4); /* warps */
+            barrier_init(smem_address(&empty[i]), args.epilogue.divides_by_rms ? 8 : 4); /* warps */
         }
         barrier_init(smem_address(inbox_full), 1);
         barrier_init_fence();
@@ -118,7 +119,7 @@ struct sm90_cta {
         };
         prefetch_tensor_map(&params.weight_map);
         prefetch_tensor_map(&params.x_map);
-        const int num_early = args.weight_is_constant ? min(all_steps, num_stages) : 0;
+        const int num_early = args.weight.is_constant ? min(all_steps, num_stages) : 0;
         fill_ring(first_tile, tile_stride, num_steps, all_steps, num_early, empty, num_stages, copy_weight, copy_x);
     }
 
@@ -195,10 +196,10 @@ struct sm90_cta {
     /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
     __device__ __forceinline__ void fill_sums(float *sums, bool squares_x, int &stage, int &parity) const
     {
-        if (N > TILE && squares_x && args.divides_by_rms) return square_more_rows(sums, stage, parity);
+        if (N > TILE && squares_x && args.epilogue.divides_by_rms) return square_more_rows(sums, stage, parity);
         float acc[N / 2] = {};
         const bool squares_with_products = N <= TILE && squares_x;
-        if (!squares_x || (squares_with_products && args.divides_by_rms))
+        if (!squares_x || (squares_with_products && args.epilogue.divides_by_rms))
             multiply(acc, squares_with_products, stage, parity);
         named_sync(1, WORKERS); /* the sums may lie where the ring is */
         if (N <= TILE || !squares_x) leave_sums(acc, sums, squares_with_products);
@@ -251,17 +252,18 @@ struct sm90_writer {
         rows_apart = WORKERS / lanes, row_base = cta.rows_of_cta * cta.split;
         sums = (float *)(cta.ring_pointer + cta.params.sums_at);
         inbox = (const float *)(cta.ring_pointer + cta.params.inbox_at);
-        inverse_size = 1.0f / (float)(int)args.in_features;
+        inverse_size = 1.0f / (float)(int)args.weight.in_features;
     }
-    __device__ __forceinline__ int num_rows() const { return min(cta.rows_of_cta, (int)args.num_rows - row_base); }
+    __device__ __forceinline__ int num_rows() const { return min(cta.rows_of_cta, (int)args.x.num_rows - row_base); }
 
     /* What out holds of two rows, before the product is added. */
     __device__ __forceinline__ void load_before(pk_vec<T, 4> (&before)[2], int row, int num_rows, int output) const
     {
         for (int i = 0; i < 2; i++, row += rows_apart) {
             before[i] = {};
-            if (args.adds_to_out && args.out_dtype != PK_F32 && row < num_rows)
-                before[i] = *(const pk_vec<T, 4> *)((const T *)args.out + (row_base + row) * args.out_stride + output);
+            if (args.epilogue.adds_to_out && args.epilogue.out_dtype != PK_F32 && row < num_rows)
+                before[i] = *(const pk_vec<T, 4> *)((const T *)args.epilogue.out +
+                                                    (row_base + row) * args.epilogue.out_stride + output);
         }
     }
     __device__ __forceinline__ void write_row(int row, int output, const pk_vec<T, 4> &before) const
@@ -273,26 +275,27 @@ struct sm90_writer {
             const float *at =
                 from == cta.split ? own : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
             add_4(values, at + column);
-            if (args.is_gated) add_4(ups, at + cta.width + column);
+            if (args.epilogue.is_gated) add_4(ups, at + cta.width + column);
             square += at[TILE];
         }
-        if (args.divides_by_rms) scale = rsqrtf(square * inverse_size + args.rms_eps);
+        if (args.epilogue.divides_by_rms) scale = rsqrtf(square * inverse_size + args.epilogue.rms_eps);
         for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
-        if (args.bias) add_4(values, (const T *)args.bias + output);
-        if (args.bias && args.is_gated) add_4(ups, (const T *)args.bias + cta.num_outputs + output);
-        const int64_t to = (row_base + row) * args.out_stride + output;
-        if (args.out_dtype == PK_F32) {
-            if (args.adds_to_out) add_4(values, (const float *)args.out + to);
-            write_4((float *)args.out + to, values);
+        if (args.epilogue.bias) add_4(values, (const T *)args.epilogue.bias + output);
+        if (args.epilogue.bias && args.epilogue.is_gated)
+            add_4(ups, (const T *)args.epilogue.bias + cta.num_outputs + output);
+        const int64_t to = (row_base + row) * args.epilogue.out_stride + output;
+        if (args.epilogue.out_dtype == PK_F32) {
+            if (args.epilogue.adds_to_out) add_4(values, (const float *)args.epilogue.out + to);
+            write_4((float *)args.epilogue.out + to, values);
             return;
         }
         for (int j = 0; j < 4; j++) {
             values[j] += pk_to_float(before.at[j]);
-            if (!args.is_gated) continue;
+            if (!args.epilogue.is_gated) continue;
             float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
             values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j]);
         }
-        write_4((T *)args.out + to, values);
+        write_4((T *)args.epilogue.out + to, values);
     }
     /* `before` was loaded early for the first two rows. */
     __device__ __forceinline__ void write_tile(pk_vec<T, 4> (&before)[2], int num_rows, int output) const

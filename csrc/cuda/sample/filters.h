@@ -92,7 +92,7 @@ __device__ static bool find_threshold(Row &row, pk_chunks<Row> &chunks, pk_row_c
     const float greatest = pk_from_ordered(highest), temperature = asked.temperature;
     const uint32_t lowest = pk_ordered(pk_min_p_threshold(&asked, greatest));
     const bool has_top_p = asked.top_p < 1;
-    auto weigh = [&](float x) { return pk_weight(x, greatest, temperature, weight_bits); };
+    auto weigh = [&](float x) { return pk_token_weight(x, greatest, temperature, weight_bits); };
     row.threshold = lowest;
     if (!asked.top_k && !has_top_p) return false;
 

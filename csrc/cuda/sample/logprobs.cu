@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, SAMPLE_CTAS_PER_SM)
         return ctas.sync();
     }
     uint64_t total = 0;
-    chunks.for_each([&](uint32_t, float x) { total += pk_weight(x, greatest, 1, weight_bits); });
+    chunks.for_each([&](uint32_t, float x) { total += pk_token_weight(x, greatest, 1, weight_bits); });
     total = ctas.reduce(total, pk_sum);
     for (uint32_t i = 0; i < num_best; i++) {
         const pk_candidate best_of_warp = pk_warp_best(mine);

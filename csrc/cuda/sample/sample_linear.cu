@@ -78,7 +78,7 @@ struct sample_linear_cta {
         prefetch_tensor_map(&params.weight_map);
         prefetch_tensor_map(&params.x_map);
         const int all_steps = (params.num_tiles - first_tile + tile_stride - 1) / tile_stride * num_steps;
-        const int num_early = params.args.linear.weight_is_constant ? min(all_steps, num_stages) : 0;
+        const int num_early = params.args.linear.weight.is_constant ? min(all_steps, num_stages) : 0;
         auto copy_weight = [&](int tile, int step, int stage) {
             barrier_arrive_expect(smem_address(&full[stage]), params.x_bytes + WEIGHT_BYTES);
             copy_2d(ring + stage * stage_bytes<N> + x_bytes<N>, &params.weight_map, smem_address(&full[stage]),
@@ -193,18 +193,18 @@ static pk_status launch(const pk_sample_linear_args *args, const pk_cuda_call &c
     PK_TRY(pk_cuda_scratch_of(call, &scratch));
     pk_sample_linear_params params = {};
     params.args = *args;
-    params.num_tiles = (int)pk_ceil_div(linear.out_features, SL_TOKENS);
-    params.num_steps = (int)pk_ceil_div(linear.in_features, STEP);
+    params.num_tiles = (int)pk_ceil_div(linear.weight.out_features, SL_TOKENS);
+    params.num_steps = (int)pk_ceil_div(linear.weight.in_features, STEP);
     params.num_stages = stages_on<N>(call.device->card);
-    const int x_rows = (int)pk_ceil_div(linear.num_rows, 8) * 8;
+    const int x_rows = (int)pk_ceil_div(linear.x.num_rows, 8) * 8;
     params.x_bytes = x_rows * STEP * 2;
     params.best = (pk_candidate *)scratch.counters;
     params.arrivals = scratch.counters + MAX_ROWS * SL_ROW_PITCH * 2;
     params.bad_id = call.device->bad_id;
-    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", &linear, linear.weight, linear.out_features,
-                              linear.weight_stride, SL_TOKENS, call.err));
-    PK_TRY(
-        pk_cuda_linear_map(&params.x_map, "x", &linear, linear.x, linear.num_rows, linear.x_stride, x_rows, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", &linear, linear.weight.data, linear.weight.out_features,
+                              linear.weight.stride, SL_TOKENS, call.err));
+    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", &linear, linear.x.data, linear.x.num_rows, linear.x.stride, x_rows,
+                              call.err));
     auto kernel = sample_linear_kernel<T, N>;
     const size_t smem_bytes = (size_t)smem_on<N>(call.device->card);
     PK_TRY(pk_cuda_allow_smem(call, kernel, smem_bytes, &smem_allowed));
@@ -230,16 +230,16 @@ const pk_cuda_kernel_table pk_cuda_sample_linear_kernels = pk_cuda_table(INSTANC
 
 static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 {
-    return pk_cuda_linear_fits_wgmma(&linear, device) && linear.num_rows <= MAX_ROWS &&
-           linear.out_features >= MIN_TOKENS && linear.out_features <= 1 << 27;
+    return pk_cuda_linear_fits_wgmma(&linear, device) && linear.x.num_rows <= MAX_ROWS &&
+           linear.weight.out_features >= MIN_TOKENS && linear.weight.out_features <= 1 << 27;
 }
 
 pk_status pk_cuda_sample_linear(const pk_sample_linear_args *args, const pk_cuda_call &call)
 {
-    if (args->linear.num_rows == 0) return PK_OK;
+    if (args->linear.x.num_rows == 0) return PK_OK;
     if (is_fused(args->linear, call.device)) {
         for (const auto &each : INSTANCES)
-            if (each.shown.reads == args->linear.dtype && each.shown.rows >= args->linear.num_rows)
+            if (each.shown.reads == args->linear.x.dtype && each.shown.rows >= args->linear.x.num_rows)
                 return each.launch(args, call);
         return pk_cuda_no_instance(call, "sample_linear_kernel");
     }

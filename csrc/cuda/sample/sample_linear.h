@@ -33,7 +33,7 @@ struct pk_sample_linear_params {
     __device__ unsigned long long *best_of(int row) const { return (unsigned long long *)best + row * SL_ROW_PITCH; }
     __device__ float *logit(int row, int token) const
     {
-        return (float *)args.linear.out + row * args.linear.out_stride + token;
+        return (float *)args.linear.epilogue.out + row * args.linear.epilogue.out_stride + token;
     }
 };
 

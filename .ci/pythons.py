@@ -1,5 +1,6 @@
 """Prints the Pythons of this machine that the wheel is for, one path a line: every released CPython from 3.11 on, on
-PATH or of pyenv, once each. A free-threaded one is not: it lacks the stable ABI. Fails where there is none."""
+PATH or of pyenv, once each. A free-threaded one is not: it lacks the stable ABI. Fails where there is none. Paths given
+as arguments are left out."""
 
 import os
 import subprocess
@@ -36,7 +37,8 @@ def found(python: Path) -> tuple[tuple[int, ...], str] | None:
 def main() -> int:
     pythons = sorted({python for path in candidates() if (python := found(path))})
     for _, path in pythons:
-        print(path)
+        if path not in sys.argv[1:]:
+            print(path)
     if not pythons:
         print("no released CPython of 3.11 or newer was found", file=sys.stderr)
     return 0 if pythons else 1

@@ -1,4 +1,4 @@
-"""Tables of recorded figures for README.md and docs/: `python benchmarks/report.py`, with --write into the pages.
+"""Tables of recorded figures for README.md, docs/ and lab/FIGURES.md: `python benchmarks/report.py`, with --write into the pages.
 
 A page says where a table stands: <!-- report: NAME --> before it and <!-- end --> after it. Figures come from results/,
 peers.json and lab/figures.json alone.
@@ -17,7 +17,9 @@ import tables_growth
 import tables_random
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "integrations.md"]
+PAGES = [ROOT / name for name in (
+    "README.md", "docs/performance.md", "docs/integrations.md", "benchmarks/lab/FIGURES.md",
+)]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "headline": tables.headline,
     "engine": tables.engine,
@@ -39,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "queries": tables_growth.queries,
     "growth": tables_growth.growth,
     "random-shapes": tables_random.random_shapes,
+    "random-losses": tables_random.random_losses,
     "few-and-two-lengths": attention.few_and_two_lengths,
     "prefill": attention.prefill,
     "prefill-more": attention.prefill_more,

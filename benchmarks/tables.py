@@ -283,7 +283,7 @@ def special_cases() -> str:
             better, worse = case["with"], case["without"]
             share = better / worse - 1 if case["row"].endswith("tok/s") else 1 - better / worse
             worth, verdict = f"{share:.1%}", "yes" if share >= WORTH else "no"
-        source = f"[{link_name(case['source'])}](../{case['source']})" if case["source"] else ""
+        source = f"[{link_name(case['source'])}](../../{case['source']})" if case["source"] else ""
         measured = f"{case['row']}: {case['without']:,} to {case['with']:,}" if "with" in case else case["row"]
         rows.append((case["case"], f"`{case['where']}`", measured, worth, verdict, source))
     return markdown("| special case | where | row: without it and with it | worth | 1 %? | notes |", rows)

@@ -40,8 +40,7 @@ def batch_sizes() -> str:
     spans = " | ".join(f"{low} to {high}, above the line" for low, high in checks.ABOVE_LINE)
     table = markdown(f"| each sequence | {speeds} | too long | worst, of what it may be | tok/s fall by | {spans} |", rows)
     files = [name for name in BATCH_SIZES if is_recorded(name)]
-    picture = "![Tokens per second of a decode step by the number of sequences](plots/batch_sizes.svg)"
-    return f"{picture}\n\n{table}\n\n{provenance(*files)}"
+    return f"{table}\n\n{provenance(*files)}"
 
 
 def queries() -> str:
@@ -70,8 +69,7 @@ def growth_rows(part: str) -> list[dict[str, Any]]:
 def growth() -> str:
     """A table for each part that was measured."""
     parts = (growth_of_keys(), growth_of_sequences(), growth_of_pool())
-    picture = "![Time of decode attention by keys and by sequences](plots/growth.svg)"
-    return "\n\n".join([picture, *filter(None, parts), provenance("growth-cuda")])
+    return "\n\n".join([*filter(None, parts), provenance("growth-cuda")])
 
 
 def growth_of_keys() -> str:

@@ -20,10 +20,13 @@ Case = dict[str, Any]
 
 def random_shapes() -> str:
     cases = recorded("attention-random-cuda")["rows"]
+    parts = [by_class(cases), first_peers(cases), left_out(cases), provenance("attention-random-cuda")]
+    return "\n\n".join(part for part in parts if part)
+
+
+def random_losses() -> str:
+    cases = recorded("attention-random-cuda")["rows"]
     parts = [
-        by_class(cases),
-        first_peers(cases),
-        left_out(cases),
         "Planned calls that take longer than the best peer's:",
         listed(worst(cases, "planned", LIMITS[0]), "planned") or "none.",
         plain_share(cases),

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "benchmarks/lab/FIGURES.md")),
+]
 KINDS = {".c", ".h", ".cu", ".cuh", ".inc", ".py", ".pyi", ".md", ".json", ".toml", ".sh", ".yml", ".ipynb"}
 BUILT = {"build", "dist", "__pycache__"}
 HIDDEN = {".ci", ".github"}  # of the hidden folders, those that belong to the repository

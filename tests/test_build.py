@@ -145,6 +145,16 @@ def test_old_toolkit(build, tmp_path):
                 build.check_release(tmp_path)
 
 
+def test_pips_own_numpy_makes_no_new_objects(build, monkeypatch):
+    """Each build of pip's has its NumPy in another folder: the second of two would compile all files again."""
+    said = []
+    for folder in ("/tmp/pip-build-env-a/numpy/include", "/tmp/pip-build-env-b/numpy/include"):
+        monkeypatch.setattr(build.numpy, "get_include", lambda folder=folder: folder)
+        said.append(build.recorded(["cc", f"-I{folder}", "-c", "a b.c"]))
+    assert said[0] == said[1] and build.numpy.__version__ in said[0] and said[0].endswith("-c 'a b.c'")
+    assert build.recorded(["cc", "-O2"]) != build.recorded(["cc", "-O3"])
+
+
 def test_architectures(build):
     assert build.cuda_arch_flags("8.0;9.0a+PTX") == [
         "-gencode=arch=compute_80,code=sm_80",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -275,3 +277,21 @@ def test_an_interrupt_within_a_bar_leaves_no_lock_taken(folder, monkeypatch, cap
         assert len(outputs) == 6
         assert "new tokens/s" in capsys.readouterr().err
         assert len(llm.generate(["abc"], GREEDY, use_tqdm=True)) == 1
+
+
+def test_libraries_are_imported_where_no_interrupt_comes(folder):  # noqa: F811
+    """An interrupt within an import may leave CPython's lock of all imports taken."""
+    script = f"""
+import sys, threading
+threads = set()
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "tqdm":
+            threads.add(threading.current_thread())
+sys.meta_path.insert(0, Finder)
+from pagedkv import LLM, SamplingParams
+with LLM({str(folder)!r}, device="cpu", num_blocks=64) as llm:
+    llm.generate(["abc"], SamplingParams(max_tokens=1), use_tqdm=True)
+assert threads and threading.main_thread() not in threads, threads
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -7,6 +7,8 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pagedkv.optional import load
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -38,9 +40,9 @@ def _bar_type() -> Any:
     line of a terminal.
     """
     if not hasattr(of_thread, "bar_type"):
-        from tqdm.auto import tqdm
+        tqdm_auto = load("tqdm.auto")
 
-        class Bar(tqdm):  # type: ignore[misc]
+        class Bar(tqdm_auto.tqdm):  # type: ignore[misc]
             _lock = threading.RLock()
             _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
             monitor_interval = 0

@@ -1,0 +1,32 @@
+"""Libraries that are loaded at first use."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+
+@cache
+def load(name: str) -> ModuleType:
+    """The module of this name, imported in a thread of its own, where no KeyboardInterrupt is raised.
+
+    In the main thread an interrupt may come while CPython holds the lock of all imports, and it stays taken then: every
+    other thread's next import would wait for ever. (importlib._bootstrap._get_module_lock takes it one line before the
+    `try` that lets go of it.)
+    """
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            import_module(name)
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name=f"import {name}")
+    thread.start()
+    thread.join()
+    if problems:
+        raise problems[0]
+    return import_module(name)

@@ -40,9 +40,9 @@ def _bar_type() -> Any:
     line of a terminal.
     """
     if not hasattr(of_thread, "bar_type"):
-        tqdm_auto = load("tqdm.auto")
+        base: Any = load("tqdm.auto").tqdm
 
-        class Bar(tqdm_auto.tqdm):  # type: ignore[misc]
+        class Bar(base):  # type: ignore[misc]
             _lock = threading.RLock()
             _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
             monitor_interval = 0

@@ -14,9 +14,7 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
     auto type = is_fp8            ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                 : dtype == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    auto swizzle = is_fp8         ? CU_TENSOR_MAP_SWIZZLE_NONE
-                   : box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                  : CU_TENSOR_MAP_SWIZZLE_64B;
+    auto swizzle = is_fp8 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
     cuuint64_t size[5], stride_bytes[5];
     cuuint32_t box_size[5], element_strides[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < ndim; i++) {

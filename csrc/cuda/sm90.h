@@ -12,8 +12,8 @@
 #include <cuda.h>
 
 /* How bulk tensor copies read a tensor of 2-byte elements or e4m3. Sizes and strides from the innermost dimension
- * outwards; strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes, of 64 where it has so
- * few; of e4m3, which no product reads, it is not. `name`: the argument that an error is about. */
+ * outwards; strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes; of e4m3, which no product
+ * reads, it is not. `name`: the argument that an error is about. */
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
                              const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err);
 
@@ -195,23 +195,17 @@ __device__ __forceinline__ void pin(float (&values)[count])
     for (int i = 0; i < count; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-/* A matrix in shared memory, swizzled with rows of `row_bytes` (128 or 64) in groups of 8 rows. `leading`: bytes
- * between neighbouring row_bytes-wide columns of groups (only for operands read across their rows); `stride`: bytes
- * from one group of 8 rows to the next. */
-template <int row_bytes>
+/* A matrix in shared memory, swizzled with rows of 128 bytes in groups of 8 rows. `leading`: bytes between neighbouring
+ * columns of groups, 128 bytes wide (only for operands read across their rows); `stride`: bytes from one group of 8 rows
+ * to the next. */
 __device__ __forceinline__ uint64_t descriptor(uint32_t smem, int leading, int stride)
 {
-    static_assert(row_bytes == 128 || row_bytes == 64, "only these two swizzles are used");
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
-           (uint64_t)(row_bytes == 128 ? 1 : 2) << 62;
+           (uint64_t)1 << 62;
 }
 
 /* Where a byte of such a matrix lies that without the swizzle would be at `at`, counted from a border of 1,024. */
-template <int row_bytes>
-__device__ __forceinline__ uint32_t swizzled(uint32_t at)
-{
-    return at ^ (at >> 3 & (row_bytes == 128 ? 0x70 : 0x30));
-}
+__device__ __forceinline__ uint32_t swizzled(uint32_t at) { return at ^ (at >> 3 & 0x70); }
 
 /* d[64, N] (+)= a[64, 16] b[16, N] of one warpgroup. smem_smem: a and b K-major in shared memory (Q K^T);
  * regs_smem: a in registers, b with its rows along K (P V). Accumulator layout: thread (warp w, lane l) holds

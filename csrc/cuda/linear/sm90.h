@@ -138,7 +138,7 @@ struct sm90_cta {
     {
         auto multiply = [&](int step) {
             const uint32_t x = ring + stage * stage_bytes<N>, weight = x + X_BYTES;
-            const uint64_t a = descriptor<128>(squares_x ? x : weight, 16, 1024), b = descriptor<128>(x, 16, 1024);
+            const uint64_t a = descriptor(squares_x ? x : weight, 16, 1024), b = descriptor(x, 16, 1024);
             barrier_wait(smem_address(&weight_full[stage]), parity);
             barrier_wait(smem_address(&x_full[stage]), parity);
             wgmma_fence();
@@ -167,7 +167,7 @@ struct sm90_cta {
         float first[TILE / 2] = {}, rest[REST / 2] = {};
 #pragma unroll 1
         for (int step = 0; step < num_steps; step++) {
-            const uint64_t x = descriptor<128>(ring + stage * stage_bytes<N>, 16, 1024);
+            const uint64_t x = descriptor(ring + stage * stage_bytes<N>, 16, 1024);
             barrier_wait(smem_address(&x_full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < STEP; k += 16) {

@@ -96,7 +96,7 @@ struct sample_linear_cta {
         const uint32_t weight_of_group = x_bytes<N> + warp / 4 * 64 * STEP * 2;
         auto multiply = [&](int step) {
             const uint32_t x = ring + stage * stage_bytes<N>;
-            const uint64_t a = descriptor<128>(x + weight_of_group, 16, 1024), b = descriptor<128>(x, 16, 1024);
+            const uint64_t a = descriptor(x + weight_of_group, 16, 1024), b = descriptor(x, 16, 1024);
             barrier_wait(smem_address(&full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < STEP; k += 16)

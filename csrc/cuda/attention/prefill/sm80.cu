@@ -381,9 +381,9 @@ static constexpr prefill_instance instance = {
 
 /* The first whose head_dim is large enough is taken. */
 static constexpr prefill_instance INSTANCES[] = {
-    instance<kind_bf16, 64>, instance<kind_bf16, 96>, instance<kind_bf16, 128>, instance<kind_bf16, 256>,
-    instance<kind_f16, 64>,  instance<kind_f16, 96>,  instance<kind_f16, 128>,  instance<kind_f16, 256>,
-    instance<kind_fp8, 64>,  instance<kind_fp8, 96>,  instance<kind_fp8, 128>,  instance<kind_fp8, 256>,
+    instance<kind_bf16, 64>, instance<kind_bf16, 128>, instance<kind_bf16, 256>,
+    instance<kind_f16, 64>,  instance<kind_f16, 128>,  instance<kind_f16, 256>,
+    instance<kind_fp8, 64>,  instance<kind_fp8, 128>,  instance<kind_fp8, 256>,
 };
 const pk_cuda_kernel_table pk_cuda_attention_prefill_sm80_kernels = pk_cuda_table(INSTANCES);
 

@@ -23,7 +23,8 @@
  * An fp8 cache has the same tiles and stages: bytes arrive in the upper half of the room that their elements need, and
  * are written over from the front (convert_tiles()): K in Q's dtype, bf16 or fp16, V (and P) in fp16, which costs less
  * than bf16. e4m3 is exact in both; those who compute know only the scales. head_dim 256 is left to
- * sm80.cu: a kernel of 512 threads may not have the registers of its accumulators.
+ * sm80.cu: a kernel of 512 threads may not have the registers of its accumulators. So are head_dims other than 64, 128
+ * and 256: a box would hold what is another head's.
  *
  * A part of an item (parts.h) leaves its sums to the kernel of attention/parts.cu.
  *
@@ -185,15 +186,12 @@ static constexpr prefill_instance cuts = instance_of<head_dim, Kind, true, 2>();
 template <int head_dim, typename Kind>
 static constexpr prefill_instance tall = instance_of<head_dim, Kind, false, 3>();
 
-/* The first whose head_dim is large enough is taken. */
 static constexpr prefill_instance INSTANCES[] = {
     tall<64, kind_bf16>,          tall<64, kind_f16>,          whole<64, kind_bf16>,        cuts<64, kind_bf16>,
-    whole<96, kind_bf16>,         cuts<96, kind_bf16>,         whole<128, kind_bf16>,       cuts<128, kind_bf16>,
-    whole<256, kind_bf16>,        cuts<256, kind_bf16>,        whole<64, kind_f16>,         cuts<64, kind_f16>,
-    whole<96, kind_f16>,          cuts<96, kind_f16>,          whole<128, kind_f16>,        cuts<128, kind_f16>,
+    whole<128, kind_bf16>,        cuts<128, kind_bf16>,        whole<256, kind_bf16>,       cuts<256, kind_bf16>,
+    whole<64, kind_f16>,          cuts<64, kind_f16>,          whole<128, kind_f16>,        cuts<128, kind_f16>,
     whole<256, kind_f16>,         cuts<256, kind_f16>,         whole<64, kind_fp8>,         cuts<64, kind_fp8>,
-    whole<96, kind_fp8>,          cuts<96, kind_fp8>,          whole<128, kind_fp8>,        cuts<128, kind_fp8>,
-    whole<64, kind_fp8_in_bf16>,  cuts<64, kind_fp8_in_bf16>,  whole<96, kind_fp8_in_bf16>, cuts<96, kind_fp8_in_bf16>,
+    whole<128, kind_fp8>,         cuts<128, kind_fp8>,         whole<64, kind_fp8_in_bf16>, cuts<64, kind_fp8_in_bf16>,
     whole<128, kind_fp8_in_bf16>, cuts<128, kind_fp8_in_bf16>,
 };
 const pk_cuda_kernel_table pk_cuda_attention_prefill_sm90_kernels = pk_cuda_table(INSTANCES);
@@ -205,10 +203,10 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
     for (int64_t stride : {args->q_token_stride, args->q_head_stride, args->k_strides.block, args->k_strides.slot,
                            args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head})
         if (stride <= 0) return false; /* the tensor maps want them so */
-    return device->has_sm90a && (dim == 64 || dim == 96 || dim == 128 || (dim == 256 && !is_fp8)) &&
+    return device->has_sm90a && (dim == 64 || dim == 128 || (dim == 256 && !is_fp8)) &&
            (args->cache_dtype == args->dtype || is_fp8) &&
            (args->max_blocks_per_seq == 1 || (args->block_size % 8 == 0 && !args->key_starts)) &&
-           pk_are_multiples(dim % 64 ? 32 : 64, args->k_strides.head, args->v_strides.head) && args->num_blocks > 0 &&
+           pk_are_multiples(64, args->k_strides.head, args->v_strides.head) && args->num_blocks > 0 &&
            args->num_blocks < (1ll << 31) && args->max_blocks_per_seq * args->block_size < (1 << 30) &&
            args->num_tokens < (1 << 24) && args->num_kv_heads < (1 << 10) &&
            args->num_q_heads / args->num_kv_heads <= 128 && args->softmax_scale > 0 && !args->alibi_slopes;
@@ -241,7 +239,7 @@ static pk_status choose_instance(const pk_attention_args *args, row_filter filte
     may_cut_items = may_cut_items && !is_tall;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.multiplies == args->dtype && each.shown.reads == args->cache_dtype &&
-            each.shown.head_dim >= args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
+            each.shown.head_dim == args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
             (each.shown.rows > 128) == is_tall) {
             *instance = &each;
             PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, batch));

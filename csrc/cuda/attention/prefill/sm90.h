@@ -23,7 +23,7 @@ struct tiling {
         (threads * launched_with - producers * producer_registers) / consumers / 8 * 8;
     static constexpr bool is_fp8 = IS_FP8;
     static constexpr int head_bytes = head_dim * 2;                           /* of a row, as it is multiplied */
-    static constexpr int column = head_dim % 64 ? 32 : 64;                    /* elements of a swizzled row */
+    static constexpr int column = 64;                                         /* elements of a swizzled row */
     static constexpr int columns = head_dim / column;                         /* of one head */
     static constexpr int row_bytes = column * 2, group_bytes = 8 * row_bytes; /* a group: 8 rows of a column */
     static constexpr int q_bytes = rows * head_dim * 2, kv_bytes = tile * head_dim * 2;
@@ -257,7 +257,7 @@ __device__ static void convert_tiles(prefill_shared<shape> *shared, tile_ring<st
                 __syncwarp();
                 for (int j = 0; j < in_flight; j++) {
                     uint4 x = widened<T>(bytes[j]);
-                    uint32_t at = to + 2 * i + swizzled<shape::row_bytes>((j * 32 + lane) * 16);
+                    uint32_t at = to + 2 * i + swizzled((j * 32 + lane) * 16);
                     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z),
                                  "r"(x.w)
                                  : "memory");

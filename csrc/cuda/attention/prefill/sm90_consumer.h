@@ -68,9 +68,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         /* Read by the lane that gives it back: racecheck does not see that a warp which never parts is synchronised. */
         bad_boxes = __shfl_sync(~0u, lane == 0 ? shared->k.bad_boxes[k.at] : 0, 0);
         uint32_t rows = q_smem + q.at * shape::q_bytes + warpgroup * 64 * shape::row_bytes;
-        uint64_t a = descriptor<shape::row_bytes>(rows, 16, shape::group_bytes);
-        uint64_t b =
-            descriptor<shape::row_bytes>(k_smem + k.at * shape::kv_bytes, 16, shape::columns * shape::group_bytes);
+        uint64_t a = descriptor(rows, 16, shape::group_bytes);
+        uint64_t b = descriptor(k_smem + k.at * shape::kv_bytes, 16, shape::columns * shape::group_bytes);
         pin(s);
         wgmma_fence();
         for (int d = 0; d < head_dim; d += 16) {
@@ -83,8 +82,8 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
 
     __device__ __forceinline__ void issue_values(bool add)
     {
-        uint64_t b = descriptor<shape::row_bytes>(v_smem + v.at * shape::kv_bytes, shape::group_bytes,
-                                                  shape::columns * shape::group_bytes);
+        uint64_t b =
+            descriptor(v_smem + v.at * shape::kv_bytes, shape::group_bytes, shape::columns * shape::group_bytes);
         pin(o);
         wgmma_fence();
         for (int i = 0; i < tile; i += 16)

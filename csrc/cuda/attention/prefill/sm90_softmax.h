@@ -112,10 +112,8 @@ struct prefill_rows {
             for (int i = 0; i < head_dim; i += 16) {
                 uint32_t a[4], b[4];
                 int column = i / shape::column, at = i % shape::column * 2;
-                ldmatrix_x4(a, swizzled<shape::row_bytes>(q_row + column * shape::rows * shape::row_bytes + at +
-                                                          lane / 16 * 16));
-                ldmatrix_x4(b,
-                            swizzled<shape::row_bytes>(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
+                ldmatrix_x4(a, swizzled(q_row + column * shape::rows * shape::row_bytes + at + lane / 16 * 16));
+                ldmatrix_x4(b, swizzled(k_row + column * shape::group_bytes + at + lane / 8 % 2 * 16));
                 Kind::mma(d[0], a, {b[0], b[1]});
                 Kind::mma(d[1], a, {b[2], b[3]});
             }

@@ -214,15 +214,12 @@ template <typename T, int N>
 struct wgmma;
 
 /* The accumulators of d as operands %0, %1, ... */
-#define PK_REGS_0_3 "%0, %1, %2, %3"
-#define PK_REGS_0_7 PK_REGS_0_3 ", %4, %5, %6, %7"
+#define PK_REGS_0_7 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PK_REGS_0_15 PK_REGS_0_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PK_REGS_0_19 PK_REGS_0_15 ", %16, %17, %18, %19"
-#define PK_REGS_0_23 PK_REGS_0_19 ", %20, %21, %22, %23"
+#define PK_REGS_0_23 PK_REGS_0_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define PK_REGS_0_31 \
     PK_REGS_0_15     \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PK_REGS_32_35 ", %32, %33, %34, %35"
 #define PK_REGS_32_39 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define PK_REGS_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PK_REGS_48_55 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -236,13 +233,10 @@ struct wgmma;
 #define PK_ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PK_ACC_8(d, i) PK_ACC_4(d, i), PK_ACC_4(d, i + 4)
 #define PK_ACC_16(d, i) PK_ACC_8(d, i), PK_ACC_8(d, i + 8)
-#define PK_ACC_FIRST_4(d) PK_ACC_4(d, 0)
 #define PK_ACC_FIRST_8(d) PK_ACC_8(d, 0)
 #define PK_ACC_FIRST_16(d) PK_ACC_16(d, 0)
-#define PK_ACC_20(d) PK_ACC_16(d, 0), PK_ACC_4(d, 16)
 #define PK_ACC_24(d) PK_ACC_16(d, 0), PK_ACC_8(d, 16)
 #define PK_ACC_32(d) PK_ACC_16(d, 0), PK_ACC_16(d, 16)
-#define PK_ACC_36(d) PK_ACC_32(d), PK_ACC_4(d, 32)
 #define PK_ACC_40(d) PK_ACC_32(d), PK_ACC_8(d, 32)
 #define PK_ACC_48(d) PK_ACC_32(d), PK_ACC_16(d, 32)
 #define PK_ACC_56(d) PK_ACC_48(d), PK_ACC_8(d, 48)
@@ -273,13 +267,10 @@ struct wgmma;
         }                                                                                                            \
     };
 #define PK_WGMMA_ALL(T, PTX)                                                                                         \
-    PK_WGMMA(T, PTX, 8, PK_REGS_0_3, PK_ACC_FIRST_4, "4", "5", "6", "7", "8", "9")                                   \
     PK_WGMMA(T, PTX, 16, PK_REGS_0_7, PK_ACC_FIRST_8, "8", "9", "10", "11", "12", "13")                              \
     PK_WGMMA(T, PTX, 32, PK_REGS_0_15, PK_ACC_FIRST_16, "16", "17", "18", "19", "20", "21")                          \
-    PK_WGMMA(T, PTX, 40, PK_REGS_0_19, PK_ACC_20, "20", "21", "22", "23", "24", "25")                                \
     PK_WGMMA(T, PTX, 48, PK_REGS_0_23, PK_ACC_24, "24", "25", "26", "27", "28", "29")                                \
     PK_WGMMA(T, PTX, 64, PK_REGS_0_31, PK_ACC_32, "32", "33", "34", "35", "36", "37")                                \
-    PK_WGMMA(T, PTX, 72, PK_REGS_0_31 PK_REGS_32_35, PK_ACC_36, "36", "37", "38", "39", "40", "41")                  \
     PK_WGMMA(T, PTX, 80, PK_REGS_0_31 PK_REGS_32_39, PK_ACC_40, "40", "41", "42", "43", "44", "45")                  \
     PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                  \
     PK_WGMMA(T, PTX, 112, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_55, PK_ACC_56, "56", "57", "58", "59", "60", "61")   \

@@ -176,11 +176,9 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 
 /* The first with enough rows is taken. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 40>, instance<__nv_bfloat16, 48>,
-    instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 72>, instance<__nv_bfloat16, 80>, instance<__nv_bfloat16, 96>,
-    instance<__nv_bfloat16, 112>, instance<__half, 16>,        instance<__half, 32>,        instance<__half, 40>,
-    instance<__half, 48>,         instance<__half, 64>,        instance<__half, 72>,        instance<__half, 80>,
-    instance<__half, 96>,         instance<__half, 112>,
+    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>,  instance<__nv_bfloat16, 48>, instance<__nv_bfloat16, 64>,
+    instance<__nv_bfloat16, 96>, instance<__nv_bfloat16, 112>, instance<__half, 16>,        instance<__half, 32>,
+    instance<__half, 48>,        instance<__half, 64>,         instance<__half, 96>,        instance<__half, 112>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 

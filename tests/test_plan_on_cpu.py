@@ -200,7 +200,7 @@ def test_units_end_together(plan_on_cpu, kv_heads, group, head_dim, lens):
     batch.max_blocks_per_seq = -(-int(lens.max()) // 16)
     units = units_of(plan_on_cpu, batch, lens, False)
     check_units(units, lens, [1] * len(lens), group, STEPS["bfloat16"][head_dim])
-    assert time_of(units, batch.slots) < 1.1
+    assert time_of(units, batch.slots) < 1.13  # merging counts, too
     assert bool(batch.ctas_may_plan) == (len(lens) <= 32)
     if batch.ctas_may_plan:
         assert without_places(units_of(plan_on_cpu, batch, lens, True)) == without_places(units)

@@ -56,11 +56,7 @@ constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), 
 constexpr float LEAST_STEP_US = 0.65f;    /* by latency, however few bytes they are; */
 constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
 constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
-constexpr float LEVEL_US = 1.0f;          /* from one level of merging to the next, */
-constexpr int MOST_QUADS_AT_ONCE = 64;    /* a thread, or there are two levels (#79); */
-constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges: */
-constexpr int ROUNDS_APART = 8;           /* a thread would have so many rounds in all (#73), */
-constexpr int FEW_STEPS_APART = 6;        /* and the table is for more steps than these (#85) */
+constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges */
 
 /* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
@@ -73,7 +69,6 @@ constexpr float CUTTING_US = 8;                         /* that cutting has to s
 constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
 constexpr float CUTTING_US_UNPLANNED = 7; /* and more without a plan, when each CTA finds out what is cut */
 constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
-constexpr int FEW_ITEMS_SHARE = 13;       /* items are few up to SMs / 13: four threads merge what one does (#50) */
 constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
 /* attention/prefill/prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */

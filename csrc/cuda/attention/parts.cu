@@ -5,27 +5,20 @@
  */
 #include "cuda/attention/parts.h"
 
-enum { THREADS = 256 };
-
-/* A thread that has few parts to load keeps little under way, so prefill has many CTAs. Decode has one an SM, with
- * registers for two, so that there is room beside the CTAs of its own kernel. */
-template <parts_source SOURCE>
-struct merging {
-    static constexpr bool IS_DECODE = SOURCE == PARTS_OF_DECODE;
-    static constexpr int GROUPS = SOURCE == PARTS_OF_MANY_ITEMS ? 1 : 4; /* threads that share four dims of a row */
-    static constexpr int BATCH = IS_DECODE ? MERGE_BATCH : 8;            /* parts that a thread loads at once */
-    static constexpr int CTAS = IS_DECODE ? 1 : 3;                       /* an SM */
-    static constexpr int ROOM = IS_DECODE ? 2 : CTAS;                    /* CTAs for which an SM has registers */
+enum {
+    THREADS = 256,
+    GROUPS = 4, /* threads that share four dims of a row, */
+    BATCH = 8,  /* and parts that each of them loads at once */
+    CTAS = 2    /* an SM */
 };
 
 // --- kernels
 
-/* Four dims of a row a thread, or GROUPS threads, each with every GROUPS-th part. */
-template <typename T, int D, parts_source SOURCE>
-__global__ void __launch_bounds__(THREADS, merging<SOURCE>::ROOM)
+/* Four dims of a row have GROUPS threads, each with every GROUPS-th part. */
+template <typename T, int D>
+__global__ void __launch_bounds__(THREADS, CTAS)
     attention_parts_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ parts_room room)
 {
-    constexpr int GROUPS = merging<SOURCE>::GROUPS;
     constexpr int QUADS = D / 4, AT_ONCE = THREADS / GROUPS; /* quads of a CTA */
     __shared__ row_state states[GROUPS][AT_ONCE];
     const int head_dim = (int)args.head_dim, group = (int)(args.num_q_heads / args.num_kv_heads);
@@ -41,15 +34,12 @@ __global__ void __launch_bounds__(THREADS, merging<SOURCE>::ROOM)
         bool is_there = position < it.num_positions;
         row_state sums[1] = {{PK_NO_SCORE, 0, {}}}, &state = sums[0];
         if (__any_sync(~0u, is_there))
-            add_parts<D, merging<SOURCE>::BATCH>(
-                sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
-                [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
-        if constexpr (GROUPS > 1) {
-            states[part_group][own] = state;
-            __syncthreads();
-            state = add_up(GROUPS, [&](int i) { return states[i][own]; });
-            __syncthreads();
-        }
+            add_parts<D, BATCH>(sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
+                                [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
+        states[part_group][own] = state;
+        __syncthreads();
+        state = add_up(GROUPS, [&](int i) { return states[i][own]; });
+        __syncthreads();
         int q_head = it.q_head + in_seq - position * it.heads;
         if (is_there && part_group == 0)
             write_state<attention_kind<T, false>>(args, it.seq, q_head / group, it.first_token + position, q_head, dim,
@@ -62,21 +52,12 @@ __global__ void __launch_bounds__(THREADS, merging<SOURCE>::ROOM)
 
 // --- launchers
 
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, parts_source source,
-                              const pk_cuda_call &call)
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, const pk_cuda_call &call)
 {
-    auto launch_for = [&](auto element, auto head_dim, auto of_source) {
-        constexpr parts_source SOURCE = decltype(of_source)::value;
-        auto kernel = attention_parts_kernel<decltype(element), decltype(head_dim)::value, SOURCE>;
-        dim3 grid(merging<SOURCE>::CTAS * call.device->num_sms);
-        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, grid, dim3(THREADS), 0, args, room);
-    };
     auto launch_of = [&](auto element, auto head_dim) {
-        if (source == PARTS_OF_DECODE)
-            return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_DECODE>());
-        if (source == PARTS_OF_FEW_ITEMS)
-            return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_FEW_ITEMS>());
-        return launch_for(element, head_dim, std::integral_constant<parts_source, PARTS_OF_MANY_ITEMS>());
+        auto kernel = attention_parts_kernel<decltype(element), decltype(head_dim)::value>;
+        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, dim3(CTAS * call.device->num_sms),
+                                    dim3(THREADS), 0, args, room);
     };
     auto launch = [&](auto element) {
         if (args.head_dim <= 64) return launch_of(element, std::integral_constant<int, 64>());

@@ -1,7 +1,6 @@
 /* parts.h - what was computed of some keys only, on its way to the kernel that makes results of it.
  *
- * Prefill's items and, where one CTA would be long at it, decode's tiles leave their parts here; a kernel behind theirs
- * merges them on all SMs. (Else the CTA that comes last with a part of a tile merges: attention/decode/merge.h.)
+ * Prefill's items, and decode's tiles of many parts, leave their parts here; a kernel behind theirs merges them on all SMs. (Else the CTA that comes last with a part of a tile merges: attention/decode/merge.h.)
  */
 #ifndef PK_CUDA_ATTENTION_PARTS_H
 #define PK_CUDA_ATTENTION_PARTS_H
@@ -58,11 +57,7 @@ __device__ static inline int lane_of_least(float number)
     return __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
 }
 
-/* Who leaves parts. Decode's tiles and few items of prefill are cut into many parts each. */
-enum parts_source { PARTS_OF_DECODE, PARTS_OF_FEW_ITEMS, PARTS_OF_MANY_ITEMS };
-
 /* After the kernel that leaves parts, on the same stream. */
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, parts_source source,
-                              const pk_cuda_call &call);
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, const pk_cuda_call &call);
 
 #endif

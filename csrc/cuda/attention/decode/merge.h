@@ -1,8 +1,8 @@
 /* merge.h - the end of a unit of decode attention: its warps' results become one, and a cut tile's parts.
  *
  * Both are the same sum over softmax states (attention/states.h): first over the warps in shared memory, then, by the
- * last CTAs to arrive, over the parts in the workspace, a batch of which is under way before the first is used. Or the
- * parts are left to another kernel (attention/parts.h).
+ * last CTA to arrive, over the parts in the workspace, a batch of which is under way before the first is used. More parts
+ * than a batch are left to another kernel (attention/parts.h), except beside prefill.
  */
 #ifndef PK_CUDA_ATTENTION_MERGE_H
 #define PK_CUDA_ATTENTION_MERGE_H
@@ -69,32 +69,6 @@ __device__ static __forceinline__ void add_parts_of_rows(int num_rows, int count
     }
 }
 
-/* Where there are many parts. The CTA that comes last with a part of a group adds that group up, and leaves the sum in
- * place of the group's first part; the CTA that comes last with a sum adds the sums up. (Inline: as a function that is
- * called it took up to 3 us longer.) */
-template <typename Kind, int D, int ROWS>
-__device__ static __forceinline__ void merge_on_two_levels(const decode_tile tile, int first_slot, float *shared)
-{
-    const int num_rows = tile.num_rows(), num_parts = tile.unit.num_parts;
-    const int group = parts_of_group(tile.params.shape, num_parts), first = tile.unit.part / group * group;
-    const int count = min(group, num_parts - first); /* of this group's parts */
-    const int num_groups = (num_parts + group - 1) / group;
-    const decode_workspace &workspace = tile.params.workspace;
-    /* A group counts in the counter of its first part; the sums are counted in that of the second part, which no group
-     * begins with. */
-    unsigned int *arrivals = workspace.arrivals + first_slot;
-    auto part_at = [&](int part) { return workspace.parts.part_at(first_slot + part, ROWS, D); };
-
-    if (!comes_last(arrivals + first, count, shared)) return;
-    add_parts_of_rows<D>(
-        num_rows, count, [&](int part) { return part_at(first + part); },
-        [&](int row, int dim, const row_state &state) { leave(part_at(first), row, dim, state); });
-    if (!comes_last(arrivals + 1, num_groups, shared)) return;
-    add_parts_of_rows<D>(
-        num_rows, num_groups, [&](int part) { return part_at(part * group); },
-        [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });
-}
-
 /* Adds up the warps' results in shared memory (warp_stride apart), and the parts, when this CTA comes last with one. */
 template <typename Kind, int D, int ROWS>
 __device__ static void merge_unit(const decode_tile &tile, float *shared, int warp_stride, int row_stride)
@@ -127,8 +101,6 @@ __device__ static void merge_unit(const decode_tile &tile, float *shared, int wa
         return;
     }
 
-    if (__builtin_expect(num_parts > tile.params.shape.most_at_once, 0))
-        return merge_on_two_levels<Kind, D, ROWS>(tile, first_slot, shared);
     if (!comes_last(workspace.arrivals + first_slot, num_parts, shared)) return;
     add_parts_of_rows<D>(tile.num_rows(), num_parts, part_at,
                          [&](int row, int dim, const row_state &state) { write_row<Kind>(tile, row, dim, state); });

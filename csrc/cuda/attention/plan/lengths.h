@@ -82,13 +82,11 @@ __device__ static inline int slots_tried(slot_sharing sharing, int num_steps, in
     const bool may_follow = parts == 1 ? sharing.of_sequences : sharing.of_rests;
     return parts - (may_follow && is_short(last, length));
 }
-/* What merging so many parts of a tile takes, on a level or two, counted in steps of a CTA. */
+/* What merging so many parts of a tile takes, counted in steps of a CTA. */
 __device__ static inline float steps_of_merging(const decode_shape &shape, int parts)
 {
-    int group = parts_of_group(shape, parts), batches = (group + MERGE_BATCH - 1) / MERGE_BATCH;
-    float steps = (float)batches * shape.batch_steps + (float)group * shape.part_steps;
-    if (parts > group) steps = 2 * steps + shape.level_steps;
-    return parts == 1 ? 0 : steps;
+    int batches = (parts + MERGE_BATCH - 1) / MERGE_BATCH;
+    return parts == 1 ? 0 : (float)batches * shape.batch_steps + (float)parts * shape.part_steps;
 }
 /* How much later than the parts the short rests of sequences of one length end, in steps. They take turns in the slots
  * that are left. Where their number is no multiple of those slots, some slots have one rest more than the others. Rests of

@@ -41,23 +41,15 @@ struct decode_shape {
     bool may_share_slots; /* short ones may do without a slot of their own (find_sharing) */
     float start_steps;    /* that take as long as the start of a CTA behind another */
     float late_share;     /* a step's time in a CTA that runs on alone, of its time beside all others; 0: too little */
-    bool merges_apart;    /* another kernel merges parts; else the last CTAs of a tile */
-    int most_at_once;     /* parts that one of them merges; more are merged on two levels */
+    bool merges_apart;    /* another kernel merges parts; else the last CTA of a tile */
     float batch_steps;    /* that take as long as the wait for a batch of parts to be merged, */
-    float part_steps;     /* as the merging of one of them, */
-    float level_steps;    /* and as the way to the second level */
+    float part_steps;     /* and as the merging of one of them */
     int quarters;         /* else of a slot's share of all steps: the longest sequence that is not cut */
     bool cuts_to_shares;  /* parts of the others are no longer than a share, where that is worth it */
     int num_splits;       /* parts of every sequence, or 0 */
     int signature;        /* of what the rows of a plan depend on */
     row_filter filter;
 };
-
-/* How many parts are merged at once: groups of them, and then the groups' sums (decode/NOTES.md #79). */
-__device__ static inline int parts_of_group(const decode_shape &shape, int parts)
-{
-    return parts <= shape.most_at_once ? parts : (int)ceilf(sqrtf((float)parts));
-}
 
 /* Keys that a warp takes at a time, and how many warps fill a Hopper's SM with three such stages: more have no registers
  * anywhere. */

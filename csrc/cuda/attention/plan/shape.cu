@@ -81,18 +81,12 @@ static int64_t merge_rounds(const decode_shape &shape)
     return pk_ceil_div(quads_of_tile(shape), threads_of_cta(shape));
 }
 
-/* Who merges parts, and how many at once. */
-static void choose_merging(const pk_attention_args *args, int64_t segments, int64_t slots, int64_t most_steps,
-                           const pk_cuda_call &call, decode_shape *shape)
+/* Who merges parts: the CTA that comes last, up to MERGE_BATCH of each tile, and else a kernel of its own. */
+static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, decode_shape *shape)
 {
-    using namespace thresholds;
-    int most_at_once = MOST_QUADS_AT_ONCE * threads_of_cta(*shape) / quads_of_tile(*shape);
-    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* of each tile */
+    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* where all are as long */
     bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
-    shape->merges_apart = shape->is_one_wave && is_alone && most_steps > FEW_STEPS_APART &&
-                          segments * args->num_kv_heads * shape->rows <= call.device->num_sms && /* a row each */
-                          merge_rounds(*shape) * pk_ceil_div(most_parts, MERGE_BATCH) >= ROUNDS_APART;
-    shape->most_at_once = shape->merges_apart ? INT32_MAX : most_at_once > MERGE_BATCH ? most_at_once : MERGE_BATCH;
+    shape->merges_apart = shape->is_one_wave && is_alone && most_parts > MERGE_BATCH;
 }
 
 /* What starts and merges take, in steps of a CTA, and what a step takes that has little beside it. */
@@ -104,7 +98,6 @@ static void fill_costs(const pk_attention_args *args, decode_shape *shape)
     if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
     shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
-    shape->level_steps = LEVEL_US / step_us;
     shape->start_steps = START_US / step_us;
     shape->late_share = shape->rows * shape->head_dim >= MANY_SUMS ? LATE_SHARE : 0;
 }
@@ -118,7 +111,7 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     const bool may_run_at_once = shape->num_splits == 0 && most_steps <= MOST_STEPS_TRIED;
     shape->is_one_wave = may_run_at_once && 3 * segments <= ONE_WAVE_THIRDS * slots;
-    choose_merging(args, segments, slots, most_steps, call, shape);
+    choose_merging(segments, slots, most_steps, shape);
     fill_costs(args, shape);
     /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
     int64_t most_share = segments * most_steps / slots + 1;

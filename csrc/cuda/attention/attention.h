@@ -151,6 +151,25 @@ __device__ static inline float modified_score(const pk_attention_args &args, flo
     return (x - slope * (float)abs(distance)) * PK_LOG2E;
 }
 
+/* What the outputs of a row are multiplied by in the end, and its log-sum-exp. */
+struct row_end {
+    float scale, lse;
+};
+/* From the base of a row's exponentials and their sum. A sink is one more logit, without a value. A row that saw neither
+ * is 0, with -inf. NaN in a key that it saw is the caller's, and shows. */
+__device__ static inline row_end finish_row(const pk_attention_args &args, int64_t q_head, float max, float sum,
+                                            float v_scale)
+{
+    if (args.sinks) {
+        const float sink = args.sinks[q_head] * PK_LOG2E, top = fmaxf(max, sink), shrink = exp2f(max - top);
+        sum = sum * shrink + exp2f(sink - top);
+        v_scale *= shrink;
+        max = top;
+    }
+    if (sum == 0) return {0, -INFINITY};
+    return {__fdividef(v_scale, sum), max * PK_LN2 + logf(sum)};
+}
+
 /* Whether the caller is the last of `count` to arrive: it sees what the others wrote before, and the counter is zero
  * again. */
 __device__ static inline bool pk_arrive(unsigned int *arrivals, int count)

@@ -26,9 +26,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     float slope = args.alibi_slopes ? args.alibi_slopes[seq * args.alibi_seq_stride + q_head] : 0;
     float scale = args.softmax_scale * pk_scale_of(args.k_scale, seq, head);
 
-    /* A sink is one more score, without a value. */
-    float q[DIMS_PER_LANE], output[DIMS_PER_LANE], sink = args.sinks ? args.sinks[q_head] * PK_LOG2E : -INFINITY;
-    float max = fmaxf(sink, PK_NO_SCORE), sum = exp2f(sink - max);
+    float q[DIMS_PER_LANE], output[DIMS_PER_LANE], max = PK_NO_SCORE, sum = 0;
     for (int i = 0; i < DIMS_PER_LANE; i++) {
         q[i] = i * 32 + lane < args.head_dim ? pk_to_float(q_row[i * 32 + lane]) : 0;
         output[i] = 0;
@@ -55,11 +53,10 @@ __global__ void __launch_bounds__(WARPS * 32)
             if (i * 32 + lane < args.head_dim) output[i] = output[i] * shrink + p * pk_to_float(v[i * 32 + lane]);
     }
     T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
-    float out_scale = sum == 0 ? 0 : pk_scale_of(args.v_scale, seq, head) / sum;
+    const row_end end = finish_row(args, q_head, max, sum, pk_scale_of(args.v_scale, seq, head));
     for (int i = 0; i < DIMS_PER_LANE; i++)
-        if (i * 32 + lane < args.head_dim) out[i * 32 + lane] = pk_from_float<T>(output[i] * out_scale);
-    if (args.lse && lane == 0)
-        args.lse[q_head * args.lse_head_stride + token] = sum == 0 ? -INFINITY : max * PK_LN2 + logf(sum);
+        if (i * 32 + lane < args.head_dim) out[i * 32 + lane] = pk_from_float<T>(output[i] * end.scale);
+    if (args.lse && lane == 0) args.lse[q_head * args.lse_head_stride + token] = end.lse;
 }
 
 // --- launchers

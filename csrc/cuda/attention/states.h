@@ -56,24 +56,16 @@ __device__ static inline row_state add_up(int count, Load load)
 /* Four dims of a row, and with the first of them its log-sum-exp. */
 template <typename Kind>
 __device__ static void write_state(const pk_attention_args &args, int seq, int kv_head, int64_t token, int64_t q_head,
-                                   int dim, row_state state)
+                                   int dim, const row_state &state)
 {
-    if (args.sinks) { /* one more logit, without a value */
-        float sink = args.sinks[q_head] * PK_LOG2E;
-        rebase(state, fmaxf(state.max, sink));
-        state.sum += exp2f(sink - state.max);
-    }
-    float scale = state.sum > 0 ? pk_scale_of(args.v_scale, seq, kv_head) / state.sum : 0;
-    if (state.sum != state.sum) scale = state.sum; /* NaN in an owned key is the caller's, and shows */
+    const row_end end = finish_row(args, q_head, state.max, state.sum, pk_scale_of(args.v_scale, seq, kv_head));
     if (dim < args.head_dim) {
         uint16_t *out = (uint16_t *)args.out + token * args.out_token_stride + q_head * args.out_head_stride + dim;
         bool is_bf16 = args.dtype == PK_BF16;
-        *(uint2 *)out = {pack_output<Kind>(state.output.x * scale, state.output.y * scale, is_bf16),
-                         pack_output<Kind>(state.output.z * scale, state.output.w * scale, is_bf16)};
+        *(uint2 *)out = {pack_output<Kind>(state.output.x * end.scale, state.output.y * end.scale, is_bf16),
+                         pack_output<Kind>(state.output.z * end.scale, state.output.w * end.scale, is_bf16)};
     }
-    if (args.lse && dim == 0)
-        args.lse[q_head * args.lse_head_stride + token] =
-            state.sum == 0 ? -INFINITY : state.max * PK_LN2 + logf(state.sum);
+    if (args.lse && dim == 0) args.lse[q_head * args.lse_head_stride + token] = end.lse;
 }
 
 /* Where warps and parts leave what they have: max[rows], sum[rows], then the rows of `stride` floats. */

@@ -179,9 +179,8 @@ struct prefill_sm80_cta {
                 float factor = load_query_row<Kind, D>(q[r], is_row(row) ? from : nullptr, (int)args.head_dim,
                                                        args.dtype == PK_BF16, lane);
                 row_scale[m][r] = scale * factor;
-                float sink = args.sinks ? args.sinks[q_head_of(row)] * PK_LOG2E : -INFINITY; /* a key without a value */
-                offset[m][r] = fmaxf(sink, PK_NO_SCORE);
-                sum[m][r] = lane % 4 == 0 ? exp2f(sink - offset[m][r]) : 0;
+                offset[m][r] = PK_NO_SCORE;
+                sum[m][r] = 0;
             }
             for (int k = 0; k < D / 16; k++)
                 shared.queries[warp][m][k][lane] = {q[0][k][0], q[1][k][0], q[0][k][1], q[1][k][1]};
@@ -301,13 +300,12 @@ struct prefill_sm80_cta {
     {
         each_row([&](int m, int r) {
             int row = row_of(m, r);
-            float total = quad_sum(sum[m][r]); /* NaN in an owned key is the caller's, and shows */
-            float scale = total == 0 ? 0 : pk_scale_of(args.v_scale, item.seq, kv_head()) / total;
+            float total = quad_sum(sum[m][r]);
             if (!is_row(row)) return;
             int64_t token = token_of(row), q_head = q_head_of(row);
-            if (args.lse && lane % 4 == 0)
-                args.lse[q_head * args.lse_head_stride + token] =
-                    total == 0 ? -INFINITY : offset[m][r] * PK_LN2 + logf(total);
+            const float v_scale = pk_scale_of(args.v_scale, item.seq, kv_head());
+            const row_end end = finish_row(args, q_head, offset[m][r], total, v_scale);
+            if (args.lse && lane % 4 == 0) args.lse[q_head * args.lse_head_stride + token] = end.lse;
             uint16_t *out = (uint16_t *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
 #pragma unroll D / 8                          /* without a count nvcc gives up at 32, and O goes to local memory */
             for (int i = 0; i < D / 8; i++) { /* neighbours in an fp8 fragment come from two tiles: see cache_tile */
@@ -316,7 +314,8 @@ struct prefill_sm80_cta {
                 float high = Kind::IS_FP8 ? o[1][2 * r + i % 2] : o[i % 2][2 * r + 1];
                 int dim = tile::query_dim(i / 2, i % 2, lane);
                 if (dim < args.head_dim)
-                    *(uint32_t *)(out + dim) = pack_output<Kind>(low * scale, high * scale, args.dtype == PK_BF16);
+                    *(uint32_t *)(out + dim) =
+                        pack_output<Kind>(low * end.scale, high * end.scale, args.dtype == PK_BF16);
             }
         });
     }

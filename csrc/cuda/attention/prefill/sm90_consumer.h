@@ -47,12 +47,7 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
             k_scale = pk_scale_of(args.k_scale, item.seq, batch.kv_head_of(item.q_head));
             if (args.softcap <= 0) scale = args.softmax_scale * PK_LOG2E * (k_scale > 0 ? k_scale : 1);
         }
-        for (int r = 0; r < 2; r++) { /* a sink is a key without a value: in the sum from the start, once a quad */
-            float sink =
-                args.sinks && (!CUTS || item.num_parts == 1) ? args.sinks[item.q_head + head[r]] * PK_LOG2E : -INFINITY;
-            offset[r] = fmaxf(sink, PK_NO_SCORE);
-            sum[r] = lane % 4 == 0 ? exp2_fast(sink - offset[r]) : 0;
-        }
+        for (int r = 0; r < 2; r++) offset[r] = PK_NO_SCORE, sum[r] = 0;
         return true;
     }
 
@@ -125,17 +120,15 @@ struct consumer : prefill_rows<head_dim, Kind, WARPGROUPS> {
         for (int r = 0; r < 2; r++) {
             float2 done = shared->done[first_row + 8 * r];
             float v_scale = Kind::IS_FP8 ? pk_scale_of(args.v_scale, item.seq, batch.kv_head_of(item.q_head)) : 1;
-            float inverse = done.y == 0 ? 0 : __fdividef(v_scale, done.y); /* NaN shows */
             int64_t token = item.first_token + position[r], q_head = item.q_head + head[r];
+            const row_end end = finish_row(args, q_head, done.x, done.y, v_scale);
             T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
             bool is_row = position[r] < item.num_positions;
-            if (args.lse && lane % 4 == 0 && is_row)
-                args.lse[q_head * args.lse_head_stride + token] =
-                    done.y == 0 ? -INFINITY : (done.x + log2f(done.y)) * PK_LN2;
+            if (args.lse && lane % 4 == 0 && is_row) args.lse[q_head * args.lse_head_stride + token] = end.lse;
             for (int c = 0; c < head_dim / 32; c++) { /* lanes of a quad swap pieces: 8 neighbouring columns each */
                 uint32_t x[4];
                 for (int i = 0; i < 4; i++)
-                    x[i] = Kind::pack(o[16 * c + 4 * i + 2 * r] * inverse, o[16 * c + 4 * i + 2 * r + 1] * inverse);
+                    x[i] = Kind::pack(o[16 * c + 4 * i + 2 * r] * end.scale, o[16 * c + 4 * i + 2 * r + 1] * end.scale);
                 for (int i = 0; i < 4; i += 2) {
                     uint32_t got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
                     (lane & 1 ? x[i] : x[i + 1]) = got;

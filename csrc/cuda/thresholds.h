@@ -71,9 +71,6 @@ constexpr float CUTTING_US_UNPLANNED = 7; /* and more without a plan, when each 
 constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
 constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
-/* attention/prefill/prefill.h: of the keys of all items, that items of fewer heads have to save (prefill/NOTES.md #40). */
-constexpr double SAVED_BY_FEWER_HEADS = 0.03;
-
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */
 constexpr int TALL_QUARTERS = 3;  /* of the places in their waves, where items of two could be cut (#39) */

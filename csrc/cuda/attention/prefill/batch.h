@@ -27,10 +27,7 @@ struct prefill_batch {
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
     __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
     /* Every sequence is one item of a KV head: its keys are read once. */
-    __host__ __device__ bool reads_keys_once() const
-    {
-        return args.max_seqlen_q <= positions && heads == group.divisor;
-    }
+    __host__ __device__ bool reads_keys_once() const { return args.max_seqlen_q <= positions; }
     __device__ int kv_head_of(int q_head) const { return group.divide(q_head); }
 };
 

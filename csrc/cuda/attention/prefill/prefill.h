@@ -1,9 +1,8 @@
 /* prefill.h - what the two prefill kernels share: items of work, and the order in which CTAs take them.
  *
- * An item is `positions` consecutive query tokens of one sequence times a bundle of query heads that share a KV head:
- * all of them, so that K and V are read once for the whole group and short sequences waste few rows, or fewer where that
- * leaves fewer rows empty (heads_of_item). Every CTA works the list of items out for itself from the lengths on the
- * device, longest first, or reads it from a plan (plan.h). Nothing is planned on the host.
+ * An item is `positions` consecutive query tokens of one sequence times the query heads that share a KV head, so that K
+ * and V are read once for the whole group and short sequences waste few rows. Every CTA works the list of items out for
+ * itself from the lengths on the device, longest first, or reads it from a plan (plan.h). Nothing is planned on the host.
  */
 #ifndef PK_CUDA_ATTENTION_PREFILL_H
 #define PK_CUDA_ATTENTION_PREFILL_H
@@ -59,29 +58,6 @@ static inline int64_t surely_longest(const pk_attention_args &args)
     return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
 }
 
-/* Query heads of an item of so many rows. Items hold whole tokens: where the whole group leaves rows empty, a part of it
- * with more tokens may need fewer items (64 tokens of 6 heads: 4 items of 21 tokens, or 3 of 64 tokens and 2 heads). But
- * such an item goes through more keys that only some of its rows see. Of the lengths little is known here. We count as if
- * the other prompts were as long as each other, and as many keys were before a prompt as it has, if the table has room.
- * With num_splits a row's item may not depend on the batch. */
-static inline int heads_of_item(const pk_attention_args &args, int rows)
-{
-    int64_t group = args.num_q_heads / args.num_kv_heads, num_longest = surely_longest(args), best = group;
-    int64_t queries = args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q;
-    int64_t others = args.num_seqs - num_longest, rest = args.num_tokens - num_longest * queries;
-    int64_t before = args.max_blocks_per_seq * args.block_size - queries;
-    before = before < 0 ? 0 : before < queries ? before : queries;
-    auto keys_of_items = [&](int64_t heads) {
-        int64_t positions = rows / heads, items = num_longest * pk_ceil_div(queries, positions);
-        if (others > 0 && rest > 0) items += others * pk_ceil_div(rest, others * positions);
-        return (double)(group / heads * items) * (double)(2 * before + queries + positions + PREFILL_PART_ROWS);
-    };
-    double least = keys_of_items(group) * (1 - thresholds::SAVED_BY_FEWER_HEADS);
-    for (int64_t heads = group - 1; heads > 0 && !args.num_splits; heads--)
-        if (group % heads == 0 && keys_of_items(heads) < least) best = heads, least = keys_of_items(heads);
-    return (int)best;
-}
-
 /* `rows`: of an item, at least the heads of a group. */
 static inline pk_status make_prefill_batch(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                            int rows, prefill_batch *batch)
@@ -95,7 +71,7 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->counters = scratch.counters;
     batch->bad_id = call.device->bad_id;
     batch->group = make_divider(args->num_q_heads / args->num_kv_heads);
-    batch->heads = heads_of_item(*args, rows);
+    batch->heads = batch->group.divisor;
     batch->positions = rows / batch->heads;
     batch->num_bundles = (int)(args->num_q_heads / batch->heads);
     batch->by_positions = make_divider(batch->positions);

@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(WARPS * 32)
             if (i * 32 + lane < args.head_dim) output[i] = output[i] * shrink + p * pk_to_float(v[i * 32 + lane]);
     }
     T *out = (T *)args.out + token * args.out_token_stride + q_head * args.out_head_stride;
-    const row_end end = finish_row(args, q_head, max, sum, pk_scale_of(args.v_scale, seq, head));
+    const row_end whole = finish_row(args, q_head, max, sum, pk_scale_of(args.v_scale, seq, head));
     for (int i = 0; i < DIMS_PER_LANE; i++)
-        if (i * 32 + lane < args.head_dim) out[i * 32 + lane] = pk_from_float<T>(output[i] * end.scale);
-    if (args.lse && lane == 0) args.lse[q_head * args.lse_head_stride + token] = end.lse;
+        if (i * 32 + lane < args.head_dim) out[i * 32 + lane] = pk_from_float<T>(output[i] * whole.scale);
+    if (args.lse && lane == 0) args.lse[q_head * args.lse_head_stride + token] = whole.lse;
 }
 
 // --- launchers

@@ -187,11 +187,6 @@ class FakeStream:
     def synchronize(self) -> None:
         self.on.synchronize()
 
-    def watch_launches(self) -> bool | None:
-        """Begins a look, or says that launches are fast."""
-        self.on.happened["look"] += 1
-        return None if self.on.happened["look"] % 2 else False
-
 
 class FakeGraph:
     @contextmanager

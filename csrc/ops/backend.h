@@ -99,8 +99,6 @@ typedef struct pk_backend {
     pk_status (*memory_info)(pk_device device, size_t *free_bytes, size_t *total_bytes, pk_error *err);
     pk_status (*num_multiprocessors)(pk_device device, int *count, pk_error *err);
     pk_status (*reload_context)(pk_device device, pk_error *err); /* waits, then is put away and taken back */
-    /* Begins a look at how long kernels of the device take to start, or takes its result. is_slow -1: not known yet. */
-    pk_status (*watch_launches)(pk_device device, pk_stream stream, int *is_slow, pk_error *err);
     pk_status (*allocate_pinned)(pk_device device, size_t bytes, void **data, pk_error *err); /* host memory */
     void (*release_pinned)(pk_device device, void *data);
     pk_status (*stream_create)(pk_device device, pk_stream *stream, pk_error *err);

@@ -192,26 +192,6 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *unused)
 }
 
 PyDoc_STRVAR(
-    stream_watch_launches_doc,
-    "watch_launches($self, /)\n--\n\n"
-    "For a loop that launches the same kernels again and again, to be called now and then: begins a look at how long\n"
-    "this stream's GPU takes to start kernels (30 us of the stream), or takes the result of the look that was begun,\n"
-    "on whatever stream of the GPU. None: a look was begun or has not ended. False: no slower than the fastest look so\n"
-    "far. True: slower, twice in a row, as after kernels of several streams have taken turns. Then another context, where\n"
-    "one can be made, was given something to do, which ends that state (see ops.reload_context). The first slow look of\n"
-    "a process makes it, which takes 0.13 s, and 0.5 GB of the GPU to the end of the process.");
-static PyObject *stream_watch_launches(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    py_stream *self = py_stream_of(object);
-    pk_error err;
-    int is_slow;
-    if (self->backend->watch_launches(self->device, self->handle, &is_slow, &err) != PK_OK)
-        return py_raise(py_state_of(object), &err);
-    return is_slow < 0 ? Py_NewRef(Py_None) : PyBool_FromLong(is_slow);
-}
-
-PyDoc_STRVAR(
     stream_wait_doc,
     "wait($self, event)\n--\n\n"
     "Work queued from now on starts after the work that `event` (an Event) was recorded after. The host does not wait.");
@@ -248,7 +228,6 @@ static PyObject *stream_repr(PyObject *self)
 static PyMethodDef stream_methods[] = {
     PY_METHOD("wait", stream_wait, stream_wait_doc),
     {"synchronize", stream_synchronize, METH_NOARGS, stream_synchronize_doc},
-    {"watch_launches", stream_watch_launches, METH_NOARGS, stream_watch_launches_doc},
     {"__enter__", stream_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nMakes it this thread's stream."},
     {"__exit__", stream_exit, METH_VARARGS, "__exit__($self, /, *exc)\n--\n\nBack to the stream before."},
     {NULL, NULL, 0, NULL},

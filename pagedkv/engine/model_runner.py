@@ -27,7 +27,6 @@ from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
 
 from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
 from .kv_caches import KVCaches
-from .launch_watch import LaunchWatch
 from .launched import Launched
 from .progress import progress_bar
 from .prompt_outputs import PromptOutputs
@@ -76,7 +75,6 @@ class ModelRunner:
             max_model_len=max_model_len, plans=self.plans,
         )  # fmt: skip
         self.graphs = DecodeGraphs(self.stream) if self.is_gpu and not enforce_eager else None
-        self.launches = LaunchWatch(self.stream)
 
     # --- before the first step
 
@@ -120,7 +118,6 @@ class ModelRunner:
                 if bar is not None:
                     bar.update()
         ops.reload_context(self.device)  # a launch is faster then than after all this
-        self.launches.calibrate()
         logger.info("%d CUDA graphs were captured in %.1f s", len(self.batch_sizes), time.perf_counter() - start)
 
     # --- a step
@@ -139,7 +136,6 @@ class ModelRunner:
                 if self.graphs is not None and step.only_decodes:
                     graph = self.graphs.find(len(inputs.batch.token_ids), needs_logits=inputs.needs_logits)
                 if graph is not None:
-                    self.launches.step(len(step.sequences))
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
                     prompt_outputs = self._compute_prompts(inputs, step)

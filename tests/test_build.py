@@ -162,6 +162,10 @@ def test_architectures(build):
         "-gencode=arch=compute_80,code=compute_80",
     ]
     assert build.cuda_arch_flags("9.0a") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.cuda_arch_flags("9.0a;10.0;12.0") == [
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90,code=[sm_100,sm_120]",  # one pass for both
+    ]
 
 
 @pytest.mark.parametrize("said, archs", [

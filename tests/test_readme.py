@@ -19,7 +19,7 @@ def test_there_are_examples():
     assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 3
 
 
-@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "settings"])
+@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "settings", "cache"])
 def test_example(page, example, capsys):
     if "import torch" in example:
         pytest.importorskip("torch")

@@ -118,6 +118,12 @@ typedef struct pk_output {
     void *owner; /* belongs to whoever set `allocate` */
 } pk_output;
 
+/* A list of tensors, such as the caches of all layers. */
+typedef struct pk_views {
+    const pk_view *views;
+    int count;
+} pk_views;
+
 #define PK_TRY(expression)                    \
     do {                                      \
         pk_status pk_try_ = (expression);     \

@@ -98,7 +98,8 @@ def operations() -> dict[str, str]:
     names = re.findall(r"\b(?:OP|VIA)\((\w+)", text.partition("#define PK_OPS(OP, VIA)")[2].partition("\n\n")[0])
     assert len(names) > 20
     homes = {p.stem: p.read_text() for p in (ROOT / "csrc" / "py").glob("*.c")}
-    found = {name: [home for home, code in homes.items() if re.search(rf"\*py_{name}\(", code)] for name in names}
+    declared = re.compile(r"\bPY_OP(?:_RETURNING)?\((\w+),")
+    found = {name: [home for home, code in homes.items() if name in declared.findall(code)] for name in names}
     return {name: home for name, (home,) in found.items()}
 
 

@@ -100,3 +100,8 @@ pk_status pk_append_kvcache(const pk_append_call *call, pk_stream stream, pk_err
     if (call->q) PK_TRY(read_rotation(&env, call, &args));
     return backend->append_kvcache(env.device, &args, stream, err);
 }
+
+pk_status pk_rope_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err)
+{
+    return pk_append_kvcache(call, stream, err);
+}

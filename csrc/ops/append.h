@@ -39,6 +39,7 @@ typedef struct pk_append_call {
 } pk_append_call;
 
 pk_status pk_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err);
+pk_status pk_rope_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -54,10 +54,10 @@ enum { MAX_HEAD_DIM = 256, HEAD_DIM_STEP = 8, MAX_SPLITS = 256 };
 
 static pk_status check_numbers(const pk_attention_call *call, pk_error *err)
 {
-    if (call->window_left < -1)
-        return pk_fail(err, PK_EVALUE, "window_size[0] is %lld but must be at least -1", (long long)call->window_left);
-    if (call->window_right < -1)
-        return pk_fail(err, PK_EVALUE, "window_size[1] is %lld but must be at least -1", (long long)call->window_right);
+    if (call->window[0] < -1)
+        return pk_fail(err, PK_EVALUE, "window_size[0] is %lld but must be at least -1", (long long)call->window[0]);
+    if (call->window[1] < -1)
+        return pk_fail(err, PK_EVALUE, "window_size[1] is %lld but must be at least -1", (long long)call->window[1]);
     if (call->softmax_scale && !isfinite((float)*call->softmax_scale))
         return pk_fail(err, PK_EVALUE, "softmax_scale is %g but must be finite as a float32", *call->softmax_scale);
     if (!(call->softcap >= 0) || isinf((float)call->softcap))
@@ -139,8 +139,8 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .v_strides = pk_cache_strides_of(v_cache),
         .block_table_stride = call->block_tables->stride[0],
         .alibi_seq_stride = alibi && alibi->ndim == 2 ? alibi->stride[0] : 0,
-        .window_left = window_side(call->window_left),
-        .window_right = call->is_causal ? 0 : window_side(call->window_right),
+        .window_left = window_side(call->window[0]),
+        .window_right = call->is_causal ? 0 : window_side(call->window[1]),
         .softmax_scale = call->softmax_scale ? (float)*call->softmax_scale : 1.0f / sqrtf((float)q->shape[2]),
         .softcap = call->softcap > 0 ? fmaxf((float)call->softcap, LEAST_SOFTCAP) : 0,
         .num_splits = (int)call->num_splits,

@@ -44,7 +44,7 @@ typedef struct pk_attention_call {
     int64_t max_seqlen_q;                                                           /* INT64_MAX: not given */
     const double *softmax_scale;                                                    /* NULL: 1 / sqrt(head_dim) */
     bool is_causal;
-    int64_t window_left, window_right;
+    int64_t window[2]; /* left, right */
     double softcap;
     pk_scale k_scale, v_scale;
     int64_t num_splits;

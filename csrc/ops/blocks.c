@@ -274,25 +274,26 @@ static pk_status run_swap(const pk_blocks_args *args, pk_stream stream, pk_error
     return backend->swap_blocks(device, args, stream, err);
 }
 
-pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err)
+pk_status pk_copy_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err)
 {
-    pk_blocks_args args = {.num_caches = num_caches, .src = caches, .dst = caches};
+    pk_blocks_args args = {.num_caches = call->dst.count, .src = call->dst.views, .dst = call->dst.views};
     member place;
-    PK_TRY(take_pairs("src_dst_pairs", pairs, &place, &args, err));
+    PK_TRY(take_pairs("src_dst_pairs", call->pairs, &place, &args, err));
     pk_status status = check_blocks(check_copy, &args, &place, err);
-    if (status == PK_OK && num_caches) status = run_copy(&args, stream, err);
+    if (status == PK_OK && args.num_caches) status = run_copy(&args, stream, err);
     free((void *)args.pairs);
     return status;
 }
 
-pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
-                         pk_error *err)
+pk_status pk_swap_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err)
 {
-    pk_blocks_args args = {.num_caches = num_caches, .src = src, .dst = dst};
+    pk_blocks_args args = {.num_caches = call->src.count, .src = call->src.views, .dst = call->dst.views};
     member place;
-    PK_TRY(take_pairs("pairs", pairs, &place, &args, err));
+    if (call->dst.count != call->src.count)
+        return pk_fail(err, PK_EVALUE, "dst: has %d tensors but src has %d", call->dst.count, call->src.count);
+    PK_TRY(take_pairs("pairs", call->pairs, &place, &args, err));
     pk_status status = check_blocks(check_swap, &args, &place, err);
-    if (status == PK_OK && num_caches) status = run_swap(&args, stream, err);
+    if (status == PK_OK && args.num_caches) status = run_swap(&args, stream, err);
     free((void *)args.pairs);
     return status;
 }

@@ -19,9 +19,13 @@ typedef struct pk_blocks_args {
     bool pairs_are_int64;
 } pk_blocks_args;
 
-pk_status pk_copy_blocks(const pk_view *caches, int num_caches, const pk_view *pairs, pk_stream stream, pk_error *err);
-pk_status pk_swap_blocks(const pk_view *src, const pk_view *dst, int num_caches, const pk_view *pairs, pk_stream stream,
-                         pk_error *err);
+typedef struct pk_blocks_call {
+    pk_views src, dst; /* copy_blocks: dst alone */
+    const pk_view *pairs;
+} pk_blocks_call;
+
+pk_status pk_copy_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err);
+pk_status pk_swap_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

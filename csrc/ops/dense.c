@@ -6,9 +6,11 @@
 
 /* out[t] = table[ids[t]]. Ids out of range: the CPU raises before anything is written; CUDA writes zeros and records
  * it in the device status word. */
-static pk_status gather(const char *table_name, const pk_view *table, const char *ids_name, const pk_view *ids,
-                        pk_output *out, pk_stream stream, pk_error *err)
+static pk_status gather(const pk_gather_call *call, const char *table_name, const char *ids_name, pk_stream stream,
+                        pk_error *err)
 {
+    const pk_view *table = call->table, *ids = call->ids;
+    pk_output *out = call->out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, table_name, table, "N D", PK_ANY_FLOAT);
@@ -32,14 +34,14 @@ static pk_status gather(const char *table_name, const pk_view *table, const char
     return backend->gather_rows(env.device, &args, stream, err);
 }
 
-pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream, pk_error *err)
+pk_status pk_embedding(const pk_gather_call *call, pk_stream stream, pk_error *err)
 {
-    return gather("weight", weight, "token_ids", token_ids, out, stream, err);
+    return gather(call, "weight", "token_ids", stream, err);
 }
 
-pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err)
+pk_status pk_gather_rows(const pk_gather_call *call, pk_stream stream, pk_error *err)
 {
-    return gather("x", x, "indices", indices, out, stream, err);
+    return gather(call, "x", "indices", stream, err);
 }
 
 pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
@@ -48,16 +50,18 @@ pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
     return pk_fail(err, PK_EVALUE, "%s is %g but must be finite and at least 0", name, eps);
 }
 
-/* rms_norm; eps NULL: scale_columns, which does not divide. */
-static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_view *weight, const double *eps,
-                            const pk_view *residual, pk_output *out, pk_stream stream, pk_error *err)
+/* rms_norm, or scale_columns, which does not divide. */
+static pk_status weigh_rows(const pk_rms_norm_call *call, const char *weight_name, bool divides, pk_stream stream,
+                            pk_error *err)
 {
+    const pk_view *x = call->x, *weight = call->weight, *residual = call->residual;
+    pk_output *out = call->out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T D", PK_ANY_FLOAT);
     PK_EXPECT(&env, weight_name, weight, "D", PK_SAME);
     if (residual) PK_EXPECT(&env, "residual", residual, "T D", PK_SAME | PK_WRITABLE);
-    if (eps) PK_TRY(pk_expect_eps("eps", *eps, err));
+    if (divides) PK_TRY(pk_expect_eps("eps", call->eps, err));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
     pk_may_be(&env, x);
@@ -72,26 +76,27 @@ static pk_status weigh_rows(const pk_view *x, const char *weight_name, const pk_
         .x_stride = x->stride[0],
         .residual_stride = residual ? residual->stride[0] : 0,
         .out_stride = out->view.stride[0],
-        .divides = eps != NULL,
-        .eps = eps ? (float)*eps : 0,
+        .divides = divides,
+        .eps = (float)call->eps,
         .dtype = x->dtype,
     };
     return backend->rms_norm(env.device, &args, stream, err);
 }
 
-pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
-                      pk_stream stream, pk_error *err)
+pk_status pk_rms_norm(const pk_rms_norm_call *call, pk_stream stream, pk_error *err)
 {
-    return weigh_rows(x, "weight", weight, &eps, residual, out, stream, err);
+    return weigh_rows(call, "weight", true, stream, err);
 }
 
-pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err)
+pk_status pk_scale_columns(const pk_rms_norm_call *call, pk_stream stream, pk_error *err)
 {
-    return weigh_rows(x, "factors", factors, NULL, NULL, out, stream, err);
+    return weigh_rows(call, "factors", false, stream, err);
 }
 
-pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err)
+pk_status pk_silu_and_mul(const pk_silu_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *x = call->x;
+    pk_output *out = call->out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T W", PK_ANY_FLOAT);

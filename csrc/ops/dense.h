@@ -49,13 +49,28 @@ typedef struct pk_silu_args {
     pk_dtype dtype;
 } pk_silu_args;
 
-pk_status pk_embedding(const pk_view *token_ids, const pk_view *weight, pk_output *out, pk_stream stream,
-                       pk_error *err);
-pk_status pk_gather_rows(const pk_view *x, const pk_view *indices, pk_output *out, pk_stream stream, pk_error *err);
-pk_status pk_rms_norm(const pk_view *x, const pk_view *weight, double eps, const pk_view *residual, pk_output *out,
-                      pk_stream stream, pk_error *err);
-pk_status pk_scale_columns(const pk_view *x, const pk_view *factors, pk_output *out, pk_stream stream, pk_error *err);
-pk_status pk_silu_and_mul(const pk_view *x, pk_output *out, pk_stream stream, pk_error *err);
+typedef struct pk_gather_call {
+    const pk_view *table, *ids; /* embedding: weight, token_ids; gather_rows: x, indices */
+    pk_output *out;
+} pk_gather_call;
+
+typedef struct pk_rms_norm_call {
+    const pk_view *x, *weight; /* scale_columns: factors */
+    double eps;                /* of rms_norm */
+    const pk_view *residual;   /* of rms_norm, optional */
+    pk_output *out;
+} pk_rms_norm_call;
+
+typedef struct pk_silu_call {
+    const pk_view *x;
+    pk_output *out;
+} pk_silu_call;
+
+pk_status pk_embedding(const pk_gather_call *call, pk_stream stream, pk_error *err);
+pk_status pk_gather_rows(const pk_gather_call *call, pk_stream stream, pk_error *err);
+pk_status pk_rms_norm(const pk_rms_norm_call *call, pk_stream stream, pk_error *err);
+pk_status pk_scale_columns(const pk_rms_norm_call *call, pk_stream stream, pk_error *err);
+pk_status pk_silu_and_mul(const pk_silu_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

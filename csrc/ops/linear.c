@@ -38,11 +38,11 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
     return backend->silu_and_mul(device, &silu, stream, err);
 }
 
-pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
-                    pk_stream stream, pk_error *err)
+pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
 {
-    const pk_view *bias = options->bias, *gate_up = options->gate_up;
-    const double *rms_eps = options->rms_eps;
+    const pk_view *x = call->x, *weight = call->weight, *bias = call->bias, *gate_up = call->gate_up;
+    const double *rms_eps = call->rms_eps;
+    pk_output *out = call->out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
@@ -57,18 +57,18 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
         if (pk_dim(&env, 'N') % 2)
             return pk_fail(err, PK_ESHAPE, "weight: dim 0 is %lld but must be even: gate above up",
                            (long long)pk_dim(&env, 'N'));
-        if (options->adds_to_out) return pk_fail(err, PK_EVALUE, "add_to_out: not with gate_up");
+        if (call->adds_to_out) return pk_fail(err, PK_EVALUE, "add_to_out: not with gate_up");
         env.size['O' - 'A'] = pk_dim(&env, 'N') / 2;
         env.bound_by['O' - 'A'] = "half of weight";
     }
-    if (options->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
+    if (call->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
     pk_linear_args args = pk_linear_args_of(x, weight, &out->view);
     args.epilogue.bias = bias ? bias->data : NULL;
-    args.weight.is_constant = options->weight_is_constant;
-    args.epilogue.adds_to_out = options->adds_to_out;
+    args.weight.is_constant = call->weight_is_constant;
+    args.epilogue.adds_to_out = call->adds_to_out;
     args.epilogue.is_gated = gate_up != NULL;
     args.epilogue.divides_by_rms = rms_eps != NULL;
     args.epilogue.rms_eps = rms_eps ? (float)*rms_eps : 0;
@@ -77,33 +77,35 @@ pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_opt
     return backend->linear(env.device, &args, stream, err);
 }
 
-static pk_status expect_product(pk_env *env, const pk_view *x, const pk_view *weight, const pk_view *out, pk_error *err)
+/* Of a product whose algorithms are asked for. */
+static pk_status read_product(const pk_linear_algorithm_call *call, pk_env *env, pk_linear_args *args, pk_error *err)
 {
     pk_env_init(env, err);
-    PK_EXPECT(env, "x", x, "T K", PK_ANY_FLOAT);
-    PK_EXPECT(env, "weight", weight, "N K", PK_SAME);
-    PK_EXPECT(env, "out", out, "T N", PK_SAME | PK_ACCEPT_F32);
+    PK_EXPECT(env, "x", call->x, "T K", PK_ANY_FLOAT);
+    PK_EXPECT(env, "weight", call->weight, "N K", PK_SAME);
+    PK_EXPECT(env, "out", call->out, "T N", PK_SAME | PK_ACCEPT_F32);
+    *args = pk_linear_args_of(call->x, call->weight, call->out);
     return PK_OK;
 }
 
-pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out,
-                               const pk_linear_algorithm *near, pk_linear_choices *choices, pk_error *err)
+pk_status pk_linear_algorithms(pk_linear_algorithm_call *call, pk_stream stream, pk_error *err)
 {
+    (void)stream;
     pk_env env;
+    pk_linear_args args;
     const pk_backend *backend;
-    PK_TRY(expect_product(&env, x, weight, out, err));
+    PK_TRY(read_product(call, &env, &args, err));
     PK_BACKEND_OP(env.device, linear_algorithms, &backend, err);
-    const pk_linear_args args = pk_linear_args_of(x, weight, out);
-    return backend->linear_algorithms(env.device, &args, near, choices, err);
+    return backend->linear_algorithms(env.device, &args, call->algorithm, &call->choices, err);
 }
 
-pk_status pk_use_linear_algorithm(const pk_view *x, const pk_view *weight, const pk_view *out,
-                                  const pk_linear_algorithm *algorithm, pk_error *err)
+pk_status pk_use_linear_algorithm(const pk_linear_algorithm_call *call, pk_stream stream, pk_error *err)
 {
+    (void)stream;
     pk_env env;
+    pk_linear_args args;
     const pk_backend *backend;
-    PK_TRY(expect_product(&env, x, weight, out, err));
+    PK_TRY(read_product(call, &env, &args, err));
     PK_BACKEND_OP(env.device, use_linear_algorithm, &backend, err);
-    const pk_linear_args args = pk_linear_args_of(x, weight, out);
-    return backend->use_linear_algorithm(env.device, &args, algorithm, err);
+    return backend->use_linear_algorithm(env.device, &args, call->algorithm, err);
 }

@@ -55,20 +55,25 @@ typedef struct pk_linear_choices {
     pk_linear_algorithm algorithms[32];
 } pk_linear_choices;
 
-typedef struct pk_linear_options {
-    const pk_view *bias;    /* or NULL, and so the others */
+typedef struct pk_linear_call {
+    const pk_view *x, *weight;
+    const pk_view *bias;    /* optional, as are the next two */
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
     bool adds_to_out, weight_is_constant;
-} pk_linear_options;
+    pk_output *out;
+} pk_linear_call;
 
-pk_status pk_linear(const pk_view *x, const pk_view *weight, const pk_linear_options *options, pk_output *out,
-                    pk_stream stream, pk_error *err);
-/* As the backend's entries of these names. */
-pk_status pk_linear_algorithms(const pk_view *x, const pk_view *weight, const pk_view *out,
-                               const pk_linear_algorithm *near, pk_linear_choices *choices, pk_error *err);
-pk_status pk_use_linear_algorithm(const pk_view *x, const pk_view *weight, const pk_view *out,
-                                  const pk_linear_algorithm *algorithm, pk_error *err);
+typedef struct pk_linear_algorithm_call {
+    const pk_view *x, *weight, *out;
+    const pk_linear_algorithm *algorithm; /* to use; or whose variants are listed, NULL: the favourites */
+    pk_linear_choices choices;            /* the result of linear_algorithms */
+} pk_linear_algorithm_call;
+
+pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err);
+/* As the backend's entries of these names. Nothing is queued. */
+pk_status pk_linear_algorithms(pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
+pk_status pk_use_linear_algorithm(const pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -3,9 +3,9 @@
 
 #include "ops/shared.h"
 
-pk_status pk_bias_logits(const pk_view *logits, const pk_view *rows, const pk_view *token_ids, const pk_view *values,
-                         pk_stream stream, pk_error *err)
+pk_status pk_bias_logits(const pk_bias_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *logits = call->logits, *rows = call->rows, *token_ids = call->token_ids, *values = call->values;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "logits", logits, "T V", PK_ACCEPT_F32 | PK_WRITABLE);
@@ -27,9 +27,9 @@ pk_status pk_bias_logits(const pk_view *logits, const pk_view *rows, const pk_vi
     return backend->bias_logits(env.device, &args, stream, err);
 }
 
-pk_status pk_mask_logits(const pk_view *logits, const pk_view *bitmask, const pk_view *rows, pk_stream stream,
-                         pk_error *err)
+pk_status pk_mask_logits(const pk_mask_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *logits = call->logits, *bitmask = call->bitmask, *rows = call->rows;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "logits", logits, "T V", PK_ACCEPT_F32 | PK_WRITABLE);

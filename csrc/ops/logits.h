@@ -24,10 +24,17 @@ typedef struct pk_mask_args {
     int64_t num_rows, num_masks, vocab_size, logits_stride, bitmask_stride;
 } pk_mask_args;
 
-pk_status pk_bias_logits(const pk_view *logits, const pk_view *rows, const pk_view *token_ids, const pk_view *values,
-                         pk_stream stream, pk_error *err);
-pk_status pk_mask_logits(const pk_view *logits, const pk_view *bitmask, const pk_view *rows, pk_stream stream,
-                         pk_error *err);
+typedef struct pk_bias_call {
+    const pk_view *logits, *rows, *token_ids, *values;
+} pk_bias_call;
+
+typedef struct pk_mask_call {
+    const pk_view *logits, *bitmask;
+    const pk_view *rows; /* optional */
+} pk_mask_call;
+
+pk_status pk_bias_logits(const pk_bias_call *call, pk_stream stream, pk_error *err);
+pk_status pk_mask_logits(const pk_mask_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -5,9 +5,10 @@
 
 #include <stdio.h>
 
-pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
-                            pk_output *logprobs, pk_stream stream, pk_error *err)
+pk_status pk_token_logprobs(const pk_logprobs_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *logits = call->logits, *token_ids = call->token_ids;
+    const int64_t num_best = call->num_best;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "logits", logits, "T V", PK_ANY_FLOAT);
@@ -20,13 +21,13 @@ pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int
     PK_BACKEND_OP(env.device, token_logprobs, &backend, err);
     char dims[24];
     snprintf(dims, sizeof dims, "T %d", (int)num_best + 1);
-    PK_EXPECT_OUTPUT(&env, "out_ids", ids, dims, PK_I32, PK_ACCEPT_I32 | PK_DENSE);
-    PK_EXPECT_OUTPUT(&env, "out", logprobs, dims, PK_F32, PK_ACCEPT_F32 | PK_DENSE);
+    PK_EXPECT_OUTPUT(&env, "out_ids", call->out_ids, dims, PK_I32, PK_ACCEPT_I32 | PK_DENSE);
+    PK_EXPECT_OUTPUT(&env, "out", call->out, dims, PK_F32, PK_ACCEPT_F32 | PK_DENSE);
     pk_logprobs_args args = {
         .logits = logits->data,
         .token_ids = token_ids->data,
-        .ids = ids->view.data,
-        .logprobs = logprobs->view.data,
+        .ids = call->out_ids->view.data,
+        .logprobs = call->out->view.data,
         .num_rows = pk_dim(&env, 'T'),
         .vocab_size = vocab_size,
         .num_best = num_best,

@@ -21,8 +21,13 @@ typedef struct pk_logprobs_args {
     pk_dtype dtype;
 } pk_logprobs_args;
 
-pk_status pk_token_logprobs(const pk_view *logits, const pk_view *token_ids, int64_t num_best, pk_output *ids,
-                            pk_output *logprobs, pk_stream stream, pk_error *err);
+typedef struct pk_logprobs_call {
+    const pk_view *logits, *token_ids;
+    int64_t num_best;
+    pk_output *out_ids, *out;
+} pk_logprobs_call;
+
+pk_status pk_token_logprobs(const pk_logprobs_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -13,9 +13,10 @@
 #include "ops/backend.h"
 #include "ops/check.h"
 
-pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
-                                    pk_stream stream, pk_error *err)
+pk_status pk_merge_attention_states(const pk_merge_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *o = call->o, *lse = call->lse;
+    pk_output *out = call->out, *out_lse = call->out_lse;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "o", o, "P T H D", PK_ANY_FLOAT | PK_DENSE);

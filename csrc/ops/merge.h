@@ -18,8 +18,12 @@ typedef struct pk_merge_args {
     pk_dtype dtype;
 } pk_merge_args;
 
-pk_status pk_merge_attention_states(const pk_view *o, const pk_view *lse, pk_output *out, pk_output *out_lse,
-                                    pk_stream stream, pk_error *err); /* out_lse NULL: not wanted */
+typedef struct pk_merge_call {
+    const pk_view *o, *lse;
+    pk_output *out, *out_lse; /* out_lse NULL: not wanted */
+} pk_merge_call;
+
+pk_status pk_merge_attention_states(const pk_merge_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

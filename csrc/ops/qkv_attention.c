@@ -3,12 +3,12 @@
 
 #include "ops/shared.h"
 
-pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
-                               pk_stream stream, pk_error *err)
+pk_status pk_qkv_attention_fwd(const pk_qkv_attention_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_qk_norm_rope_store_call *rope = &call->rope;
+    pk_attention_call attention = call->attention;
     const pk_backend *backend;
     pk_qkv_attention_args args;
-    pk_attention_call call = *attention;
     pk_env env;
     pk_env_init(&env, err);
     PK_TRY(pk_read_rope_call(&env, rope, &backend, &args.rope));
@@ -19,12 +19,13 @@ pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_
                        .ndim = 3,
                        .dtype = rope->qkv->dtype,
                        .device = rope->qkv->device};
-    call.q = &q;
-    call.k_cache = rope->k_cache;
-    call.v_cache = rope->v_cache;
-    call.k_scale = rope->k_scale;
-    call.v_scale = rope->v_scale;
-    PK_TRY(pk_read_attention_call(&env, &call, &backend, &args.attention));
+    attention.q = &q;
+    attention.is_causal = true;
+    attention.k_cache = rope->k_cache;
+    attention.v_cache = rope->v_cache;
+    attention.k_scale = rope->k_scale;
+    attention.v_scale = rope->v_scale;
+    PK_TRY(pk_read_attention_call(&env, &attention, &backend, &args.attention));
     PK_BACKEND_OP(env.device, qkv_attention_fwd, &backend, err);
     return backend->qkv_attention_fwd(env.device, &args, stream, err);
 }

@@ -16,9 +16,13 @@ typedef struct pk_qkv_attention_args {
     pk_attention_args attention;
 } pk_qkv_attention_args;
 
-/* Both operations. What `attention` says of q, the caches and their scales is ignored: they are those of `rope`. */
-pk_status pk_qkv_attention_fwd(const pk_qk_norm_rope_store_call *rope, const pk_attention_call *attention,
-                               pk_stream stream, pk_error *err);
+/* What `attention` says of q, the caches, their scales and the mask is ignored: those are of `rope`, and causal. */
+typedef struct pk_qkv_attention_call {
+    pk_qk_norm_rope_store_call rope;
+    pk_attention_call attention;
+} pk_qkv_attention_call;
+
+pk_status pk_qkv_attention_fwd(const pk_qkv_attention_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

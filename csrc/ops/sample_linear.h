@@ -16,9 +16,13 @@ typedef struct pk_sample_linear_args {
     pk_sample_args sample;
 } pk_sample_linear_args;
 
-/* call->logits is memory for x @ weight.T; the call has nothing optional. */
-pk_status pk_sample_linear(const pk_view *x, const pk_view *weight, bool weight_is_constant, const pk_sample_call *call,
-                           pk_stream stream, pk_error *err);
+typedef struct pk_sample_linear_call {
+    const pk_view *x, *weight;
+    bool weight_is_constant;
+    pk_sample_call sample; /* its logits are memory for the product; it has nothing optional */
+} pk_sample_linear_call;
+
+pk_status pk_sample_linear(const pk_sample_linear_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

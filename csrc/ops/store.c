@@ -97,16 +97,15 @@ void pk_set_rows(const pk_view *key, const pk_view *value, pk_store_args *args)
     args->value_head_stride = value->stride[1];
 }
 
-pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_view *k_cache, const pk_view *v_cache,
-                           const pk_view *slot_mapping, pk_scale k_scale, pk_scale v_scale, pk_stream stream,
-                           pk_error *err)
+pk_status pk_store_kvcache(const pk_store_call *call, pk_stream stream, pk_error *err)
 {
     pk_env env;
     pk_store_args args;
     pk_env_init(&env, err);
-    PK_TRY(pk_expect_rows(&env, key, value));
-    PK_TRY(pk_expect_store(&env, k_cache, v_cache, slot_mapping, k_scale, v_scale, &args));
-    pk_set_rows(key, value, &args);
+    PK_TRY(pk_expect_rows(&env, call->key, call->value));
+    PK_TRY(
+        pk_expect_store(&env, call->k_cache, call->v_cache, call->slot_mapping, call->k_scale, call->v_scale, &args));
+    pk_set_rows(call->key, call->value, &args);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, store_kvcache, &backend, err);
     return backend->store_kvcache(env.device, &args, stream, err);

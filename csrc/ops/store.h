@@ -40,9 +40,12 @@ typedef struct pk_store_args {
     bool slots_are_int64;
 } pk_store_args;
 
-pk_status pk_store_kvcache(const pk_view *key, const pk_view *value, const pk_view *k_cache, const pk_view *v_cache,
-                           const pk_view *slot_mapping, pk_scale k_scale, pk_scale v_scale, pk_stream stream,
-                           pk_error *err);
+typedef struct pk_store_call {
+    const pk_view *key, *value, *k_cache, *v_cache, *slot_mapping;
+    pk_scale k_scale, v_scale;
+} pk_store_call;
+
+pk_status pk_store_kvcache(const pk_store_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

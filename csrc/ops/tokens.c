@@ -3,8 +3,9 @@
 
 #include "ops/shared.h"
 
-pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err)
+pk_status pk_take_sampled(const pk_take_sampled_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *token_ids = call->token_ids, *sampled = call->sampled;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "token_ids", token_ids, "T", PK_ACCEPT_I32 | PK_WRITABLE);
@@ -20,9 +21,9 @@ pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_s
     return backend->take_sampled(env.device, &args, stream, err);
 }
 
-pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts, pk_stream stream,
-                          pk_error *err)
+pk_status pk_count_tokens(const pk_count_call *call, pk_stream stream, pk_error *err)
 {
+    const pk_view *prompt_ids = call->prompt_ids, *output_ids = call->output_ids, *counts = call->counts;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "prompt_ids", prompt_ids, "P", PK_ANY_INT);

@@ -23,9 +23,16 @@ typedef struct pk_count_args {
     bool prompt_is_int64, output_is_int64;
 } pk_count_args;
 
-pk_status pk_take_sampled(const pk_view *token_ids, const pk_view *sampled, pk_stream stream, pk_error *err);
-pk_status pk_count_tokens(const pk_view *prompt_ids, const pk_view *output_ids, const pk_view *counts, pk_stream stream,
-                          pk_error *err);
+typedef struct pk_take_sampled_call {
+    const pk_view *token_ids, *sampled;
+} pk_take_sampled_call;
+
+typedef struct pk_count_call {
+    const pk_view *prompt_ids, *output_ids, *counts;
+} pk_count_call;
+
+pk_status pk_take_sampled(const pk_take_sampled_call *call, pk_stream stream, pk_error *err);
+pk_status pk_count_tokens(const pk_count_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

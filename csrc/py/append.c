@@ -1,5 +1,6 @@
-/* append.c - append_kvcache and rope_append_kvcache, for Python. The rules are those of csrc/ops/append.c. */
-#include "py/call.h"
+/* append.c - append_kvcache and rope_append_kvcache for Python: docstrings and tables of parameters. The rules are in
+ * csrc/ops/append.c. */
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/append.h"
 
@@ -17,17 +18,11 @@
     "        check_errors().\n"
 /* clang-format on */
 
-/* What both calls begin with. */
-static void read_append(py_call *call, int first, pk_append_call *request)
-{
-    enum { KEY, VALUE, K_CACHE, V_CACHE, BLOCK_TABLES, CACHE_LENS };
-    request->key = py_call_tensor(call, first + KEY);
-    request->value = py_call_tensor(call, first + VALUE);
-    request->k_cache = py_call_writable(call, first + K_CACHE);
-    request->v_cache = py_call_writable(call, first + V_CACHE);
-    request->block_tables = py_call_tensor(call, first + BLOCK_TABLES);
-    request->cache_lens = py_call_tensor(call, first + CACHE_LENS);
-}
+#define CALL pk_append_call
+/* What is stored, and where. */
+#define APPEND_TO                                                                                        \
+    P(TENSOR, key), P(TENSOR, value), P(WRITTEN, k_cache), P(WRITTEN, v_cache), P(TENSOR, block_tables), \
+        P(TENSOR, cache_lens)
 
 const char py_append_kvcache_doc[] = PyDoc_STR(
     "append_kvcache($module, key, value, k_cache, v_cache, block_tables, cache_lens, *, cu_seqlens=None, "
@@ -35,21 +30,8 @@ const char py_append_kvcache_doc[] = PyDoc_STR(
     "Writes new keys and values after those that each sequence has in its pages, in place.\n"
     "\n"
     "Args:\n" APPEND_DOC PY_DOC_STREAM PY_DOC_RAISES APPEND_RANGES_DOC);
-PyObject *py_append_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { CU_SEQLENS = 6, KEY_STARTS, K_SCALE, V_SCALE, STREAM };
-    py_call call;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_append_kvcache, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    pk_append_call request = {0};
-    read_append(&call, 0, &request);
-    request.cu_seqlens = py_call_optional(&call, CU_SEQLENS);
-    request.key_starts = py_call_optional(&call, KEY_STARTS);
-    request.k_scale = py_call_scale(&call, K_SCALE);
-    request.v_scale = py_call_scale(&call, V_SCALE);
-    PY_CALL_RUN(&call, pk_append_kvcache(&request, call.stream, &call.err));
-    return py_call_end(&call, Py_NewRef(Py_None));
-}
+PY_OP(append_kvcache, APPEND_TO, P(OPTIONAL, cu_seqlens), P(OPTIONAL, key_starts), P(SCALE, k_scale),
+      P(SCALE, v_scale));
 
 const char py_rope_append_kvcache_doc[] = PyDoc_STR(
     "rope_append_kvcache($module, q, cos, sin, key, value, k_cache, v_cache, block_tables, cache_lens, *, "
@@ -72,30 +54,7 @@ const char py_rope_append_kvcache_doc[] = PyDoc_STR(
     "Returns:\n"
     "    The queries, [num_q_tokens, num_q_heads, head_dim]. Rows that no sequence owns are not written.\n" PY_DOC_RAISES
         APPEND_RANGES_DOC "        Such a query becomes 0.\n");
-PyObject *py_rope_append_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    /* clang-format off */
-    enum { Q, COS, SIN, KEY, CU_SEQLENS_Q = 9, CU_SEQLENS, KEY_STARTS, ROTARY_STARTS, INTERLEAVED, Q_AT_START, K_SCALE,
-           V_SCALE, OUT, STREAM };
-    /* clang-format on */
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_rope_append_kvcache, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    pk_append_call request = {.out = &out.base};
-    request.q = py_call_tensor(&call, Q);
-    request.cos = py_call_tensor(&call, COS);
-    request.sin = py_call_tensor(&call, SIN);
-    read_append(&call, KEY, &request);
-    request.cu_seqlens_q = py_call_optional(&call, CU_SEQLENS_Q);
-    request.cu_seqlens = py_call_optional(&call, CU_SEQLENS);
-    request.key_starts = py_call_optional(&call, KEY_STARTS);
-    request.rotary_starts = py_call_optional(&call, ROTARY_STARTS);
-    request.is_interleaved = py_call_bool(&call, INTERLEAVED, false);
-    request.q_is_at_start = py_call_bool(&call, Q_AT_START, false);
-    request.k_scale = py_call_scale(&call, K_SCALE);
-    request.v_scale = py_call_scale(&call, V_SCALE);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_append_kvcache(&request, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(rope_append_kvcache, P(TENSOR, q), P(TENSOR, cos), P(TENSOR, sin), APPEND_TO, P(OPTIONAL, cu_seqlens_q),
+      P(OPTIONAL, cu_seqlens), P(OPTIONAL, key_starts), P(OPTIONAL, rotary_starts),
+      P_AS(BOOL, interleaved, is_interleaved), P_AS(BOOL, q_at_start, q_is_at_start), P(SCALE, k_scale),
+      P(SCALE, v_scale), P(OUTPUT, out));

@@ -1,59 +1,14 @@
-/* attention.c - paged_attention_fwd and plan_attention, for Python: bind, make views, call. The rules about shapes are
+/* attention.c - paged_attention_fwd and plan_attention for Python: docstrings and tables of parameters. The rules are
  * in csrc/ops/attention.c. */
-#include "py/attention.h"
+#include "py/op.h"
+#include "ops/attention.h"
 #include "py/docs.h"
 
-void py_call_window(py_call *call, int parameter, pk_attention_call *request)
-{
-    PyObject *object = call->given[parameter];
-    request->window_left = request->window_right = -1;
-    if (call->has_failed || !object) return;
-    PyObject *pair = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
-    if (!pair && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) {
-        call->has_failed = true; /* of its own iterator */
-    } else if (!pair || PyTuple_Size(pair) != 2) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_TypeError, "window_size: must be a pair of ints, not %R", object);
-        call->has_failed = true;
-    } else {
-        call->has_failed = py_int64_arg("window_size[0]", PyTuple_GetItem(pair, 0), &request->window_left) < 0 ||
-                           py_int64_arg("window_size[1]", PyTuple_GetItem(pair, 1), &request->window_right) < 0;
-    }
-    Py_XDECREF(pair);
-}
-
-const double *py_call_softmax_scale(py_call *call, int parameter, double *scale)
-{
-    PyObject *object = call->given[parameter];
-    *scale = py_call_double(call, parameter, 0);
-    return object && object != Py_None ? scale : NULL;
-}
-
-void py_call_split(py_call *call, int parameter, pk_attention_call *request)
-{
-    request->num_splits = py_call_int(call, parameter, 0);
-    request->plan = py_call_optional(call, parameter + 1);
-    request->past_is_constant = py_call_bool(call, parameter + 2, false);
-}
-
-/* The batch, which the arguments of both calls begin with. */
-/* clang-format off */
-enum { Q, K_CACHE, V_CACHE, BLOCK_TABLES, CONTEXT_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, KEY_STARTS, TABLE_STARTS,
-       NUM_BATCH };
-/* clang-format on */
-
-static void read_batch(py_call *call, pk_attention_call *request)
-{
-    request->q = py_call_tensor(call, Q);
-    request->k_cache = py_call_tensor(call, K_CACHE);
-    request->v_cache = py_call_tensor(call, V_CACHE);
-    request->block_tables = py_call_tensor(call, BLOCK_TABLES);
-    request->context_lens = py_call_tensor(call, CONTEXT_LENS);
-    request->cu_seqlens_q = py_call_optional(call, CU_SEQLENS_Q);
-    request->max_seqlen_q = py_call_int(call, MAX_SEQLEN_Q, INT64_MAX);
-    request->key_starts = py_call_optional(call, KEY_STARTS);
-    request->table_starts = py_call_optional(call, TABLE_STARTS);
-}
+#define CALL pk_attention_call
+/* The batch. */
+#define BATCH                                                                                               \
+    P(TENSOR, q), P(TENSOR, k_cache), P(TENSOR, v_cache), P(TENSOR, block_tables), P(TENSOR, context_lens), \
+        P(OPTIONAL, cu_seqlens_q), P(INT, max_seqlen_q), P(OPTIONAL, key_starts), P(OPTIONAL, table_starts)
 
 const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
@@ -101,35 +56,10 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "        sink. inf and NaN in a key reach no query that does not see it. Those in a value do not on the CPU; CUDA\n"
     "        multiplies by 0, and may give NaN to other queries of the same sequence.\n" PY_DOC_RAISES
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
-PyObject *py_paged_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    /* clang-format off */
-    enum { SOFTMAX_SCALE = NUM_BATCH, CAUSAL, WINDOW_SIZE, SOFTCAP, ALIBI_SLOPES, SINKS, K_SCALE, V_SCALE, NUM_SPLITS,
-           PLAN, PAST_IS_CONSTANT, OUT, RETURN_LSE, STREAM };
-    /* clang-format on */
-    py_call call;
-    py_output out, lse;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_paged_attention_fwd, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    pk_attention_call request = {.out = &out.base};
-    read_batch(&call, &request);
-    double scale;
-    request.softmax_scale = py_call_softmax_scale(&call, SOFTMAX_SCALE, &scale);
-    request.is_causal = py_call_bool(&call, CAUSAL, true);
-    py_call_window(&call, WINDOW_SIZE, &request);
-    request.softcap = py_call_double(&call, SOFTCAP, 0);
-    request.alibi_slopes = py_call_optional(&call, ALIBI_SLOPES);
-    request.sinks = py_call_optional(&call, SINKS);
-    request.k_scale = py_call_scale(&call, K_SCALE);
-    request.v_scale = py_call_scale(&call, V_SCALE);
-    py_call_split(&call, NUM_SPLITS, &request);
-    py_call_output(&call, OUT, &out);
-    bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
-    py_call_output(&call, -1, &lse);
-    if (wants_lse) request.lse = &lse.base;
-    PY_CALL_RUN(&call, pk_paged_attention_fwd(&request, call.stream, &call.err));
-    return py_call_end(&call, py_output_results(&out, wants_lse ? &lse : NULL));
-}
+PY_OP(paged_attention_fwd, BATCH, P(OPTIONAL_DOUBLE, softmax_scale), P_AS(BOOL, causal, is_causal),
+      P_AS(WINDOW, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),
+      P(SCALE, k_scale), P(SCALE, v_scale), P(INT, num_splits), P(OPTIONAL, plan), P(BOOL, past_is_constant),
+      P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
 
 const char py_plan_attention_doc[] = PyDoc_STR(
     "plan_attention($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
@@ -151,19 +81,5 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "        paged_attention_fwd refuses a plan for other shapes or lengths. What only the device can tell, such as\n"
     "        a row that was overwritten, it masks and records for check_errors(); until that has raised, other\n"
     "        results of the stream may be wrong.\n");
-PyObject *py_plan_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { CAUSAL = NUM_BATCH, WINDOW_SIZE, NUM_SPLITS, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_plan_attention, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    pk_attention_call request = {.out = &out.base};
-    read_batch(&call, &request);
-    request.is_causal = py_call_bool(&call, CAUSAL, true);
-    py_call_window(&call, WINDOW_SIZE, &request);
-    request.num_splits = py_call_int(&call, NUM_SPLITS, 0);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_plan_attention(&request, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(plan_attention, BATCH, P_AS(BOOL, causal, is_causal), P_AS(WINDOW, window_size, window), P(INT, num_splits),
+      P(OUTPUT, out));

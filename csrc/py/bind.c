@@ -5,6 +5,8 @@
  */
 #include "py/py.h"
 
+#include <ctype.h>
+#include <math.h>
 #include <string.h>
 
 // --- signatures, read from the first line of a docstring: "name($module, a, b=1, *, c=(-1, -1))\n--\n\n..."
@@ -27,12 +29,20 @@ static const char *parameter_end(const char *at)
     return NULL;
 }
 
+static double default_of(const char *at)
+{
+    if (strncmp(at, "None", 4) == 0) return INFINITY;
+    if (isdigit((unsigned char)*at)) return PyOS_string_to_double(at, (char **)&at, NULL);
+    return strncmp(at, "True", 4) == 0;
+}
+
 static int parse_signature(py_signature *signature, const char *doc)
 {
     size_t length = strcspn(doc, "(");
     const char *at = doc + length, *end;
     if (!*at || length >= sizeof signature->function) goto unreadable;
     memcpy(signature->function, doc, length);
+    signature->stream = -1;
 
     bool keyword_only = false;
     for (at++; (end = parameter_end(at)); at = end + 2) { /* ", " */
@@ -51,6 +61,8 @@ static int parse_signature(py_signature *signature, const char *doc)
             signature->num_params++;
             if (!(signature->texts[i] = PyUnicode_AsUTF8AndSize(name, NULL))) return -1;
             if (at[length] != '=') signature->required |= 1u << i;
+            if (at[length] == '=') signature->defaults[i] = default_of(at + length + 1);
+            if (strcmp(signature->texts[i], "stream") == 0) signature->stream = i;
             if (!keyword_only) signature->num_positional++;
         }
         if (*end == ')') return 0;

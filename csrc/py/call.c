@@ -1,8 +1,6 @@
 /* call.c - what every operation needs around its one line of work; see call.h. */
 #include "py/call.h"
 
-#include <math.h>
-
 #include "py/tensor.h"
 
 #define SMALL_CALL 16384 /* elements; the CPU touches so many in a few microseconds */
@@ -23,12 +21,13 @@ void py_call_init(py_call *call, py_state *state)
     call->status = PK_OK;
 }
 
-int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyObject *const *args, Py_ssize_t nargs,
+int py_call_begin(py_call *call, py_state *state, int signature, PyObject *const *args, Py_ssize_t nargs,
                   PyObject *kwnames)
 {
     py_call_init(call, state);
     call->signature = &state->signatures[signature];
     if (py_bind(call->signature, args, nargs, kwnames, call->given) < 0) return -1;
+    const int stream = call->signature->stream;
     if (stream < 0 || !call->given[stream] || call->given[stream] == Py_None) return 0;
     call->stream_is_given = call->stream_is_fixed = true;
     return py_stream_arg(state, call->given[stream], &call->stream, &call->given_queue);
@@ -51,10 +50,10 @@ PyObject *py_call_end(py_call *call, PyObject *result)
     return call->has_failed ? NULL : py_raise(call->state, &call->err);
 }
 
-void py_call_ensure_blas(py_call *call, const pk_view *x)
+int py_call_ensure_blas(py_call *call, const pk_view *x)
 {
-    if (!call->has_failed && x->device.type == PK_CPU && x->ndim == 2)
-        call->has_failed = py_ensure_blas(x->shape[0], x->dtype) < 0;
+    bool is_product = !call->has_failed && x->device.type == PK_CPU && x->ndim == 2;
+    return is_product ? py_ensure_blas(x->shape[0], x->dtype) : 0;
 }
 
 void py_call_enter(py_call *call)
@@ -115,7 +114,7 @@ static int take(py_call *call, const char *name, PyObject *object, bool is_writt
     return -1;
 }
 
-static const pk_view *take_object(py_call *call, const char *name, PyObject *object, bool is_written)
+const pk_view *py_call_object(py_call *call, const char *name, PyObject *object, bool is_written)
 {
     if (call->has_failed) return NULL;
     py_tensor_in *taken = &call->tensors[call->num_tensors];
@@ -130,33 +129,9 @@ static const pk_view *take_object(py_call *call, const char *name, PyObject *obj
     return &taken->view;
 }
 
-static const pk_view *take_parameter(py_call *call, int parameter, bool is_written)
-{
-    return take_object(call, call->signature->texts[parameter], call->given[parameter], is_written);
-}
-
 static bool is_given(const py_call *call, int parameter)
 {
     return call->given[parameter] && call->given[parameter] != Py_None;
-}
-
-const pk_view *py_call_object(py_call *call, const char *name, PyObject *object, bool is_written)
-{
-    return take_object(call, name, object, is_written);
-}
-
-const pk_view *py_call_tensor(py_call *call, int parameter) { return take_parameter(call, parameter, false); }
-
-const pk_view *py_call_writable(py_call *call, int parameter) { return take_parameter(call, parameter, true); }
-
-const pk_view *py_call_optional(py_call *call, int parameter)
-{
-    return is_given(call, parameter) ? py_call_tensor(call, parameter) : NULL;
-}
-
-const pk_view *py_call_optional_writable(py_call *call, int parameter)
-{
-    return is_given(call, parameter) ? py_call_writable(call, parameter) : NULL;
 }
 
 static int take_list(py_call *call, int parameter, bool writable, py_tensor_list *list)
@@ -185,63 +160,13 @@ static int take_list(py_call *call, int parameter, bool writable, py_tensor_list
     return 0;
 }
 
-const pk_view *py_call_tensors(py_call *call, int parameter, bool writable, int *count)
+int py_call_list(py_call *call, int parameter, bool is_written, pk_views *views)
 {
-    *count = 0;
-    if (call->has_failed) return NULL;
     py_tensor_list *list = &call->lists[call->num_lists++];
     *list = (py_tensor_list){0};
-    call->has_failed = take_list(call, parameter, writable, list) < 0;
-    *count = list->count;
-    return list->views;
-}
-
-// --- scales and numbers
-
-pk_scale py_call_scale(py_call *call, int parameter)
-{
-    pk_scale scale = {.view = NULL, .value = 1.0f};
-    PyObject *object = call->given[parameter];
-    if (call->has_failed || !is_given(call, parameter)) return scale;
-    if (PyFloat_Check(object) || PyLong_Check(object)) {
-        scale.value = (float)py_call_double(call, parameter, 1.0);
-        return scale;
-    }
-    if (!py_call_tensor(call, parameter)) return scale;
-    pk_view *view = &call->tensors[call->num_tensors - 1].view;
-    if (view->ndim == 0) { /* numpy.float32(2), torch.tensor(2.) */
-        view->ndim = 1;
-        view->shape[0] = view->stride[0] = 1;
-    }
-    scale.view = view;
-    return scale;
-}
-
-int64_t py_call_int(py_call *call, int parameter, int64_t otherwise)
-{
-    PyObject *object = call->given[parameter];
-    int64_t value = otherwise;
-    if (call->has_failed || !is_given(call, parameter)) return value;
-    call->has_failed = py_int64_arg(call->signature->texts[parameter], object, &value) < 0;
-    return value;
-}
-
-double py_call_double(py_call *call, int parameter, double otherwise)
-{
-    PyObject *object = call->given[parameter];
-    double value = otherwise;
-    if (call->has_failed || !is_given(call, parameter)) return value;
-    call->has_failed = py_double_arg(call->signature->texts[parameter], object, &value) < 0;
-    return value;
-}
-
-bool py_call_bool(py_call *call, int parameter, bool otherwise)
-{
-    PyObject *object = call->given[parameter];
-    if (call->has_failed || !object) return otherwise;
-    int truth = py_bool_arg(call->signature->texts[parameter], object);
-    call->has_failed = truth < 0;
-    return truth > 0;
+    int result = take_list(call, parameter, is_written, list);
+    *views = (pk_views){list->views, list->count};
+    return result;
 }
 
 // --- outputs
@@ -358,7 +283,7 @@ void py_call_output(py_call *call, int parameter, py_output *output)
     output->base.allocate = allocate_output;
     output->base.owner = output;
     if (!output->base.is_given) return;
-    const pk_view *view = py_call_writable(call, parameter);
+    const pk_view *view = py_call_object(call, call->signature->texts[parameter], call->given[parameter], true);
     if (call->has_failed) return;
     output->base.view = *view;
     output->object = Py_NewRef(call->given[parameter]);

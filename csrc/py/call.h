@@ -1,19 +1,7 @@
-/* call.h - one call of an operation, from Python's arguments to Python's result. */
-
-// clang-format off
-/*
- *     py_call call;
- *     if (py_call_begin(&call, state, PY_SIG_rms_norm, STREAM, args, nargs, kwnames) < 0) return NULL;
- *     const pk_view *x = py_call_tensor(&call, X);          // NULL after a failure: the rest is skipped
- *     py_output out;
- *     py_call_output(&call, OUT, &out);
- *     PY_CALL_RUN(&call, pk_rms_norm(x, ..., &out.base, call.stream, &call.err));
- *     return py_call_end(&call, py_output_result(&out));
+/* call.h - one call of an operation, from Python's arguments to Python's result.
  *
- * The first failure sticks: later steps do nothing, PY_CALL_RUN does not run, and py_call_end raises.
- */
-// clang-format on
-
+ * The first failure sticks: later steps do nothing, PY_CALL_RUN does not run, and py_call_end raises. How the operations
+ * of PK_OPS use it: op.c. */
 #ifndef PK_PY_CALL_H
 #define PK_PY_CALL_H
 
@@ -70,23 +58,15 @@ typedef struct {
     bool is_new;
 } py_output;
 
-/* `stream` is the index of the stream parameter, or -1. */
-int py_call_begin(py_call *call, py_state *state, int signature, int stream, PyObject *const *args, Py_ssize_t nargs,
+int py_call_begin(py_call *call, py_state *state, int signature, PyObject *const *args, Py_ssize_t nargs,
                   PyObject *kwnames);
 /* The same of a call that has no arguments of its own: py_call_object gives its tensors. */
 void py_call_init(py_call *call, py_state *state);
 
-const pk_view *py_call_tensor(py_call *call, int parameter);
-const pk_view *py_call_optional(py_call *call, int parameter); /* NULL for None too */
-const pk_view *py_call_writable(py_call *call, int parameter); /* refuses tensors that autograd watches */
-const pk_view *py_call_optional_writable(py_call *call, int parameter);
+/* A tensor; NULL after a failure. One that is written must not be watched by autograd. */
 const pk_view *py_call_object(py_call *call, const char *name, PyObject *object, bool is_written);
-/* One tensor or a sequence of them; where `writable` as py_call_writable. Valid until py_call_end. */
-const pk_view *py_call_tensors(py_call *call, int parameter, bool writable, int *count);
-pk_scale py_call_scale(py_call *call, int parameter);
-int64_t py_call_int(py_call *call, int parameter, int64_t otherwise);
-double py_call_double(py_call *call, int parameter, double otherwise);
-bool py_call_bool(py_call *call, int parameter, bool otherwise);
+/* One tensor, or a list or tuple of them. Valid until py_call_end. */
+int py_call_list(py_call *call, int parameter, bool is_written, pk_views *views);
 
 /* The output given as `parameter`, or (None, left out, or parameter -1) one to be allocated in the framework of the
  * first tensor argument: torch in, torch out; NumPy in, NumPy out where NumPy has the dtype; otherwise a
@@ -98,7 +78,7 @@ PyObject *py_output_result(py_output *output);
 PyObject *py_output_results(py_output *first, py_output *second);
 
 /* Before a product with so many rows as `x`: imports NumPy where that brings the BLAS of the CPU. */
-void py_call_ensure_blas(py_call *call, const pk_view *x);
+int py_call_ensure_blas(py_call *call, const pk_view *x);
 
 /* Orders the work (call_order.c), and releases the GIL around an operation of the CPU that is not trivially small. It
  * is kept for CUDA: see gil.c. */
@@ -131,14 +111,5 @@ int py_call_note_writes(py_call *call);
 PyObject *py_call_enter_torchs_stream(const py_call *call, const DLPackExchangeAPI *exchange);
 /* A tensor that this call has made itself: it lives as long as the work and the graphs that use it. */
 int py_call_keep_output(py_call *call, PyObject *object);
-
-/* ------------------------------------------------ operations */
-
-/* A function of the module, in the file of its topic, and its docstring, whose first line is its signature. */
-#define PY_DECLARE_OP(name, args)     \
-    PyObject *py_##name(PY_FASTCALL); \
-    extern const char py_##name##_doc[];
-#define PY_DECLARE_VIA(name) PY_DECLARE_OP(name, )
-PK_OPS(PY_DECLARE_OP, PY_DECLARE_VIA)
 
 #endif

@@ -1,8 +1,9 @@
-/* dense.c - operations on rows, for Python: bind, make views, call. The rules about shapes are in csrc/ops/dense.c. */
-#include "py/call.h"
+/* dense.c - operations on rows for Python: docstrings and tables of parameters. The rules are in csrc/ops/dense.c. */
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/dense.h"
 
+#define CALL pk_gather_call
 const char py_embedding_doc[] = PyDoc_STR(
     "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
     "out[t] = weight[token_ids[t]].\n"
@@ -15,17 +16,7 @@ const char py_embedding_doc[] = PyDoc_STR(
     "    out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_RAISES
     "        An id outside of the table is a ValueError on the CPU; CUDA writes zeros and records it for\n"
     "        check_errors().\n");
-PyObject *py_embedding(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { TOKEN_IDS, WEIGHT, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_embedding, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *token_ids = py_call_tensor(&call, TOKEN_IDS), *weight = py_call_tensor(&call, WEIGHT);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_embedding(token_ids, weight, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(embedding, P_AS(TENSOR, token_ids, ids), P_AS(TENSOR, weight, table), P(OUTPUT, out));
 
 const char py_gather_rows_doc[] = PyDoc_STR(
     "gather_rows($module, x, indices, *, out=None, stream=None)\n--\n\n"
@@ -38,19 +29,10 @@ const char py_gather_rows_doc[] = PyDoc_STR(
     "Returns:\n"
     "    out, [num_indices, row_size] of x's dtype.\n" PY_DOC_RAISES
     "        An index out of range is a ValueError on the CPU; CUDA writes zeros and records it for check_errors().\n");
-PyObject *py_gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { X, INDICES, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_gather_rows, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *x = py_call_tensor(&call, X), *indices = py_call_tensor(&call, INDICES);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_gather_rows(x, indices, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(gather_rows, P_AS(TENSOR, x, table), P_AS(TENSOR, indices, ids), P(OUTPUT, out));
 
+#undef CALL
+#define CALL pk_rms_norm_call
 const char py_rms_norm_doc[] = PyDoc_STR(
     "rms_norm($module, x, weight, eps=1e-06, *, residual=None, out=None, stream=None)\n--\n\n"
     "out = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019). The quotient is\n"
@@ -65,19 +47,7 @@ const char py_rms_norm_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, [num_rows, row_size] of x's dtype.\n" PY_DOC_RAISES);
-PyObject *py_rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { X, WEIGHT, EPS, RESIDUAL, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_rms_norm, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *x = py_call_tensor(&call, X), *weight = py_call_tensor(&call, WEIGHT);
-    double eps = py_call_double(&call, EPS, 1e-6);
-    const pk_view *residual = py_call_optional_writable(&call, RESIDUAL);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_rms_norm(x, weight, eps, residual, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(rms_norm, P(TENSOR, x), P(TENSOR, weight), P(DOUBLE, eps), P(OPTIONAL_WRITTEN, residual), P(OUTPUT, out));
 
 const char py_scale_columns_doc[] = PyDoc_STR(
     "scale_columns($module, x, factors, *, out=None, stream=None)\n--\n\n"
@@ -92,19 +62,10 @@ const char py_scale_columns_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, [num_rows, row_size] of x's dtype.\n" PY_DOC_RAISES);
-PyObject *py_scale_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { X, FACTORS, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_scale_columns, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *x = py_call_tensor(&call, X), *factors = py_call_tensor(&call, FACTORS);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_scale_columns(x, factors, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(scale_columns, P(TENSOR, x), P_AS(TENSOR, factors, weight), P(OUTPUT, out));
 
+#undef CALL
+#define CALL pk_silu_call
 const char py_silu_and_mul_doc[] = PyDoc_STR(
     "silu_and_mul($module, x, *, out=None, stream=None)\n--\n\n"
     "out = silu(x[:, :n]) * x[:, n:] with silu(a) = a / (1 + exp(-a)): gate and up projection side by side (SwiGLU,\n"
@@ -115,15 +76,4 @@ const char py_silu_and_mul_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, [num_rows, n] of x's dtype.\n" PY_DOC_RAISES);
-PyObject *py_silu_and_mul(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { X, OUT, STREAM };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_silu_and_mul, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *x = py_call_tensor(&call, X);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_silu_and_mul(x, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(silu_and_mul, P(TENSOR, x), P(OUTPUT, out));

@@ -1,8 +1,10 @@
-/* logits.c - biases and masks of logits, for Python: bind, make views, call. */
-#include "py/call.h"
+/* logits.c - bias_logits and mask_logits for Python: docstrings and tables of parameters. The rules are in
+ * csrc/ops/logits.c. */
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/logits.h"
 
+#define CALL pk_bias_call
 const char py_bias_logits_doc[] = PyDoc_STR(
     "bias_logits($module, logits, rows, token_ids, values, *, stream=None)\n--\n\n"
     "logits[rows[i], token_ids[i]] += values[i], in place. -inf forbids a token.\n"
@@ -13,18 +15,10 @@ const char py_bias_logits_doc[] = PyDoc_STR(
     "    values: [n] float32.\n" PY_DOC_STREAM PY_DOC_RAISES
     "        A row or a token outside of logits is a ValueError on the CPU; CUDA leaves it out and records it for\n"
     "        check_errors().\n");
-PyObject *py_bias_logits(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { LOGITS, ROWS, TOKEN_IDS, VALUES, STREAM };
-    py_call call;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_bias_logits, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *logits = py_call_writable(&call, LOGITS), *rows = py_call_tensor(&call, ROWS);
-    const pk_view *token_ids = py_call_tensor(&call, TOKEN_IDS), *values = py_call_tensor(&call, VALUES);
-    PY_CALL_RUN(&call, pk_bias_logits(logits, rows, token_ids, values, call.stream, &call.err));
-    return py_call_end(&call, Py_NewRef(Py_None));
-}
+PY_OP(bias_logits, P(WRITTEN, logits), P(TENSOR, rows), P(TENSOR, token_ids), P(TENSOR, values));
 
+#undef CALL
+#define CALL pk_mask_call
 const char py_mask_logits_doc[] = PyDoc_STR(
     "mask_logits($module, logits, bitmask, rows=None, *, stream=None)\n--\n\n"
     "Makes the logits of forbidden tokens -inf, in place.\n"
@@ -37,14 +31,4 @@ const char py_mask_logits_doc[] = PyDoc_STR(
     "        row i, and n is num_rows.\n" PY_DOC_STREAM PY_DOC_RAISES
     "        A row outside of logits is a ValueError on the CPU; CUDA leaves it out and records it for\n"
     "        check_errors().\n");
-PyObject *py_mask_logits(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { LOGITS, BITMASK, ROWS, STREAM };
-    py_call call;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_mask_logits, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *logits = py_call_writable(&call, LOGITS), *bitmask = py_call_tensor(&call, BITMASK);
-    const pk_view *rows = py_call_optional(&call, ROWS);
-    PY_CALL_RUN(&call, pk_mask_logits(logits, bitmask, rows, call.stream, &call.err));
-    return py_call_end(&call, Py_NewRef(Py_None));
-}
+PY_OP(mask_logits, P(WRITTEN, logits), P(TENSOR, bitmask), P(OPTIONAL, rows));

@@ -1,9 +1,9 @@
-/* logprobs.c - token_logprobs, for Python: bind, make views, call. The rules about shapes are in
- * csrc/ops/logprobs.c. */
-#include "py/call.h"
+/* logprobs.c - token_logprobs for Python: docstrings and tables of parameters. The rules are in csrc/ops/logprobs.c. */
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/logprobs.h"
 
+#define CALL pk_logprobs_call
 const char py_token_logprobs_doc[] = PyDoc_STR(
     "token_logprobs($module, logits, token_ids, num_best=0, *, out_ids=None, out=None, stream=None)\n--\n\n"
     "log softmax(logits) of one token of each row (the sampled one, or the prompt's next) and of the num_best most\n"
@@ -23,17 +23,4 @@ const char py_token_logprobs_doc[] = PyDoc_STR(
     "        that is skipped, or whose logits have no softmax (NaN, inf, nothing but -inf), gets ids -1 and NaN.\n" PY_DOC_RAISES
     "        A token outside of the vocabulary is a ValueError on the CPU; CUDA skips its row and records it for\n"
     "        check_errors().\n");
-PyObject *py_token_logprobs(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { LOGITS, TOKEN_IDS, NUM_BEST, OUT_IDS, OUT, STREAM };
-    py_call call;
-    py_output ids, out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_token_logprobs, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *logits = py_call_tensor(&call, LOGITS), *token_ids = py_call_tensor(&call, TOKEN_IDS);
-    int64_t num_best = py_call_int(&call, NUM_BEST, 0);
-    py_call_output(&call, OUT_IDS, &ids);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_token_logprobs(logits, token_ids, num_best, &ids.base, &out.base, call.stream, &call.err));
-    return py_call_end(&call, py_output_results(&ids, &out));
-}
+PY_OP(token_logprobs, P(TENSOR, logits), P(TENSOR, token_ids), P(INT, num_best), P(OUTPUT, out_ids), P(OUTPUT, out));

@@ -1,9 +1,10 @@
-/* merge.c - merge_attention_states, for Python: bind, make views, call. The rules about shapes are in
+/* merge.c - merge_attention_states for Python: docstrings and tables of parameters. The rules are in
  * csrc/ops/merge.c. */
-#include "py/call.h"
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/merge.h"
 
+#define CALL pk_merge_call
 const char py_merge_attention_states_doc[] = PyDoc_STR(
     "merge_attention_states($module, o, lse, *, out=None, return_lse=False, stream=None)\n--\n\n"
     "Joins attention over disjoint sets of keys: out = sum_i o[i] * exp(lse[i] - L), L = log sum_i exp(lse[i]).\n"
@@ -16,18 +17,4 @@ const char py_merge_attention_states_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, [num_tokens, num_heads, head_dim], or (out, L) with L [num_heads, num_tokens] float32.\n" PY_DOC_RAISES);
-PyObject *py_merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum { O, LSE, OUT, RETURN_LSE, STREAM };
-    py_call call;
-    py_output out, out_lse;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_merge_attention_states, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    const pk_view *o = py_call_tensor(&call, O), *lse = py_call_tensor(&call, LSE);
-    py_call_output(&call, OUT, &out);
-    bool wants_lse = py_call_bool(&call, RETURN_LSE, false);
-    py_call_output(&call, -1, &out_lse);
-    PY_CALL_RUN(&call,
-                pk_merge_attention_states(o, lse, &out.base, wants_lse ? &out_lse.base : NULL, call.stream, &call.err));
-    return py_call_end(&call, py_output_results(&out, wants_lse ? &out_lse : NULL));
-}
+PY_OP(merge_attention_states, P(TENSOR, o), P(TENSOR, lse), P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, out_lse));

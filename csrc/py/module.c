@@ -1,14 +1,23 @@
 /* module.c - the module pagedkv._C: its state, exceptions, types and functions. */
-#include "py/call.h"
+#include "py/op.h"
 #include "environment.h"
 
 #ifndef PAGEDKV_VERSION
 #error "setup.py passes PAGEDKV_VERSION"
 #endif
 
-#define PY_OP_METHOD(name, args) PY_METHOD(#name, py_##name, py_##name##_doc),
+#define PY_OP_FUNCTION(name, args_of_backend) \
+    static PyObject *run_##name(PY_FASTCALL) { return py_run_op(&py_##name##_op, self, args, nargs, kwnames); }
+#define PY_VIA_FUNCTION(name) PY_OP_FUNCTION(name, )
+PK_OPS(PY_OP_FUNCTION, PY_VIA_FUNCTION)
+
+#define PY_OP_METHOD(name, args_of_backend) PY_METHOD(#name, run_##name, py_##name##_doc),
 #define PY_VIA_METHOD(name) PY_OP_METHOD(name, )
 static PyMethodDef operations[] = {PK_OPS(PY_OP_METHOD, PY_VIA_METHOD){NULL, NULL, 0, NULL}};
+
+#define PY_OP_TABLE(name, args_of_backend) &py_##name##_op,
+#define PY_VIA_TABLE(name) PY_OP_TABLE(name, )
+static const py_op *const tables[] = {PK_OPS(PY_OP_TABLE, PY_VIA_TABLE)};
 
 static int add_exception(PyObject *module, PyObject **slot, const char *name, const char *doc, PyObject *base)
 {
@@ -72,7 +81,10 @@ static int module_exec(PyObject *module)
     if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
         py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0)
         return -1;
-    if (add_functions(module, state, operations) < 0 || add_functions(module, state, py_tensor_functions) < 0 ||
+    if (add_functions(module, state, operations) < 0) return -1;
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+        if (py_check_op(state, tables[i]) < 0) return -1;
+    if (add_functions(module, state, py_tensor_functions) < 0 ||
         add_functions(module, state, py_runtime_functions) < 0 || add_functions(module, state, py_array_functions) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "__version__", PAGEDKV_VERSION);

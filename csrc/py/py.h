@@ -72,7 +72,9 @@ typedef struct {
     char function[32];              /* for messages: "store_kvcache" */
     PyObject *names[PY_MAX_PARAMS]; /* interned */
     const char *texts[PY_MAX_PARAMS];
+    double defaults[PY_MAX_PARAMS]; /* a number, 0 or 1 of a bool, infinity of None, 0 of anything else */
     int num_params, num_positional;
+    int stream;        /* the number of the parameter of that name, or -1 */
     int num_unnamed;   /* the first ones, before a "/", have no keyword */
     uint32_t required; /* bit i: parameter i has no default */
 } py_signature;

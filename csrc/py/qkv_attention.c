@@ -1,10 +1,10 @@
-/* qkv_attention.c - qkv_attention_fwd, for Python: bind, make views, call. The rules about shapes are in
+/* qkv_attention.c - qkv_attention_fwd for Python: docstrings and tables of parameters. The rules are in
  * csrc/ops/qkv_attention.c. */
-#include "py/attention.h"
+#include "py/op.h"
 #include "py/docs.h"
-#include "py/rope.h"
 #include "ops/qkv_attention.h"
 
+#define CALL pk_qkv_attention_call
 const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
     "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
@@ -28,32 +28,14 @@ const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "Returns:\n"
     "    out, [num_tokens, num_q_heads, head_dim].\n" PY_DOC_RAISES
     "        An id out of range is treated as by the two operations.\n");
-PyObject *py_qkv_attention_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    /* clang-format off */
-    enum { TABLES = NUM_HEADS, LENS, RMS_OF, EPS, STARTS, LONGEST, SOFTMAX_SCALE, WINDOW_SIZE, K_SCALE, V_SCALE,
-           NUM_SPLITS, PLAN, PAST_IS_CONSTANT, OUT, STREAM };
-    /* clang-format on */
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_qkv_attention_fwd, STREAM, args, nargs, kwnames) < 0)
-        return NULL;
-    pk_qk_norm_rope_store_call heads = {0};
-    py_call_heads(&call, &heads);
-    pk_attention_call request = {.out = &out.base, .is_causal = true};
-    request.block_tables = py_call_tensor(&call, TABLES);
-    request.context_lens = py_call_tensor(&call, LENS);
-    heads.rms_of = py_call_optional(&call, RMS_OF);
-    heads.eps = py_call_double(&call, EPS, 1e-6);
-    request.cu_seqlens_q = py_call_optional(&call, STARTS);
-    request.max_seqlen_q = py_call_int(&call, LONGEST, INT64_MAX);
-    double scale;
-    request.softmax_scale = py_call_softmax_scale(&call, SOFTMAX_SCALE, &scale);
-    py_call_window(&call, WINDOW_SIZE, &request);
-    heads.k_scale = py_call_scale(&call, K_SCALE);
-    heads.v_scale = py_call_scale(&call, V_SCALE);
-    py_call_split(&call, NUM_SPLITS, &request);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_qkv_attention_fwd(&heads, &request, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(qkv_attention_fwd, P_AS(TENSOR, qkv, rope.qkv), P_AS(OPTIONAL, q_weight, rope.q_weight),
+      P_AS(OPTIONAL, k_weight, rope.k_weight), P_AS(TENSOR, cos_sin, rope.cos_sin),
+      P_AS(TENSOR, positions, rope.positions), P_AS(WRITTEN, k_cache, rope.k_cache),
+      P_AS(WRITTEN, v_cache, rope.v_cache), P_AS(TENSOR, slot_mapping, rope.slot_mapping),
+      P_AS(TENSOR, block_tables, attention.block_tables), P_AS(TENSOR, context_lens, attention.context_lens),
+      P_AS(OPTIONAL, rms_of, rope.rms_of), P_AS(DOUBLE, eps, rope.eps),
+      P_AS(OPTIONAL, cu_seqlens_q, attention.cu_seqlens_q), P_AS(INT, max_seqlen_q, attention.max_seqlen_q),
+      P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(WINDOW, window_size, attention.window),
+      P_AS(SCALE, k_scale, rope.k_scale), P_AS(SCALE, v_scale, rope.v_scale),
+      P_AS(INT, num_splits, attention.num_splits), P_AS(OPTIONAL, plan, attention.plan),
+      P_AS(BOOL, past_is_constant, attention.past_is_constant), P_AS(OUTPUT, out, attention.out));

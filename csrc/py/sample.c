@@ -1,9 +1,9 @@
-/* sample.c - sample, for Python: bind, make views, call. The rules about shapes are in csrc/ops/sample.c;
- * what is computed is defined in csrc/ops/sampling.h. */
-#include "py/call.h"
+/* sample.c - sample for Python: docstrings and tables of parameters. csrc/ops/sampling.h defines what is computed. */
+#include "py/op.h"
 #include "py/docs.h"
 #include "ops/sample.h"
 
+#define CALL pk_sample_call
 const char py_sample_doc[] = PyDoc_STR(
     "sample($module, logits, temperatures, seeds, positions, *, top_k=None, top_p=None, min_p=None, "
     "repetition_penalties=None, presence_penalties=None, frequency_penalties=None, counts=None, slots=None, "
@@ -47,41 +47,6 @@ const char py_sample_doc[] = PyDoc_STR(
     "// 16, and z word v % 4 at counter (v // 4, position, 1, 0): the least of 16 exponential variates, and what the\n"
     "others have more. So a row's token depends on its logits, parameters, seed and position only: not on the batch,\n"
     "on chunking, on threads or on the device.\n");
-PyObject *py_sample(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    enum {
-        LOGITS,
-        TEMPERATURES,
-        SEEDS,
-        POSITIONS,
-        TOP_K,
-        TOP_P,
-        MIN_P,
-        REPETITION_PENALTIES,
-        PRESENCE_PENALTIES,
-        FREQUENCY_PENALTIES,
-        COUNTS,
-        SLOTS,
-        OUT,
-        STREAM
-    };
-    py_call call;
-    py_output out;
-    if (py_call_begin(&call, py_module_state(module), PY_SIG_sample, STREAM, args, nargs, kwnames) < 0) return NULL;
-    pk_sample_call request = {.out = &out.base};
-    request.logits = py_call_tensor(&call, LOGITS);
-    request.temperatures = py_call_tensor(&call, TEMPERATURES);
-    request.seeds = py_call_tensor(&call, SEEDS);
-    request.positions = py_call_tensor(&call, POSITIONS);
-    request.top_k = py_call_optional(&call, TOP_K);
-    request.top_p = py_call_optional(&call, TOP_P);
-    request.min_p = py_call_optional(&call, MIN_P);
-    request.repetition_penalties = py_call_optional(&call, REPETITION_PENALTIES);
-    request.presence_penalties = py_call_optional(&call, PRESENCE_PENALTIES);
-    request.frequency_penalties = py_call_optional(&call, FREQUENCY_PENALTIES);
-    request.counts = py_call_optional_writable(&call, COUNTS);
-    request.slots = py_call_optional(&call, SLOTS);
-    py_call_output(&call, OUT, &out);
-    PY_CALL_RUN(&call, pk_sample(&request, call.stream, &call.err));
-    return py_call_end(&call, py_output_result(&out));
-}
+PY_OP(sample, P(TENSOR, logits), P(TENSOR, temperatures), P(TENSOR, seeds), P(TENSOR, positions), P(OPTIONAL, top_k),
+      P(OPTIONAL, top_p), P(OPTIONAL, min_p), P(OPTIONAL, repetition_penalties), P(OPTIONAL, presence_penalties),
+      P(OPTIONAL, frequency_penalties), P(OPTIONAL_WRITTEN, counts), P(OPTIONAL, slots), P(OUTPUT, out));

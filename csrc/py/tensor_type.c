@@ -112,10 +112,11 @@ PyDoc_STRVAR(
     "the one that is written does the copy, on a stream of its own.");
 static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    enum { SRC, STREAM };
+    enum { SRC };
     py_call call;
-    if (py_call_begin(&call, py_state_of(self), PY_SIG_Tensor_copy_, STREAM, args, nargs, kwnames) < 0) return NULL;
-    const pk_view *dst = py_call_object(&call, "self", self, true), *src = py_call_tensor(&call, SRC);
+    if (py_call_begin(&call, py_state_of(self), PY_SIG_Tensor_copy_, args, nargs, kwnames) < 0) return NULL;
+    const pk_view *dst = py_call_object(&call, "self", self, true);
+    const pk_view *src = py_call_object(&call, "src", call.given[SRC], false);
     PY_CALL_RUN(&call, pk_copy(src, dst, call.stream, &call.err));
     return py_call_end(&call, Py_NewRef(self));
 }

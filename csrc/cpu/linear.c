@@ -90,7 +90,7 @@ const char *pk_cpu_blas_name(void)
     return text;
 }
 
-typedef enum { X_AS_IT_IS, X_IN_F32, X_IN_PANELS, X_IN_TILES } x_order;
+typedef enum { X_AS_IT_IS, X_IN_F32, X_IN_TILES } x_order;
 
 typedef struct {
     pk_dot_kernel kernel;
@@ -108,7 +108,7 @@ static int64_t block_rows(int64_t row_bytes)
     return larger(8, smaller(MAX_BLOCK, BLOCK_BYTES / larger(1, row_bytes) / 8 * 8));
 }
 
-static void choose_own_kernel(linear_plan *plan, pk_dtype dtype, int64_t num_rows)
+static void choose_own_kernel(linear_plan *plan, pk_dtype dtype)
 {
     plan->kernel = pk_dot_generic;
     plan->x_order = dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32;
@@ -119,8 +119,6 @@ static void choose_own_kernel(linear_plan *plan, pk_dtype dtype, int64_t num_row
         plan->kernel = pk_dot_amx, plan->x_order = X_IN_TILES;
     else if (is_bf16 && pk_cpu_has_fast_avx512bf16())
         plan->kernel = pk_dot_avx512bf16;
-    else if (is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX512 && num_rows >= PK_PANEL_ROWS)
-        plan->kernel = pk_dot_panels_avx512, plan->x_order = X_IN_PANELS;
     else if (pk_cpu_isa_level() >= PK_ISA_AVX512)
         plan->kernel = is_bf16 ? pk_dot_bf16_avx512 : pk_dot_avx512;
     else if (pk_cpu_isa_level() >= PK_ISA_AVX2)
@@ -130,7 +128,7 @@ static void choose_own_kernel(linear_plan *plan, pk_dtype dtype, int64_t num_row
 
 static int64_t x_bytes(const linear_plan *plan, pk_dtype dtype)
 {
-    return plan->x_order == X_IN_F32 || plan->x_order == X_IN_PANELS ? 4 : (int64_t)pk_dtype_bytes(dtype);
+    return plan->x_order == X_IN_F32 ? 4 : (int64_t)pk_dtype_bytes(dtype);
 }
 
 static linear_plan make_plan(const pk_linear_args *args, int num_threads)
@@ -142,7 +140,7 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
                              .row_block = 2 * BLAS_BLOCK,
                              .output_block = BLAS_BLOCK};
     linear_plan plan = {0};
-    choose_own_kernel(&plan, args->x.dtype, args->x.num_rows);
+    choose_own_kernel(&plan, args->x.dtype);
     int64_t weight_bytes = args->weight.in_features * (int64_t)pk_dtype_bytes(args->weight.dtype);
     int64_t share = args->weight.out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
@@ -197,12 +195,6 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
             pk_amx_tiles_of(rows, x, count, args->x.stride, args->weight.in_features);
             continue;
         }
-        if (plan->x_order == X_IN_PANELS) {
-            for (int64_t r = 0; r < count; r += PK_PANEL_ROWS)
-                pk_panel_of((float *)rows + r * x_stride, x + r * row_bytes, smaller(PK_PANEL_ROWS, count - r),
-                            args->x.stride, args->weight.in_features);
-            continue;
-        }
 #endif
         for (int64_t r = 0; r < count; r++)
             pk_cpu_row_to_f32((float *)rows + r * x_stride, x + r * row_bytes, args->x.dtype, args->weight.in_features);
@@ -250,7 +242,6 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     if (plan.is_sgemm && args->x.dtype != PK_F32) thread_floats += plan.output_block * size;
     int64_t x_stride = args->x.stride, converted = 0; /* elements */
     if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
-    if (plan.x_order == X_IN_PANELS) x_stride = size, converted = pk_cpu_round_up(num_rows, PK_PANEL_ROWS) * size;
     if (plan.x_order == X_IN_TILES) {
         x_stride = pk_cpu_round_up(size, PK_AMX_STEP);
         converted = pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;

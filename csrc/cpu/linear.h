@@ -7,7 +7,7 @@
 
 /* sums[r, c] = dot(x[r], weight[c]) in fp32 */
 typedef struct {
-    const void *x;      /* [num_rows, size]: fp32, the weight's dtype, panels or tiles (see below) */
+    const void *x;      /* [num_rows, size]: fp32, the weight's dtype, or tiles (see below) */
     const void *weight; /* [num_outputs, size] */
     float *sums;        /* [num_rows, num_outputs] */
     int64_t num_rows, num_outputs, size, x_stride, weight_stride, sums_stride;
@@ -25,11 +25,6 @@ void pk_dot_avx512(const pk_dot_args *args);
 void pk_dot_bf16_avx2(const pk_dot_args *args);
 void pk_dot_bf16_avx512(const pk_dot_args *args);
 void pk_dot_avx512bf16(const pk_dot_args *args);
-/* x in panels of PK_PANEL_ROWS rows, fp32, weights in bfloat16. Writes sums for rows up to the next multiple of that. */
-enum { PK_PANEL_ROWS = 8, PK_PANEL_SLICE = 1024 };
-void pk_dot_panels_avx512(const pk_dot_args *args);
-/* Of rows of bf16, up to PK_PANEL_ROWS of them; zeros where there are none. */
-void pk_panel_of(float *panel, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 /* x in tiles of PK_AMX_LINES rows, x_stride elements a row. Writes sums for rows and outputs up to the next multiples of
  * PK_AMX_ROWS. */
 enum { PK_AMX_LINES = 16, PK_AMX_ROWS = 32, PK_AMX_STEP = 32 /* x_stride is size, rounded up to it */ };

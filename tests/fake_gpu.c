@@ -183,26 +183,21 @@ static int one_thread(void) { return 1; }
 static void adopt_num_threads(void) {}
 static bool no_instance(int index, pk_kernel_instance *instance) { return (void)index, (void)instance, false; }
 
+/* What every backend has. */
+#define BOTH                                                                                          \
+    .count_devices = count_devices, .allocate = allocate, .release = release, .synchronize = nothing, \
+    .check_errors = nothing, .rms_norm = rms_norm
+
 const pk_backend pk_cpu_backend = {
     .name = "cpu",
-    .count_devices = count_devices,
-    .allocate = allocate,
-    .release = release,
-    .synchronize = nothing,
-    .check_errors = nothing,
-    .rms_norm = rms_norm,
+    BOTH,
     .num_threads = one_thread,
     .adopt_num_threads = adopt_num_threads,
 };
 
 const pk_backend pk_cuda_backend = {
     .name = "cuda",
-    .count_devices = count_devices,
-    .allocate = allocate,
-    .release = release,
-    .synchronize = nothing,
-    .check_errors = nothing,
-    .rms_norm = rms_norm,
+    BOTH,
     .kernel_instance = no_instance,
     .stream_create = stream_create,
     .stream_destroy = stream_destroy,

@@ -1,7 +1,5 @@
-/* block_manager_show.c - BlockManager: statistics, check, a few lines of text, and the pool drawn for notebooks. */
+/* block_manager_show.c - BlockManager: statistics, check, a few lines of text, and the pool for notebooks. */
 #include "py/block_manager_py.h"
-
-#include <stdlib.h>
 
 static void get_counts(PyObject *self, pk_bm_counts *counts, int64_t *waste)
 {
@@ -86,38 +84,7 @@ PyObject *py_bm_repr(PyObject *self)
     return PyUnicode_FromString(text);
 }
 
-// --- the picture
-
-enum { MAX_CELLS = 2000, CELLS_PER_ROW = 80, PITCH = 9, NUM_STATES = 4, BYTES_PER_CELL = 96 };
-static const char *const colours[NUM_STATES] = {"#e6e6e6", "#f2c14e", "#4e8fd0", "#7b4fb0"}; /* pk_page_state */
-static const char *const labels[NUM_STATES] = {"free", "cached", "used", "shared"};
-
-/* cells[i]: the most frequent state of its pages. */
-static void fill_cells(const pk_block_manager *core, int64_t num_blocks, int64_t num_cells, int64_t pages_per_cell,
-                       uint8_t *cells)
-{
-    for (int64_t i = 0; i < num_cells; i++) {
-        int64_t seen[NUM_STATES] = {0}, end = (i + 1) * pages_per_cell;
-        for (int64_t page = i * pages_per_cell; page < end && page < num_blocks; page++)
-            seen[pk_bm_page_state(core, page)]++;
-        int best = 0;
-        for (int state = 1; state < NUM_STATES; state++)
-            if (seen[state] > seen[best]) best = state;
-        cells[i] = (uint8_t)best;
-    }
-}
-
-/* One rectangle a run of equal cells in a row. */
-static char *draw_cells(char *at, char *end, const uint8_t *cells, int64_t num_cells)
-{
-    for (int64_t i = 0, run; i < num_cells; i += run) {
-        for (run = 1; i + run < num_cells && (i + run) % CELLS_PER_ROW && cells[i + run] == cells[i];) run++;
-        at += PyOS_snprintf(at, (size_t)(end - at), "<rect x='%d' y='%d' width='%d' height='%d' fill='%s'/>",
-                            (int)(i % CELLS_PER_ROW) * PITCH, (int)(i / CELLS_PER_ROW) * PITCH, (int)run * PITCH - 1,
-                            PITCH - 1, colours[cells[i]]);
-    }
-    return at;
-}
+// --- the picture, which Python draws
 
 const char py_bm_html_doc[] =
     "_repr_html_($self)\n--\n\nThe text of repr and the pool as an inline SVG, for notebooks.";
@@ -127,35 +94,23 @@ PyObject *py_bm_html(PyObject *self, PyObject *unused)
     char text[512];
     pk_bm_counts counts;
     int64_t waste;
-    uint8_t cells[MAX_CELLS];
-    int64_t pages_per_cell, num_cells;
-    PY_LOCKED(self, {
-        const pk_block_manager *core = manager_of(self)->core;
-        py_bm_release_gil(manager_of(self));
-        pk_bm_get_counts(core, &counts);
-        waste = pk_bm_waste_tokens(core);
-        pages_per_cell = (counts.num_blocks + MAX_CELLS - 1) / MAX_CELLS;
-        num_cells = (counts.num_blocks + pages_per_cell - 1) / pages_per_cell;
-        fill_cells(core, counts.num_blocks, num_cells, pages_per_cell, cells);
-    });
+    get_counts(self, &counts, &waste);
     describe(&counts, waste, text, sizeof text);
-
-    size_t num_bytes = 4096 + (size_t)num_cells * BYTES_PER_CELL;
-    char *html = malloc(num_bytes), *at = html;
-    if (!html) return PyErr_NoMemory();
-    char *end = html + num_bytes;
-    at += PyOS_snprintf(at, (size_t)(end - at), "<div><pre>%s</pre><div>", text);
-    for (int i = 0; i < NUM_STATES; i++)
-        at += PyOS_snprintf(at, (size_t)(end - at), "<span style='background:%s'>&nbsp;&nbsp;</span> %s &nbsp; ",
-                            colours[i], labels[i]);
-    int64_t columns = num_cells < CELLS_PER_ROW ? num_cells : CELLS_PER_ROW;
-    int64_t rows = (num_cells + CELLS_PER_ROW - 1) / CELLS_PER_ROW;
-    at += PyOS_snprintf(at, (size_t)(end - at), "(one cell: %lld page%s)</div><svg width='%d' height='%d'>",
-                        (long long)pages_per_cell, pages_per_cell == 1 ? "" : "s", (int)columns * PITCH,
-                        (int)rows * PITCH);
-    at = draw_cells(at, end, cells, num_cells);
-    PyOS_snprintf(at, (size_t)(end - at), "</svg></div>");
-    PyObject *result = PyUnicode_FromString(html);
-    free(html);
-    return result;
+    PyObject *pages = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)counts.num_blocks); /* pk_page_state of each */
+    PyObject *drawing = pages ? PyImport_ImportModule("pagedkv.pool_picture") : NULL, *html = NULL;
+    if (drawing) {
+        char *states = PyBytes_AsString(pages);
+        memset(states, PK_PAGE_FREE, (size_t)counts.num_blocks);
+        PY_LOCKED(self, {
+            pk_bm_counts now; /* another thread may have changed the size of the pool */
+            py_bm_release_gil(manager_of(self));
+            pk_bm_get_counts(manager_of(self)->core, &now);
+            for (int64_t page = 0; page < counts.num_blocks && page < now.num_blocks; page++)
+                states[page] = (char)pk_bm_page_state(manager_of(self)->core, page);
+        });
+        html = PyObject_CallMethod(drawing, "draw", "sO", text, pages);
+    }
+    Py_XDECREF(drawing);
+    Py_XDECREF(pages);
+    return html;
 }

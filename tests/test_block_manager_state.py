@@ -281,5 +281,5 @@ class Machine(RuleBasedStateMachine):
 
 TestBlockManager = Machine.TestCase
 TestBlockManager.settings = settings(
-    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -82,7 +82,7 @@ def random_number(rng, *, is_signed: bool) -> int:
 def test_random_nonsense(rng):
     """Where the memory cannot be, it is refused; where all is small enough, it is taken as it is; between, either."""
     counts = {"refused": 0, "accepted": 0}
-    for _ in range(20_000):
+    for _ in range(6_000):
         ndim, dtype = int(rng.integers(0, 9)), rng.choice(["f4", "f2", "u1", "i8"])
         shape = tuple(random_number(rng, is_signed=False) for _ in range(ndim))
         strides = tuple(random_number(rng, is_signed=True) for _ in range(ndim))
@@ -102,7 +102,7 @@ def test_random_nonsense(rng):
             assert is_possible or 0 in shape, (shape, strides, address)
             assert (tensor.shape, tensor.strides) == (shape, strides) and tensor.data_ptr() == address
             counts["accepted"] += 1
-    assert min(counts.values()) > 1000
+    assert min(counts.values()) > 300
 
 
 def test_random_pools_at_any_address(rng):

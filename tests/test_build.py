@@ -29,7 +29,9 @@ def build(monkeypatch) -> types.ModuleType:
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     spec = importlib.util.spec_from_file_location("pagedkv_setup", SETUP)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with monkeypatch.context() as patch:  # Debian's setuptools are older than what a build needs
+        patch.setattr(importlib.metadata, "version", lambda name: "99")
+        spec.loader.exec_module(module)
     for name in ("CUDA_HOME", "CUDA_PATH", "PAGEDKV_CUDA", "PAGEDKV_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)

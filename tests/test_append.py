@@ -32,7 +32,8 @@ class Case:
     @property
     def name(self) -> str:
         default = Case()
-        return ", ".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)) or "default"
+        texts = {k: str(v) if len(str(v)) < 100 else f"{len(v)} of them" for k, v in vars(self).items() if v != getattr(default, k)}
+        return ", ".join(f"{k}={text}" for k, text in texts.items()) or "default"
 
 
 HALF = {"dtype": "bfloat16", "angle_dtype": "bfloat16"}

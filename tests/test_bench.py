@@ -73,8 +73,14 @@ def test_the_command(capsys, monkeypatch, tiny):
     assert lines == ["model", "workload", "device", "floor", "run", "run", "median"]
 
 
-def test_the_command_with_a_small_model(capsys):
+@pytest.fixture(scope="module")
+def ceiling():
+    return nano_bench.measure_ceiling("cpu", "bfloat16")
+
+
+def test_the_command_with_a_small_model(capsys, monkeypatch, ceiling):
     """Prompts and answers are as short as it needs, and on a CPU a few of them are served once."""
+    monkeypatch.setattr(nano_bench, "measure_ceiling", lambda device, dtype: ceiling)  # which takes some seconds
     assert main(["bench", str(DEMO_MODEL), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()] == ["model", "workload", "device", "floor", "run", "median"]
@@ -102,6 +108,5 @@ def test_a_run_and_what_the_engine_counted_of_it(tmp_path, tiny, monkeypatch):
     assert runs[0].outputs[0].token_ids == runs[1].outputs[0].token_ids
 
 
-def test_the_ceiling_is_measured():
-    ceiling = nano_bench.measure_ceiling("cpu", "bfloat16")
+def test_the_ceiling_is_measured(ceiling):
     assert 1e8 < ceiling.bytes_per_second < 1e13 and 1e8 < ceiling.flops < 1e15

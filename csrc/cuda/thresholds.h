@@ -33,35 +33,22 @@ constexpr int MOST_SEQS_OF_FEW_HEADS = 112, MOST_SEQS_OVER_FP8 = 96; /* linear/N
 constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention/plan/shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
-constexpr int FILLED_THIRDS = 2;          /* of the places of CTAs, that equal parts fill */
-constexpr float BUSY_SHARE = 0.75f;       /* of them: so many read as fast as all (decode/NOTES.md #100) */
-constexpr int FEW_PARTS = 8;              /* per tile of 8 rows: not worth CTAs of a whole SM */
-constexpr int FEW_STEPS = 16;             /* of the smallest CTAs: a start takes as long as three of them (#101) */
-constexpr int ONE_WAVE_THIRDS = 2;        /* of the places: with more tiles, parts run in several waves */
-constexpr int QUARTERS = 6;               /* of a place's share of all steps: a sequence up to that is not cut */
-constexpr int QUARTERS_OF_LAST_WAVE = 3;  /* where the last wave would be nearly empty, */
-constexpr int QUARTERS_OF_NEXT_WAVE = 4;  /* and where a second one of the smallest CTAs would be (#94) */
-constexpr int QUARTERS_OF_FP8_WAVES = 2;  /* with fp8 and two waves or more */
-constexpr int LITTLE_FIFTHS = 6;          /* of a part's length: no longer sequence, no cut (decode/NOTES.md #62) */
-constexpr int FEWEST_STEPS_SAVED = 16;    /* of the longest part, or parts are not cut down to a share (#69) */
-constexpr int EVEN_TENTHS = 9;            /* of the longest: the mean of sequences of one length (#80) */
-constexpr int FEW_LEFT_PERCENT = 6;       /* of the places: so many that are left over go to the end (#110) */
-constexpr int FEWEST_STEPS_OF_SHARE = 8;  /* of a slot: with fewer each short sequence has one (#78, #108), */
-constexpr int STEPS_TO_LEAVE_RESTS = 16;  /* and so has each rest of a cut sequence (#108) */
-constexpr int MOST_SEQS_OF_A_SLOT = 4;    /* on average: with more it takes long to see whether they fit */
-constexpr int MANY_SUMS = 16 * 256;       /* of a tile: a step of a CTA that runs on alone takes */
-constexpr float LATE_SHARE = 0.6f;        /* of its time beside others; with fewer a quarter or less (#109) */
-constexpr float START_US = 2.0f;          /* of a CTA behind another, until its first step (#78); */
-constexpr float STEP_US_OF_64_KB = 1.3f;  /* a CTA reads (decode/NOTES.md #58), */
-constexpr float LEAST_STEP_US = 0.65f;    /* by latency, however few bytes they are; */
+constexpr int FILLED_THIRDS = 2;         /* of the places of CTAs, that equal parts fill */
+constexpr int FEW_PARTS = 8;             /* per tile of 8 rows: not worth CTAs of a whole SM */
+constexpr int FEW_STEPS = 16;            /* of the smallest CTAs: a start takes as long as three of them (#101) */
+constexpr int FEWEST_STEPS_OF_SHARE = 8; /* of a place: with fewer it takes no second unit (#78) */
+constexpr int MANY_SUMS = 16 * 256;      /* of a tile: */
+constexpr float LONE_STEP_US = 0.83f, LONE_STEP_US_OF_MANY_SUMS = 1.25f; /* of a CTA that runs on alone */
+constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that an SM reads beside all others */
+constexpr float UNEVEN = 1.25f;           /* the time of a step, where only some SMs are busy: they read unevenly */
+constexpr float START_US = 2.0f;          /* of a unit behind another, until its first step, or of prefill's item; */
+constexpr float LEAVE_US = 1.8f;          /* of a part, until it is left to be merged, in prefill, too; */
 constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
 constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
 constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges */
 
 /* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
-constexpr float PART_US = 2.0f;                         /* to begin a part, or an item that stays whole */
-constexpr float LEAVE_US = 1.8f;                        /* to leave a part to be merged */
 constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */

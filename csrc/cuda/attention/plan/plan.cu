@@ -11,25 +11,22 @@ enum {
     ROWS_OF_A_THREAD = 4, /* of the plan: what has more is left to whole warps, */
     MOST_LEFT = 64        /* if there is room */
 };
-static_assert(LENGTHS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
+static_assert(CUTS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
 
-/* Where a sequence's rows stand in the plan: side by side those of all parts but the last ones of its tiles, and, at
- * another place, those of the last ones. */
+/* A sequence's rows stand at two places in the plan: those of all parts but the last ones of its tiles, and those. */
 struct rows_of_sequence {
-    int seq, num_parts, num_tiles, bucket_of_first, bucket_of_last;
-    int begin, begin_of_last, first_part;
-    __device__ int num_first() const { return num_tiles * (num_parts - 1); }
+    int seq, begin, begin_of_last, first_part;
+    sequence_parts parts;
 };
 
 /* What the CTA's threads find out together. */
 struct shared_plan {
-    int total, long_steps, num_long, end_of_long, longest, num_units;
-    sequences_left_over left_over;
+    int total, longest, end_of_longest, num_units;
+    int tiles[PLAN_CLASSES], steps[PLAN_CLASSES];
+    decode_cut cut;
     int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
-    int tried_slots[LENGTHS_TRIED];
     int num_places, num_left;
     rows_of_sequence left[MOST_LEFT];
-    part_lengths most;
     planned_sequence first[THREADS]; /* the other ones are measured again at every look */
 };
 
@@ -49,77 +46,50 @@ struct decode_planner {
 
     __device__ void measure_all() const
     {
-        int steps = 0, longest = 1, end_of_long = 0;
-        int2 cut = {0, 0};
+        int steps = 0, longest = 1;
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
             planned_sequence it = measure(args, shape, seq, bad_id, true);
             if (seq < THREADS) shared.first[seq] = it;
-            if (it.num_tiles == 0) continue;
             steps += it.num_tiles * it.num_steps;
-            int2 its_cut = cuttable(it);
-            cut.x += its_cut.x, cut.y += its_cut.y;
-            longest = max(longest, it.num_steps);
-            if (its_cut.y) end_of_long = seq + 1;
+            if (it.num_tiles) longest = max(longest, it.num_steps);
         }
         steps = __reduce_add_sync(~0u, steps);
         longest = __reduce_max_sync(~0u, longest);
-        end_of_long = __reduce_max_sync(~0u, end_of_long);
-        cut = {__reduce_add_sync(~0u, cut.x), __reduce_add_sync(~0u, cut.y)};
-        if (lane == 0) {
-            atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
-            atomicMax(&shared.end_of_long, end_of_long);
-            atomicAdd(&shared.long_steps, cut.x), atomicAdd(&shared.num_long, cut.y);
-        }
+        if (lane == 0) atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
         __syncthreads();
     }
 
     __device__ void choose_lengths() const
     {
-        const int total = shared.total, longest = shared.longest;
-        const slot_sharing sharing = find_sharing(shape, total, longest);
-        int length = 0;
-        if (shape.is_one_wave || sharing.of_sequences) {
-            int slots = 0;
-            length = length_to_try(shape, total, longest, lane);
-            float inverse = __frcp_rd((float)length);
-            for (int seq = warp; seq < args.num_seqs; seq += WARPS) {
-                planned_sequence it = sequence(seq);
-                slots += it.num_tiles * slots_tried(sharing, it.num_steps, length, inverse);
-            }
-            atomicAdd(&shared.tried_slots[lane], slots);
-            __syncthreads();
-            length = best_length(shape, sharing, longest, length, shared.tried_slots[lane]);
-            if (threadIdx.x == 0) shared.most = {length, length, sharing.of_rests};
+        const int longest = shared.longest;
+        for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
+            const planned_sequence it = sequence(seq);
+            if (it.num_tiles == 0) continue;
+            const int its_class = length_classes::class_of(longest, it.num_steps);
+            atomicAdd(&shared.tiles[its_class], it.num_tiles);
+            atomicAdd(&shared.steps[its_class], it.num_tiles * it.num_steps);
+            if (its_class == 0) atomicMax(&shared.end_of_longest, seq + 1);
         }
-        if (length == 0 && warp < 2) { /* two chains of divisions at once */
-            int mean = shared.long_steps / max(shared.num_long, 1);
-            if (threadIdx.x == 0) {
-                shared.most = lengths_of_share(shape, total, longest, mean);
-            } else if (warp == 1 && shared.end_of_long == shared.num_long) {
-                sequences_left_over it = cut_left_over(shape, (int)args.num_seqs, shared.num_long, longest, mean);
-                if (lane == 0) shared.left_over = it;
-            }
+        __syncthreads();
+        if (warp == 0) {
+            const bool is_class = lane < PLAN_CLASSES;
+            const length_classes classes =
+                length_classes::of(longest, is_class ? shared.tiles[lane] : 0, is_class ? shared.steps[lane] : 0);
+            const decode_cut cut = choose_cut(shape, classes, (int)args.num_seqs, shared.total, shared.end_of_longest);
+            if (lane == 0) shared.cut = cut;
         }
         __syncthreads();
     }
 
-    __device__ rows_of_sequence rows_of(int seq) const
-    {
-        const planned_sequence it = sequence(seq);
-        const part_lengths most = shared.left_over.lengths_of(seq, shared.longest, shared.most);
-        int num_parts = count_parts(shape, it.num_steps, most);
-        const int longest_last = shared.left_over.longest_last(shared.longest, shared.most);
-        return {seq, num_parts, it.num_tiles, bucket_of_parts(shared.left_over),
-                bucket_of_last(it.num_steps, num_parts, longest_last, most)};
-    }
+    __device__ sequence_parts parts_of(int seq) const { return {shape, shared.cut, seq, sequence(seq)}; }
 
     /* How many units each bucket has becomes where its first one goes. */
     __device__ void find_places() const
     {
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-            rows_of_sequence rows = rows_of(seq);
-            if (rows.num_first()) atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
-            if (rows.num_tiles) atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
+            const sequence_parts parts = parts_of(seq);
+            if (parts.num_first()) atomicAdd(&shared.next_unit[parts.bucket_of_first], parts.num_first());
+            if (parts.num_tiles) atomicAdd(&shared.next_unit[parts.bucket_of_last], parts.num_tiles);
         }
         __syncthreads();
         if (warp == 0) {
@@ -144,30 +114,30 @@ struct decode_planner {
     __device__ void put_rows(const rows_of_sequence &rows, int i, int step) const
     {
         const planned_sequence it = sequence(rows.seq);
-        const int num_first = rows.num_first();
+        const int num_first = rows.parts.num_first();
 #pragma unroll 1
-        for (; i < rows.num_tiles * rows.num_parts; i += step) {
+        for (; i < num_first + rows.parts.num_tiles; i += step) {
             bool is_last = i >= num_first;
-            int2 at = {i - num_first, rows.num_parts - 1}; /* tile and part */
-            if (!is_last) at = divide_small(i, rows.num_parts - 1);
-            attention_unit unit = unit_of(it, rows.seq, at.x, at.y, rows.num_parts, shared.most);
-            unit.first_part = rows.first_part + at.x * rows.num_parts;
-            put(is_last ? rows.begin_of_last + at.x : rows.begin + i, unit);
+            int2 at = {i - num_first, rows.parts.num_parts - 1}; /* tile and part */
+            if (!is_last) at = divide_small(i, rows.parts.num_parts - 1);
+            put(is_last ? rows.begin_of_last + at.x : rows.begin + i,
+                rows.parts.unit_of(it, rows.seq, at.x, at.y, rows.first_part));
         }
     }
 
     /* Finds the place of a sequence's rows. If they are many they are left to be written. */
     __device__ rows_of_sequence place_rows(int seq) const
     {
-        rows_of_sequence rows = rows_of(seq);
-        int count = rows.num_tiles * rows.num_parts, left_at = MOST_LEFT;
-        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[rows.bucket_of_last], rows.num_tiles);
-        if (rows.num_first()) {
-            rows.begin = atomicAdd(&shared.next_unit[rows.bucket_of_first], rows.num_first());
+        rows_of_sequence rows = {seq, 0, 0, 0, parts_of(seq)};
+        sequence_parts &parts = rows.parts;
+        int num_first = parts.num_first(), count = num_first + parts.num_tiles, left_at = MOST_LEFT;
+        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[parts.bucket_of_last], parts.num_tiles);
+        if (num_first) {
+            rows.begin = atomicAdd(&shared.next_unit[parts.bucket_of_first], num_first);
             rows.first_part = atomicAdd(&shared.num_places, count);
         }
         if (count > ROWS_OF_A_THREAD) left_at = atomicAdd(&shared.num_left, 1);
-        if (left_at < MOST_LEFT) shared.left[left_at] = rows, rows.num_tiles = 0;
+        if (left_at < MOST_LEFT) shared.left[left_at] = rows, parts.num_tiles = 0;
         return rows;
     }
     /* A thread's rows, then what was left: groups of warps share it, the last warps first, which have no rows. */
@@ -213,9 +183,9 @@ __global__ void __launch_bounds__(THREADS)
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
-        shared.total = shared.long_steps = shared.num_long = shared.end_of_long = shared.num_places = 0,
-        shared.num_units = 0, shared.longest = 1, shared.left_over = {};
-    if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = shared.tried_slots[threadIdx.x] = 0;
+        shared.total = shared.end_of_longest = shared.num_places = shared.num_units = 0, shared.longest = 1;
+    if (threadIdx.x < PLAN_CLASSES) shared.tiles[threadIdx.x] = shared.steps[threadIdx.x] = 0;
+    if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = 0;
     __syncthreads();
 
     decode_planner planner = {

@@ -24,30 +24,27 @@ struct alignas(16) attention_unit {
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;         /* padded: 64, 128 or 256 */
-    int rows;             /* of a tile: 8 or 16 */
-    int ctas_per_sm;      /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
-    bool is_crowded;      /* with more of the smallest CTAs than else; a warp's ring is smaller then */
-    int chunk, step;      /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;            /* query heads of a KV head */
-    int slots;            /* units that fill the machine once, per head */
-    int max_slots;        /* an upper bound of the parts, per head */
-    int num_segments;     /* at most, per head: tiles of all sequences */
-    int num_units;        /* rows of the plan */
-    int most_steps;       /* of a sequence: the table has room for no more */
-    bool has_few_steps;   /* the table has room for no more of the smallest CTAs */
-    bool are_whole;       /* a sequence is one unit: its number is the unit's */
-    bool is_one_wave;     /* few sequences: their parts fill the machine once and no more */
-    bool may_share_slots; /* short ones may do without a slot of their own (find_sharing) */
-    float start_steps;    /* that take as long as the start of a CTA behind another */
-    float late_share;     /* a step's time in a CTA that runs on alone, of its time beside all others; 0: too little */
-    bool merges_apart;    /* another kernel merges parts; else the last CTA of a tile */
-    float batch_steps;    /* that take as long as the wait for a batch of parts to be merged, */
-    float part_steps;     /* and as the merging of one of them */
-    int quarters;         /* else of a slot's share of all steps: the longest sequence that is not cut */
-    bool cuts_to_shares;  /* parts of the others are no longer than a share, where that is worth it */
-    int num_splits;       /* parts of every sequence, or 0 */
-    int signature;        /* of what the rows of a plan depend on */
+    int head_dim;       /* padded: 64, 128 or 256 */
+    int rows;           /* of a tile: 8 or 16 */
+    int ctas_per_sm;    /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
+    bool is_crowded;    /* with more of the smallest CTAs than else; a warp's ring is smaller then */
+    int chunk, step;    /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;          /* query heads of a KV head */
+    int slots;          /* units that fill the machine once, per head */
+    int max_slots;      /* an upper bound of the parts, per head */
+    int num_segments;   /* at most, per head: tiles of all sequences */
+    int num_units;      /* rows of the plan */
+    int most_steps;     /* of a sequence: the table has room for no more */
+    bool has_few_steps; /* the table has room for no more of the smallest CTAs */
+    bool are_whole;     /* a sequence is one unit: its number is the unit's */
+    float start_steps;  /* that take as long as the start of a CTA behind another, */
+    float leave_steps;  /* and as leaving a part to be merged */
+    float lone_share;   /* a step's time in a CTA that runs on alone, of its time beside all others */
+    bool merges_apart;  /* another kernel merges parts; else the last CTA of a tile */
+    float batch_steps;  /* that take as long as the wait for a batch of parts to be merged, */
+    float part_steps;   /* and as the merging of one of them */
+    int num_splits;     /* parts of every sequence, or 0 */
+    int signature;      /* of what the rows of a plan depend on */
     row_filter filter;
 };
 
@@ -66,7 +63,7 @@ constexpr bool may_be_crowded(int head_dim, int rows, int cache_bytes)
 {
     return cache_bytes == 1 && head_dim <= 128 && rows == 8;
 }
-constexpr int MOST_STEPS_TRIED = 1 << 22; /* of a sequence: up to there floats count parts exactly */
+constexpr int MOST_STEPS_TRIED = 1 << 20; /* of a sequence: up to there floats count parts exactly */
 constexpr int decode_head_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }

@@ -66,10 +66,6 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
         slots = call.device->num_sms * shape->ctas_per_sm / heads;
     }
     if (slots < 1) slots = 1;
-    shape->quarters = QUARTERS;
-    if (waves_between(10, 15) && !shape->is_crowded) shape->quarters = QUARTERS_OF_NEXT_WAVE;
-    if (ends_sooner_by_half && segments > slots) shape->quarters = QUARTERS_OF_LAST_WAVE;
-    if (bytes == 1 && segments >= 2 * slots) shape->quarters = QUARTERS_OF_FP8_WAVES;
     return slots;
 }
 
@@ -86,20 +82,21 @@ static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, 
 {
     int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* where all are as long */
     bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
-    shape->merges_apart = shape->is_one_wave && is_alone && most_parts > MERGE_BATCH;
+    shape->merges_apart = !shape->num_splits && is_alone && most_parts > MERGE_BATCH;
 }
 
-/* What starts and merges take, in steps of a CTA, and what a step takes that has little beside it. */
+/* What starts and merges take, in steps of a CTA beside all others, and what a step takes that has little beside it. */
 static void fill_costs(const pk_attention_args *args, decode_shape *shape)
 {
     using namespace thresholds;
     int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
-    float step_us = STEP_US_OF_64_KB * (float)step_bytes / 65536.0f, rounds = (float)merge_rounds(*shape);
-    if (step_us < LEAST_STEP_US) step_us = LEAST_STEP_US;
+    float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US, rounds = (float)merge_rounds(*shape);
+    float lone_us = shape->rows * shape->head_dim >= MANY_SUMS ? LONE_STEP_US_OF_MANY_SUMS : LONE_STEP_US;
     shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
     shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
     shape->start_steps = START_US / step_us;
-    shape->late_share = shape->rows * shape->head_dim >= MANY_SUMS ? LATE_SHARE : 0;
+    shape->leave_steps = LEAVE_US / step_us;
+    shape->lone_share = lone_us < step_us ? lone_us / step_us : 1;
 }
 
 pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -109,19 +106,13 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
-    const bool may_run_at_once = shape->num_splits == 0 && most_steps <= MOST_STEPS_TRIED;
-    shape->is_one_wave = may_run_at_once && 3 * segments <= ONE_WAVE_THIRDS * slots;
     choose_merging(segments, slots, most_steps, shape);
     fill_costs(args, shape);
-    /* Parts of a share need more rows, which take time even where they are empty (decode/NOTES.md #69a). */
-    int64_t most_share = segments * most_steps / slots + 1;
-    shape->cuts_to_shares = most_share * (shape->quarters - 4) >= 4 * FEWEST_STEPS_SAVED;
-    int64_t lengths = slots * 4 / (shape->cuts_to_shares ? 4 : shape->quarters); /* of a part, that go into all steps */
-    int64_t units = segments + lengths, parts = 2 * lengths /* at most, of what is cut */;
-    const bool have_rows = shape->is_one_wave || (may_run_at_once && lengths >= slots);
-    shape->may_share_slots =
-        have_rows && segments > 1 && segments <= MOST_SEQS_OF_A_SLOT * slots && most_share >= FEWEST_STEPS_OF_SHARE;
-    if (shape->is_one_wave) units = parts = slots + (shape->may_share_slots ? segments : 0);
+    /* Rows take time even where they are empty (decode/NOTES.md #69a). So there are few where a place's share of all
+     * steps is too short for it to take a second unit. */
+    const bool are_long_shares = segments > 1 && segments * most_steps >= FEWEST_STEPS_OF_SHARE * slots;
+    int64_t more = are_long_shares || segments > slots ? slots : slots - segments;
+    int64_t units = segments + more, parts = 2 * more /* at most, of what is cut */;
     if (shape->num_splits) units = segments * shape->num_splits, parts = shape->num_splits > 1 ? units : 0;
     if (most_steps <= DECODE_STAGES) units = segments, parts = 0; /* nothing is cut */
     shape->most_steps = (int)(most_steps < INT32_MAX ? most_steps : INT32_MAX);

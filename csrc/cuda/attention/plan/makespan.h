@@ -1,0 +1,55 @@
+/* makespan.h - when the last of some units of work ends, by list scheduling: each place takes the next unit when it is
+ * done with the one before. Attention's plans try several cuts, a lane each, and take the one that ends first.
+ *
+ * Units are put in the order in which CTAs take them, all of one length at a time. Of the places we remember two levels:
+ * those that got one unit less, exactly, and the mean of all others. So a step costs the same for any number of places,
+ * and waves, what they leave over, and short units that share a place need no rules of their own.
+ */
+#ifndef PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
+#define PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
+
+#include "cuda/cuda.h"
+#include "cuda/thresholds.h"
+
+/* Lengths of sequences or items are divided into so many classes, the longest first: lane i has class i. */
+constexpr int PLAN_CLASSES = 8;
+constexpr int CUTS_TRIED = 32; /* a lane each */
+
+struct makespan {
+    float places;
+    float num_low;   /* places that are free at `low`; */
+    float low, high; /* the others are at `high`, on average, */
+    float last;      /* and the last one at `last` */
+
+    __device__ explicit makespan(float places) : places(places), num_low(places), low(0), high(0), last(0) {}
+
+    /* `count` units more of one length. */
+    __device__ void put(float count, float length)
+    {
+        const float turns = fminf(floorf(__fdividef(count, num_low)), floorf(__fdividef(high - low, length)));
+        low += turns * length, count -= turns * num_low; /* until the low places have caught up */
+        const float waves = floorf(__fdividef(count, places));
+        low += waves * length, high += waves * length, count -= waves * places;
+        if (count > 0 && count < num_low) {
+            const float end = low + length, others = places - num_low;
+            high = __fdividef(count * end + others * high, count + others);
+            num_low -= count, last = fmaxf(last, end);
+        } else if (count > 0) { /* the low places are the last ones to end now, but for those that follow them */
+            const float end = low + length, behind = count - num_low;
+            low = high, last = fmaxf(last, behind > 0 ? high + length : end);
+            high = __fdividef(num_low * end + behind * (high + length), count);
+            num_low = places - count;
+        }
+        last = fmaxf(last, high);
+    }
+
+    /* When all are done. Where fewer places are busy they have more of the bandwidth each, but not all of it, because they
+     * are not spread evenly; a place that is left alone takes `lone_share` of the time that it takes beside all others. */
+    __device__ float end(float lone_share) const
+    {
+        const float busy = fminf(thresholds::UNEVEN * __fdividef(places - num_low, places), 1);
+        return low + (high - low) * fmaxf(lone_share, busy) + (last - high) * lone_share;
+    }
+};
+
+#endif

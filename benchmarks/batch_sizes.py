@@ -31,10 +31,10 @@ from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
-from pagedkv.engine.kv_caches import KVCaches
-from pagedkv.engine.model_runner import ModelRunner
-from pagedkv.engine.sequence import Sequence
-from pagedkv.engine.step import Step
+from pagedkv.engine.cache.kv_caches import KVCaches
+from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.scheduling.step import Step
 from pagedkv.models.weights import ITEM_BYTES
 
 BORDERS = 1, 32, 33, 64, 65, 128, 129  # measured with --every, too: kernels change there

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pagedkv
 from pagedkv import LLM, Graph, SamplingParams, ops
-from pagedkv.engine.model_runner import ModelRunner
+from pagedkv.engine.runner.model_runner import ModelRunner
 
 WARM, STEPS = 8, 32
 PROFILED = 8

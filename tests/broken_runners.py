@@ -5,10 +5,10 @@ from __future__ import annotations
 from fake_device import FakeEvent
 from fake_model import LateRunner
 
-from pagedkv.engine.launched import Launched
-from pagedkv.engine.sampler import Sampler
-from pagedkv.engine.scheduler import Scheduler
-from pagedkv.engine.step import Step
+from pagedkv.engine.runner.launched import Launched
+from pagedkv.engine.sampling.sampler import Sampler
+from pagedkv.engine.scheduling.scheduler import Scheduler
+from pagedkv.engine.scheduling.step import Step
 
 
 class PromptsOvertake(LateRunner):

@@ -16,12 +16,14 @@ import pytest
 from fake_device import Device, FakeEvent, FakeGraph, FakeOps, FakeStream, FakeTensor, next_token
 
 from pagedkv import BlockManager, OutOfBlocks
-from pagedkv.engine import decode_graphs, kv_caches, model_runner, sampler, sampling_options, step_arrays, step_memory
-from pagedkv.engine.kv_caches import KVCaches
-from pagedkv.engine.model_runner import ModelRunner
-from pagedkv.engine.scheduler import Scheduler
-from pagedkv.engine.step import Step
-from pagedkv.engine.step_arrays import StepInputs
+from pagedkv.engine.cache import kv_caches
+from pagedkv.engine.cache.kv_caches import KVCaches
+from pagedkv.engine.runner import decode_graphs, model_runner, step_arrays, step_memory
+from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.engine.runner.step_arrays import StepInputs
+from pagedkv.engine.sampling import sampler, sampling_options
+from pagedkv.engine.scheduling.scheduler import Scheduler
+from pagedkv.engine.scheduling.step import Step
 
 NOBODY = -5  # the stamp of a slot that is taken and not written yet
 OTHER = 0x5A5A5A  # what a value's stamp differs by from its key's

@@ -12,8 +12,8 @@ import random
 import pytest
 from chat_samples import TAKES_LISTS, TEMPLATES, TOOLS, Sent, joined, random_chat
 
-from pagedkv.engine.chat import ChatTemplate
-from pagedkv.engine.tokenizer import Tokenizer
+from pagedkv.engine.text.chat import ChatTemplate
+from pagedkv.engine.text.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 OPTIONS = [{}, {}, {"enable_thinking": False}, {"enable_thinking": True}, {"date_string": "1 Jan"}, {"bos_token": ""}]

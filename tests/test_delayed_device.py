@@ -22,10 +22,10 @@ from fake_model import LateRunner, LazyManager, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.outputs import EngineCounters
-from pagedkv.engine.pipeline import Pipeline
-from pagedkv.engine.scheduler import Scheduler
-from pagedkv.engine.sequence import Sequence
-from pagedkv.engine.step import Step
+from pagedkv.engine.runner.pipeline import Pipeline
+from pagedkv.engine.scheduling.scheduler import Scheduler
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.scheduling.step import Step
 
 NUM_SCHEDULES = 240
 

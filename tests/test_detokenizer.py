@@ -11,8 +11,8 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pagedkv.engine.detokenizer import Detokenizer
-from pagedkv.engine.text_stream import text_streams
+from pagedkv.engine.text.detokenizer import Detokenizer
+from pagedkv.engine.text.text_stream import text_streams
 
 
 def random_text(rng: random.Random, length: int) -> str:

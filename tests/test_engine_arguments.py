@@ -17,8 +17,8 @@ from tiny_engine import GREEDY, generate
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids
-from pagedkv.engine import arguments
 from pagedkv.engine.options import EngineOptions
+from pagedkv.engine.requests import prompts
 
 
 @pytest.fixture(scope="module")
@@ -207,10 +207,10 @@ def test_devices_and_dtypes_of_other_libraries(folder):
 @pytest.mark.parametrize(("num_gpus", "chosen"), [(0, "cpu"), (1, "cuda:0"), (8, "cuda:0")])
 def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, num_gpus, chosen):
     """Without a word of the user's; no GPU is asked for where there is none."""
-    monkeypatch.setattr(arguments.ops, "build_info", lambda: {"cuda_devices": num_gpus})
+    monkeypatch.setattr(prompts.ops, "build_info", lambda: {"cuda_devices": num_gpus})
     monkeypatch.setattr(arguments, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
-    assert arguments.find_device(EngineOptions().device) == chosen
-    assert arguments.find_device("cpu") == arguments.find_device("cpu:0") == "cpu"
+    assert prompts.find_device(EngineOptions().device) == chosen
+    assert prompts.find_device("cpu") == prompts.find_device("cpu:0") == "cpu"
 
 
 def test_an_engine_without_a_device_is_where_auto_is(folder):
@@ -218,7 +218,7 @@ def test_an_engine_without_a_device_is_where_auto_is(folder):
         made = make(folder, num_blocks=64)
         try:
             engine = getattr(made, "engine", made)
-            assert engine.device == arguments.find_device("auto")
+            assert engine.device == prompts.find_device("auto")
             sizes = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
             assert sizes == ((64, 2048) if engine.device == "cpu" else (256, 16384))
         finally:

@@ -20,7 +20,7 @@ from tiny_engine import by_hand, engine, generate
 
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
-from pagedkv.engine import snapshot
+from pagedkv.engine.cache import snapshot
 from pagedkv.models.weights import CheckpointError, SafetensorsFile
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -337,7 +337,7 @@ def test_an_error_while_saving_leaves_the_old_file(folder, tmp_path, monkeypatch
 KILLED = """
 import sys
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine import snapshot
+from pagedkv.engine.cache import snapshot
 with LLM(sys.argv[1], device="cpu", block_size=4, num_blocks=400) as llm:
     llm.generate([[i] * 40 for i in range(20)], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     write = snapshot._write_all

@@ -15,8 +15,8 @@ from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.decode_graphs import batch_sizes, filling_sizes
-from pagedkv.engine.model_runner import ModelRunner
+from pagedkv.engine.runner.decode_graphs import batch_sizes, filling_sizes
+from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.models.qwen3 import Qwen3
 
 pytestmark = [

@@ -13,10 +13,12 @@ from checkpoints import write_model
 from tiny_engine import GREEDY, engine, folder, generate, settle  # noqa: F401
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
-from pagedkv.engine import RequestOutputKind, calls, sampler, sampling_options
-from pagedkv.engine.calls import Call, WaitingQueue
-from pagedkv.engine.detokenizer import Detokenizer
-from pagedkv.engine.request import Request
+from pagedkv.engine import RequestOutputKind
+from pagedkv.engine.requests.request import Request
+from pagedkv.engine.sampling import sampler, sampling_options
+from pagedkv.engine.scheduling import waiting as calls
+from pagedkv.engine.scheduling.waiting import Call, WaitingQueue
+from pagedkv.engine.text.detokenizer import Detokenizer
 
 PROMPT = [i % 90 for i in range(40)]
 SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)

@@ -18,9 +18,9 @@ from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
-from pagedkv.engine.request import Request
-from pagedkv.engine.sequence import Sequence
-from pagedkv.engine.tokenizer import Tokenizer
+from pagedkv.engine.requests.request import Request
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.text.tokenizer import Tokenizer
 
 
 def test_the_package_imports_the_engine_lazily():

@@ -7,8 +7,8 @@ import pytest
 from checkpoints import VOCAB_SIZE, write_model
 
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.sequence import Sequence
-from pagedkv.engine.step import Step
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.scheduling.step import Step
 
 NUM_NEW = 12
 

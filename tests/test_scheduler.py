@@ -9,7 +9,7 @@ import pytest
 from scheduled_engine import Engine, next_token
 
 from pagedkv import OutOfBlocks
-from pagedkv.engine.calls import Call
+from pagedkv.engine.scheduling.waiting import Call
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from pagedkv import BlockManager, SamplingParams
-from pagedkv.engine.scheduler import Scheduler
-from pagedkv.engine.sequence import Sequence
-from pagedkv.engine.step import Step
+from pagedkv.engine.scheduling.scheduler import Scheduler
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.scheduling.step import Step
 
 
 class Slow:

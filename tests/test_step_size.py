@@ -9,10 +9,10 @@ from checkpoints import write_model
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
-from pagedkv.engine import parts
-from pagedkv.engine.decode_graphs import GRAPH_BYTES, batch_sizes
+from pagedkv.engine import build as parts
+from pagedkv.engine.cache.pool_size import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.pool_size import pages_on_cpu
+from pagedkv.engine.runner.decode_graphs import GRAPH_BYTES, batch_sizes
 from pagedkv.engine.step_size import CPU, GPU, StepSize, step_size
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Buffers

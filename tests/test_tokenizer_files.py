@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.chat import ChatTemplate
-from pagedkv.engine.tokenizer import Tokenizer
+from pagedkv.engine.text.chat import ChatTemplate
+from pagedkv.engine.text.tokenizer import Tokenizer
 
 X, END = "<x>", "<|im_end|>"
 TEXTS = [

@@ -27,10 +27,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pagedkv.engine.arguments import find_device
-    from pagedkv.engine.hub import model_folder
     from pagedkv.engine.options import EngineOptions
+    from pagedkv.engine.requests.prompts import find_device
     from pagedkv.models.config import Qwen3Config
+    from pagedkv.models.hub import model_folder
 
     from . import nano_bench
 

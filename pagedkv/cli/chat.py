@@ -62,8 +62,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pagedkv.engine.chat import ChatTemplate
-    from pagedkv.engine.hub import model_folder
+    from pagedkv.engine.text.chat import ChatTemplate
+    from pagedkv.models.hub import model_folder
 
     sampling_options(args)
     texts = [] if args.jsonl is not None else texts_of(args)
@@ -177,7 +177,7 @@ def _converse(chat: Chat, args: argparse.Namespace) -> None:
 
 def _answer_lines(chat: Chat, args: argparse.Namespace) -> int:
     """Answers one line after the other, and prints each answer as soon as it is complete."""
-    from pagedkv.engine.messages import plain_messages
+    from pagedkv.engine.text.messages import plain_messages
 
     num_errors = 0
     for line in json_lines(args.jsonl):

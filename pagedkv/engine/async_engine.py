@@ -17,14 +17,14 @@ from typing import Any, Self
 from pagedkv.models.pooling import read_normalizes
 
 from . import embedding
-from .arguments import Prompt, read_prompt
-from .calls import Call
-from .chat import encode_chats
 from .engine import Engine
-from .increment import Increment
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
+from .requests.increment import Increment
+from .requests.prompts import Prompt, read_prompt
 from .sampling_params import RequestOutputKind, SamplingParams
-from .tokenizer import LONG_TEXT
+from .scheduling.waiting import Call
+from .text.chat import encode_chats
+from .text.tokenizer import LONG_TEXT
 
 
 class _Stream:

@@ -19,13 +19,13 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from .fault_search import FaultSearch
-from .increment import Increment
-from .model_runner import ModelRunner
 from .outputs import EngineCounters
-from .pipeline import Pipeline
-from .request import Request
-from .request_book import RequestBook
-from .scheduler import Scheduler
+from .requests.book import RequestBook
+from .requests.increment import Increment
+from .requests.request import Request
+from .runner.model_runner import ModelRunner
+from .runner.pipeline import Pipeline
+from .scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
 Action = Callable[[], Any]

@@ -9,19 +9,19 @@ from html import escape
 from inspect import Parameter, Signature, signature
 from typing import Any, Self, cast
 
-from .arguments import Prompt
-from .calls import Call
+from .build import build_parts
+from .cache.pool import Pool
+from .cache.pool_size import page_bytes
+from .cache.snapshot import open_saved
 from .core import EngineCore
-from .mailbox import Mailbox
-from .model_runner import ModelRunner
 from .options import EngineOptions, describe
 from .outputs import EngineStats, RequestOutput
-from .parts import build_parts
-from .pool import Pool
-from .pool_size import page_bytes
-from .request_maker import RequestMaker
+from .requests.mailbox import Mailbox
+from .requests.maker import RequestMaker
+from .requests.prompts import Prompt
+from .runner.model_runner import ModelRunner
 from .sampling_params import SamplingParams, check_names
-from .snapshot import open_saved
+from .scheduling.waiting import Call
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from pagedkv.models.pooling import read_normalizes
+from pagedkv.progress import progress_bar
 
 from . import embedding
-from .arguments import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
-from .calls import Call
-from .chat import encode_chats
 from .engine import Engine
-from .increment import Increment
 from .outputs import EmbeddingOutput, RequestOutput
-from .progress import progress_bar
-from .request import Request
+from .requests.increment import Increment
+from .requests.prompts import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
+from .requests.request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
+from .scheduling.waiting import Call
+from .text.chat import encode_chats
 
 logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}

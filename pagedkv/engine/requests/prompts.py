@@ -13,9 +13,9 @@ from pagedkv import Stream, ops
 from pagedkv._C import _pack_ids
 from pagedkv.models.config import Qwen3Config
 
-from .messages import is_message
-from .sampling_params import SamplingParams, check_int
-from .tokenizer import Tokenizer
+from ..sampling_params import SamplingParams, check_int
+from ..text.messages import is_message
+from ..text.tokenizer import Tokenizer
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Prompts = str | Mapping[str, Any] | SequenceOf[Prompt]  # one, or a list

@@ -8,15 +8,15 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .calls import Call
-from .sampling_params import SamplingParams
+from ..sampling_params import SamplingParams
+from .waiting import Call
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .bad_words import BadWords
-    from .detokenizer import Detokenizer
-    from .logit_edits import MaskRequest
+    from ..sampling.bad_words import BadWords
+    from ..sampling.logit_edits import MaskRequest
+    from ..text.detokenizer import Detokenizer
 
 
 def private_salt(salt: bytes) -> bytes:

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .calls import WaitingQueue
 from .sequence import Sequence
+from .waiting import WaitingQueue
 
 
 class RunningSet:

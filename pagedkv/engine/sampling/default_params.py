@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedkv.models.config import read_json
 
-from .sampling_params import SamplingParams
+from ..sampling_params import SamplingParams
 
 # Its name there, and here. vLLM takes the same ones.
 NAMES = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagedkv import Tensor, ops
 
-from .step import Step
+from ..scheduling.step import Step
 from .step_arrays import ALIGN, Arrays, StepInputs
 
 NO_TABLE = np.empty((0, 0), np.int32)

@@ -10,8 +10,8 @@ import numpy as np
 from pagedkv import Tensor, ops
 from pagedkv.models.qwen3 import Qwen3
 
-from .sequence import Sequence
-from .step import Step
+from ..scheduling.sequence import Sequence
+from ..scheduling.step import Step
 
 
 class PromptOutputs:

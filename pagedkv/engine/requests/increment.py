@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
-from .sequence import Sequence
+from ..outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
+from ..scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from .request import Request

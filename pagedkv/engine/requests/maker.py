@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from pagedkv.models.config import Qwen3Config
 
-from .arguments import Prompt, encode, read_prompt
-from .calls import Call
+from ..sampling_params import RequestOutputKind, SamplingParams, check_int
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence, private_salt
+from ..scheduling.waiting import Call
+from ..text.tokenizer import Tokenizer
+from .prompts import Prompt, encode, read_prompt
 from .request import Receiver, Request
-from .sampling_params import RequestOutputKind, SamplingParams, check_int
-from .scheduler import Scheduler
-from .sequence import Sequence, private_salt
-from .tokenizer import Tokenizer
 
 
 class RequestMaker:

@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ..outputs import EngineCounters
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence
+from ..scheduling.step import Step
 from .launched import Launched
 from .model_runner import ModelRunner
-from .outputs import EngineCounters
-from .scheduler import Scheduler
-from .sequence import Sequence
-from .step import Step
 
 
 class Pipeline:

@@ -17,7 +17,7 @@ Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
 - check() refuses what could never run, so that no waiting sequence blocks the queue for ever.
-- Sequences start in the order of calls.py. Where all places are taken, a sequence whose call has nothing running gets
+- Sequences start in the order of waiting.py. Where all places are taken, a sequence whose call has nothing running gets
   a place from a call that has several, and a lower priority value gets one from a higher.
 - A prompt that needs several steps leaves a share of each step's tokens to the prompts of other calls.
 - When no page is left, a sequence is preempted: of those with the highest priority value, the one admitted last. The
@@ -39,11 +39,11 @@ import numpy as np
 from pagedkv import BlockManager, OutOfBlocks
 
 from .admission import Admission
-from .calls import WaitingQueue
 from .running_set import RunningSet
 from .sequence import Sequence
 from .steady_batch import SteadyBatch
 from .step import Step
+from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import os
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.weights import ITEM_BYTES
 
-from .sampling_params import check_int
+from ..sampling_params import check_int
 
 DEFAULT_KV_CACHE_MEMORY = 4 << 30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 
 
 class BadWords:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .arguments import Prompt
-from .bad_words import BadWords
-from .detokenizer import Detokenizer
+from ..sampling.bad_words import BadWords
+from ..sampling_params import RequestOutputKind, SamplingParams
+from ..scheduling.sequence import Sequence
+from ..text.detokenizer import Detokenizer
+from ..text.tokenizer import Tokenizer
 from .increment import Increment
-from .sampling_params import RequestOutputKind, SamplingParams
-from .sequence import Sequence
-from .tokenizer import Tokenizer
+from .prompts import Prompt
 
 
 class Receiver(Protocol):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 
 from pagedkv import OutOfBlocks
 
-from .arguments import check_vocabulary
+from ..outputs import EngineCounters, EngineStats, Latencies, percentiles
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence
+from ..scheduling.step import Step
 from .explain import explain
-from .outputs import EngineCounters, EngineStats, Latencies, percentiles
+from .prompts import check_vocabulary
 from .request import Request
-from .scheduler import Scheduler
-from .sequence import Sequence
-from .step import Step
 
 
 class RequestBook:

@@ -15,11 +15,11 @@ import numpy as np
 from pagedkv import Tensor, ops
 from pagedkv.models.qwen3 import Qwen3
 
+from ..runner.step_arrays import StepInputs
+from ..sampling_params import MAX_LOGPROBS
+from ..scheduling.sequence import Sequence
 from .logit_edits import LogitEdits
 from .sampling_options import SamplingOptions
-from .sampling_params import MAX_LOGPROBS
-from .sequence import Sequence
-from .step_arrays import StepInputs
 
 Best = tuple[np.ndarray, np.ndarray]  # ids and log probabilities, [num_rows, 1 + n]
 

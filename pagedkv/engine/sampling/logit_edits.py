@@ -15,7 +15,7 @@ import numpy as np
 
 from pagedkv import Tensor, ops
 
-from .sequence import Sequence
+from ..scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ import os
 from pagedkv import BlockManager
 from pagedkv.models.weights import SafetensorsFile
 
+from ..runner.model_runner import ModelRunner
+from ..sampling_params import check_int
 from . import snapshot
-from .model_runner import ModelRunner
 from .pool_size import pages_of_memory
-from .sampling_params import check_int
 
 
 class Pool:

@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv import Event
 
-from .prompt_outputs import PromptOutputs
-from .step import Step
+from ..sampling.prompt_outputs import PromptOutputs
+from ..scheduling.step import Step
 
 
 class Launched:

@@ -14,19 +14,19 @@ from pathlib import Path
 from pagedkv import BlockManager, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import DummyCheckpoint
+from pagedkv.models.hub import model_folder
 from pagedkv.models.qwen3 import Qwen3
 from pagedkv.models.weights import Checkpoint
 
-from .arguments import find_device, model_len
-from .default_params import read_default_params
-from .hub import model_folder
-from .model_runner import ModelRunner
+from .cache.pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
 from .options import KV_CACHE_DTYPES, EngineOptions
-from .pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
+from .requests.prompts import find_device, model_len
+from .runner.model_runner import ModelRunner
+from .sampling.default_params import read_default_params
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 from .step_size import step_size
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

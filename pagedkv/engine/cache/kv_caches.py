@@ -16,8 +16,8 @@ from pagedkv import Tensor, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.ops import ElasticBuffer
 
+from ..scheduling.step import Step
 from .pool_size import page_bytes
-from .step import Step
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each
 MAX_SLOTS = 2**31 - 1  # a slot is an int32

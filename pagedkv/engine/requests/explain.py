@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .scheduler import Scheduler
-from .sequence import Sequence
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence
 
 
 def explain(scheduler: Scheduler, sequences: list[Sequence]) -> str:

@@ -24,14 +24,14 @@ from typing import Any
 from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.config import Qwen3Config
 from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
+from pagedkv.progress import progress_bar
 
+from ..cache.kv_caches import KVCaches
+from ..sampling.prompt_outputs import PromptOutputs
+from ..sampling.sampler import Sampler
+from ..scheduling.step import Step
 from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
-from .kv_caches import KVCaches
 from .launched import Launched
-from .progress import progress_bar
-from .prompt_outputs import PromptOutputs
-from .sampler import Sampler
-from .step import Step
 from .step_arrays import StepInputs
 from .step_memory import StepMemory
 

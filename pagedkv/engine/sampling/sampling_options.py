@@ -15,7 +15,7 @@ import numpy as np
 
 from pagedkv import Tensor, ops
 
-from .sequence import Sequence
+from ..scheduling.sequence import Sequence
 
 FILTERS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # the argument, and the name in SamplingParams
 PENALTIES = {

@@ -1,0 +1,1 @@
+"""The memory of the KV cache, and its file."""

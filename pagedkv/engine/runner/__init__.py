@@ -1,0 +1,1 @@
+"""Runs the model, a step at a time."""

@@ -1,0 +1,1 @@
+"""Texts and chats to token ids, and back."""

@@ -208,7 +208,7 @@ def test_devices_and_dtypes_of_other_libraries(folder):
 def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, num_gpus, chosen):
     """Without a word of the user's; no GPU is asked for where there is none."""
     monkeypatch.setattr(prompts.ops, "build_info", lambda: {"cuda_devices": num_gpus})
-    monkeypatch.setattr(arguments, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
+    monkeypatch.setattr(prompts, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
     assert prompts.find_device(EngineOptions().device) == chosen
     assert prompts.find_device("cpu") == prompts.find_device("cpu:0") == "cpu"
 

@@ -35,7 +35,7 @@ from pagedkv.engine.cache.kv_caches import KVCaches
 from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
-from pagedkv.models.weights import ITEM_BYTES
+from pagedkv.models import ITEM_BYTES
 
 BORDERS = 1, 32, 33, 64, 65, 128, 129  # measured with --every, too: kernels change there
 PARAMS = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1 << 20, detokenize=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_device import FakeEvent
 from fake_model import LateRunner
 
-from pagedkv.engine.runner.launched import Launched
+from pagedkv.engine.runner.model_runner import Launched
 from pagedkv.engine.sampling.sampler import Sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.step import Step

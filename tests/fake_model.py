@@ -18,12 +18,13 @@ from fake_device import Device, FakeEvent, FakeGraph, FakeOps, FakeStream, FakeT
 from pagedkv import BlockManager, OutOfBlocks
 from pagedkv.engine.cache import kv_caches
 from pagedkv.engine.cache.kv_caches import KVCaches
-from pagedkv.engine.runner import decode_graphs, model_runner, step_arrays, step_memory
+from pagedkv.engine.runner import graphs, model_runner, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.engine.runner.step_arrays import StepInputs
+from pagedkv.engine.runner.step_memory import StepInputs
 from pagedkv.engine.sampling import sampler, sampling_options
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.step import Step
+from pagedkv.models.spec import KVLayer
 
 NOBODY = -5  # the stamp of a slot that is taken and not written yet
 OTHER = 0x5A5A5A  # what a value's stamp differs by from its key's
@@ -68,6 +69,12 @@ class Model:
         self.on, self.rows = device, list[Row]()
 
     def tune(self, *args: object) -> None: ...
+
+    def allocate_buffers(self, num_tokens: int) -> Hidden:
+        return Hidden(num_tokens, self.on)
+
+    def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict:
+        return {}
 
     def expect(self, rows: list[Row], caches: list[tuple[FakeTensor, FakeTensor]], taken: np.ndarray) -> None:
         """Of the next step that runs, and the slots that are its sequences' but not computed yet."""
@@ -152,9 +159,9 @@ class LateRunner(ModelRunner):
     """The engine's own on a Device, made ready as LLM does. Every sequence must have its story."""
 
     def __init__(self, device: Device, scheduler: Scheduler, manager: BlockManager, **options: object) -> None:
-        config = SimpleNamespace(vocab_size=2, num_kv_heads=1, head_dim=1, num_layers=1)
+        spec = SimpleNamespace(vocab_size=2, kv_layers=[KVLayer(1, 1)])
         super().__init__(
-            config, Model(device), dtype="float32", kv_cache_dtype="int64", device=device,
+            spec, Model(device), kv_cache_dtype="int64", device=device,
             block_size=manager.block_size, max_model_len=scheduler.max_model_len, **options,
         )  # fmt: skip
         self.scheduler, self.stories = scheduler, dict[int, Story]()
@@ -188,11 +195,8 @@ class LateRunner(ModelRunner):
 class Hidden:
     """In place of the model's buffers: a stamp for each token."""
 
-    @staticmethod
-    def allocate(config: object, num_tokens: int, dtype: str, device: Device) -> Hidden:
-        buffers = Hidden()
-        buffers.residual = FakeOps.empty(num_tokens, "int64", device)
-        return buffers
+    def __init__(self, num_tokens: int, device: Device) -> None:
+        self.residual = FakeOps.empty(num_tokens, "int64", device)
 
 
 class LazyManager:
@@ -253,13 +257,11 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "Buffers": Hidden,
         "KVCaches": FakeCaches,
-        "allocate_plans": lambda *args: {},
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    for module in (model_runner, decode_graphs, kv_caches, sampler, sampling_options, step_memory):
+    for module in (model_runner, graphs, kv_caches, sampler, sampling_options, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
-    monkeypatch.setattr(decode_graphs, "Graph", FakeGraph)
-    monkeypatch.setattr(step_arrays, "Tensor", FakeTensor)
+    monkeypatch.setattr(graphs, "Graph", FakeGraph)
+    monkeypatch.setattr(step_memory, "Tensor", FakeTensor)

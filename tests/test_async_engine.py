@@ -14,7 +14,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
 from pagedkv.engine.async_engine import _Bell
-from pagedkv.engine.runner.launched import Launched
+from pagedkv.engine.runner.model_runner import Launched
 from pagedkv.engine.text.tokenizer import LONG_TEXT
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}

@@ -12,8 +12,8 @@ import pytest
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import main, nano_bench
 from pagedkv.cli.demo import DEMO_MODEL
-from pagedkv.models.config import Qwen3Config
 from pagedkv.models.dummy import POOL_SIZE, DummyCheckpoint
+from pagedkv.models.families import read_spec
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import nano_run
@@ -38,7 +38,7 @@ def test_the_workload_is_the_published_one():
 )
 def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, seconds):
     """Worked out apart from this code, at 4,540 GB/s and 790 TFLOP/s."""
-    config = Qwen3Config.from_folder(nano_bench.write_shape(size, tmp_path))
+    config = read_spec(nano_bench.write_shape(size, tmp_path))
     llm = SimpleNamespace(config=config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     floor = nano_bench.floor_seconds(llm, nano_bench.make_workload(), nano_bench.Ceiling(4.54e12, 790e12))
     assert floor == pytest.approx(seconds, abs=0.005)

@@ -13,8 +13,7 @@ from chat_samples import Data, Sent
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.text.chat import ChatTemplate
-from pagedkv.engine.text.template_sandbox import MAX_CHARS
+from pagedkv.engine.text.chat import MAX_CHARS, ChatTemplate
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 CHATS = [

@@ -11,8 +11,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pagedkv.engine.text.detokenizer import Detokenizer
-from pagedkv.engine.text.text_stream import text_streams
+from pagedkv.engine.text.detokenizer import Detokenizer, text_streams
 
 
 def random_text(rng: random.Random, length: int) -> str:
@@ -80,7 +79,7 @@ def test_the_parts_are_the_whole(name, skips, seed):
     rng, tokenizer = random.Random(seed), TOKENIZERS[name]
     for _ in range(300):
         ids = random_ids(name, rng)
-        detokenizer = Detokenizer(Wrapped(tokenizer), skip_special_tokens=skips)
+        detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(skip_special_tokens=skips))
         whole, ends = tokenizer.decode(ids, skip_special_tokens=skips), [0]
         for token_id in ids:
             assert detokenizer.push(token_id) is None
@@ -115,12 +114,12 @@ def test_nothing_follows_the_end():
     vocab = {"a": 0, "b": 1, "bð": 2}
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.decoder = decoders.ByteLevel()
-    detokenizer = Detokenizer(Wrapped(tokenizer), stop=("b",))
+    detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(), ("b",))
     assert detokenizer.push(0) is None and detokenizer.push(2) == "b"
     detokenizer.finish()
     assert detokenizer.text == "a"
     for kind in ("byte level", "metaspace", "byte fallback"):
-        cut = Detokenizer(Wrapped(TOKENIZERS[kind]), stop=("zz",))
+        cut = Detokenizer(Wrapped(TOKENIZERS[kind]).text_stream(), ("zz",))
         ids = TOKENIZERS[kind].encode("b").ids or [2]
         for token_id in ids:
             cut.push(token_id)
@@ -152,7 +151,7 @@ def test_stop_strings(includes, seed):
         ids = [rng.randrange(len(vocab)) for _ in range(rng.randint(0, 20))]
         stops = tuple("".join(rng.choice("abc") for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4)))
         first_checked = rng.choice([0, 0, 3])
-        detokenizer = Detokenizer(Wrapped(tokenizer), stop=stops, include_stop_str_in_output=includes)
+        detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(), stops, includes)
         whole = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
         expected = expected_stop(whole, stops, first_checked)
         for n, token_id in enumerate(ids):

@@ -15,7 +15,7 @@ from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.runner.decode_graphs import batch_sizes, filling_sizes
+from pagedkv.engine.runner.graphs import batch_sizes, filling_sizes
 from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.models.qwen3 import Qwen3
 

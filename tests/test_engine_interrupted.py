@@ -17,7 +17,8 @@ from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
 from pagedkv.engine.sampling import sampler, sampling_options
 from pagedkv.engine.scheduling import waiting as calls
-from pagedkv.engine.scheduling.waiting import Call, WaitingQueue
+from pagedkv.engine.scheduling.sequence import Call
+from pagedkv.engine.scheduling.waiting import WaitingQueue
 from pagedkv.engine.text.detokenizer import Detokenizer
 
 PROMPT = [i % 90 for i in range(40)]

@@ -8,17 +8,17 @@ import pytest
 from checkpoints import TINY, write_model
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models.config import Qwen3Config
+from pagedkv.models.families import read_spec
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def config_of(folder, remove: str | None = None, generation: dict | None = None, **changes) -> Qwen3Config:
+def config_of(folder, remove: str | None = None, generation: dict | None = None, **changes) :
     raw = {k: v for k, v in (TINY | changes).items() if k != remove}
     (folder / "config.json").write_text(json.dumps(raw))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return Qwen3Config.from_folder(folder)
+    return read_spec(folder)
 
 
 def test_spellings_of_transformers_4_and_5(tmp_path):
@@ -192,10 +192,10 @@ def test_config_without_an_entry_or_no_json(tmp_path):
         config_of(tmp_path, remove="hidden_size")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json: "):
-        Qwen3Config.from_folder(tmp_path)
+        read_spec(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="no config.json: not the folder of a model"):
-        Qwen3Config.from_folder(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

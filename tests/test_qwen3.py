@@ -47,7 +47,7 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
     def recording_compute(inputs):
         ops.take_sampled(inputs.batch.token_ids, runner.sampler.sampled)
         hidden = runner.forward(inputs.batch)
-        out = pagedkv.empty((len(hidden), runner.config.vocab_size), device=hidden.device)
+        out = pagedkv.empty((len(hidden), runner.spec.vocab_size), device=hidden.device)
         logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()
         if inputs.last_tokens is not None:  # the last layer of these alone
             last = pagedkv.asarray(inputs.last_tokens, device="cpu").numpy()

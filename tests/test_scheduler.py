@@ -9,7 +9,7 @@ import pytest
 from scheduled_engine import Engine, next_token
 
 from pagedkv import OutOfBlocks
-from pagedkv.engine.scheduling.waiting import Call
+from pagedkv.engine.scheduling.sequence import Call
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -139,7 +139,7 @@ def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
             setattr(self.manager, name, value)
 
     scheduler = engine.scheduler
-    scheduler.manager = scheduler.admission.manager = scheduler._running.manager = Counting(engine.manager)
+    scheduler.manager = scheduler._running.manager = Counting(engine.manager)
     engine.submit(list(range(120)), 40)
     engine.submit(list(range(120)), 40)  # waits for 30 chunks
     engine.submit([9] * 200, 3)  # does not fit until the others are gone

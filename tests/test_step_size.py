@@ -10,12 +10,12 @@ from checkpoints import write_model
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
 from pagedkv.engine import build as parts
-from pagedkv.engine.cache.pool_size import pages_on_cpu
+from pagedkv.engine.build import CPU, GPU, StepSize, step_size
+from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.runner.decode_graphs import GRAPH_BYTES, batch_sizes
-from pagedkv.engine.step_size import CPU, GPU, StepSize, step_size
-from pagedkv.models.config import Qwen3Config
-from pagedkv.models.qwen3 import Buffers
+from pagedkv.engine.runner.graphs import GRAPH_BYTES, batch_sizes
+from pagedkv.models.dummy import DummyCheckpoint
+from pagedkv.models.families import load_model, read_spec
 
 GIB = 1 << 30
 VOCAB_SIZE = 151_936
@@ -28,11 +28,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    return Qwen3Config.from_folder(folder)
+    return read_spec(folder)
 
 
-def config_of(shape: str, path) -> Qwen3Config:
-    return Qwen3Config.from_folder(nano_bench.write_shape(shape, path / shape))
+def config_of(shape: str, path) :
+    return read_spec(nano_bench.write_shape(shape, path / shape))
 
 
 # --- the rules
@@ -63,8 +63,8 @@ def test_what_is_not_given_fits_what_is(config, given, on_cpu, on_gpu):
 def test_the_bytes_of_a_step(config):
     """Those that are allocated."""
     for dtype in ("float32", "bfloat16"):
-        buffers = Buffers.allocate(config, 10, dtype, "cpu")
-        allocated = sum(getattr(buffers, name).nbytes for name in Buffers.__slots__)
+        buffers = load_model(config, DummyCheckpoint(dtype, "cpu"), 8).allocate_buffers(10)
+        allocated = sum(getattr(buffers, name).nbytes for name in buffers.__slots__)
         assert StepSize(3, 10).num_bytes(config, dtype) == allocated + 3 * config.vocab_size * 4
 
 
@@ -160,7 +160,7 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
     monkeypatch.setattr(parts, "find_device", lambda device: {"cuda:1": "cuda:1"}[device])
     monkeypatch.setattr(parts.ops, "memory_info", memory_info)
     monkeypatch.setattr(parts, "Checkpoint", lambda *_: None)
-    monkeypatch.setattr(parts, "Qwen3", lambda *_: None)
+    monkeypatch.setattr(parts, "load_model", lambda *_: None)
     monkeypatch.setattr(parts, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:
         parts.build_parts(folder, EngineOptions(device="cuda:1"))

@@ -27,9 +27,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pagedkv.engine.options import EngineOptions
-    from pagedkv.engine.requests.prompts import find_device
-    from pagedkv.models.config import Qwen3Config
+    from pagedkv.engine.options import EngineOptions, find_device
+    from pagedkv.models.families import read_spec
     from pagedkv.models.hub import model_folder
 
     from . import nano_bench
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             folder = nano_bench.write_shape(args.model, Path(scratch))
         else:
             folder = model_folder(args.model, options.revision)
-        config = Qwen3Config.from_folder(folder)
+        config = read_spec(folder)
         most = min(2 * nano_bench.MAX_LEN, options.max_model_len or config.max_position_embeddings)
         workload = nano_bench.make_workload(num_requests, max_len=most // 2, vocab_size=config.vocab_size)
         ceiling = nano_bench.measure_ceiling(device, config.dtype if options.dtype == "auto" else options.dtype)

@@ -23,7 +23,7 @@ from pagedkv import Tensor, ops
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.models.weights import ITEM_BYTES
+from pagedkv.models import ITEM_BYTES
 
 MAX_LEN = 1024  # of a prompt, and of its continuation
 BLOCK_SIZE = 256  # nano-vllm's own
@@ -148,7 +148,8 @@ def _seconds(function: Callable[[], object], device: str, repeats: int = 5, call
 def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     """The least time for this model and its dtypes, all requests at once: every decode step reads the weights (or
     multiplies with them, where that takes longer) and the keys and values of every sequence; prompts are products."""
-    config, itemsize = llm.config, ITEM_BYTES[llm.dtype]
+    config: Any = llm.config
+    itemsize = ITEM_BYTES[llm.dtype]
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
@@ -161,7 +162,8 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     attention = num_keys * config.num_layers * 2 * kv_size * ITEM_BYTES[llm.kv_cache_dtype] / ceiling.bytes_per_second
     pairs = sum(n * (n + 1) // 2 for n in prompts)
     prefill = 2 * (layers * sum(prompts) + head * len(prompts)) + 4 * q_size * config.num_layers * pairs
-    return linear + attention + prefill / ceiling.flops
+    seconds: float = linear + attention + prefill / ceiling.flops
+    return seconds
 
 
 # --- a run

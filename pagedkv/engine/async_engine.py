@@ -19,10 +19,10 @@ from pagedkv.models.pooling import read_normalizes
 from . import embedding
 from .engine import Engine
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
-from .requests.increment import Increment
 from .requests.prompts import Prompt, read_prompt
+from .requests.request import Increment
 from .sampling_params import RequestOutputKind, SamplingParams
-from .scheduling.waiting import Call
+from .scheduling.sequence import Call
 from .text.chat import encode_chats
 from .text.tokenizer import LONG_TEXT
 

@@ -12,20 +12,20 @@ from functools import cache
 from pathlib import Path
 
 from pagedkv import BlockManager, ops
-from pagedkv.models.config import Qwen3Config
+from pagedkv.checks import check_int
+from pagedkv.models import ITEM_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
+from pagedkv.models.families import load_model, read_spec
 from pagedkv.models.hub import model_folder
-from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 
-from .cache.pool_size import page_bytes, pages_of_memory, pages_on_cpu, pages_on_gpu
-from .options import KV_CACHE_DTYPES, EngineOptions
-from .requests.prompts import find_device, model_len
+from .cache.pool import pages_of_memory, pages_on_cpu, pages_on_gpu
+from .options import KV_CACHE_DTYPES, EngineOptions, find_device
 from .runner.model_runner import ModelRunner
 from .sampling.default_params import read_default_params
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
-from .step_size import step_size
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EngineParts:
 
     folder: Path
     device: str
-    config: Qwen3Config
+    spec: Spec
     dtype: str
     kv_cache_dtype: str
     max_model_len: int
@@ -52,15 +52,15 @@ class EngineParts:
 
 def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
     device, folder = find_device(options.device), model_folder(model, options.revision)
-    config, tokenizer, default_params = Qwen3Config.from_folder(folder), Tokenizer(folder), read_default_params(folder)
-    ends = config.eos_token_ids | tokenizer.eos_token_ids()
-    config = replace(config, eos_token_ids=frozenset(i for i in ends if 0 <= i < config.vocab_size))
-    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    spec, tokenizer, default_params = read_spec(folder), Tokenizer(folder), read_default_params(folder)
+    ends = spec.eos_token_ids | tokenizer.eos_token_ids()
+    spec = replace(spec, eos_token_ids=frozenset(i for i in ends if 0 <= i < spec.vocab_size))
+    dtype = spec.dtype if options.dtype == "auto" else options.dtype
     kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
-    max_model_len = model_len(options.max_model_len, config)
-    bytes_per_page = page_bytes(config, kv_cache_dtype, options.block_size)
+    max_model_len = model_len(options.max_model_len, spec)
+    bytes_per_page = spec.page_bytes(kv_cache_dtype, options.block_size)
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
-    step = step_size(options.max_num_seqs, options.max_num_batched_tokens, config, dtype, gpu_bytes)
+    step = step_size(options.max_num_seqs, options.max_num_batched_tokens, spec, dtype, gpu_bytes)
     num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
     gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
@@ -68,7 +68,7 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     is_dummy = options.load_format == "dummy"
     checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
     runner = ModelRunner(
-        config, Qwen3(config, checkpoint, max_model_len), dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
+        spec, load_model(spec, checkpoint, max_model_len), kv_cache_dtype=kv_cache_dtype, device=device,
         block_size=options.block_size, max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
         enforce_eager=options.enforce_eager,
@@ -105,14 +105,14 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
     def identity() -> dict[str, str]:
         return {
             "model": checkpoint.fingerprint(),
-            "config": config.fingerprint(),
+            "config": spec.fingerprint(),
             "dtype": dtype,
             "kv_cache_dtype": kv_cache_dtype,
             "block_size": str(options.block_size),
         }
 
     return EngineParts(
-        folder, device, config, dtype, kv_cache_dtype, max_model_len, tokenizer, default_params, runner,
+        folder, device, spec, dtype, kv_cache_dtype, max_model_len, tokenizer, default_params, runner,
         manager, scheduler, identity, memory.by_name,
     )  # fmt: skip
 
@@ -148,3 +148,51 @@ class _MemoryCount:
             return 0
         free, total = ops.memory_info(self._device)
         return total - free
+
+
+@dataclass(frozen=True)
+class StepSize:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def num_bytes(self, spec: Spec, dtype: str) -> int:
+        """Of the model's buffers and of the logits: nearly all of the memory that grows with a step."""
+        buffers = self.max_num_batched_tokens * spec.buffer_size * ITEM_BYTES[dtype]
+        return buffers + self.max_num_seqs * spec.vocab_size * ITEM_BYTES["float32"]
+
+
+GPU = StepSize(256, 16384)
+CPU = StepSize(64, 2048)
+MOST_OF_GPU = 8  # a step's memory times this is at most a GPU's
+
+
+def step_size(
+    num_seqs: int | None, num_tokens: int | None, spec: Spec, dtype: str, gpu_bytes: int | None
+) -> StepSize:
+    """What is given, filled up from the defaults of a GPU with so many bytes, or of the CPU (None). A GPU for which its
+    own are too large gets the CPU's."""
+    size = _filled_up(num_seqs, num_tokens, CPU)
+    if gpu_bytes is not None:
+        large = _filled_up(num_seqs, num_tokens, GPU)
+        if large.num_bytes(spec, dtype) * MOST_OF_GPU <= gpu_bytes:
+            size = large
+    return size
+
+
+def _filled_up(num_seqs: int | None, num_tokens: int | None, default: StepSize) -> StepSize:
+    """A default gives way to what is given: every sequence that runs may decode a token in a step."""
+    if num_seqs is None:
+        num_seqs = min(default.max_num_seqs, num_tokens or default.max_num_seqs)
+    if num_tokens is None:
+        num_tokens = max(default.max_num_batched_tokens, num_seqs)
+    return StepSize(num_seqs, num_tokens)
+
+
+def model_len(wanted: int | None, spec: Spec) -> int:
+    """The wanted max_model_len, or the model's own; at most the number of positions that the model was made for."""
+    if wanted is None:
+        return spec.max_position_embeddings
+    check_int("max_model_len", wanted, 1)
+    if wanted > spec.max_positions:
+        raise ValueError(f"max_model_len is {wanted} but the model was made for {spec.max_positions} positions")
+    return wanted

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from .fault_search import FaultSearch
 from .outputs import EngineCounters
 from .requests.book import RequestBook
-from .requests.increment import Increment
-from .requests.request import Request
+from .requests.request import Increment, Request
 from .runner.model_runner import ModelRunner
 from .runner.pipeline import Pipeline
 from .scheduling.scheduler import Scheduler

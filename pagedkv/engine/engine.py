@@ -9,9 +9,10 @@ from html import escape
 from inspect import Parameter, Signature, signature
 from typing import Any, Self, cast
 
+from pagedkv.checks import check_names
+
 from .build import build_parts
 from .cache.pool import Pool
-from .cache.pool_size import page_bytes
 from .cache.snapshot import open_saved
 from .core import EngineCore
 from .options import EngineOptions, describe
@@ -20,8 +21,8 @@ from .requests.mailbox import Mailbox
 from .requests.maker import RequestMaker
 from .requests.prompts import Prompt
 from .runner.model_runner import ModelRunner
-from .sampling_params import SamplingParams, check_names
-from .scheduling.waiting import Call
+from .sampling_params import SamplingParams
+from .scheduling.sequence import Call
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,15 @@ class Engine:
         start = time.perf_counter()
         checked = EngineOptions(**options)
         parts = build_parts(model, checked)
-        self.folder, self.device, self.config = parts.folder, parts.device, parts.config
+        self.folder, self.device, self.config = parts.folder, parts.device, parts.spec
         self.dtype, self.kv_cache_dtype = parts.dtype, parts.kv_cache_dtype
         self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
         self.manager, self.scheduler, self.default_params = parts.manager, parts.scheduler, parts.default_params
-        self._core = EngineCore(parts.runner, parts.scheduler, parts.config.vocab_size, type(self).__name__)
+        self._core = EngineCore(parts.runner, parts.scheduler, parts.spec.vocab_size, type(self).__name__)
         self._book, self.counters = self._core.book, self._core.counters
         self._identity = parts.identity
         self._maker = RequestMaker(
-            parts.tokenizer, parts.config, parts.scheduler, parts.default_params, checked.seed, self._book.find
+            parts.tokenizer, parts.spec, parts.scheduler, parts.default_params, checked.seed, self._book.find
         )
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
@@ -155,7 +156,7 @@ class Engine:
     def _pool(self) -> Pool:
         if self._runner is None:
             raise RuntimeError(f"this {type(self).__name__} is closed")
-        return Pool(self.manager, self._runner)
+        return Pool(self.manager, self._runner.caches, self._runner.stream)
 
     @property
     def _runner(self) -> ModelRunner | None:
@@ -177,10 +178,10 @@ class Engine:
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager
-        size = manager.num_blocks * page_bytes(config, self.kv_cache_dtype, manager.block_size) / 2**30
+        size = manager.num_blocks * config.page_bytes(self.kv_cache_dtype, manager.block_size) / 2**30
         beside = "".join(f", {name} {size / 2**30:.2f}" for name, size in self.memory.items() if name != "pool")
         return (
-            f"<{type(self).__name__} on {self.device}: {config.num_layers} layers of {config.hidden_size:,}, "
+            f"<{type(self).__name__} on {self.device}: {len(config.kv_layers)} layers of {config.hidden_size:,}, "
             f"{self.dtype}; {manager.num_blocks:,} pages of {manager.block_size} tokens ({size:.2f} GiB{beside}); "
             f"{self.scheduler.max_num_seqs:,} sequences of up to {self.max_model_len:,} tokens, "
             f"{self.scheduler.max_num_batched_tokens:,} tokens per step>"

@@ -16,11 +16,10 @@ from pagedkv.progress import progress_bar
 from . import embedding
 from .engine import Engine
 from .outputs import EmbeddingOutput, RequestOutput
-from .requests.increment import Increment
 from .requests.prompts import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
-from .requests.request import Request
+from .requests.request import Increment, Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .scheduling.waiting import Call
+from .scheduling.sequence import Call
 from .text.chat import encode_chats
 
 logger = logging.getLogger(__name__)

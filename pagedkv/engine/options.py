@@ -8,10 +8,9 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pagedkv import ops
+from pagedkv import Stream, ops
+from pagedkv.checks import check_float, check_int
 from pagedkv.models import DTYPES
-
-from .sampling_params import check_float, check_int
 
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn"}
 CHOICES = {
@@ -114,3 +113,10 @@ def descriptions(cls: type) -> dict[str, str]:
     """The same by name, each in one line."""
     entries = re.split(r"^(\w+): ", describe(cls), flags=re.M)[1:]
     return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
+
+
+def find_device(device: Any) -> str:
+    """The device's full name, "cpu" or "cuda:0", also of "auto". "cpu" does not look for GPUs, which takes a while."""
+    if str(device) == "auto":
+        device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
+    return "cpu" if str(device) in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU

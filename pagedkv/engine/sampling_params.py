@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
 from math import inf, isnan
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeVar
+
+from pagedkv.checks import MAX_INT, check_float, check_ids, check_int, check_names, check_texts
 
 T = TypeVar("T")
 
 MAX_FLOAT = 3.4e38  # what float32 holds
 MIN_FLOAT = 1.2e-38  # positive numbers below lose digits in float32, or become zero
 MAX_LOGPROBS = 20
-MAX_INT = 2**31 - 1
+
+@dataclass(frozen=True, eq=False)
+class MaskRequest:
+    """The answer for which a mask is asked. It lives as long as the answer."""
+
+    id: str
+    index: int
+    prompt_token_ids: list[int]
+
 
 # mask(request, tokens) says which tokens may come next: see SamplingParams.
-Mask = Callable[[Any, list[int]], Any]
+Mask = Callable[[MaskRequest, list[int]], Any]
 
 
 class RequestOutputKind(Enum):
@@ -199,57 +208,6 @@ class SamplingParams:
         self._put("bad_words", check_texts("bad_words", self.bad_words))
         if self.stop and not self.detokenize:
             raise ValueError(f"stop is {list(self.stop)!r} but detokenize=False: there is no text to find it in")
-
-
-def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> None:
-    """Raises TypeError for an option that does not exist, and names the one that may have been meant."""
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{owner} has no option {name!r}{hint}")
-
-
-def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool = False) -> float:
-    """The value as a float. Raises unless it is a number within the bounds (NaN is not); is_open: above the lowest."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r} but must be a number")
-    number: Any = value  # an int may be too large for a float
-    if not lowest <= number <= highest or (is_open and number == lowest):
-        above = "above" if is_open else "at least"
-        raise ValueError(f"{name} is {value} but must be {above} {lowest:g} and at most {highest:g}")
-    return float(number)
-
-
-def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -> int:
-    """The value as an int. Raises unless it is an integer (NumPy's too) within the bounds."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r} but must be an integer")
-    number = int(value)
-    if not lowest <= number <= highest:
-        bounds = f"at least {lowest}" if number < lowest else f"at most {highest}"
-        raise ValueError(f"{name} is {number} but must be {bounds}")
-    return number
-
-
-def check_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Token ids as a tuple of ints."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        raise TypeError(f"{name} is {ids!r} but must be a list of token ids")
-    return tuple(check_int(f"{name}[{i}]", value, 0, MAX_INT) for i, value in enumerate(ids))
-
-
-def check_texts(name: str, texts: object) -> tuple[str, ...]:
-    """The texts as a tuple; an empty one raises."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        raise TypeError(f"{name} is {texts!r} but must be a list of strings")
-    checked = tuple(texts)
-    for i, text in enumerate(checked):
-        if not isinstance(text, str):
-            raise TypeError(f"{name}[{i}] is {text!r} but must be a string")
-        if not text:
-            raise ValueError(f"{name}[{i}] is empty")
-    return checked
 
 
 def _check_bias(token_id: int, value: object) -> float:

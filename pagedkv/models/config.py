@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from . import DTYPES
 from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
 from .rope import Rope, parse_rope
+from .spec import KVLayer, Spec
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model")
 READ = """
@@ -19,83 +17,45 @@ READ = """
     num_key_value_heads quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
     tie_word_embeddings torch_dtype use_sliding_window vocab_size
 """
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 
 
-@dataclass(frozen=True)
-class Qwen3Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Spec):
     intermediate_size: int
     num_layers: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
-    dtype: str
     rope: Rope
     windows: tuple[int, ...]  # by layer: how many keys a query sees, itself included; 0: all
-    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
-    @staticmethod
-    def from_folder(folder: Path) -> Qwen3Config:
-        """Reads config.json, and the EOS ids of generation_config.json where there is one."""
-        path = folder / "config.json"
-        for name in ADAPTERS:
-            if (folder / name).exists():
-                raise NotImplementedError(
-                    f"{folder / name}: adapters (LoRA) are not supported: merge it into the weights and remove the file"
-                )
-        if not path.exists():
-            raise FileNotFoundError(f"{folder}: no config.json: not the folder of a model")
-        raw = read_json(path)
-        generation = folder / "generation_config.json"
-        generation_raw = read_json(generation) if generation.exists() else {}
-        try:
-            return _parse(raw, generation_raw)
-        except KeyError as error:
-            raise ValueError(f"{path}: no {error.args[0]!r}") from None
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{path}: {error}") from None
-        except (AttributeError, TypeError, ValueError) as error:  # an entry of another type than the code below reads
-            raise ValueError(f"{path}: {error}") from None
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        return (KVLayer(self.num_kv_heads, self.head_dim),) * self.num_layers
 
-    def fingerprint(self) -> str:
-        """A digest of all that the KV of a prompt depends on besides the weights, in hexadecimal."""
-        kept = replace(self, eos_token_ids=frozenset())
-        return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
+    @property
+    def max_positions(self) -> int:
+        """Files of transformers 4 scale the rotary embedding without raising max_position_embeddings."""
+        scaled = int(self.rope.original_max_position_embeddings * self.rope.factor) if self.rope.type == "yarn" else 0
+        return max(self.max_position_embeddings, scaled)
+
+    @property
+    def buffer_size(self) -> int:
+        return sum(self.buffer_sizes)
+
+    @property
+    def buffer_sizes(self) -> list[int]:
+        """The numbers of a token in each of the buffers of qwen3.py."""
+        q_size, kv_size = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = [self.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
+        return [*sizes, 2 * self.intermediate_size, self.intermediate_size]
 
 
-def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object in a JSON file. A file that is not there raises FileNotFoundError, or is `missing`."""
-    if missing is not None and not path.is_file():
-        return missing
-    value = load_json(path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
-    return value
-
-
-def load_json(path: Path) -> Any:
-    refuse_pointer(path)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSON or UTF-8
-        raise ValueError(f"{path}: {error}") from None
-
-
-def refuse_pointer(path: Path) -> None:
-    """Raises where git has put a pointer in place of a large file."""
-    with path.open("rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{path}: a git-lfs pointer stands in place of the file: run `git lfs pull` in its folder")
-
-
-def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
+def parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
+    """Of config.json, and the EOS ids of generation_config.json."""
     _check_kind(raw)
     check_keys(raw, READ.split(), NEUTRAL, HARMLESS.split(), HARMLESS_PREFIXES)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"  # transformers 5 and 4
@@ -112,6 +72,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
         raise ValueError(f"head_dim is {head_dim} but rotary embeddings need an even one")
     max_position_embeddings = _count(raw, "max_position_embeddings")
     return Qwen3Config(
+        family="qwen3",
         vocab_size=_count(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_count(raw, "intermediate_size"),
@@ -131,9 +92,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
 
 
 def _check_kind(raw: dict[str, Any]) -> None:
-    """Raises for another model than this one, whatever its settings are."""
-    if raw.get("model_type") != "qwen3":
-        raise NotImplementedError(f"model_type is {raw.get('model_type')!r}; only 'qwen3' (dense) is supported")
+    """Raises for a model that is computed otherwise, whatever its other settings are."""
     for name in raw.get("architectures") or ():
         if str(name).removeprefix("FSDP") not in ARCHITECTURES:  # the prefix is that of a trainer's wrapper
             raise NotImplementedError(f"architectures holds {name!r}; supported are {', '.join(ARCHITECTURES)}")

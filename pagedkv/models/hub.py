@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from pagedkv.models.weight_files import CheckpointError, find_weights
+from .files import CheckpointError, find_weights
 
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 FILES = [

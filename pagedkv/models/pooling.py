@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .config import load_json, read_json
+from .files import load_json, read_json
 
 SENTENCE_TRANSFORMERS = "sentence_transformers."  # where its own modules come from; others are a folder's own code
 MODULES = ("Transformer", "Pooling", "Normalize")

@@ -17,30 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pagedkv import Tensor, ops
 
 from .config import Qwen3Config
 from .dummy import DummyCheckpoint
 from .rope import cos_sin_table
+from .spec import Batch
 from .weights import Checkpoint
 
 AnyCheckpoint = Checkpoint | DummyCheckpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the layers must know of a step: int32 arrays on the model's device (see BlockManager.prepare)."""
-
-    token_ids: Any  # [num_tokens]
-    positions: Any  # [num_tokens]
-    slot_mapping: Any  # [num_tokens], -1: the token's KV is in the cache already
-    block_tables: Any  # [num_seqs, max_blocks]
-    context_lens: Any  # [num_seqs]
-    cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
-    max_seqlen_q: int
-    plans: dict[tuple[int, int], Tensor]  # see allocate_plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +40,6 @@ class Buffers:
     attention: Tensor  # num_q_heads * head_dim
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
-
-    @staticmethod
-    def sizes(config: Qwen3Config) -> list[int]:
-        """The sizes of the rows, in the order of the fields."""
-        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sizes = [config.hidden_size] * 2 + [q_size + 2 * kv_size, q_size, q_size]
-        return [*sizes, 2 * config.intermediate_size, config.intermediate_size]
-
-    @staticmethod
-    def allocate(config: Qwen3Config, num_tokens: int, dtype: str, device: str) -> Buffers:
-        return Buffers(*(ops.empty((num_tokens, size), dtype, device) for size in Buffers.sizes(config)))
 
     def first(self, num_tokens: int) -> Buffers:
         """The same memory, cut to num_tokens rows."""
@@ -82,14 +57,6 @@ class Buffers:
 def window_size(num_keys: int) -> tuple[int, int]:
     """window_size of attention for queries that see num_keys keys, their own included; 0: all."""
     return (num_keys - 1, 0) if num_keys else (-1, -1)
-
-
-def allocate_plans(config: Qwen3Config, num_tokens: int, num_seqs: int, device: str) -> dict[tuple[int, int], Tensor]:
-    """Memory for attention's plans of a batch of up to this size (see plan_attention), by the windows of the layers.
-    With it in the batch, forward() plans once for all layers; without, each call of attention plans for itself."""
-    heads, group = config.num_kv_heads, config.num_q_heads // config.num_kv_heads
-    num_rows = num_seqs * (1 + heads) + -(-num_tokens * group * (8 + heads) // 64) + 5120  # see plan_attention
-    return {window_size(window): ops.empty((num_rows, 12), "int32", device) for window in set(config.windows)}
 
 
 def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
@@ -201,9 +168,10 @@ class Layer:
 
 
 class Qwen3:
-    """The whole model. `max_model_len` is the size of the rotary table: positions must be smaller."""
+    """The whole model: see spec.Model. `max_model_len` is the size of the rotary table."""
 
     def __init__(self, config: Qwen3Config, checkpoint: AnyCheckpoint, max_model_len: int) -> None:
+        self.config, self.dtype, self.device = config, checkpoint.dtype, checkpoint.device
         table = cos_sin_table(config.rope, config.head_dim, max_model_len)
         cos_sin = ops.asarray(table, device=checkpoint.device)
         self.eps = config.rms_norm_eps
@@ -218,9 +186,16 @@ class Qwen3:
         ignored = {"lm_head.weight"} | {name for name in checkpoint.files if name.endswith("rotary_emb.inv_freq")}
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
-    def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
-        """Chooses how a GPU computes products of these numbers of tokens, and rows of logits: see ops.tune_linear."""
+    def allocate_buffers(self, num_tokens: int) -> Buffers:
+        return Buffers(*(ops.empty((num_tokens, size), self.dtype, self.device) for size in self.config.buffer_sizes))
 
+    def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
+        heads, group = self.config.num_kv_heads, self.config.num_q_heads // self.config.num_kv_heads
+        num_rows = num_seqs * (1 + heads) + -(-num_tokens * group * (8 + heads) // 64) + 5120  # see plan_attention
+        windows = map(window_size, set(self.config.windows))
+        return {window: ops.empty((num_rows, 12), "int32", self.device) for window in windows}
+
+    def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
         def large(*weights: Tensor) -> list[Tensor]:
             return [weight for weight in weights if weight.nbytes >= 1 << 20]  # else the time is that of a launch
 
@@ -238,8 +213,7 @@ class Qwen3:
         buffers: Buffers,
         last_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
-        tokens. Writes the KV of all tokens into the caches. After attention the last layer has last_tokens only."""
+        """After attention the last layer has last_tokens only."""
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
@@ -268,13 +242,11 @@ class Qwen3:
             )
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """float32 [num_rows, vocab_size]"""
         return ops.linear(hidden, self.head, weight_is_constant=True, out=out)
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
     ) -> Tensor:
-        """The tokens that ops.sample draws from logits(hidden): int32 [num_rows]. `logits` is scratch memory."""
         return ops.sample_linear(
             hidden, self.head, temperatures, seeds, positions, logits=logits, weight_is_constant=True, out=out
         )

@@ -22,9 +22,9 @@ import numpy as np
 import pagedkv
 from pagedkv import Event, ops
 
-from .config import refuse_pointer
+from . import ITEM_BYTES
+from .files import CheckpointError, find_weights, refuse_pointer
 from .fingerprint import fingerprint
-from .weight_files import CheckpointError, find_weights
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Every dtype of the format, supported or not: the tensors must fill their file.
@@ -36,7 +36,6 @@ ITEM_BITS = (
     | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 )
 MAX_HEADER_BYTES = 100_000_000
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 STAGING_BYTES = 32 << 20
 
 

@@ -13,25 +13,25 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from pagedkv import Tensor, ops
-from pagedkv.models.config import Qwen3Config
+from pagedkv.models.spec import Spec
 from pagedkv.ops import ElasticBuffer
 
 from ..scheduling.step import Step
-from .pool_size import page_bytes
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each
 MAX_SLOTS = 2**31 - 1  # a slot is an int32
 
 
 class KVCaches:
-    def __init__(self, config: Qwen3Config, dtype: str, block_size: int, device: str) -> None:
+    def __init__(self, spec: Spec, dtype: str, block_size: int, device: str) -> None:
         self.dtype, self.device, self.block_size = dtype, device, block_size
-        self.num_caches = 2 * config.num_layers
+        self.num_caches = 2 * len(spec.kv_layers)
         # In fp8 the rows of a head are adjacent in memory: 128 separate bytes in every 1,024 are read 2 to 3 % slower.
         self._is_heads_first = dtype == "float8_e4m3fn"
-        page = (config.num_kv_heads, block_size) if self._is_heads_first else (block_size, config.num_kv_heads)
-        self._page_shape = *page, config.head_dim
-        self.page_bytes = page_bytes(config, dtype, block_size)  # of a page in all caches, and ...
+        (layer,) = set(spec.kv_layers)  # all are alike so far
+        page = (layer.num_kv_heads, block_size) if self._is_heads_first else (block_size, layer.num_kv_heads)
+        self._page_shape = *page, layer.head_dim
+        self.page_bytes = spec.page_bytes(dtype, block_size)  # of a page in all caches, and ...
         self._page_bytes = self.page_bytes // self.num_caches  # ... in one
         self.layers: Layers = []
         self.host_layers: Layers = []

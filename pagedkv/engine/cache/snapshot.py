@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from pagedkv import BlockManager
-from pagedkv.models.weight_files import CheckpointError
+from pagedkv.models.files import CheckpointError
 from pagedkv.models.weights import SafetensorsFile
 
 from .kv_caches import KVCaches

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from queue import Empty, SimpleQueue
 
-from .increment import Increment
-from .request import Request
+from .request import Increment, Request
 
 
 class Mailbox:

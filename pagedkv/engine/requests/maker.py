@@ -7,12 +7,12 @@ import random
 import time
 from collections.abc import Callable
 
-from pagedkv.models.config import Qwen3Config
+from pagedkv.checks import check_int
+from pagedkv.models.spec import Spec
 
-from ..sampling_params import RequestOutputKind, SamplingParams, check_int
+from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.sequence import Sequence, private_salt
-from ..scheduling.waiting import Call
+from ..scheduling.sequence import Call, Sequence, private_salt
 from ..text.tokenizer import Tokenizer
 from .prompts import Prompt, encode, read_prompt
 from .request import Receiver, Request
@@ -30,13 +30,13 @@ class RequestMaker:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        config: Qwen3Config,
+        spec: Spec,
         scheduler: Scheduler,
         default_params: SamplingParams,
         seed: int | None,
         find: Callable[[str], Request | None],
     ) -> None:
-        self._tokenizer, self._config, self._scheduler, self._find = tokenizer, config, scheduler, find
+        self._tokenizer, self._spec, self._scheduler, self._find = tokenizer, spec, scheduler, find
         self._default_params = default_params
         self._random = random.Random(seed)
         self._sequence_ids = itertools.count()
@@ -78,7 +78,7 @@ class RequestMaker:
             raise TypeError(f"salt is {salt!r} but must be bytes")
         request_id = self._free_id() if request_id is None else request_id
         text, served = read_prompt(name, prompt)
-        token_ids, error = encode(name, served, self._tokenizer, self._config.vocab_size)
+        token_ids, error = encode(name, served, self._tokenizer, self._spec.vocab_size)
         kind = params.output_kind if output_kind is None else output_kind
         shown = served if text is None else text
         request = Request(request_id, shown, token_ids, params, receiver, kind, self._tokenizer, start_time)
@@ -88,7 +88,7 @@ class RequestMaker:
             salt = private_salt(salt)
         for index, id in enumerate(ids):
             seq = Sequence(
-                id, [] if error else token_ids, params, self._seed(params, index), self._config.eos_token_ids,
+                id, [] if error else token_ids, params, self._seed(params, index), self._spec.eos_token_ids,
                 start_time, max_tokens=max_tokens, call=call, priority=priority, salt=salt,
             )  # fmt: skip
             seq.owner, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error

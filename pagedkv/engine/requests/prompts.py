@@ -9,36 +9,14 @@ from collections.abc import Sequence as SequenceOf
 from operator import index
 from typing import Any
 
-from pagedkv import Stream, ops
 from pagedkv._C import _pack_ids
-from pagedkv.models.config import Qwen3Config
 
-from ..sampling_params import SamplingParams, check_int
+from ..sampling_params import SamplingParams
 from ..text.messages import is_message
 from ..text.tokenizer import Tokenizer
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Prompts = str | Mapping[str, Any] | SequenceOf[Prompt]  # one, or a list
-
-
-def find_device(device: Any) -> str:
-    """The device's full name, "cpu" or "cuda:0", also of "auto". "cpu" does not look for GPUs, which takes a while."""
-    if str(device) == "auto":
-        device = "cuda" if ops.build_info()["cuda_devices"] else "cpu"
-    return "cpu" if str(device) in ("cpu", "cpu:0") else Stream(device).device  # raises where there is no such GPU
-
-
-def model_len(wanted: int | None, config: Qwen3Config) -> int:
-    """The wanted max_model_len, or the model's own; at most the number of positions that the model was made for."""
-    limit = config.max_position_embeddings
-    if config.rope.type == "yarn":  # files of transformers 4 scale without raising max_position_embeddings
-        limit = max(limit, int(config.rope.original_max_position_embeddings * config.rope.factor))
-    if wanted is None:
-        return config.max_position_embeddings
-    check_int("max_model_len", wanted, 1)
-    if wanted > limit:
-        raise ValueError(f"max_model_len is {wanted} but the model was made for {limit} positions")
-    return wanted
 
 
 def list_of_prompts(prompts: Prompts) -> list[Prompt]:

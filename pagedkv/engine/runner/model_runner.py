@@ -8,7 +8,7 @@ reads it where this step's sampler left it. So the host may be one step behind t
 tokens of a launch may be read until the second launch after it.
 
 On a GPU a step is three things on one stream: a copy of the step's arrays, which lie side by side in pinned memory; the
-model, which is one CUDA graph where the step only decodes (see decode_graphs.py); a copy of the sampled tokens to
+model, which is one CUDA graph where the step only decodes (see graphs.py); a copy of the sampled tokens to
 pinned memory, with an event after it.
 """
 
@@ -21,19 +21,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pagedkv import BlockManager, Event, Stream, Tensor, ops
-from pagedkv.models.config import Qwen3Config
-from pagedkv.models.qwen3 import Batch, Buffers, Qwen3, allocate_plans
+from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.progress import progress_bar
 
 from ..cache.kv_caches import KVCaches
 from ..sampling.prompt_outputs import PromptOutputs
 from ..sampling.sampler import Sampler
 from ..scheduling.step import Step
-from .decode_graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
-from .launched import Launched
-from .step_arrays import StepInputs
-from .step_memory import StepMemory
+from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
+from .step_memory import StepInputs, StepMemory
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +42,9 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: Qwen3Config,
-        model: Qwen3,
+        spec: Spec,
+        model: Model,
         *,
-        dtype: str,
         kv_cache_dtype: str,
         device: str,
         block_size: int,
@@ -55,21 +53,22 @@ class ModelRunner:
         max_model_len: int,
         enforce_eager: bool = False,
     ) -> None:
-        self.config, self.model, self.device = config, model, device
+        self.spec, self.model, self.device = spec, model, device
         self.is_gpu = device != "cpu"
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self._turn = 0
-        self.caches = KVCaches(config, kv_cache_dtype, block_size, device)
-        self.buffers = Buffers.allocate(config, max_num_batched_tokens, dtype, device)
-        self.plans = allocate_plans(config, max_num_batched_tokens, max_num_seqs, device) if self.is_gpu else {}
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
+        self.buffers = model.allocate_buffers(max_num_batched_tokens)
+        self.plans = model.allocate_plans(max_num_batched_tokens, max_num_seqs) if self.is_gpu else {}
         self.sampler = Sampler(
-            model, config.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
         self.batch_sizes = list(range(1, max_num_seqs + 1))
         if self.is_gpu:
-            self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, config.num_kv_heads))
+            self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans,
@@ -81,9 +80,9 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Chooses algorithms, and runs the largest steps on a pool of one page. After that, the memory that operations
         need besides the pool is allocated."""
-        num_tokens = len(self.buffers.residual)
         start = time.perf_counter()
-        self.model.tune([*self.batch_sizes, num_tokens], self.batch_sizes)  # most steps with prompts are full
+        sizes = [*self.batch_sizes, self._max_num_batched_tokens]  # most steps with prompts are full
+        self.model.tune(sizes, self.batch_sizes)
         logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
         self.caches.allocate_one()
         with self.stream:
@@ -186,3 +185,36 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
+
+
+class Launched:
+    def __init__(
+        self,
+        sampled: np.ndarray,
+        event: Event | None,
+        best: tuple[np.ndarray, np.ndarray] | None,
+        prompt_outputs: PromptOutputs | None,
+    ) -> None:
+        self._sampled, self._event, self._prompt_outputs = sampled, event, prompt_outputs
+        # Where a row asks for them: ids and log probabilities [num_rows, 1 + n] of the sampled token and the n best
+        # ones, valid when the tokens have arrived; n is the most that a row asks for.
+        self._best = best
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._sampled.tolist()
+        return tokens
+
+    def report(self, step: Step) -> None:
+        """Hands what else is known of the tokens to their sequences, after tokens() has waited."""
+        if self._prompt_outputs is not None:
+            self._prompt_outputs.report()
+        if self._best is None:
+            return
+        for seq, row_ids, row in zip(step.receivers, self._best[0].tolist(), self._best[1].tolist(), strict=True):
+            if seq.num_logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
+                end = 1 + seq.num_logprobs
+                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
+                seq.cumulative_logprob += row[0]

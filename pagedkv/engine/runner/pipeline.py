@@ -18,8 +18,7 @@ from ..outputs import EngineCounters
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
-from .launched import Launched
-from .model_runner import ModelRunner
+from .model_runner import Launched, ModelRunner
 
 
 class Pipeline:

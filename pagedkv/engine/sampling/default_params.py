@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagedkv.models.config import read_json
+from pagedkv.models.files import read_json
 
 from ..sampling_params import SamplingParams
 

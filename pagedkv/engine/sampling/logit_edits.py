@@ -8,23 +8,14 @@ their edits are made anew for every step.
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pagedkv import Tensor, ops
 
+from ..sampling_params import MaskRequest
 from ..scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True, eq=False)
-class MaskRequest:
-    """The answer for which a mask is asked. It lives as long as the answer."""
-
-    id: str
-    index: int
-    prompt_token_ids: list[int]
 
 
 class LogitEdits:
@@ -92,8 +83,8 @@ class LogitEdits:
         params, mask = seq.params, self._ask(seq)
         biases, forbidden = dict(params.logit_bias or {}), dict[str, Set[int]]()
         forbidden["logit_bias"] = {token for token, bias in biases.items() if bias == -np.inf}
-        if seq.bad_words is not None:
-            forbidden["bad_words"] = seq.bad_words.next_forbidden(seq.new_tokens)
+        if seq.bad_words:
+            forbidden["bad_words"] = _completing(seq.bad_words, seq.new_tokens)
         # The counts run ahead of new_tokens: num_tokens has the token that is being sampled.
         if seq.num_tokens - seq.num_prompt_tokens <= seq.min_tokens:
             if mask is not None and mask.any() and self._are_within(mask, seq.end_ids):
@@ -152,3 +143,8 @@ class LogitEdits:
 
     def _there(self, array: np.ndarray) -> Tensor:
         return ops.asarray(array, device=self._device)
+
+
+def _completing(texts: list[list[int]], tokens: list[int]) -> set[int]:
+    """The tokens that would complete one of the forbidden texts after these tokens."""
+    return {last for *before, last in texts if not before or tokens[-len(before) :] == before}

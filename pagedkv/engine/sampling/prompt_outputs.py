@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv import Tensor, ops
-from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.spec import Model
 
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
@@ -17,7 +17,7 @@ from ..scheduling.step import Step
 class PromptOutputs:
     """The prompt outputs of a step; report() gives each sequence its own."""
 
-    def __init__(self, step: Step, hidden: Tensor, model: Qwen3, logits: Tensor) -> None:
+    def __init__(self, step: Step, hidden: Tensor, model: Model, logits: Tensor) -> None:
         """hidden: [num_tokens, hidden_size] of the step's tokens; logits: memory for some rows of them."""
         self._model, self._hidden, self._logits = model, hidden, logits
         self._scores: list[tuple[Sequence, np.ndarray, np.ndarray]] = []

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 
 from pagedkv import Tensor, ops
-from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.spec import Model
 
-from ..runner.step_arrays import StepInputs
+from ..runner.step_memory import StepInputs
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.sequence import Sequence
 from .logit_edits import LogitEdits
@@ -27,7 +27,7 @@ Best = tuple[np.ndarray, np.ndarray]  # ids and log probabilities, [num_rows, 1 
 class Sampler:
     """Samples the rows of one step at a time."""
 
-    def __init__(self, model: Qwen3, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
         self._model, self._device, self._max_num_seqs = model, device, max_num_seqs
         self.logits = ops.empty((max_num_seqs, vocab_size), "float32", device)
         self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row

@@ -38,11 +38,9 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .admission import Admission
-from .running_set import RunningSet
+from .running import Running
 from .sequence import Sequence
-from .steady_batch import SteadyBatch
-from .step import Step
+from .step import SteadyBatch, Step
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -60,8 +58,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.waiting = WaitingQueue()
         self.step_number = 0
-        self.admission = Admission(manager, max_num_batched_tokens)
-        self._running = RunningSet(manager, self.waiting)
+        self._running = Running(manager, self.waiting, max_num_batched_tokens)
         self._steady = SteadyBatch()
         self._logged: set[int] = set()  # levels: the first preemption of each is told
 
@@ -232,7 +229,7 @@ class Scheduler:
             return None
 
         last = self._running.who_yields_to(head)
-        if last is None or self._waits_for_prefix(head):
+        if last is None or self._running.waits_for_prefix(head, self.step_number):
             return None
         why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
         knob = f"a larger max_num_seqs than {self.max_num_seqs} avoids it"
@@ -251,12 +248,12 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
             seq = self.waiting.peek()
-            if seq.num_known < seq.num_tokens or (self.running and self.admission.was_refused(seq)):
+            if seq.num_known < seq.num_tokens or (self.running and self._running.was_refused(seq)):
                 break  # its newest token is not known yet, or it did not fit
-            if self._waits_for_prefix(seq):
+            if self._running.waits_for_prefix(seq, self.step_number):
                 passed.append(self.waiting.pop())
                 continue
-            if not self.admission.find_pages(seq, step, len(self.running)):
+            if not self._running.find_pages(seq, step):
                 break
             self.waiting.pop()
             self._running.add(seq)
@@ -267,11 +264,12 @@ class Scheduler:
             self.waiting.put_back(seq)
         return budget
 
-    def _lacks_place(self, seq: Sequence) -> bool:
-        return len(self.running) >= self.max_num_seqs or self.admission.is_refused(seq)
+    def is_refused(self, seq: Sequence) -> bool:
+        """Whether this sequence is the one that waits for pages."""
+        return self._running.is_refused(seq)
 
-    def _waits_for_prefix(self, seq: Sequence) -> bool:
-        return bool(self.running) and self.admission.waits_for_prefix(seq, self.step_number)
+    def _lacks_place(self, seq: Sequence) -> bool:
+        return len(self.running) >= self.max_num_seqs or self._running.is_refused(seq)
 
     # --- after the launch
 
@@ -323,7 +321,7 @@ class Scheduler:
         tokens that the host knows, once they are queued."""
         self._running.clear()
         self.waiting.clear()
-        self.admission.refused, self._steady = None, SteadyBatch()
+        self._steady = SteadyBatch()
         known = list(sequences)
         self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
         for seq in known:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..sampling_params import SamplingParams
-from .waiting import Call
+from ..sampling_params import MaskRequest, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..sampling.bad_words import BadWords
-    from ..sampling.logit_edits import MaskRequest
     from ..text.detokenizer import Detokenizer
 
 
 def private_salt(salt: bytes) -> bytes:
     """A salt that no other sequence has: nothing is found in the prefix cache, so the whole prompt is computed."""
     return salt + os.urandom(16)
+
+
+class Call:
+    """Sequences of one priority that were asked for together, and how many of them run (hold pages) now."""
+
+    __slots__ = ("num_running", "waiting")
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.waiting: deque[Sequence] = deque()
 
 
 class Sequence:
@@ -76,7 +84,7 @@ class Sequence:
         self.retry_step = 0  # not worth an attempt to admit before this step
         self.siblings: list[Sequence] = []  # other answers to the prompt, which are to be forked from it
         self.detokenizer: Detokenizer | None = None  # where its text is needed while it grows
-        self.bad_words: BadWords | None = None
+        self.bad_words: list[list[int]] = []  # texts that it must not contain, as token ids
         self.mask_request: MaskRequest | None = None  # what its mask is called with
         self.owner: Any = None  # the request that it belongs to, and ...
         self.index = 0  # ... which of its answers this is

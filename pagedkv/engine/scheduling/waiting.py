@@ -14,22 +14,10 @@ later start after it.
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .sequence import Sequence
-
-
-class Call:
-    """Sequences of one priority that were asked for together, and how many of them run (hold pages) now."""
-
-    __slots__ = ("num_running", "waiting")
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        self.waiting: deque[Sequence] = deque()
+from .sequence import Call, Sequence
 
 
 class WaitingQueue:

@@ -1,8 +1,127 @@
-"""The text of an answer as it grows, and the stop strings that end it."""
+"""The text of an answer as it grows, and the stop strings that end it.
+
+A TextStream gives the text that each token adds, in whole characters, at a cost that does not grow with the text. A
+Detokenizer finds the stop strings in it.
+"""
 
 from __future__ import annotations
 
-from .tokenizer import Tokenizer
+import codecs
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Protocol
+
+
+class TextStream(Protocol):
+    """The text of one answer. All calls together return what the tokenizer makes of all tokens at once."""
+
+    def push(self, token_id: int) -> str:
+        """The text that the token adds. Bytes that the next token may complete to a character are held back."""
+
+    def finish(self) -> str:
+        """The text of what was held back. No token follows."""
+
+
+def text_streams(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[], TextStream]:
+    """What makes TextStreams for this tokenizer (of the `tokenizers` library). They share the bytes of its tokens, so
+    it should be kept as long as the tokenizer is, and no longer."""
+    from tokenizers.decoders import ByteLevel
+
+    if isinstance(tokenizer.decoder, ByteLevel):
+        return partial(ByteStream, _BytesOfTokens(tokenizer, skip_special_tokens))
+    skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+    return partial(WindowStream, tokenizer, skipped)
+
+
+class ByteStream:
+    """For byte-level BPE, Qwen3's kind: a token stands for its bytes."""
+
+    def __init__(self, bytes_of_tokens: _BytesOfTokens) -> None:
+        self._bytes = bytes_of_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._bytes[token_id])
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _BytesOfTokens(dict[int, bytes]):
+    """The bytes of each token, filled in when a token is first met."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
+        value = self[token_id] = b"" if token is None else _bytes_of_token(token)
+        return value
+
+
+def _bytes_of_token(token: str) -> bytes:
+    """Each character stands for a byte. A token with any other character was added later, and is its own text."""
+    table = _byte_of_char()
+    if any(char not in table for char in token):
+        return token.encode()
+    return bytes(table[char] for char in token)
+
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's table: printable characters of Latin-1 are their bytes; the other bytes follow in order from U+0100 on
+    (https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that decoding skips. The flag of a token does not say it: one that was special once stays so, and one
+    that is normalised may be known by another text."""
+
+    def text(token_id: int, skips: bool) -> str:
+        decoded: str = tokenizer.decode([token_id], skip_special_tokens=skips)
+        return decoded
+
+    return frozenset(i for i in tokenizer.get_added_tokens_decoder() if text(i, True) != text(i, False))
+
+
+class WindowStream:
+    """For any other tokenizer: decodes the last tokens with and without the new one.
+
+    Where bytes that are not UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
+    library's, which looks at a whole run of such tokens.
+    """
+
+    MAX_HELD = 8  # tokens without text: more than a character has bytes
+
+    def __init__(self, tokenizer: Any, skipped: frozenset[int]) -> None:
+        self._tokenizer, self._skipped = tokenizer, skipped
+        self._window: list[int] = []
+        self._num_read = 0  # how many of them have been returned, and ...
+        self._read = ""  # ... their text
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        is_cut = text.endswith("\ufffd") and len(self._window) - self._num_read < self.MAX_HELD
+        if is_cut or len(text) <= len(self._read):
+            return ""
+        new = text[len(self._read) :]
+        self._window = self._window[self._num_read :]
+        self._num_read, self._read = len(self._window), self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        return self._decode(self._window)[len(self._read) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
 
 class Detokenizer:
@@ -13,14 +132,9 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        stop: tuple[str, ...] = (),
-        include_stop_str_in_output: bool = False,
+        self, stream: TextStream, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False
     ) -> None:
-        self._stream = tokenizer.text_stream(skip_special_tokens=skip_special_tokens)
+        self._stream = stream
         self._stop, self._includes_stop = stop, include_stop_str_in_output
         self.num_tokens = 0  # how many were pushed
         self._pieces: list[str] = []  # what may be shown so far; it only grows

@@ -1,13 +1,39 @@
-"""Which files of a model's folder hold its weights."""
+"""The files of a model's folder: JSON, and which of them hold the weights."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
-from .config import read_json
-
+LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 SHARD = re.compile(r"-of-(\d+)\.safetensors$")
+
+
+def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a JSON file. A file that is not there raises FileNotFoundError, or is `missing`."""
+    if missing is not None and not path.is_file():
+        return missing
+    value = load_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
+    return value
+
+
+def load_json(path: Path) -> Any:
+    refuse_pointer(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON or UTF-8
+        raise ValueError(f"{path}: {error}") from None
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises where git has put a pointer in place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path}: a git-lfs pointer stands in place of the file: run `git lfs pull` in its folder")
 
 
 class CheckpointError(ValueError):

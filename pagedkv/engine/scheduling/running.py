@@ -1,0 +1,148 @@
+"""The running sequences, which hold pages: how a waiting one gets them, and how they lose them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from pagedkv import BlockManager, OutOfBlocks
+
+from .sequence import Sequence
+from .step import Step
+from .waiting import WaitingQueue
+
+
+class Running:
+    """The running sequences in the order of admission. A preempted one goes back to `waiting`.
+
+    tokens_per_step: the most tokens that a step computes
+    """
+
+    def __init__(self, manager: BlockManager, waiting: WaitingQueue, tokens_per_step: int) -> None:
+        self.manager = manager
+        self._waiting, self._tokens_per_step = waiting, tokens_per_step
+        self.sequences: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_swaps = 0  # preemptions that kept the KV in host pages
+        self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
+
+    # --- how a sequence begins to run
+
+    def is_refused(self, seq: Sequence) -> bool:
+        """Whether this sequence is the one that did not fit."""
+        return self._refused is not None and self._refused[0] is seq
+
+    def was_refused(self, seq: Sequence) -> bool:
+        """Whether it did not fit and no page was freed since. Then its prompt need not be hashed again."""
+        return self._refused is not None and self.is_refused(seq) and self.manager.num_free_blocks <= self._refused[1]
+
+    def waits_for_prefix(self, seq: Sequence, step_number: int) -> bool:
+        """Whether a running sequence is computing pages that this one begins with."""
+        if seq.is_swapped or not self.sequences:
+            return False
+        if seq.retry_step > step_number:
+            return True
+        _, num_pending = self.manager.match(seq.tokens, salt=seq.salt)
+        if not num_pending:
+            return False
+        # They take at least this many steps (of one page all tokens but one may be computed already). An earlier look
+        # would only hash the prompt again.
+        num_missing = num_pending - self.manager.block_size + 1
+        seq.retry_step = step_number + max(-(-num_missing // self._tokens_per_step), 1)
+        return True
+
+    def find_pages(self, seq: Sequence, step: Step) -> bool:
+        """Takes pages for all known tokens. Where they do not fit, nothing changes and the result is False."""
+        num_running = self.manager.watermark_blocks = len(self.sequences)
+        try:
+            if seq.is_swapped:
+                self._swap_in(seq, step)
+            else:
+                self._allocate(seq)
+        except OutOfBlocks:
+            if not num_running:
+                raise  # pages are held outside of the engine: there is nothing to wait for
+            self._refused = seq, self.manager.num_free_blocks
+            return False
+        seq.num_in_pages = seq.num_tokens
+        return True
+
+    def _allocate(self, seq: Sequence) -> None:
+        num_hits = self.manager.allocate(seq.id, seq.tokens, salt=seq.salt)
+        seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last token is computed for its logits, cached or not
+        if seq.num_cached < 0:
+            seq.num_cached = num_hits
+
+    def _swap_in(self, seq: Sequence, step: Step) -> None:
+        """Brings its KV back to the device, with room for the tokens that its pages do not hold yet."""
+        num_pages, num_running = -(-seq.num_tokens // self.manager.block_size), len(self.sequences)
+        if num_running and num_pages > self.manager.num_free_blocks - num_running:
+            raise OutOfBlocks
+        pairs = self.manager.swap_in(seq.id)
+        self.manager.append(seq.id, seq.tokens[self.manager.num_tokens(seq.id) :])
+        step.swap_in = pairs if step.swap_in is None else np.concatenate((step.swap_in, pairs))
+        seq.is_swapped = False
+
+    def add(self, seq: Sequence) -> None:
+        """Adds a sequence that has its pages."""
+        self.sequences.append(seq)
+        seq.call.num_running += 1
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = time.perf_counter()
+
+    # --- how it stops
+
+    def retire(self) -> None:
+        """Releases sequences whose last token is being sampled: they need no page any more."""
+        ended = [seq for seq in self.sequences if seq.num_tokens == seq.max_num_tokens]
+        if ended:
+            self.release(ended)
+
+    def release(self, sequences: list[Sequence]) -> None:
+        """Removes these sequences and frees their pages."""
+        self.manager.free_batch([seq.id for seq in sequences])
+        for seq in sequences:
+            seq.num_in_pages = 0
+            seq.call.num_running -= 1
+        self.sequences = [seq for seq in self.sequences if seq.num_in_pages]
+
+    def preempt(self, seq: Sequence, reason: str) -> np.ndarray | None:
+        """Takes its pages away; returns which of them are to be copied to host pages, if any."""
+        self.sequences.remove(seq)
+        seq.preempted_for, pairs = reason, None
+        try:
+            pairs = self.manager.swap_out(seq.id)
+            seq.is_swapped = True
+            self.num_swaps += 1
+        except OutOfBlocks:  # of host pages
+            self.manager.free(seq.id)
+            seq.num_computed = 0
+        seq.num_in_pages = 0
+        seq.num_preemptions += 1
+        seq.call.num_running -= 1
+        self.num_preemptions += 1
+        self._waiting.put_back(seq)
+        return pairs
+
+    def first_to_lose(self) -> Sequence:
+        """The sequence to preempt when there is no page: of the largest priority value, the one admitted last."""
+        return max(reversed(self.sequences), key=lambda seq: seq.priority)
+
+    def who_yields_to(self, head: Sequence) -> Sequence | None:
+        """The sequence whose place the next waiting one (`head`) is to have: one that head's priority precedes, or,
+        where nothing of head's call runs, one of a call that has several. Of equals the one admitted last."""
+
+        def claim(seq: Sequence) -> tuple[int, int]:
+            """How much rather than others this sequence must yield; (0, 0): not at all."""
+            is_shared = seq.priority == head.priority and not head.call.num_running and seq.call.num_running > 1
+            return max(seq.priority - head.priority, 0), seq.call.num_running if is_shared else 0
+
+        last = max(reversed(self.sequences), key=claim, default=None)
+        return None if last is None or claim(last) == (0, 0) else last
+
+    def clear(self) -> None:
+        """Forgets all running sequences; their pages are freed elsewhere."""
+        for seq in self.sequences:
+            seq.call.num_running = 0
+        self.sequences, self._refused = [], None

@@ -1,0 +1,104 @@
+"""What an engine may know of a model, and what it calls: the same for every family of models.
+
+A family's own configuration is a Spec with more fields; families.py lists the families.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from pagedkv import Tensor
+
+from . import ITEM_BYTES
+
+
+class KVLayer(NamedTuple):
+    """What a layer keeps of each token: so many keys, and as many values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(ABC):
+    family: str  # a name in families.py
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    dtype: str  # of the files
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    @abstractmethod
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """By layer."""
+
+    @property
+    def max_positions(self) -> int:
+        """The largest max_model_len."""
+        return self.max_position_embeddings
+
+    @property
+    @abstractmethod
+    def buffer_size(self) -> int:
+        """The numbers that a step keeps of each of its tokens while it is computed."""
+
+    def page_bytes(self, kv_cache_dtype: str, block_size: int) -> int:
+        """Of a page of the KV cache: keys and values of all layers."""
+        numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.kv_layers)
+        return numbers * block_size * ITEM_BYTES[kv_cache_dtype]
+
+    def fingerprint(self) -> str:
+        """A digest of all that the KV of a prompt depends on besides the weights, in hexadecimal."""
+        kept = replace(self, eos_token_ids=frozenset())
+        return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the layers must know of a step: int32 arrays on the model's device (see BlockManager.prepare)."""
+
+    token_ids: Any  # [num_tokens]
+    positions: Any  # [num_tokens]
+    slot_mapping: Any  # [num_tokens], -1: the token's KV is in the cache already
+    block_tables: Any  # [num_seqs, max_blocks]
+    context_lens: Any  # [num_seqs]
+    cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
+    max_seqlen_q: int
+    plans: dict[tuple[int, int], Tensor]  # see Model.allocate_plans
+
+
+class Model(Protocol):
+    """A model on its device. It allocates nothing in a step."""
+
+    def allocate_buffers(self, num_tokens: int) -> Any:
+        """Memory for steps of up to so many tokens."""
+
+    def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
+        """Memory for attention's plans of a batch of up to this size (see plan_attention), by the windows of the
+        layers. With it in the batch, forward() plans once for all layers; without, each call of attention does."""
+
+    def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
+        """Chooses how a GPU computes products of these numbers of tokens, and rows of logits: see ops.tune_linear."""
+
+    def forward(
+        self,
+        batch: Batch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        buffers: Any,
+        last_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
+        tokens. Writes the KV of all tokens into the caches."""
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """float32 [num_rows, vocab_size]"""
+
+    def sample(
+        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
+    ) -> Tensor:
+        """The tokens that ops.sample draws from logits(hidden): int32 [num_rows]. `logits` is scratch memory."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-import pagedkv
-from pagedkv import Event, Graph, Stream, Tensor, ops
+import pagedkv._C as ops
+from pagedkv import CudaError, Event, Graph, Stream, Tensor
 
 COLD_BYTES, MIN_CALLS = 192 << 20, 2  # of operands and calls in a graph: more bytes than a cache holds
 NUM_WINDOWS = 7  # timed replays of each graph; their median counts
@@ -150,7 +150,7 @@ def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, a
         with graph.capture(stream):
             for i in range(max(MIN_CALLS, len(layers))):
                 ops.linear(x, layers[i % len(layers)], add_to_out=add_to_out, out=out)
-    except pagedkv.CudaError:
+    except CudaError:
         return None
     return graph
 

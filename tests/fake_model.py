@@ -20,10 +20,9 @@ from pagedkv.engine.cache import kv_caches
 from pagedkv.engine.cache.kv_caches import KVCaches
 from pagedkv.engine.runner import graphs, model_runner, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.engine.runner.step_memory import StepInputs
 from pagedkv.engine.sampling import sampler, sampling_options
 from pagedkv.engine.scheduling.scheduler import Scheduler
-from pagedkv.engine.scheduling.step import Step
+from pagedkv.engine.scheduling.step import Step, StepInputs
 from pagedkv.models.spec import KVLayer
 
 NOBODY = -5  # the stamp of a slot that is taken and not written yet

@@ -56,7 +56,7 @@ class Wrapped:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
-    def text_stream(self, *, skip_special_tokens: bool):
+    def text_stream(self, *, skip_special_tokens: bool = True):
         return text_streams(self.tokenizer, skip_special_tokens=skip_special_tokens)()
 
 

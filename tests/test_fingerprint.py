@@ -69,7 +69,7 @@ def test_any_bit_of_any_tensor_counts(folder, seed):
 
 def test_tensors_longer_than_a_piece(folder, monkeypatch, seed):
     """The last bytes of each piece, too."""
-    monkeypatch.setattr("pagedkv.models.fingerprint.PIECE_BYTES", 1000)
+    monkeypatch.setattr("pagedkv.models.weights.PIECE_BYTES", 1000)
     weights, rng = random_weights(TINY), random.Random(seed)
     prints = {print_of(folder)}
     bits = weights["model.embed_tokens.weight"].view(np.uint8).reshape(-1)

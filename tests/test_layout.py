@@ -1,5 +1,6 @@
-"""A folder is a dependency rule: what may include what, and what the built binary needs and shows."""
+"""A folder is a dependency rule: what may include or import what, and what the built binary needs and shows."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -163,6 +164,78 @@ def test_a_circle_would_be_found():
 @pytest.mark.parametrize("folder, suffix", [("py", ".c"), ("ops", ".c"), ("cpu", ".c"), ("cuda", ".cu")])
 def test_no_files_call_each_other_in_a_circle(folder, suffix):
     assert circle(calls(folder, suffix)) == []
+
+
+# --- Python: which module imports which, within functions and for type checkers, too
+
+# What lies in a folder, or is a module, may import what stands above it and its own folder's modules. All that is named
+# before its folder stands apart from it.
+ORDER = (
+    "pagedkv.checks", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress", "pagedkv.torch", "pagedkv.models",
+    "pagedkv.engine.sampling_params", "pagedkv.engine.options", "pagedkv.engine.outputs", "pagedkv.engine.text",
+    "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",
+    "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.compat", "pagedkv.integrations", "pagedkv.cli", "pagedkv",
+)  # fmt: skip
+# These show names of modules that stand below, and import them when a name is used first.
+FACADES = {"pagedkv", "pagedkv.engine", "pagedkv.ops"}
+PYTHON = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "pagedkv").rglob("*.py"))
+}
+
+
+def imports_of(module: str, text: str) -> set[str]:
+    """The modules of pagedkv that this one imports. `import_module` is for the facades."""
+    package = module if PYTHON[module].name == "__init__.py" else module.rpartition(".")[0]
+    nodes = list(ast.walk(ast.parse(text)))
+    if module in FACADES:
+        shown = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+        hidden = {inner for node in shown for inner in ast.walk(node)}
+        nodes = [node for node in nodes if node not in hidden]
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for name in node.names:  # a module, or a name within one
+                whole = f"{base}.{name.name}"
+                found.add(whole if whole in PYTHON else base)
+    return {name for name in found if name in PYTHON and name != module}
+
+
+IMPORTS = {module: imports_of(module, path.read_text()) for module, path in PYTHON.items()}
+
+
+def place(module: str) -> int:
+    """Where it stands in ORDER."""
+    return next(i for i, name in enumerate(ORDER) if module == name or module.startswith(f"{name}."))
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert len(IMPORTS) > 90 and sum(map(len, IMPORTS.values())) > 200
+    assert circle(IMPORTS) == []
+
+
+def test_no_import_goes_up():
+    assert {(m, name) for m, names in IMPORTS.items() for name in names if name != "pagedkv" and place(name) > place(m)} == set()
+
+
+def test_an_import_within_a_function_would_be_found():
+    text = "if TYPE_CHECKING:\n    from ..core import EngineCore\ndef f():\n    from pagedkv.engine import llm\n"
+    assert imports_of("pagedkv.engine.text.chat", text) == {"pagedkv.engine.core", "pagedkv.engine.llm"}
+
+
+def test_the_engine_names_no_family_of_models():
+    """Its code: families.py alone knows them. What people read may have a name as an example."""
+    for module, path in PYTHON.items():
+        if module.startswith("pagedkv.engine"):
+            names = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Name, ast.Attribute))}
+            assert not [name for name in names if "qwen" in name.lower()], module
+            assert not [name for name in IMPORTS[module] if "qwen" in name or name == "pagedkv.models.config"], module
 
 
 def test_the_environment_is_read_at_import_only():

@@ -21,7 +21,7 @@ from pagedkv import ops
 
 torch = pytest.importorskip("torch", reason="vLLM's backends take torch tensors")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-NAMES = "vllm", "vllm_0_26"
+NAMES = "vllm", "vllm.backend", "vllm.v0_26"
 BLOCK = 16
 
 
@@ -41,7 +41,7 @@ def integration(request):
         yield module
     for name in NAMES:
         sys.modules.pop(f"pagedkv.integrations.{name}", None)
-        vars(pagedkv.integrations).pop(name, None)
+    vars(pagedkv.integrations).pop("vllm", None)
 
 
 def registry():
@@ -265,7 +265,7 @@ def test_a_graph_serves_every_batch_that_fits(integration, torch, rng):
 
 
 def test_refusals(integration, rng):
-    impl, builder, server = integration.PagedKVImpl, make_builder("cpu"), Server(rng, "cpu")
+    impl, builder, server = integration.backend.PagedKVImpl, make_builder("cpu"), Server(rng, "cpu")
     common = server.batch(np.ones(NUM_REQUESTS, int))
     with pytest.raises(NotImplementedError, match="(?i)attn_type is .*encoder_only"):
         impl(4, 64, 1.0, 2, attn_type=sys.modules["vllm.v1.attention.backend"].AttentionType.ENCODER_ONLY)
@@ -383,8 +383,9 @@ def test_the_entry_point():
         pytest.skip("the sources are not here")
     project = tomllib.loads((root / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["vllm.general_plugins"] == {"pagedkv": "pagedkv.integrations.vllm:register"}
-    for name in ("pagedkv.compat.vllm_ops", "pagedkv.integrations.vllm", "pagedkv.integrations.vllm_0_26"):
-        assert importlib.util.find_spec(name)
+    assert importlib.util.find_spec("pagedkv.compat.vllm_ops")
+    (folder,) = importlib.util.find_spec("pagedkv.integrations.vllm").submodule_search_locations
+    assert {path.name for path in Path(folder).glob("*.py")} == {"__init__.py", "backend.py", "v0_26.py"}
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")

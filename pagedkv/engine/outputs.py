@@ -8,8 +8,6 @@ from html import escape
 
 import numpy as np
 
-from .scheduling.sequence import Sequence
-
 
 # These three are not frozen: one of each is made for every streamed token, and frozen ones take three times as long.
 @dataclass(slots=True)
@@ -128,14 +126,14 @@ class Latencies:
     tpot: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     queue: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def add(self, seq: Sequence) -> None:
-        """An answer that has ended."""
-        if seq.first_token_time is None or seq.first_scheduled_time is None or seq.finish_time is None:
+    def add(self, start: float, scheduled: float | None, first: float | None, end: float | None, count: int) -> None:
+        """An answer of so many tokens: the times of its request, its first step, its first token and its end."""
+        if first is None or scheduled is None or end is None:
             return  # with an error, or aborted
-        self.ttft.append(seq.first_token_time - seq.start_time)
-        self.queue.append(seq.first_scheduled_time - seq.start_time)
-        if len(seq.new_tokens) > 1:
-            self.tpot.append((seq.finish_time - seq.first_token_time) / (len(seq.new_tokens) - 1))
+        self.ttft.append(first - start)
+        self.queue.append(scheduled - start)
+        if count > 1:
+            self.tpot.append((end - first) / (count - 1))
 
 
 def percentiles(values: deque[float]) -> dict[str, float]:

@@ -7,11 +7,13 @@ relative and which they cover without a gap. A large model has several such file
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
 import os
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -24,7 +26,6 @@ from pagedkv import Event, ops
 
 from . import ITEM_BYTES
 from .files import CheckpointError, find_weights, refuse_pointer
-from .fingerprint import fingerprint
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Every dtype of the format, supported or not: the tensors must fill their file.
@@ -37,6 +38,7 @@ ITEM_BITS = (
 )
 MAX_HEADER_BYTES = 100_000_000
 STAGING_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20  # of a fingerprint: read by one thread at a time
 
 
 class Entry(NamedTuple):
@@ -271,3 +273,18 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
 
 def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]:
     return {file.path: file.stamp for file in files.values()}
+
+
+def fingerprint(files: Mapping[str, SafetensorsFile]) -> str:
+    """A name for a model's weights, which any change of them changes: SHA-256 over the names, dtypes, shapes and all
+    bytes of the tensors, in hexadecimal. How they are spread over files does not count. A core reads 1 to 2 GB/s, and all cores read at once."""
+    names, pieces = hashlib.sha256(), []
+    for name, file in sorted(files.items(), key=lambda each: each[0]):
+        entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]
+        names.update(repr((name, entry.dtype, entry.shape)).encode())
+        content = file.content(entry.name)
+        pieces += [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+    with ThreadPoolExecutor() as pool:
+        for digest in pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces):
+            names.update(digest)
+    return names.hexdigest()

@@ -146,7 +146,8 @@ class RequestBook:
         news = list(finished)
         for seq in finished:
             seq.owner.num_ended += 1
-            self._latencies.add(seq)
+            times = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
+            self._latencies.add(*times, len(seq.new_tokens))
         if self._num_followed:
             news += [
                 seq for seq in step.receivers

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagedkv import Graph, ops
 
-from .step_memory import StepInputs
+from ..scheduling.step import StepInputs
 
 GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)

@@ -30,9 +30,9 @@ from pagedkv.progress import progress_bar
 from ..cache.kv_caches import KVCaches
 from ..sampling.prompt_outputs import PromptOutputs
 from ..sampling.sampler import Sampler
-from ..scheduling.step import Step
+from ..scheduling.step import Step, StepInputs
 from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
-from .step_memory import StepInputs, StepMemory
+from .step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ last one. On the CPU there is one set, which the model reads in place.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from pagedkv import Tensor, ops
 from pagedkv.models.spec import Batch
 
-from ..scheduling.step import Step
+from ..scheduling.step import Step, StepInputs
 
 NO_TABLE = np.empty((0, 0), np.int32)
 
@@ -149,18 +148,6 @@ def pad(arrays: Arrays, num_seqs: int) -> None:
 
 
 ALIGN = 64  # bytes, to which each array of a step is aligned
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The arrays of a step on the device. The next step overwrites them."""
-
-    batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    last_tokens: Tensor | None  # [num_rows] tokens after which one is sampled; None: all
-    temperatures: Tensor  # [num_rows] float32
-    seeds: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] of the tokens to be sampled
-    needs_logits: bool  # whether logits are written before anything is sampled
 
 
 class Arrays:

@@ -15,9 +15,9 @@ import numpy as np
 from pagedkv import Tensor, ops
 from pagedkv.models.spec import Model
 
-from ..runner.step_memory import StepInputs
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.sequence import Sequence
+from ..scheduling.step import StepInputs
 from .logit_edits import LogitEdits
 from .sampling_options import SamplingOptions
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagedkv import BlockManager, OutOfBlocks
+from pagedkv import BlockManager, OutOfBlocks, Tensor
+from pagedkv.models.spec import Batch
 
 from .sequence import Sequence
 
@@ -98,6 +99,18 @@ class Step:
         for seq, end in zip(decodes, ends, strict=True):
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The arrays of a step on the device. The next step overwrites them."""
+
+    batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
+    last_tokens: Tensor | None  # [num_rows] tokens after which one is sampled; None: all
+    temperatures: Tensor  # [num_rows] float32
+    seeds: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] of the tokens to be sampled
+    needs_logits: bool  # whether logits are written before anything is sampled
 
 
 class SteadyBatch:

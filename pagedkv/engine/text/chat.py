@@ -10,6 +10,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from pagedkv.models.files import read_json
+
 from .messages import (
     REASONING,
     Chat,
@@ -48,8 +50,9 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """From chat_template.jinja and additional_chat_templates/, or chat_template.json, or tokenizer_config.json.
         A folder without any has no templates; then render() needs one."""
-        config = _read_json(folder / "tokenizer_config.json")
-        found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
+        config = read_json(folder / "tokenizer_config.json", missing={})
+        older = read_json(folder / "chat_template.json", missing={})
+        found = config.get("chat_template") or older.get("chat_template") or {}
         if isinstance(found, str):
             found = {"default": found}
         elif isinstance(found, list):  # of {"name", "template"}
@@ -179,18 +182,6 @@ def encode_chats(
         check_text_only(chat)
     texts = [template.render(chat, **options) for chat in plain_chats]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds no JSON object")
-    return value
 
 
 MAX_CHARS = 1 << 26  # of a rendered chat

@@ -9,14 +9,14 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-from pagedkv.integrations import vllm
+from . import backend
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
-class PagedKVMetadataBuilder(vllm.PagedKVMetadataBuilder):
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> vllm.PagedKVMetadata:
+class PagedKVMetadataBuilder(backend.PagedKVMetadataBuilder):
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> backend.PagedKVMetadata:
         """A graph that also serves prefills is captured with many requests and their max_query_len, but may be replayed
         for a single request that has all of the tokens."""
         metadata = self.build(0, common_attn_metadata)
@@ -25,7 +25,7 @@ class PagedKVMetadataBuilder(vllm.PagedKVMetadataBuilder):
         return metadata
 
 
-class PagedKVBackend(vllm.PagedKVBackend):
+class PagedKVBackend(backend.PagedKVBackend):
     @staticmethod
     def get_builder_cls() -> type[PagedKVMetadataBuilder]:
         return PagedKVMetadataBuilder
@@ -50,6 +50,7 @@ class PagedKVBackend(vllm.PagedKVBackend):
 def register() -> None:
     """0.26.0 has one name for foreign backends, CUSTOM: PAGEDKV becomes an alias of it."""
     if AttentionBackendEnum.CUSTOM.is_overridden():
-        raise RuntimeError(f"{vllm.NAME}: vLLM's CUSTOM backend is taken by {AttentionBackendEnum.CUSTOM.get_path()}")
+        taken_by = AttentionBackendEnum.CUSTOM.get_path()
+        raise RuntimeError(f"{backend.NAME}: vLLM's CUSTOM backend is taken by {taken_by}")
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedKVBackend.__name__}")
-    AttentionBackendEnum._member_map_[vllm.NAME] = AttentionBackendEnum.CUSTOM
+    AttentionBackendEnum._member_map_[backend.NAME] = AttentionBackendEnum.CUSTOM

@@ -17,8 +17,8 @@ from tiny_engine import GREEDY, generate
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids
+from pagedkv.engine import options as engine_options
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.requests import prompts
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_token_id_out_of_range_fails_alone(llm, bad, position):
     ids[position] = bad
     with pytest.raises(ValueError, match="ids"):
         _pack_ids(ids, 7)
-    llm._maker._spec = replace(llm.config, vocab_size=7)
+    llm._client.spec = replace(llm.config, vocab_size=7)
     good, failed = generate(llm, [[1, 2], ids], GREEDY)
     assert good.error is None and failed.finish_reason == "error" and failed.prompt_token_ids == ids
     assert str(failed.error) == f"token id {bad} is not in 0..6"
@@ -207,10 +207,10 @@ def test_devices_and_dtypes_of_other_libraries(folder):
 @pytest.mark.parametrize(("num_gpus", "chosen"), [(0, "cpu"), (1, "cuda:0"), (8, "cuda:0")])
 def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, num_gpus, chosen):
     """Without a word of the user's; no GPU is asked for where there is none."""
-    monkeypatch.setattr(prompts.ops, "build_info", lambda: {"cuda_devices": num_gpus})
-    monkeypatch.setattr(prompts, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
-    assert prompts.find_device(EngineOptions().device) == chosen
-    assert prompts.find_device("cpu") == prompts.find_device("cpu:0") == "cpu"
+    monkeypatch.setattr(engine_options.ops, "build_info", lambda: {"cuda_devices": num_gpus})
+    monkeypatch.setattr(engine_options, "Stream", lambda device: SimpleNamespace(device={"cuda": "cuda:0"}[device]))
+    assert engine_options.find_device(EngineOptions().device) == chosen
+    assert engine_options.find_device("cpu") == engine_options.find_device("cpu:0") == "cpu"
 
 
 def test_an_engine_without_a_device_is_where_auto_is(folder):
@@ -218,7 +218,7 @@ def test_an_engine_without_a_device_is_where_auto_is(folder):
         made = make(folder, num_blocks=64)
         try:
             engine = getattr(made, "engine", made)
-            assert engine.device == prompts.find_device("auto")
+            assert engine.device == engine_options.find_device("auto")
             sizes = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
             assert sizes == ((64, 2048) if engine.device == "cpu" else (256, 16384))
         finally:

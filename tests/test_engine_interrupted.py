@@ -103,7 +103,7 @@ def test_an_error_while_the_last_token_is_taken(folder, monkeypatch, end, error)
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-@pytest.mark.parametrize("where", [(Detokenizer, "push"), (Request, "note"), (SimpleQueue, "put")], ids=lambda w: w[1])
+@pytest.mark.parametrize("where", [(Detokenizer, "push"), (Request, "update"), (SimpleQueue, "put")], ids=lambda w: w[1])
 def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kind):  # noqa: F811
     """At any token: the text and the ids of the whole answer are as they are without it."""
     owner, name = where
@@ -115,10 +115,10 @@ def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kin
     def answer(llm) -> tuple:
         """What all outputs say together."""
         box, tokens, text, logprobs = Box(), [], "", []
-        request = llm._maker.make("abc", params, box, Call(), output_kind=kind)
-        llm._core.submit([request])
+        reply = llm._client.prepare("abc", params, box, output_kind=kind)
+        llm._client.submit([reply])
         while True:
-            output = box.get(timeout=20).output()
+            output = reply.output(box.get(timeout=20))
             if kind is RequestOutputKind.DELTA:
                 tokens, text, logprobs = tokens + output.token_ids, text + output.text, logprobs + output.logprobs
             else:

@@ -18,8 +18,10 @@ from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
+from pagedkv.engine.requests.reply import Reply
 from pagedkv.engine.requests.request import Request
 from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.text.detokenizer import Detokenizer
 from pagedkv.engine.text.tokenizer import Tokenizer
 
 
@@ -211,12 +213,12 @@ def test_several_threads_in_step(folder):  # noqa: F811
 
 
 class Watched(list):
-    """A list that counts who walks through it, or copies a part of it."""
+    """A list that counts who walks through it, or copies more than its last entry."""
 
     walks = 0
 
     def __getitem__(self, index):
-        self.walks += isinstance(index, slice)
+        self.walks += isinstance(index, slice) and len(range(*index.indices(len(self)))) > 1
         return super().__getitem__(index)
 
     def __iter__(self):
@@ -225,29 +227,28 @@ class Watched(list):
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_telling_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
-    """In the engine's thread. The reader, in its own, makes texts and lists, and joins each piece of text once."""
-    params = SamplingParams(max_tokens=5000, ignore_eos=True, output_kind=kind, logprobs=0)
-    box = SimpleQueue()
-    request = Request("a", "x", [3], params, box, kind, Tokenizer(folder), 0.0)
+def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
+    """In the engine's thread. The reader, in its own, makes texts and lists."""
+    params, tokenizer = SamplingParams(max_tokens=5000, ignore_eos=True, output_kind=kind, logprobs=0), Tokenizer(folder)
+    box, is_streamed = SimpleQueue(), kind is not RequestOutputKind.FINAL_ONLY
+    request = Request("a", params, box, is_streamed)
+    reply = Reply(request, "x", [3], kind, tokenizer, 0.0)
     seq = Sequence(0, [3], params, 0, frozenset(), 0.0)
     seq.owner, request.sequences = request, [seq]
-    request.prepare_text()
     tokens, logprobs = seq.new_tokens, seq.logprobs = Watched(), Watched()
-    pieces = Watched()
-    if seq.detokenizer is not None:
-        seq.detokenizer._pieces = pieces
+    seq.detokenizer = Detokenizer(tokenizer.text_stream()) if is_streamed else None
     for number in range(100):
         logprobs.append({number % 9: -1.0})
         seq.append(number % 9, 0.0)
-        increment = request.note([seq])
-        box.put(increment)
-        increment.mark_told()
-    assert tokens.walks == logprobs.walks == pieces.walks == 0
-    if kind is RequestOutputKind.FINAL_ONLY:
+        if is_streamed:
+            box.put(request.update([seq]))
+            request.mark_sent([seq])
+            assert seq.detokenizer.text == ""
+    assert tokens.walks == logprobs.walks == 0
+    if not is_streamed:
         return
-    outputs = [box.get().output() for _ in range(100)]
-    text = seq.detokenizer.text
+    outputs = [reply.output(box.get()) for _ in range(100)]
+    text = tokenizer.decode(list(tokens))
     for number, output in enumerate(outputs):
         is_delta = kind is RequestOutputKind.DELTA
         assert output.text == (text[number : number + 1] if is_delta else text[: number + 1])

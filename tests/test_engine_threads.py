@@ -53,7 +53,7 @@ def is_empty(llm: Engine) -> bool:
     settle(llm)
     llm.manager.check()
     return not (llm.manager.stats()["used"] or len(llm.manager) or llm.has_unfinished_requests() or llm.scheduler.has_work
-                or len(llm._book) or llm._book._by_id or llm._book._num_followed)  # fmt: skip
+                or len(llm._book) or llm._book._by_id or llm._book._num_streamed)  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "swap_space": 1 << 20}], ids=str)
@@ -151,7 +151,7 @@ def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
 
         def counted(step, learn):
             launched.append({seq.owner.id for seq in step.sequences})
-            told.append(llm._mailbox._news.qsize())
+            told.append(llm._mailbox._updates.qsize())
             if len(launched) - 1 in arrivals:
                 thread = threading.Thread(target=lambda: short_ids.append(llm.add_request([5], short)))
                 thread.start()
@@ -210,13 +210,13 @@ def test_a_step_makes_one_object_per_reader(folder):
         gc.collect()
         gc.disable()
         try:
-            before, num_items = len(gc.get_objects()), llm._mailbox._news.qsize()
+            before, num_items = len(gc.get_objects()), llm._mailbox._updates.qsize()
             for _ in range(num_steps):
                 llm._core.step()
             grown = len(gc.get_objects()) - before
         finally:
             gc.enable()
-        assert llm._mailbox._news.qsize() - num_items == num_steps * num_readers
+        assert llm._mailbox._updates.qsize() - num_items == num_steps * num_readers
     assert num_steps * num_readers <= grown < 1.5 * num_steps * num_readers
 
 

@@ -70,7 +70,7 @@ def by_hand(llm: Engine) -> Engine:
 
 def news_of(llm: Engine) -> list[RequestOutput]:
     """What requests made by add_request() have been told, without waiting."""
-    return [llm._mailbox._news.get().output() for _ in range(llm._mailbox._news.qsize())]
+    return [] if llm._mailbox._updates.empty() else llm._mailbox.receive()
 
 
 def generate(llm: LLM, prompts, params=None):

@@ -6,24 +6,21 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
-from functools import cached_property, partial
+from functools import partial
 from inspect import signature
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from pagedkv.models.pooling import read_normalizes
-
-from . import embedding
+from .client import EMBED
 from .engine import Engine
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt, read_prompt
-from .requests.request import Increment
-from .sampling_params import RequestOutputKind, SamplingParams
-from .scheduling.sequence import Call
-from .text.chat import encode_chats
+from .requests.request import Update
+from .sampling_params import SamplingParams
+from .text.chat import ChatOptions, encode_chats
 from .text.tokenizer import LONG_TEXT
 
 
@@ -34,10 +31,10 @@ class _Stream:
 
     def __init__(self, bell: _Bell) -> None:
         self._bell, self.loop = bell, bell.loop
-        self._items: deque[Increment] = deque()  # the engine's thread adds to them, then wake() is called in the loop
+        self._items: deque[Update] = deque()  # the engine's thread adds to them, then wake() is called in the loop
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Increment) -> _Bell:
+    def put(self, item: Update) -> _Bell:
         self._items.append(item)
         self._bell.streams.append(self)
         return self._bell
@@ -46,7 +43,7 @@ class _Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> Increment:
+    async def get(self) -> Update:
         while not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -104,7 +101,7 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of a request: after every step that adds to it, or one at the end, as
         SamplingParams.output_kind says. The arguments are those of Engine.add_request()."""
-        return self._follow(prompt, params, priority=priority, salt=salt, request_id=request_id)
+        return self._outputs(prompt, params, priority=priority, salt=salt, request_id=request_id)
 
     async def chat(
         self,
@@ -112,63 +109,46 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        tools: SequenceOf[Mapping[str, Any]] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
         priority: int = 0,
         salt: bytes = b"",
+        **options: Unpack[ChatOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of the answer to a chat, as generate() does. LLM.chat() describes the options. The
         template runs in another thread."""
-        encode = partial(
-            encode_chats, self.engine.folder, self.engine.tokenizer, [messages], tools=tools,
-            enable_thinking=enable_thinking, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-        )  # fmt: skip
-        (token_ids,) = await asyncio.to_thread(encode)
-        outputs = self._follow(token_ids, params, priority=priority, salt=salt, request_id=request_id)
+        folder, tokenizer = self.engine.folder, self.engine.tokenizer
+        (token_ids,) = await asyncio.to_thread(encode_chats, folder, tokenizer, [messages], options)
+        outputs = self._outputs(token_ids, params, priority=priority, salt=salt, request_id=request_id)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
     async def embed(self, prompt: Prompt, *, priority: int = 0, salt: bytes = b"") -> EmbeddingOutput:
         """The vector of a text, as LLM.embed() makes it."""
-        normalizes = self._normalizes
-        outputs = self._follow(
-            prompt, embedding.PARAMS, priority=priority, salt=salt, output_kind=RequestOutputKind.FINAL_ONLY,
-            wants_embedding=True,
-        )  # fmt: skip
+        outputs = self._outputs(prompt, EMBED, priority=priority, salt=salt, wants_embedding=True)
         async with aclosing(outputs):
             output: EmbeddingOutput = await anext(outputs)
-        return embedding.with_length_1(output) if normalizes else output
+        return output
 
-    @cached_property
-    def _normalizes(self) -> bool:
-        return read_normalizes(self.engine.folder)
-
-    async def _follow(
+    async def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """The outputs of a request. The options are those of RequestMaker.make()."""
+        """The outputs of a request. The options are those of EngineClient.prepare()."""
         if self._is_closed:
             raise RuntimeError("this AsyncEngine is closed")
-        core, stream = self.engine._core, _Stream(self._bell())
-        make = partial(self.engine._maker.make, prompt, params, stream, Call(), **options)
+        client, stream = self.engine._client, _Stream(self._bell())
+        prepare = partial(client.prepare, prompt, params, stream, **options)
         _, served = read_prompt("prompt", prompt)
         is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
-        request = await asyncio.to_thread(make) if is_long else make()
-        core.submit([request])
+        reply = await asyncio.to_thread(prepare) if is_long else prepare()
+        client.submit([reply])
         try:
             while True:
-                item = await stream.get()
-                yield item.output()
-                if item.is_last:
+                update = await stream.get()
+                yield reply.output(update)
+                if update.is_last:
                     return
         finally:  # cancelled, too
-            core.abort([request])
+            client.cancel([reply])
 
     def _bell(self) -> _Bell:
         loop = asyncio.get_running_loop()
@@ -184,6 +164,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The engine's statistics: see Engine.stats()."""
         return self.engine.stats()
+
+    def health(self) -> None:
+        """Raises RuntimeError where nothing can be served any more: see Engine.health()."""
+        self.engine.health()
 
     # --- the end
 

@@ -1,4 +1,4 @@
-"""The parts of an engine (model, KV cache, runner, scheduler), made from a folder and options."""
+"""Makes an engine (model, KV cache, runner, scheduler) of a folder and options."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
@@ -21,36 +19,19 @@ from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 
 from .cache.pool import pages_of_memory, pages_on_cpu, pages_on_gpu
+from .client import EngineClient
+from .core import EngineCore
 from .options import KV_CACHE_DTYPES, EngineOptions, find_device
 from .runner.model_runner import ModelRunner
 from .sampling.default_params import read_default_params
-from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class EngineParts:
-    """Made by build_parts()."""
-
-    folder: Path
-    device: str
-    spec: Spec
-    dtype: str
-    kv_cache_dtype: str
-    max_model_len: int
-    tokenizer: Tokenizer
-    default_params: SamplingParams
-    runner: ModelRunner
-    manager: BlockManager
-    scheduler: Scheduler
-    identity: Callable[[], dict[str, str]]  # what a saved cache must agree with: the first call reads all weights
-    memory: dict[str, int] = field(default_factory=dict)  # of a GPU, in bytes, by use
-
-
-def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> EngineParts:
+def build(model: str | os.PathLike[str], options: EngineOptions, owner: str) -> EngineClient:
+    """An engine for a model's folder, ready to serve. `owner` is what its messages call it."""
     device, folder = find_device(options.device), model_folder(model, options.revision)
     spec, tokenizer, default_params = read_spec(folder), Tokenizer(folder), read_default_params(folder)
     ends = spec.eos_token_ids | tokenizer.eos_token_ids()
@@ -111,9 +92,10 @@ def build_parts(model: str | os.PathLike[str], options: EngineOptions) -> Engine
             "block_size": str(options.block_size),
         }
 
-    return EngineParts(
-        folder, device, spec, dtype, kv_cache_dtype, max_model_len, tokenizer, default_params, runner,
-        manager, scheduler, identity, memory.by_name,
+    return EngineClient(
+        core=EngineCore(runner, scheduler, owner), spec=spec, tokenizer=tokenizer, folder=folder, device=device,
+        dtype=dtype, kv_cache_dtype=kv_cache_dtype, default_params=default_params, memory=memory.by_name,
+        seed=options.seed, identity=identity,
     )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from .fault_search import FaultSearch
 from .outputs import EngineCounters
 from .requests.book import RequestBook
-from .requests.request import Increment, Request
+from .requests.fault_search import FaultSearch
+from .requests.request import Request
 from .runner.model_runner import ModelRunner
 from .runner.pipeline import Pipeline
 from .scheduling.scheduler import Scheduler
@@ -40,14 +40,15 @@ class EngineCore:
         owner: the name of the engine's class, for messages
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, vocab_size: int, owner: str) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, owner: str) -> None:
         self.runner: ModelRunner | None = runner  # None: closed
         self.scheduler, self.counters = scheduler, EngineCounters()
-        self.book = RequestBook(scheduler, vocab_size)
+        self.book = RequestBook(scheduler)
         self._owner = owner
         self._faults = FaultSearch()
         self._pipeline = self._new_pipeline(runner)
         self._is_stopping = False
+        self._death: BaseException | None = None  # the error that ended the thread
         self._reset_threads()
         cores.add(self)
         self._start()
@@ -65,11 +66,9 @@ class EngineCore:
 
     def submit(self, requests: list[Request]) -> None:
         """Queues requests that were asked for together. ValueError: one has an id that an unfinished request has."""
-        for request in requests:
-            self.book.prepare(request)
         try:
             self.book.claim(requests)
-            if not self._post(partial(self.book.take, requests)):
+            if not self._post(partial(self.book.add, requests)):
                 raise self._closed()
         except BaseException:  # an interrupt, too
             self.abort(requests)
@@ -115,10 +114,10 @@ class EngineCore:
         if threading.current_thread() is self._thread:
             raise RuntimeError("called from within a step of the engine, by a mask: it would wait for itself")
 
-    def receive(self, mailbox: SimpleQueue[Increment]) -> Any:
-        """Waits for what is new of a request, and returns the output."""
-        self.refuse_own_thread()
-        return mailbox.get().output()
+    def check_health(self) -> None:
+        """Raises RuntimeError where nothing can be served any more."""
+        if self._is_closed:
+            raise self._closed()
 
     def close(self) -> None:
         """Aborts all requests, ends the thread and lets go of the runner. Later requests raise RuntimeError."""
@@ -149,7 +148,9 @@ class EngineCore:
         return True
 
     def _closed(self) -> RuntimeError:
-        return RuntimeError(f"this {self._owner} is closed")
+        error = RuntimeError(f"this {self._owner} is closed")
+        error.__cause__ = self._death
+        return error
 
     # --- the thread
 
@@ -233,7 +234,7 @@ class EngineCore:
             self.book.restart(self._faults.next_group())
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
-        return Pipeline(runner, self.scheduler, self.counters, self.book.received)
+        return Pipeline(runner, self.scheduler, self.counters, self.book.process_step)
 
     def _close(self) -> None:
         with self._lock:  # what comes later is refused, and what came before is done now
@@ -246,7 +247,7 @@ class EngineCore:
     def die(self, error: BaseException) -> None:
         """After an error that no step can be blamed for: whoever waits is told, and nothing is served any more."""
         with self._lock:
-            self._is_closed = True
+            self._is_closed, self._death = True, error
         logger.critical("this %s can serve nothing any more", self._owner, exc_info=error)
         for request in self.book.requests:
             self.book.fail(request, error)

@@ -4,27 +4,72 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from html import escape
 from inspect import Parameter, Signature, signature
+from queue import SimpleQueue
 from typing import Any, Self, cast
 
 from pagedkv.checks import check_names
 
-from .build import build_parts
+from .build import build
 from .cache.pool import Pool
 from .cache.snapshot import open_saved
-from .core import EngineCore
 from .options import EngineOptions, describe
 from .outputs import EngineStats, RequestOutput
-from .requests.mailbox import Mailbox
-from .requests.maker import RequestMaker
 from .requests.prompts import Prompt
+from .requests.reply import Reply
+from .requests.request import Update
 from .runner.model_runner import ModelRunner
 from .sampling_params import SamplingParams
-from .scheduling.sequence import Call
 
 logger = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """Where updates of requests made by add_request() wait for step(). Any thread may add requests and receive."""
+
+    def __init__(self) -> None:
+        self._updates: SimpleQueue[Update] = SimpleQueue()
+        # By Request.key; single operations of a dict are atomic.
+        self._replies: dict[int, Reply] = {}
+        self._expected: dict[int, None] = {}  # a set: which have updates to come
+        self._lock = threading.Lock()  # of the one who waits
+
+    def expect(self, reply: Reply) -> None:
+        """Its updates come here, the last of them for sure."""
+        key = reply.request.key
+        self._replies[key], self._expected[key] = reply, None
+
+    def expect_no_more(self, key: int) -> None:
+        self._expected.pop(key, None)
+        self._replies.pop(key, None)
+
+    @property
+    def expects_anything(self) -> bool:
+        return bool(self._expected) or not self._updates.empty()
+
+    def put(self, update: Update) -> None:
+        self._updates.put(update)
+        if update.is_last:
+            self._expected.pop(update.key, None)
+
+    def receive(self) -> list[RequestOutput]:
+        """The outputs of all updates that are there, of which there is one at least unless nothing is expected. Who
+        comes second waits for the first, because it may take the last there is."""
+        with self._lock:
+            outputs: list[RequestOutput] = []
+            while not outputs and self.expects_anything:
+                self._receive(self._updates.get(), outputs)
+                while not self._updates.empty():
+                    self._receive(self._updates.get(), outputs)
+            return outputs
+
+    def _receive(self, update: Update, outputs: list[RequestOutput]) -> None:
+        reply = self._replies.pop(update.key, None) if update.is_last else self._replies.get(update.key)
+        if reply is not None:  # else add_request() was interrupted: nobody knows of the request
+            outputs.append(cast(RequestOutput, reply.output(update)))
 
 
 class Engine:
@@ -48,17 +93,12 @@ class Engine:
         check_names(type(self).__name__, options, list(signature(EngineOptions).parameters))
         start = time.perf_counter()
         checked = EngineOptions(**options)
-        parts = build_parts(model, checked)
-        self.folder, self.device, self.config = parts.folder, parts.device, parts.spec
-        self.dtype, self.kv_cache_dtype = parts.dtype, parts.kv_cache_dtype
-        self.max_model_len, self.tokenizer, self.memory = parts.max_model_len, parts.tokenizer, parts.memory
-        self.manager, self.scheduler, self.default_params = parts.manager, parts.scheduler, parts.default_params
-        self._core = EngineCore(parts.runner, parts.scheduler, parts.spec.vocab_size, type(self).__name__)
-        self._book, self.counters = self._core.book, self._core.counters
-        self._identity = parts.identity
-        self._maker = RequestMaker(
-            parts.tokenizer, parts.spec, parts.scheduler, parts.default_params, checked.seed, self._book.find
-        )
+        self._client = client = build(model, checked, type(self).__name__)
+        self._core, self._book, self.counters = client.core, client.core.book, client.core.counters
+        self.scheduler, self.manager = client.core.scheduler, client.core.scheduler.manager
+        self.folder, self.device, self.config, self.dtype = client.folder, client.device, client.spec, client.dtype
+        self.kv_cache_dtype, self.max_model_len = client.kv_cache_dtype, self.scheduler.max_model_len
+        self.tokenizer, self.default_params, self.memory = client.tokenizer, client.default_params, client.memory
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
@@ -90,22 +130,21 @@ class Engine:
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
         """
-        request = self._maker.make(
-            prompt, params, self._mailbox, Call(), priority=priority, salt=salt, request_id=request_id
+        reply = self._client.prepare(
+            prompt, params, self._mailbox, priority=priority, salt=salt, request_id=request_id
         )
-        self._mailbox.expect(request)
+        self._mailbox.expect(reply)
         try:
-            self._core.submit([request])
+            self._client.submit([reply])
         except BaseException:
-            self._mailbox.expect_no_more(request)
+            self._mailbox.expect_no_more(reply.request.key)
             raise
-        return request.id
+        return reply.request.id
 
     def abort(self, request_id: str) -> bool:
         """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. Its id is
         free at once. False where no request has this id: it may have ended by itself."""
-        request = self._book.find(request_id)
-        return request is not None and self._core.abort([request])
+        return self._client.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything to wait for, or to return. Requests of generate() and the like do not count."""
@@ -115,7 +154,7 @@ class Engine:
         """Waits until there are new outputs of requests made by add_request(), and returns them: one for each step with
         new tokens or one at the end, as their output_kind says. Empty where no such request is left."""
         self._core.refuse_own_thread()
-        return [cast(RequestOutput, increment.output()) for increment in self._mailbox.take_all()]
+        return self._mailbox.receive()
 
     # --- the pool
 
@@ -128,7 +167,7 @@ class Engine:
         device has too little memory.
         """
         wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
-        self._core.call(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
+        self._client.call(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
@@ -140,8 +179,8 @@ class Engine:
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
         self._pool()  # raises if closed
-        identity = self._identity()
-        return self._core.call(lambda: self._pool().save(path, identity))
+        identity = self._client.identity()
+        return self._client.call(lambda: self._pool().save(path, identity))
 
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
@@ -150,12 +189,12 @@ class Engine:
         either nothing has changed.
         """
         self._pool()  # raises if closed
-        file = open_saved(path, self._identity)
-        return self._core.call(lambda: self._pool().load(file))
+        file = open_saved(path, self._client.identity)
+        return self._client.call(lambda: self._pool().load(file))
 
     def _pool(self) -> Pool:
-        if self._runner is None:
-            raise RuntimeError(f"this {type(self).__name__} is closed")
+        self._client.health()
+        assert self._runner is not None, "it is not closed"
         return Pool(self.manager, self._runner.caches, self._runner.stream)
 
     @property
@@ -167,14 +206,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What runs and waits now, sums since the start, and percentiles of the last answers' times."""
-        return self._book.stats(self.counters)
+        return self._client.stats()
 
     def explain(self, request_id: str) -> str:
         """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
-        request = self._book.find(request_id)
-        if request is None:
-            raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
-        return self._core.call(lambda: self._book.explain(request))
+        return self._client.explain(request_id)
+
+    def health(self) -> None:
+        """Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
+        engine's thread, which is its cause. An error of a request is no such error."""
+        self._client.health()
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager
@@ -196,7 +237,7 @@ class Engine:
     def close(self) -> None:
         """Aborts unfinished requests and frees the memory of weights and KV cache. Closing twice is fine; later
         requests raise RuntimeError."""
-        self._core.close()
+        self._client.close()
 
     def __enter__(self) -> Self:
         return self

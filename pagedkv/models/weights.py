@@ -277,7 +277,8 @@ def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]
 
 def fingerprint(files: Mapping[str, SafetensorsFile]) -> str:
     """A name for a model's weights, which any change of them changes: SHA-256 over the names, dtypes, shapes and all
-    bytes of the tensors, in hexadecimal. How they are spread over files does not count. A core reads 1 to 2 GB/s, and all cores read at once."""
+    bytes of the tensors, in hexadecimal. How they are spread over files does not count. A core reads 1 to 2 GB/s, and
+    all cores read at once."""
     names, pieces = hashlib.sha256(), []
     for name, file in sorted(files.items(), key=lambda each: each[0]):
         entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]

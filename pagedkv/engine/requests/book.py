@@ -12,23 +12,21 @@ from ..outputs import EngineCounters, EngineStats, Latencies, percentiles
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
-from .prompts import check_vocabulary
 from .request import Request
 
 
 class RequestBook:
-    """Any thread may call prepare(), claim(), release() and find(). The rest is for the core's thread, between two
+    """Any thread may call claim(), release() and find(). The rest is for the core's thread, between two
     steps."""
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
-        self._scheduler, self._vocab_size = scheduler, vocab_size
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._by_id: dict[str, Request] = {}  # whose ids are taken
         self.reset_lock()
         self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
-        self._held: dict[Request, None] = {}  # those of them that wait while others are tried: see fault_search.py
-        self._is_trying = False
+        self._tried: set[Request] | None = None  # the only ones that may run for now: see fault_search.py; None: all
         self._bells: dict[Callable[[], None], None] = {}  # to be rung, for readers of event loops
-        self._num_followed = 0
+        self._num_streamed = 0
         self._num_finished = 0
         self._latencies = Latencies()
         self._is_closed = False
@@ -44,17 +42,6 @@ class RequestBook:
         return list(self._requests)
 
     # --- for any thread
-
-    def prepare(self, request: Request) -> None:
-        """Does what takes time, in the caller's thread. A request that can never be served gets its error."""
-        first = request.sequences[0]
-        if first.error is None:
-            try:
-                self._scheduler.check(first)
-                check_vocabulary(request.params, self._vocab_size)
-                request.prepare_text()
-            except (ValueError, OutOfBlocks) as problem:
-                first.error = problem
 
     def claim(self, requests: list[Request]) -> None:
         """Takes the ids of these requests, which nobody else may have."""
@@ -78,24 +65,25 @@ class RequestBook:
 
     # --- requests come and leave
 
-    def take(self, requests: list[Request]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Queues requests that were asked for together. Those that can never be served end at once."""
         for request in requests:
             if not self._end_at_once(request):
                 self._requests[request] = None
-                self._num_followed += request.is_followed
+                self._num_streamed += request.is_streamed
                 request.sequences[0].siblings = request.sequences[1:]
         for request in requests:
             if request in self._requests:
                 self._queue(request)
             else:
-                self._tell(request, request.sequences)
+                self._send(request, request.sequences)
 
     def _queue(self, request: Request) -> None:
-        if self._is_trying:
-            self._held[request] = None
-        else:
+        if self._may_run(request):
             self._scheduler.queue(request.sequences)
+
+    def _may_run(self, request: Request) -> bool:
+        return self._tried is None or request in self._tried
 
     def _end_at_once(self, request: Request) -> bool:
         """Ends a request that wants no token or can never be served. Returns whether it did."""
@@ -117,13 +105,10 @@ class RequestBook:
                 continue  # it has ended
             living = [seq for seq in request.sequences if seq.finish_reason is None]
             unforked = {child for seq in living for child in seq.siblings}
-            is_held = request in self._held
             self._end(request, "abort")
-            if is_held:
-                del self._held[request]
-            else:
+            if self._may_run(request):
                 self._scheduler.forget([seq for seq in living if seq not in unforked])
-            self._tell(request, living)
+            self._send(request, living)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """The request's own error ends it. Call restart() or close() next, which tells the caller."""
@@ -139,46 +124,48 @@ class RequestBook:
                 seq.finish(reason, now, error)
         request.num_ended = len(request.sequences)
 
-    # --- what callers are told
+    # --- what callers get
 
-    def received(self, step: Step, finished: list[Sequence]) -> None:
-        """After every step: tells the callers what is new."""
-        news = list(finished)
+    def process_step(self, step: Step, finished: list[Sequence]) -> None:
+        """After every step: sends the callers what is new."""
+        new = list(finished)
         for seq in finished:
             seq.owner.num_ended += 1
             times = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
             self._latencies.add(*times, len(seq.new_tokens))
-        if self._num_followed:
-            news += [
+        if self._num_streamed:
+            new += [
                 seq for seq in step.receivers
-                if seq.owner.is_followed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_shown
+                if seq.owner.is_streamed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_sent
             ]  # fmt: skip
         together: dict[Request, list[Sequence]] = {}  # answers of one request
-        for seq in news:
+        for seq in new:
             if len(seq.owner.sequences) == 1:
-                self._tell(seq.owner, [seq])
+                self._send(seq.owner, [seq])
             else:
                 together.setdefault(seq.owner, []).append(seq)
         for request, sequences in together.items():
-            self._tell(request, sequences)
+            self._send(request, sequences)
 
-    def _tell(self, request: Request, sequences: list[Sequence]) -> None:
-        """Tells the caller, if the request is streamed or all of its sequences have ended."""
-        if request.is_finished:
+    def _send(self, request: Request, sequences: list[Sequence]) -> None:
+        """Sends what is new of these, if the request is streamed; else all, if all of its sequences have ended."""
+        is_finished = request.is_finished
+        if is_finished:
             self.release([request])  # before the caller knows: it may use the id again at once
-        if sequences and (request.is_followed or request.is_finished):
-            increment = request.note(sequences)
-            bell = request.receiver.put(increment)
-            increment.mark_told()
+        if sequences and (request.is_streamed or is_finished):
+            if not request.is_streamed:
+                sequences = request.sequences
+            bell = request.receiver.put(request.update(sequences))
+            request.mark_sent(sequences)
             if bell is not None:
                 self._bells[bell] = None
-        if request.is_finished and request in self._requests:
+        if is_finished and request in self._requests:
             del self._requests[request]
-            self._num_followed -= request.is_followed
+            self._num_streamed -= request.is_streamed
             self._num_finished += 1
 
     def ring(self) -> None:
-        """Wakes the readers in event loops, which have been told since the last call."""
+        """Wakes the readers in event loops which got something since the last call."""
         while self._bells:
             self._bells.popitem()[0]()
 
@@ -195,22 +182,22 @@ class RequestBook:
 
     def restart(self, tried: list[Request] | None = None) -> None:
         """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again
-        from their tokens, and callers are told of those that had ended.
+        from their tokens, and callers get what they have not of those that had ended.
 
         tried: the only requests that may run for now; None: all may.
         """
         requests = self.requests
-        self._scheduler.restart([seq for request in requests for seq in request.sequences])
+        self._restart_scheduler()
         for request in requests:
             ended = [seq for seq in request.sequences if seq.finish_reason is not None]
             request.num_ended = len(ended)
-            self._tell(request, [seq for seq in ended if not seq.is_end_told])
-        self._is_trying = tried is not None
-        allowed = self._requests if tried is None else set(tried)
-        self._held = {request: None for request in self._requests if request not in allowed}
+            self._send(request, [seq for seq in ended if not seq.is_end_sent])
+        self._tried = None if tried is None else set(tried)
         for request in self._requests:
-            if request in allowed:
-                self._scheduler.queue(request.sequences)
+            self._queue(request)
+
+    def _restart_scheduler(self) -> None:
+        self._scheduler.restart([seq for request in self._requests for seq in request.sequences])
 
     def close(self) -> None:
         """Aborts all requests, and takes no more."""
@@ -221,25 +208,25 @@ class RequestBook:
 
     def forget(self) -> None:
         """Drops all requests, in a child process: they are its parent's."""
-        self._scheduler.restart([seq for request in self._requests for seq in request.sequences])
+        self._restart_scheduler()
         self._by_id.clear()
         self._requests.clear()
-        self._held.clear()
-        self._num_followed = 0
+        self._num_streamed = 0
 
     # --- to look at
 
     def explain(self, request: Request) -> str:
-        if request in self._held:
+        if not self._may_run(request):
             return "waits: the engine looks for the request that made a step fail"
         return explain(self._scheduler, request.sequences)
 
     def stats(self, counters: EngineCounters) -> EngineStats:
         scheduler, latencies = self._scheduler, self._latencies
+        num_held = sum(not self._may_run(request) for request in self.requests)
         running = [seq for seq in scheduler.running if self.find(seq.owner.id) is seq.owner]  # the others are aborted
         return EngineStats(
             num_running=len(running),
-            num_waiting=len(scheduler.waiting) + len(self._held),
+            num_waiting=len(scheduler.waiting) + num_held,
             num_finished=self._num_finished,
             num_preemptions=scheduler.num_preemptions,
             counters=counters.copy(),

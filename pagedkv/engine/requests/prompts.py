@@ -66,9 +66,9 @@ def list_of_chats(messages: Any) -> list[Any]:
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError where an option names a token that the model does not have."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-        bad = [token for token in getattr(params, name) or () if token >= vocab_size]
-        if bad:
-            raise ValueError(f"{name} holds token id {bad[0]}, which is not in 0..{vocab_size - 1}")
+        for token in getattr(params, name) or ():
+            if token >= vocab_size:
+                raise ValueError(f"{name} holds token id {token}, which is not in 0..{vocab_size - 1}")
 
 
 def params_of_each(

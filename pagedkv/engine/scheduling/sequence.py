@@ -41,10 +41,10 @@ class Sequence:
 
     __slots__ = (
         "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
-        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_told",
+        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_sent",
         "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens", "new_tokens",
         "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens",
-        "num_shown", "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
+        "num_sent", "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
         "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ class Sequence:
         self.owner: Any = None  # the request that it belongs to, and ...
         self.index = 0  # ... which of its answers this is
         self.finish_reason: str | None = None
-        self.is_end_told = False  # the caller has an Increment of it
+        self.is_end_sent = False  # the caller has an Update of it
         self.stop_reason: int | str | None = None  # the token of stop_token_ids or the stop string that ended it
         self.error: Exception | None = None
         self.num_logprobs = params.logprobs  # best tokens to report besides each new one; None: nothing
@@ -100,7 +100,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
         self.wants_embedding = False  # its prompt's last hidden state, not tokens
         self.embedding: np.ndarray | None = None
-        self.num_shown = 0  # how many of new_tokens earlier outputs have shown
+        self.num_sent = 0  # how many of new_tokens the caller has
         self.start_time = start_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None

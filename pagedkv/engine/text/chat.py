@@ -8,8 +8,9 @@ from collections.abc import Sequence as SequenceOf
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from pagedkv.checks import check_names
 from pagedkv.models.files import read_json
 
 from .messages import (
@@ -158,29 +159,42 @@ def _cut(text: str, final: str) -> str:
     return text[:at] if text[at:].startswith(MARKER) else text[:at].rstrip()
 
 
+class ChatOptions(TypedDict, total=False):
+    """What chat() of LLM and AsyncEngine takes for the template. Those of ChatTemplate.render(), and:
+
+    enable_thinking: whether the model thinks before it answers, for templates that have this switch; None: what the
+        template does without it
+    chat_template: instead of that of the model's folder
+    chat_template_kwargs: other variables of the template
+    """
+
+    tools: SequenceOf[Mapping[str, Any]] | None
+    enable_thinking: bool | None
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | str
+
+
 def encode_chats(
-    folder: Path,
-    tokenizer: Tokenizer,
-    chats: SequenceOf[Any],
-    *,
-    enable_thinking: bool | None = None,
-    chat_template: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    folder: Path, tokenizer: Tokenizer, chats: SequenceOf[Any], options: ChatOptions
 ) -> list[list[int]]:
-    """The token ids of chats, with the options of LLM.chat(). A template writes the special tokens itself."""
+    """The token ids of chats. A template writes the special tokens itself."""
+    check_names("chat()", options, list(ChatOptions.__annotations__))
+    variables: dict[str, Any] = dict(options)
+    chat_template, enable_thinking = variables.pop("chat_template", None), variables.pop("enable_thinking", None)
     template = ChatTemplate.from_folder(folder)
-    options |= {"template": chat_template, **(chat_template_kwargs or {})}
+    variables |= {"template": chat_template, **(variables.pop("chat_template_kwargs", None) or {})}
     if enable_thinking is not None:
         if not isinstance(enable_thinking, bool):
             raise TypeError(f"enable_thinking is {enable_thinking!r} but must be True, False or None")
-        if "enable_thinking" not in template.find(chat_template, options.get("tools")):
+        if "enable_thinking" not in template.find(chat_template, variables.get("tools")):
             raise ValueError(f"enable_thinking is {enable_thinking} but the chat template has no such switch")
-        options["enable_thinking"] = enable_thinking
+        variables["enable_thinking"] = enable_thinking
     plain_chats = [plain_messages(messages) for messages in chats]
     for chat in plain_chats:
         check_text_only(chat)
-    texts = [template.render(chat, **options) for chat in plain_chats]
+    texts = [template.render(chat, **variables) for chat in plain_chats]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

@@ -137,33 +137,18 @@ class Detokenizer:
         self._stream = stream
         self._stop, self._includes_stop = stop, include_stop_str_in_output
         self.num_tokens = 0  # how many were pushed
-        self._pieces: list[str] = []  # what may be shown so far; it only grows
-        self.num_told = 0  # how many of them earlier outputs have shown
-        self._joined = 0, ""  # how many of them text_until() has joined, and their text
+        self._pieces: list[str] = []  # see text
         self._held = ""
         self._has_ended = False
 
     @property
     def text(self) -> str:
-        """All that may be shown so far."""
+        """All that may be shown, and was not marked as sent."""
         return "".join(self._pieces)
 
-    @property
-    def num_pieces(self) -> int:
-        return len(self._pieces)
-
-    def text_between(self, start: int, end: int) -> str:
-        """The text of the pieces [start, end)."""
-        return "".join(self._pieces[start:end])
-
-    def text_until(self, end: int) -> str:
-        """All text up to the piece `end`. Each piece is joined once, where calls come in order."""
-        count, text = self._joined
-        if count > end:
-            return self.text_between(0, end)
-        text += self.text_between(count, end)
-        self._joined = end, text
-        return text
+    def mark_sent(self) -> None:
+        """The reader has `text`."""
+        self._pieces.clear()
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str | None:
         """Takes a token; returns the stop string that it completes, which ends the text (check_stop: if one may)."""

@@ -7,7 +7,7 @@ cleared, when each of its requests has ended or has two more tokens: one of a st
 
 from __future__ import annotations
 
-from .requests.request import Request
+from .request import Request
 
 TOKENS_TO_PASS = 2
 

@@ -110,14 +110,14 @@ class _Recorder:
                 self.times["schedule"].append((time.perf_counter() - start) * 1e6)
             return step
 
-        def timed_launch(step, learn):
+        def timed_launch(step, wait_for_tokens):
             if stream is None or not is_decode:
-                return timed("launch", launch, step, learn)
+                return timed("launch", launch, step, wait_for_tokens)
             if len(self.events) == WARM + STEPS // 2:
                 self._time_graph(runner)
             begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
             begin.record(stream)
-            launched = timed("launch", launch, step, learn)
+            launched = timed("launch", launch, step, wait_for_tokens)
             end.record(stream)
             self.events.append((begin, end))
             return launched
@@ -186,14 +186,14 @@ def _profiled(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, tuple[float
     runner, launch = llm._runner, llm._runner.launch
     profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
-    def counted(step, learn):
+    def counted(step, wait_for_tokens):
         nonlocal count
         if step.num_decodes == len(step.sequences) == len(prompts):
             count += 1
             if count in (WARM, WARM + PROFILED):
                 ops.synchronize(llm.device)
                 (profiler.start if count == WARM else profiler.stop)()
-        return launch(step, learn)
+        return launch(step, wait_for_tokens)
 
     runner.launch = counted
     try:

@@ -14,12 +14,12 @@ from pagedkv.engine.scheduling.step import Step
 class PromptsOvertake(LateRunner):
     """New prompts run on a stream of their own: the pages that they were given are still read by the step before."""
 
-    def launch(self, step: Step, learn) -> Launched:
+    def launch(self, step: Step, wait_for_tokens) -> Launched:
         if any(step.starts):
-            return super().launch(step, learn)
+            return super().launch(step, wait_for_tokens)
         device = self.device
         device.capturing = operations = []
-        launched = super().launch(step, learn)
+        launched = super().launch(step, wait_for_tokens)
         device.capturing = None
         device.queue.extendleft(reversed(operations))
         device.num_calls += len(operations)
@@ -75,9 +75,9 @@ class OneTable(LateRunner):
 class Impatient(LateRunner):
     """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
 
-    def launch(self, step: Step, learn) -> Launched:
+    def launch(self, step: Step, wait_for_tokens) -> Launched:
         self._events[1 - self._turn] = FakeEvent(self.device)
-        return super().launch(step, learn)
+        return super().launch(step, wait_for_tokens)
 
 
 def promise_too_much(monkeypatch) -> None:

@@ -13,7 +13,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
-from pagedkv.engine.async_engine import _Bell
+from pagedkv.engine.async_engine import _Waker
 from pagedkv.engine.runner.model_runner import Launched
 from pagedkv.engine.text.tokenizer import LONG_TEXT
 
@@ -127,7 +127,7 @@ def test_errors_are_those_of_their_request(llm):
         bad = [output async for output in engine.generate([], SamplingParams(output_kind=FINAL))]
         assert len(bad) == 1 and "the prompt is empty" in str(bad[0].error)
         launch = llm._runner.launch
-        llm._runner.launch = lambda step, learn: 1 / 0
+        llm._runner.launch = lambda step, wait_for_tokens: 1 / 0
         last = [output async for output in running][-1]
         assert last.finish_reason == "error" and isinstance(last.error, ZeroDivisionError)
         llm._runner.launch = launch
@@ -145,9 +145,9 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
     llm._runner.num_behind = num_behind
     launch, tokens = llm._runner.launch, Launched.tokens
 
-    def logged_launch(step, learn):
+    def logged_launch(step, wait_for_tokens):
         order.append("launch")
-        return launch(step, learn)
+        return launch(step, wait_for_tokens)
 
     def logged_tokens(launched):
         order.append("tokens")
@@ -157,11 +157,11 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
         order.append("wake")
         ring(bell)
 
-    ring = _Bell.__call__
+    ring = _Waker.__call__
 
     async def main():
         engine = AsyncEngine(llm)
-        monkeypatch.setattr(_Bell, "__call__", logged_ring)
+        monkeypatch.setattr(_Waker, "__call__", logged_ring)
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         assert len([output async for output in engine.generate("abc", params)]) == 20 and await settled(engine)
 
@@ -277,4 +277,4 @@ def test_a_loop_that_ends_before_its_requests(llm):
         asyncio.run(leave())
     assert asyncio.run(stay()).finish_reason == "length" and is_empty(llm)
     gc.collect()
-    assert len(engine._bells) < 4, "the last steps may be remembered, with their readers"
+    assert len(engine._wakers) < 4, "the last steps may be remembered, with their readers"

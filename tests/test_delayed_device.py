@@ -148,7 +148,7 @@ class Traffic:
                 happened["same batch"] += step.is_same_batch
                 happened["swap in"] += step.swap_in is not None
                 happened["swap out"] += step.swap_out is not None
-            self.pipeline.take()
+            self.pipeline.collect()
         except KeyboardInterrupt:
             happened["interrupt"] += 1
             self.restart()

@@ -140,10 +140,10 @@ def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):  # noqa: F811
         def report(self, step):
             self.launched.report(step)
 
-    def recorded(step, learn):
+    def recorded(step, wait_for_tokens):
         number = sum(name == "launch" for name, _ in calls)
         calls.append(("launch", number))
-        return Recorded(number, launch(step, learn))
+        return Recorded(number, launch(step, wait_for_tokens))
 
     runner.launch = recorded
     generate(cpu_llm, ["abc", "xyz"], GREEDY)

@@ -112,11 +112,11 @@ def test_the_engine_goes_on_after_an_error(llm, monkeypatch, moment):  # noqa: F
             def tokens(self):
                 raise MemoryError("once")
 
-        def fails_once(step, learn, steps=steps):
+        def fails_once(step, wait_for_tokens, steps=steps):
             is_last = next(steps, "over") == num_steps - 1
             if is_last and moment == "before the launch":
                 raise MemoryError("once")
-            launched = launch(step, learn)
+            launched = launch(step, wait_for_tokens)
             if is_last and moment == "after the launch":
                 raise MemoryError("once")
             return Failing() if is_last else launched

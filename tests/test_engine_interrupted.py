@@ -59,9 +59,9 @@ def test_a_step_that_is_lost_while_a_prompt_is_scored(folder, behind, number):  
     """Its pages are computed, and in the cache, but nobody was told of its log probabilities."""
     with engine(folder, ("cpu", behind), max_num_batched_tokens=16) as llm:
         expected = generate(llm, [PROMPT], SCORED)[0].prompt_logprobs
-        take = llm._core._pipeline._take = raising(llm._core._pipeline._take, number, MemoryError("once"))
+        take = llm._core._pipeline._collect = raising(llm._core._pipeline._collect, number, MemoryError("once"))
         output = generate(llm, [PROMPT], SCORED)[0]
-        assert llm._core._pipeline._take is not take, "a pipeline that has failed is not used again"
+        assert llm._core._pipeline._collect is not take, "a pipeline that has failed is not used again"
     assert output.error is None and len(expected) == 40
     for found, wanted in zip(output.prompt_logprobs[1:], expected[1:], strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)

@@ -234,7 +234,7 @@ def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
     request = Request("a", params, box, is_streamed)
     reply = Reply(request, "x", [3], kind, tokenizer, 0.0)
     seq = Sequence(0, [3], params, 0, frozenset(), 0.0)
-    seq.owner, request.sequences = request, [seq]
+    seq.request, request.sequences = request, [seq]
     tokens, logprobs = seq.new_tokens, seq.logprobs = Watched(), Watched()
     seq.detokenizer = Detokenizer(tokenizer.text_stream()) if is_streamed else None
     for number in range(100):

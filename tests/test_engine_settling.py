@@ -91,11 +91,11 @@ def test_an_answer_that_has_ended_is_told_once(cpu_llm, monkeypatch):  # noqa: F
         if request.index == 1 and len(tokens) == 2:
             raise LookupError("enough")
 
-    def fails_once(step, learn):
+    def fails_once(step, wait_for_tokens):
         if "error" in reasons and not num_failed[0]:
             num_failed[0] += 1
             raise MemoryError("once")
-        return launch(step, learn)
+        return launch(step, wait_for_tokens)
 
     llm.add_request([1, 2], SamplingParams(temperature=1, n=2, mask=ends_second, max_tokens=20, ignore_eos=True), "a")
     monkeypatch.setattr(llm._runner, "launch", fails_once)

@@ -149,14 +149,14 @@ def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
         expected = generate(llm, [[5]], short)[0].token_ids
         launch = llm._runner.launch
 
-        def counted(step, learn):
-            launched.append({seq.owner.id for seq in step.sequences})
+        def counted(step, wait_for_tokens):
+            launched.append({seq.request.id for seq in step.sequences})
             told.append(llm._mailbox._updates.qsize())
             if len(launched) - 1 in arrivals:
                 thread = threading.Thread(target=lambda: short_ids.append(llm.add_request([5], short)))
                 thread.start()
                 thread.join()
-            return launch(step, learn)
+            return launch(step, wait_for_tokens)
 
         llm._runner.launch = counted
         generate(llm, [[i, i] for i in range(20)], long)
@@ -225,10 +225,10 @@ def test_an_error_of_a_request_is_its_callers(folder, place, seed):  # noqa: F81
     with engine(folder, place) as llm:
         known, launch = known_answers(llm), llm._runner.launch
 
-        def fail(step, learn):
+        def fail(step, wait_for_tokens):
             if any(seq.params.seed == 13 and len(seq.new_tokens) >= seq.params.min_tokens for seq in step.sequences):
                 raise LookupError("of 13")
-            return launch(step, learn)
+            return launch(step, wait_for_tokens)
 
         llm._runner.launch = fail
         results, bad = [], [0]
@@ -264,12 +264,12 @@ def test_an_error_that_is_nobodys(folder, caplog):
     with engine(folder, ("cpu", 1)) as llm:
         known, launch, num_errors = known_answers(llm), llm._runner.launch, 0
 
-        def fail(step, learn):
+        def fail(step, wait_for_tokens):
             nonlocal num_errors
             if rng.random() < 0.02:
                 num_errors += 1
                 raise RuntimeError("broken")
-            return launch(step, learn)
+            return launch(step, wait_for_tokens)
 
         llm._runner.launch = fail
         requests = [request_of(rng) for _ in range(100)]

@@ -39,13 +39,13 @@ def engine(folder, device, *, behind=1, **options):
         runner.num_behind = behind
         launch, edit, unedited = runner.launch, runner.sampler.edit, []
 
-        def recorded_edit(learn):
+        def recorded_edit(wait_for_tokens):
             unedited.append(host(runner.sampler.logits))
-            edit(learn)
+            edit(wait_for_tokens)
 
-        def recorded(step, learn):
+        def recorded(step, wait_for_tokens):
             unedited.clear()
-            launched = launch(step, learn)
+            launched = launch(step, wait_for_tokens)
             ops.synchronize(device)
             rows = np.asarray(unedited[0] if unedited else host(runner.sampler.logits))
             for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):

@@ -27,17 +27,17 @@ from .text.tokenizer import LONG_TEXT
 class _Stream:
     """What one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
 
-    __slots__ = ("_bell", "_items", "_waiter", "loop")
+    __slots__ = ("_items", "_waiter", "_waker", "loop")
 
-    def __init__(self, bell: _Bell) -> None:
-        self._bell, self.loop = bell, bell.loop
+    def __init__(self, waker: _Waker) -> None:
+        self._waker, self.loop = waker, waker.loop
         self._items: deque[Update] = deque()  # the engine's thread adds to them, then wake() is called in the loop
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Update) -> _Bell:
+    def put(self, item: Update) -> _Waker:
         self._items.append(item)
-        self._bell.streams.append(self)
-        return self._bell
+        self._waker.streams.append(self)
+        return self._waker
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -50,8 +50,8 @@ class _Stream:
         return self._items.popleft()
 
 
-class _Bell:
-    """Wakes the readers of one event loop by one call. It is rung after a launch: the loop holds the GIL for
+class _Waker:
+    """Wakes the readers of one event loop by one call. It is called after a launch: the loop holds the GIL for
     milliseconds then, and the device must not wait for that."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,7 +85,7 @@ class AsyncEngine:
             raise TypeError(f"{', '.join(options)}: options of a model's folder, but an Engine was given")
         self.engine = model if isinstance(model, Engine) else Engine(model, **options)
         # Of the loops that have readers, by loop: the streams keep them.
-        self._bells: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Bell] = weakref.WeakValueDictionary()
+        self._wakers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakValueDictionary()
         self._is_closed = False
 
     __init__.__signature__ = signature(Engine.__init__)  # type: ignore[attr-defined]  # with what **options may be
@@ -135,7 +135,7 @@ class AsyncEngine:
         """The outputs of a request. The options are those of EngineClient.prepare()."""
         if self._is_closed:
             raise RuntimeError("this AsyncEngine is closed")
-        client, stream = self.engine._client, _Stream(self._bell())
+        client, stream = self.engine._client, _Stream(self._waker())
         prepare = partial(client.prepare, prompt, params, stream, **options)
         _, served = read_prompt("prompt", prompt)
         is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
@@ -150,12 +150,12 @@ class AsyncEngine:
         finally:  # cancelled, too
             client.cancel([reply])
 
-    def _bell(self) -> _Bell:
+    def _waker(self) -> _Waker:
         loop = asyncio.get_running_loop()
-        bell = self._bells.get(loop)
-        if bell is None:
-            bell = self._bells[loop] = _Bell(loop)
-        return bell
+        waker = self._wakers.get(loop)
+        if waker is None:
+            waker = self._wakers[loop] = _Waker(loop)
+        return waker
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; its reader gets an output with finish_reason "abort". False where no request has the id."""

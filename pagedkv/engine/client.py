@@ -153,7 +153,7 @@ class EngineClient:
                 self.spec.eos_token_ids, start_time, max_tokens=max_tokens, call=call, priority=priority, salt=salt,
             )  # fmt: skip
             call = seq.call
-            seq.owner, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
+            seq.request, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
             if index > 0:
                 seq.prompt_logprobs = None  # those of the first answer hold for all
             request.sequences.append(seq)

@@ -1,4 +1,4 @@
-"""EngineCore: the one thread that plans steps, launches them and takes their tokens.
+"""EngineCore: the one thread that plans steps, launches them and collects their tokens.
 
 Callers never step the engine. They put actions into its inbox (take these requests, abort that one, save the cache),
 and find what is new of their requests in their mailboxes. So an interrupt in a caller's thread cannot lose a step, an
@@ -174,7 +174,7 @@ class EngineCore:
         self._guard(action)
         while self.has_work and not self._is_stopping:
             self.step()
-        self.book.ring()
+        self.book.wake_readers()
         return not (self._is_closed or self._is_stopping)
 
     @property
@@ -182,7 +182,7 @@ class EngineCore:
         return self.runner is not None and (self._pipeline.has_work or self._faults.is_searching)
 
     def step(self) -> None:
-        """Does what is in the inbox, launches a step, and takes the tokens of the one before."""
+        """Does what is in the inbox, launches a step, and collects the tokens of the one before."""
         self._guard(self.take_messages)
         if self.has_work:
             self._guard(self._step)
@@ -204,10 +204,10 @@ class EngineCore:
         """Readers in event loops are woken while a GPU computes. On the CPU, where a launch computes, before it."""
         assert self.runner is not None, "it has work"
         if not self.runner.num_behind:
-            self.book.ring()
+            self.book.wake_readers()
         self._pipeline.launch()
-        self.book.ring()
-        self._pipeline.take()
+        self.book.wake_readers()
+        self._pipeline.collect()
         if self._faults.has_passed():
             self._restart()
 
@@ -217,8 +217,8 @@ class EngineCore:
         if self.runner is None:
             raise error
         in_flight = [seq for step, _ in self._pipeline.in_flight for seq in step.receivers]
-        running = dict.fromkeys(seq.owner for seq in [*self.scheduler.running, *in_flight])
-        culprit = self._faults.note_failure(list(running) or self.book.requests)
+        running = dict.fromkeys(seq.request for seq in [*self.scheduler.running, *in_flight])
+        culprit = self._faults.find_culprit(list(running) or self.book.requests)
         if culprit is None:
             logger.warning("a step failed; its %d requests are tried again", len(running), exc_info=error)
         else:
@@ -245,7 +245,7 @@ class EngineCore:
         del self._pipeline
 
     def die(self, error: BaseException) -> None:
-        """After an error that no step can be blamed for: whoever waits is told, and nothing is served any more."""
+        """After an error that no step can be blamed for: whoever waits gets it, and nothing is served any more."""
         with self._lock:
             self._is_closed, self._death = True, error
         logger.critical("this %s can serve nothing any more", self._owner, exc_info=error)
@@ -253,7 +253,7 @@ class EngineCore:
             self.book.fail(request, error)
         self.book.close()
         self.take_messages()
-        self.book.ring()
+        self.book.wake_readers()
 
 
 def _serve(ref: weakref.ref[EngineCore], inbox: Inbox) -> None:

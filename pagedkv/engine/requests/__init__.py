@@ -1,1 +1,1 @@
-"""Requests: from what a caller gives to what it is told."""
+"""Requests: from what a caller gives to what it gets."""

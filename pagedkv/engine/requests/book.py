@@ -1,4 +1,4 @@
-"""The unfinished requests of an engine: which arrive, which leave, and what their callers are told."""
+"""The unfinished requests of an engine: which arrive, which leave, and what their callers get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestBook:
         self.reset_lock()
         self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
         self._tried: set[Request] | None = None  # the only ones that may run for now: see fault_search.py; None: all
-        self._bells: dict[Callable[[], None], None] = {}  # to be rung, for readers of event loops
+        self._wakers: dict[Callable[[], None], None] = {}  # to be called, for readers in event loops
         self._num_streamed = 0
         self._num_finished = 0
         self._latencies = Latencies()
@@ -111,7 +111,7 @@ class RequestBook:
             self._send(request, living)
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """The request's own error ends it. Call restart() or close() next, which tells the caller."""
+        """The request's own error ends it. Call restart() or close() next, which sends it to the caller."""
         if not isinstance(error, Exception):  # KeyboardInterrupt, raised by a mask, say
             error = RuntimeError(f"a step was ended by {type(error).__name__}: {error}")
         self._end(request, "error", error)
@@ -130,20 +130,20 @@ class RequestBook:
         """After every step: sends the callers what is new."""
         new = list(finished)
         for seq in finished:
-            seq.owner.num_ended += 1
+            seq.request.num_ended += 1
             times = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
             self._latencies.add(*times, len(seq.new_tokens))
         if self._num_streamed:
             new += [
                 seq for seq in step.receivers
-                if seq.owner.is_streamed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_sent
+                if seq.request.is_streamed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_sent
             ]  # fmt: skip
         together: dict[Request, list[Sequence]] = {}  # answers of one request
         for seq in new:
-            if len(seq.owner.sequences) == 1:
-                self._send(seq.owner, [seq])
+            if len(seq.request.sequences) == 1:
+                self._send(seq.request, [seq])
             else:
-                together.setdefault(seq.owner, []).append(seq)
+                together.setdefault(seq.request, []).append(seq)
         for request, sequences in together.items():
             self._send(request, sequences)
 
@@ -155,19 +155,19 @@ class RequestBook:
         if sequences and (request.is_streamed or is_finished):
             if not request.is_streamed:
                 sequences = request.sequences
-            bell = request.receiver.put(request.update(sequences))
+            wake = request.receiver.put(request.update(sequences))
             request.mark_sent(sequences)
-            if bell is not None:
-                self._bells[bell] = None
+            if wake is not None:
+                self._wakers[wake] = None
         if is_finished and request in self._requests:
             del self._requests[request]
             self._num_streamed -= request.is_streamed
             self._num_finished += 1
 
-    def ring(self) -> None:
+    def wake_readers(self) -> None:
         """Wakes the readers in event loops which got something since the last call."""
-        while self._bells:
-            self._bells.popitem()[0]()
+        while self._wakers:
+            self._wakers.popitem()[0]()
 
     # --- the engine as a whole
 
@@ -223,7 +223,8 @@ class RequestBook:
     def stats(self, counters: EngineCounters) -> EngineStats:
         scheduler, latencies = self._scheduler, self._latencies
         num_held = sum(not self._may_run(request) for request in self.requests)
-        running = [seq for seq in scheduler.running if self.find(seq.owner.id) is seq.owner]  # the others are aborted
+        # A request that is aborted has no id any more.
+        running = [seq for seq in scheduler.running if self.find(seq.request.id) is seq.request]
         return EngineStats(
             num_running=len(running),
             num_waiting=len(scheduler.waiting) + num_held,
@@ -255,7 +256,7 @@ def _state(scheduler: Scheduler, seq: Sequence) -> str:
         if seq.num_computed < seq.num_prompt_tokens:
             return f"runs: {seq.num_computed} of {seq.num_prompt_tokens} prompt tokens are computed"
         return f"runs: {len(seq.new_tokens)} of at most {seq.max_tokens} tokens are sampled"
-    if any(seq in parent.siblings for parent in seq.owner.sequences):
+    if any(seq in parent.siblings for parent in seq.request.sequences):
         return "waits until the prompt is computed, which it shares with answer 0"
     if seq.num_tokens == seq.max_num_tokens:
         return "ends: its last token is being sampled"

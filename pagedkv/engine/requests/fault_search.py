@@ -21,7 +21,7 @@ class FaultSearch:
     def is_searching(self) -> bool:
         return bool(self._groups)
 
-    def note_failure(self, running: list[Request]) -> Request | None:
+    def find_culprit(self, running: list[Request]) -> Request | None:
         """A step has failed in which these ran. Returns the request that is to blame, if that is known."""
         failed = self._groups.pop() if self._groups else None
         if failed is not None and len(failed) == 1:

@@ -48,8 +48,8 @@ class Update:
 
 
 class Receiver(Protocol):
-    """What takes the updates of a request. A bell that put() returns is called soon, once for many of them: it wakes
-    readers for which that takes long."""
+    """What takes the updates of a request. What put() returns is called soon, once for many of them: it
+    wakes readers for which that takes long."""
 
     def put(self, item: Any, /) -> Callable[[], None] | None: ...
 

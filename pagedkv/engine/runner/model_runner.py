@@ -1,6 +1,6 @@
 """Runs the model on a step's arrays.
 
-    launched = runner.launch(step, learn)   # returns while a GPU still computes
+    launched = runner.launch(step, wait_for_tokens)   # returns while a GPU still computes
     tokens = launched.tokens()              # waits; one token for each of step.sampled, -1 where the logits gave none
 
 The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
@@ -121,9 +121,9 @@ class ModelRunner:
 
     # --- a step
 
-    def launch(self, step: Step, learn: Callable[[], None] = lambda: None) -> Launched:
-        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before; learn()
-        waits for it."""
+    def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> Launched:
+        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before. For masks,
+        wait_for_tokens() puts those tokens there."""
         self._turn = turn = 1 - self._turn
         event, graph, prompt_outputs = self._events[turn], None, None
         if event is not None:
@@ -141,7 +141,7 @@ class ModelRunner:
                 else:
                     self._compute(inputs)
                 if inputs.needs_logits:
-                    self.sampler.edit(learn)
+                    self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(inputs)
                 tokens, best = self.sampler.send(len(step.sampled), turn)
             finally:

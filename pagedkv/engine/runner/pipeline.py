@@ -1,9 +1,9 @@
-"""The pipeline of steps: while the device computes a step, the host takes the tokens of the one before and plans the
+"""The pipeline of steps: while the device computes a step, the host collects the tokens of the one before and plans the
 next.
 
     while pipeline.has_work:
         pipeline.launch()       # plans a step and starts it
-        pipeline.take()         # the tokens of the step before, or of this one where the host is not behind
+        pipeline.collect()         # the tokens of the step before, or of this one where the host is not behind
 
 Sequences may be added to the scheduler, and forgotten, between any two of these.
 """
@@ -24,7 +24,7 @@ from .model_runner import Launched, ModelRunner
 class Pipeline:
     """A runner and a scheduler at work, and the steps on their way. After an error a new Pipeline forgets those steps.
 
-    `received` is called after every step whose tokens have arrived, with the step and the sequences that it ended.
+    `process` is called after every step whose tokens have arrived, with the step and the sequences that it ended.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class Pipeline:
         runner: ModelRunner,
         scheduler: Scheduler,
         counters: EngineCounters,
-        received: Callable[[Step, list[Sequence]], None] = lambda step, finished: None,
+        process: Callable[[Step, list[Sequence]], None] = lambda step, finished: None,
     ) -> None:
-        self.runner, self.scheduler, self.counters, self._received = runner, scheduler, counters, received
+        self.runner, self.scheduler, self.counters, self._process = runner, scheduler, counters, process
         self.in_flight: deque[tuple[Step, Launched]] = deque()
         self._has_launched = False
-        self._last_take = time.perf_counter()
+        self._last_collect = time.perf_counter()
 
     @property
     def has_work(self) -> bool:
@@ -60,35 +60,35 @@ class Pipeline:
         if self._has_launched:
             is_committed = False
 
-            def learn() -> None:
-                """Takes the tokens of the steps before. Masks need them while the device computes this step."""
+            def wait_for_tokens() -> None:
+                """Collects the tokens of the steps before. Masks need them while the device computes this step."""
                 nonlocal is_committed
                 self.scheduler.commit(step)
                 is_committed = True
                 while self.in_flight:
-                    self._take()
+                    self._collect()
 
-            self.in_flight.append((step, self.runner.launch(step, learn)))
+            self.in_flight.append((step, self.runner.launch(step, wait_for_tokens)))
             launched = time.perf_counter()
             if not is_committed:
                 self.scheduler.commit(step)
             self._count_pages()
         self.counters.host_seconds += time.perf_counter() - launched + scheduled - start
 
-    def take(self) -> None:
-        """Takes the tokens of a step, if there is one whose tokens are due, and waits for them."""
+    def collect(self) -> None:
+        """Collects the tokens of a step, if there is one whose tokens are due, and waits for them."""
         if self.in_flight and not (self._has_launched and len(self.in_flight) <= self.runner.num_behind):
-            self._take()
+            self._collect()
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         step, launched = self.in_flight.popleft()
         tokens = launched.tokens()
         now = time.perf_counter()
         launched.report(step)
         finished = self.scheduler.update(step, tokens, now)
-        self._count(step, now - self._last_take)
-        self._last_take = now
-        self._received(step, finished)
+        self._count(step, now - self._last_collect)
+        self._last_collect = now
+        self._process(step, finished)
         self.counters.host_seconds += time.perf_counter() - now
 
     def _count_pages(self) -> None:

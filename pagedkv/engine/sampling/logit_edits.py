@@ -108,7 +108,7 @@ class LogitEdits:
         if seq.params.mask is None:
             return None
         if seq.mask_request is None:
-            seq.mask_request = MaskRequest(seq.owner.id, seq.index, list(seq.prompt))
+            seq.mask_request = MaskRequest(seq.request.id, seq.index, list(seq.prompt))
         mask = seq.params.mask(seq.mask_request, list(seq.new_tokens))
         return None if mask is None else self._bits(mask)
 

@@ -2,8 +2,8 @@
 
 Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
 write logits. Otherwise the logits are written, and what the rows ask for follows (see SamplingOptions and LogitEdits).
-The host must know the tokens that masks depend on: learn() waits for those of the step before, while the device
-computes the logits of this one.
+The host must know the tokens that masks depend on: wait_for_tokens() waits for those of the step before, while the
+device computes the logits of this one.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Sampler:
             numbers = inputs.temperatures, inputs.seeds, inputs.positions
             self._model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
 
-    def edit(self, learn: Callable[[], None]) -> None:
+    def edit(self, wait_for_tokens: Callable[[], None]) -> None:
         """Edits the logits as the rows ask. Log probabilities are those of the logits before the edits."""
         num_rows = self._options.num_rows
         self._logits_as_they_are = self.logits
         if not num_rows or not self._edits.are_there:
             return
         if self._edits.need_tokens:
-            learn()
+            wait_for_tokens()
         if self._options.num_logprobs is not None:
             if self._unedited is None:
                 self._unedited = ops.empty(self.logits.shape, "float32", self._device)

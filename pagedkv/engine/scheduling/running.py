@@ -125,11 +125,11 @@ class Running:
         self._waiting.put_back(seq)
         return pairs
 
-    def first_to_lose(self) -> Sequence:
+    def victim(self) -> Sequence:
         """The sequence to preempt when there is no page: of the largest priority value, the one admitted last."""
         return max(reversed(self.sequences), key=lambda seq: seq.priority)
 
-    def who_yields_to(self, head: Sequence) -> Sequence | None:
+    def victim_for(self, head: Sequence) -> Sequence | None:
         """The sequence whose place the next waiting one (`head`) is to have: one that head's priority precedes, or,
         where nothing of head's call runs, one of a call that has several. Of equals the one admitted last."""
 

@@ -125,20 +125,20 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
-        swapped = self._yield_place() if self.waiting else None
+        swapped = self._preempt_for_waiting() if self.waiting else None
         step = self._steady.next_step(self.running, self.manager)
         has_room = True
         if step is None:
             step = Step(swap_out=swapped)
-            has_room = self._grow(step)
+            has_room = self._schedule_decodes(step)
         self._append_known(step)
         if self.waiting or len(self.running) > step.num_decodes:
-            self._add_prompts(step, has_room)
+            self._schedule_prompts(step, has_room)
         if step.sequences:
-            self._steady.follow(step)
+            self._steady.remember(step)
         return step
 
-    def _add_prompts(self, step: Step, has_room: bool) -> None:
+    def _schedule_prompts(self, step: Step, has_room: bool) -> None:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
         budget = self.max_num_batched_tokens - step.num_decodes
         # A sequence that decodes has a token more than its pages hold.
@@ -180,7 +180,7 @@ class Scheduler:
         for child in siblings[num_places:]:
             self.waiting.add(child)
 
-    def _grow(self, step: Step) -> bool:
+    def _schedule_decodes(self, step: Step) -> bool:
         """Adds the sequences that decode, with room for their newest tokens. Where there is none, it preempts.
 
         Returns whether there was room for all.
@@ -196,7 +196,7 @@ class Scheduler:
                 break
             except OutOfBlocks:
                 has_room = False
-                victim = self._running.first_to_lose()
+                victim = self._running.victim()
                 if victim.num_in_pages < victim.num_tokens:
                     decodes.remove(victim)
                 pairs = self._preempt(
@@ -218,7 +218,7 @@ class Scheduler:
             known = [step.sequences[i] for i in step.known]
             self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
 
-    def _yield_place(self) -> np.ndarray | None:
+    def _preempt_for_waiting(self) -> np.ndarray | None:
         """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
         host pages, if any."""
         head = self.waiting.peek()
@@ -228,7 +228,7 @@ class Scheduler:
         if not self._lacks_place(head):
             return None
 
-        last = self._running.who_yields_to(head)
+        last = self._running.victim_for(head)
         if last is None or self._running.waits_for_prefix(head, self.step_number):
             return None
         why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
@@ -284,7 +284,7 @@ class Scheduler:
 
         The next step may have been scheduled before, but not the one after it.
         """
-        if self._steady.take(step, tokens, self.manager):
+        if self._steady.append_tokens(step, tokens, self.manager):
             return []
         finished: list[Sequence] = []
         ids, grown = [], []

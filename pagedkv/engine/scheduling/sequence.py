@@ -44,8 +44,8 @@ class Sequence:
         "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_sent",
         "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens", "new_tokens",
         "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens",
-        "num_sent", "num_tokens", "owner", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
-        "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
+        "num_sent", "num_tokens", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
+        "request", "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +86,7 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None  # where its text is needed while it grows
         self.bad_words: list[list[int]] = []  # texts that it must not contain, as token ids
         self.mask_request: MaskRequest | None = None  # what its mask is called with
-        self.owner: Any = None  # the request that it belongs to, and ...
+        self.request: Any = None  # the request that it belongs to, and ...
         self.index = 0  # ... which of its answers this is
         self.finish_reason: str | None = None
         self.is_end_sent = False  # the caller has an Update of it

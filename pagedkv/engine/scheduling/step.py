@@ -136,8 +136,8 @@ class SteadyBatch:
         step.go_on(last, ends)
         return step
 
-    def follow(self, step: Step) -> None:
-        """Notes the planned step, and what it has in common with the one before."""
+    def remember(self, step: Step) -> None:
+        """Keeps the planned step, and what it has in common with the one before."""
         last, only_decodes = self._last, step.only_decodes
         step.is_same_batch = only_decodes and step.sequences == self._last_receivers
         if step.is_same_batch and last.num_left:
@@ -150,7 +150,7 @@ class SteadyBatch:
         self._last, self._last_receivers = step, step.receivers
 
     @staticmethod
-    def take(step: Step, tokens: list[int], manager: BlockManager) -> bool:
+    def append_tokens(step: Step, tokens: list[int], manager: BlockManager) -> bool:
         """Appends the tokens, one for each sequence of the step, unless one may end a sequence. Whether it did."""
         if not step.goes_on or step.end_ids is None or not step.end_ids.isdisjoint(tokens):
             return False

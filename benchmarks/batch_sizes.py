@@ -31,7 +31,7 @@ from record import add_record_option, record_run
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
-from pagedkv.engine.cache.kv_caches import KVCaches
+from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step

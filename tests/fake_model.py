@@ -16,11 +16,11 @@ import pytest
 from fake_device import Device, FakeEvent, FakeGraph, FakeOps, FakeStream, FakeTensor, next_token
 
 from pagedkv import BlockManager, OutOfBlocks
-from pagedkv.engine.cache import kv_caches
-from pagedkv.engine.cache.kv_caches import KVCaches
+from pagedkv.engine.cache import pool
+from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import graphs, model_runner, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.engine.sampling import sampler, sampling_options
+from pagedkv.engine.sampling import options, sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.step import Step, StepInputs
 from pagedkv.models.spec import KVLayer
@@ -260,7 +260,7 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    for module in (model_runner, graphs, kv_caches, sampler, sampling_options, step_memory):
+    for module in (model_runner, graphs, pool, sampler, options, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
     monkeypatch.setattr(graphs, "Graph", FakeGraph)
     monkeypatch.setattr(step_memory, "Tensor", FakeTensor)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pagedkv import SamplingParams
+from pagedkv.engine.scheduling.queues import WaitingQueue
 from pagedkv.engine.scheduling.sequence import Call, Sequence
-from pagedkv.engine.scheduling.waiting import WaitingQueue
 
 
 def make(number: int, call: Call, priority: int = 0) -> Sequence:

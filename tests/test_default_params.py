@@ -11,7 +11,7 @@ from checkpoints import write_model
 from tiny_engine import GREEDY, engine, folder, generate, place  # noqa: F401
 
 from pagedkv import LLM, OutOfBlocks, SamplingParams
-from pagedkv.engine.sampling.default_params import read_default_params
+from pagedkv.engine.build import read_default_params
 
 # The files of Qwen3-0.6B and of its base, without the fields of transformers' own.
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [151645, 151643]}

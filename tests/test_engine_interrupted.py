@@ -15,10 +15,11 @@ from tiny_engine import GREEDY, engine, folder, generate, settle  # noqa: F401
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
-from pagedkv.engine.sampling import sampler, sampling_options
-from pagedkv.engine.scheduling import waiting as calls
+from pagedkv.engine.sampling import options as sampling_options
+from pagedkv.engine.sampling import sampler
+from pagedkv.engine.scheduling import queues
+from pagedkv.engine.scheduling.queues import WaitingQueue
 from pagedkv.engine.scheduling.sequence import Call
-from pagedkv.engine.scheduling.waiting import WaitingQueue
 from pagedkv.engine.text.detokenizer import Detokenizer
 
 PROMPT = [i % 90 for i in range(40)]
@@ -141,13 +142,13 @@ def test_an_interrupt_as_a_priority_comes(monkeypatch):
     class Seq:
         priority, call = 0, Call()
 
-    insort = calls.insort
+    insort = queues.insort
 
     def interrupted(items, item):
         insort(items, item)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calls, "insort", interrupted)
+    monkeypatch.setattr(queues, "insort", interrupted)
     with pytest.raises(KeyboardInterrupt):
         queue.add(Seq())
     monkeypatch.undo()

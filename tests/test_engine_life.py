@@ -18,8 +18,7 @@ from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
-from pagedkv.engine.requests.reply import Reply
-from pagedkv.engine.requests.request import Request
+from pagedkv.engine.requests.request import Reply, Request
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.text.detokenizer import Detokenizer
 from pagedkv.engine.text.tokenizer import Tokenizer

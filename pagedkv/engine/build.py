@@ -8,12 +8,14 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
 from pagedkv.models import ITEM_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.families import load_model, read_spec
+from pagedkv.models.generation import read_generation
 from pagedkv.models.hub import model_folder
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
@@ -23,7 +25,7 @@ from .client import EngineClient
 from .core import EngineCore
 from .options import KV_CACHE_DTYPES, EngineOptions, find_device
 from .runner.model_runner import ModelRunner
-from .sampling.default_params import read_default_params
+from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .text.tokenizer import Tokenizer
 
@@ -97,6 +99,14 @@ def build(model: str | os.PathLike[str], options: EngineOptions, owner: str) -> 
         dtype=dtype, kv_cache_dtype=kv_cache_dtype, default_params=default_params, memory=memory.by_name,
         seed=options.seed, identity=identity,
     )  # fmt: skip
+
+
+def read_default_params(folder: Path) -> SamplingParams:
+    """The SamplingParams of requests that bring none: see read_generation()."""
+    try:
+        return SamplingParams(**read_generation(folder))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
 
 
 def _wanted_blocks(

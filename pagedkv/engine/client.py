@@ -24,8 +24,7 @@ from pagedkv.models.spec import Spec
 from .core import EngineCore
 from .outputs import EngineStats
 from .requests.prompts import Prompt, check_vocabulary, encode, read_prompt
-from .requests.reply import Reply
-from .requests.request import Receiver, Request, Update
+from .requests.request import Receiver, Reply, Request, Update
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Call, Sequence, private_salt
 from .text.detokenizer import Detokenizer

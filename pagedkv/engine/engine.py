@@ -14,13 +14,12 @@ from typing import Any, Self, cast
 from pagedkv.checks import check_names
 
 from .build import build
-from .cache.pool import Pool
-from .cache.snapshot import open_saved
+from .cache import snapshot
+from .cache.pool import num_blocks_of, resize_pool
 from .options import EngineOptions, describe
 from .outputs import EngineStats, RequestOutput
 from .requests.prompts import Prompt
-from .requests.reply import Reply
-from .requests.request import Update
+from .requests.request import Reply, Update
 from .runner.model_runner import ModelRunner
 from .sampling_params import SamplingParams
 
@@ -166,8 +165,13 @@ class Engine:
         unfinished request may need more pages than that, it raises OutOfBlocks and changes nothing. MemoryError: the
         device has too little memory.
         """
-        wanted = self._pool().wanted_blocks(num_blocks, kv_cache_memory)
-        self._client.call(lambda: self._book.resize(wanted, lambda: self._pool().resize(wanted)))
+        wanted = num_blocks_of(num_blocks, kv_cache_memory, self._open_runner().caches)
+
+        def resize() -> None:
+            self._book.check_resize(wanted)
+            resize_pool(self.manager, self._open_runner().caches, wanted)
+
+        self._client.call(resize)
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
@@ -178,9 +182,15 @@ class Engine:
         The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
-        self._pool()  # raises if closed
+        self._client.health()
         identity = self._client.identity()
-        return self._client.call(lambda: self._pool().save(path, identity))
+
+        def save() -> int:
+            runner = self._open_runner()
+            with runner.stream:
+                return snapshot.save(path, identity, self.manager, runner.caches)
+
+        return self._client.call(save)
 
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
@@ -188,14 +198,21 @@ class Engine:
         ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
         either nothing has changed.
         """
-        self._pool()  # raises if closed
-        file = open_saved(path, self._client.identity)
-        return self._client.call(lambda: self._pool().load(file))
+        self._client.health()
+        file = snapshot.open_saved(path, self._client.identity)
 
-    def _pool(self) -> Pool:
+        def load() -> int:
+            runner = self._open_runner()
+            with runner.stream:
+                return snapshot.load(file, self.manager, runner.caches)
+
+        return self._client.call(load)
+
+    def _open_runner(self) -> ModelRunner:
+        """The runner of an engine that is not closed."""
         self._client.health()
         assert self._runner is not None, "it is not closed"
-        return Pool(self.manager, self._runner.caches, self._runner.stream)
+        return self._runner
 
     @property
     def _runner(self) -> ModelRunner | None:

@@ -29,7 +29,7 @@ from pagedkv import BlockManager
 from pagedkv.models.files import CheckpointError
 from pagedkv.models.weights import SafetensorsFile
 
-from .kv_caches import KVCaches
+from .pool import KVCaches
 
 FORMAT = "pagedkv cache 1"
 PIECE_BYTES = 64 << 20  # of KV, which are in host memory at a time

@@ -171,14 +171,12 @@ class RequestBook:
 
     # --- the engine as a whole
 
-    def resize(self, num_blocks: int, action: Callable[[], None]) -> None:
-        """Calls the action, which resizes the pool. Raises OutOfBlocks where an unfinished request could not end in so
-        few pages."""
+    def check_resize(self, num_blocks: int) -> None:
+        """Raises OutOfBlocks where an unfinished request could not end in so few pages."""
         for request in self._requests:
             num_pages = self._scheduler.pages_of(request.sequences[0])
             if num_pages > num_blocks:
                 raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
-        action()
 
     def restart(self, tried: list[Request] | None = None) -> None:
         """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again

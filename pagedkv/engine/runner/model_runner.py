@@ -27,9 +27,8 @@ from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.progress import progress_bar
 
-from ..cache.kv_caches import KVCaches
-from ..sampling.prompt_outputs import PromptOutputs
-from ..sampling.sampler import Sampler
+from ..cache.pool import KVCaches
+from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step, StepInputs
 from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
 from .step_memory import StepMemory

@@ -17,7 +17,7 @@ Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
 - check() refuses what could never run, so that no waiting sequence blocks the queue for ever.
-- Sequences start in the order of waiting.py. Where all places are taken, a sequence whose call has nothing running gets
+- Sequences start in the order of queues.py. Where all places are taken, a sequence whose call has nothing running gets
   a place from a call that has several, and a lower priority value gets one from a higher.
 - A prompt that needs several steps leaves a share of each step's tokens to the prompts of other calls.
 - When no page is left, a sequence is preempted: of those with the highest priority value, the one admitted last. The
@@ -38,12 +38,9 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .running import Running
+from .queues import Running, WaitingQueue, split_budget
 from .sequence import Sequence
 from .step import SteadyBatch, Step
-from .waiting import WaitingQueue
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -60,7 +57,6 @@ class Scheduler:
         self.step_number = 0
         self._running = Running(manager, self.waiting, max_num_batched_tokens)
         self._steady = SteadyBatch()
-        self._logged: set[int] = set()  # levels: the first preemption of each is told
 
     @property
     def running(self) -> list[Sequence]:
@@ -143,7 +139,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - step.num_decodes
         # A sequence that decodes has a token more than its pages hold.
         prompts = [seq for seq in self.running if seq.num_in_pages == seq.num_tokens]
-        lengths, budget = self._share(prompts, budget)
+        lengths, budget = split_budget(prompts, budget, self.waiting)
         if has_room or not self.running:
             budget = self._admit(step, budget)
         for seq, length in zip(prompts, lengths, strict=True):
@@ -151,22 +147,6 @@ class Scheduler:
             budget -= more
             if length + more:
                 self._add_chunk(step, seq, length + more)
-
-    def _share(self, prompts: list[Sequence], budget: int) -> tuple[list[int], int]:
-        """The least that each prompt gets of the budget, oldest first, and what is left for others.
-
-        Where the prompts need more than one step, each of their calls gets an equal share, and so does the next waiting
-        call if it has nothing running.
-        """
-        lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
-        if sum(lengths) > budget:
-            calls = {seq.call for seq in prompts}
-            is_another_waiting = len(self.waiting) > 0 and not self.waiting.peek().call.num_running
-            left = dict.fromkeys(calls, budget // (len(calls) + is_another_waiting))
-            for i, seq in enumerate(prompts):
-                lengths[i] = min(lengths[i], left[seq.call])
-                left[seq.call] -= lengths[i]
-        return lengths, budget - sum(lengths)
 
     def _add_chunk(self, step: Step, seq: Sequence, length: int) -> None:
         """Adds the next tokens of a prompt. After the last of them its siblings get a token, too."""
@@ -199,7 +179,7 @@ class Scheduler:
                 victim = self._running.victim()
                 if victim.num_in_pages < victim.num_tokens:
                     decodes.remove(victim)
-                pairs = self._preempt(
+                pairs = self._running.preempt(
                     victim,
                     "the pool had no page for the next token of a sequence that runs",
                     logging.WARNING,
@@ -233,14 +213,7 @@ class Scheduler:
             return None
         why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
         knob = f"a larger max_num_seqs than {self.max_num_seqs} avoids it"
-        return self._preempt(last, f"{why} needed its place", logging.INFO, knob)
-
-    def _preempt(self, seq: Sequence, reason: str, level: int, knob: str) -> np.ndarray | None:
-        pairs = self._running.preempt(seq, reason)
-        if level not in self._logged:
-            self._logged.add(level)
-            logger.log(level, "a sequence was preempted, because %s: %s (told once; stats() counts them)", reason, knob)
-        return pairs
+        return self._running.preempt(last, f"{why} needed its place", logging.INFO, knob)
 
     def _admit(self, step: Step, budget: int) -> int:
         """Starts waiting sequences in their order, but skips those that wait for a prefix. Returns the rest of the

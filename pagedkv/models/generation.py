@@ -7,9 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagedkv.models.files import read_json
-
-from ..sampling_params import SamplingParams
+from .files import read_json
 
 # Its name there, and here. vLLM takes the same ones.
 NAMES = {
@@ -45,8 +43,8 @@ IGNORED: dict[str, tuple[Any, ...]] = {
 logger = logging.getLogger(__name__)
 
 
-def read_default_params(folder: Path) -> SamplingParams:
-    """The SamplingParams of requests that bring none.
+def read_generation(folder: Path) -> dict[str, Any]:
+    """What the file says, by the names of SamplingParams.
 
     - temperature, top_k, top_p, min_p and repetition_penalty as the file says;
     - max_tokens is its max_new_tokens, or None: an answer ends where the model ends it;
@@ -54,7 +52,7 @@ def read_default_params(folder: Path) -> SamplingParams:
       do_sample the other settings hold, as in vLLM;
     - what is missing or null has SamplingParams' default.
 
-    A setting of the wrong type or size raises ValueError. Settings that are not followed are named in a warning.
+    Settings that are not followed are named in a warning.
     """
     path = folder / "generation_config.json"
     raw = read_json(path) if path.exists() else {}
@@ -66,10 +64,7 @@ def read_default_params(folder: Path) -> SamplingParams:
         logger.info("%s: requests without params have %s", path, _listed(given))
     if ignored:
         logger.warning("%s: not followed: %s", path, _listed({name: raw[name] for name in ignored}))
-    try:
-        return SamplingParams(**{"max_tokens": None} | {NAMES[name]: value for name, value in given.items()})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    return {"max_tokens": None} | {NAMES[name]: value for name, value in given.items()}
 
 
 def _listed(settings: dict[str, Any]) -> str:

@@ -1,16 +1,106 @@
-"""The running sequences, which hold pages: how a waiting one gets them, and how they lose them."""
+"""The sequences that wait, and those that run, which hold pages: how one gets its pages, and how it loses them.
+
+No caller waits for the whole batch of another. A Call is what was asked for at once: a batch, or a single request.
+Waiting sequences start in this order:
+
+- a lower `priority` first;
+- then those of a call that has nothing running, oldest call first;
+- then the sequences of the other calls, one call after the other.
+
+So a short request from one thread starts before the rest of another's batch, two batches share the engine evenly, and
+single requests are served first come, first served. A batch cannot starve: once nothing of it runs, calls that come
+later start after it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .sequence import Sequence
+from .sequence import Call, Sequence
 from .step import Step
-from .waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+
+class WaitingQueue:
+    def __init__(self) -> None:
+        self._priorities: list[int] = []  # those that have calls, in order
+        self._calls: dict[int, OrderedDict[Call, None]] = {}  # with waiting sequences, by priority, next one first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for priority in self._priorities:
+            for call in self._calls[priority]:
+                yield from call.waiting
+
+    def add(self, seq: Sequence) -> None:
+        """Queues it after the others of its call."""
+        self._enter(seq)
+        seq.call.waiting.append(seq)
+
+    def put_back(self, seq: Sequence) -> None:
+        """Queues it before the others of its call, which becomes the next in turn."""
+        self._enter(seq)
+        seq.call.waiting.appendleft(seq)
+        self._calls[seq.priority].move_to_end(seq.call, last=False)
+
+    def _enter(self, seq: Sequence) -> None:
+        self._count += 1
+        if seq.priority not in self._calls:
+            insort(self._priorities, seq.priority)
+            self._calls[seq.priority] = OrderedDict()
+        self._calls[seq.priority].setdefault(seq.call)
+
+    def peek(self) -> Sequence:
+        """The next sequence. The queue must not be empty."""
+        return self._next_call().waiting[0]
+
+    def pop(self) -> Sequence:
+        """Removes and returns the next sequence."""
+        call = self._next_call()
+        seq = call.waiting.popleft()
+        if call.waiting:  # the call's next sequence waits until the other calls have had their turn
+            self._calls[seq.priority].move_to_end(call)
+        self._leave(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes this sequence, which must be in the queue."""
+        seq.call.waiting.remove(seq)
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._count -= 1
+        if seq.call.waiting:
+            return
+        calls = self._calls[seq.priority]
+        del calls[seq.call]
+        if not calls:
+            del self._calls[seq.priority]
+            self._priorities.remove(seq.priority)
+
+    def _next_call(self) -> Call:
+        calls = self._calls[self._priorities[0]]
+        return next((call for call in calls if not call.num_running), None) or next(iter(calls))
+
+    def clear(self) -> None:
+        for calls in self._calls.values():  # an interrupt may have left a priority without calls
+            for call in calls:
+                call.waiting.clear()
+        self._priorities.clear()
+        self._calls.clear()
+        self._count = 0
 
 
 class Running:
@@ -25,6 +115,7 @@ class Running:
         self.sequences: list[Sequence] = []
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
+        self._logged: set[int] = set()  # levels
         self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
 
     # --- how a sequence begins to run
@@ -107,8 +198,13 @@ class Running:
             seq.call.num_running -= 1
         self.sequences = [seq for seq in self.sequences if seq.num_in_pages]
 
-    def preempt(self, seq: Sequence, reason: str) -> np.ndarray | None:
-        """Takes its pages away; returns which of them are to be copied to host pages, if any."""
+    def preempt(self, seq: Sequence, reason: str, level: int, remedy: str) -> np.ndarray | None:
+        """Takes its pages away; returns which of them are to be copied to host pages, if any. The first time on each
+        level is logged, with what the user can do."""
+        if level not in self._logged:
+            self._logged.add(level)
+            text = "a sequence was preempted, because %s: %s (logged once; stats() counts them)"
+            logger.log(level, text, reason, remedy)
         self.sequences.remove(seq)
         seq.preempted_for, pairs = reason, None
         try:
@@ -146,3 +242,20 @@ class Running:
         for seq in self.sequences:
             seq.call.num_running = 0
         self.sequences, self._refused = [], None
+
+
+def split_budget(prompts: list[Sequence], budget: int, waiting: WaitingQueue) -> tuple[list[int], int]:
+    """The least that each prompt gets of the budget, oldest first, and what is left for others.
+
+    Where the prompts need more than one step, each of their calls gets an equal share, and so does the next waiting
+    call if it has nothing running.
+    """
+    lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
+    if sum(lengths) > budget:
+        calls = {seq.call for seq in prompts}
+        is_another_waiting = len(waiting) > 0 and not waiting.peek().call.num_running
+        left = dict.fromkeys(calls, budget // (len(calls) + is_another_waiting))
+        for i, seq in enumerate(prompts):
+            lengths[i] = min(lengths[i], left[seq.call])
+            left[seq.call] -= lengths[i]
+    return lengths, budget - sum(lengths)

@@ -32,10 +32,32 @@ def test_the_package_imports_the_engine_lazily():
 def test_closing(folder, device):  # noqa: F811
     llm = LLM(folder, device=device, num_blocks=50)
     generate(llm, "a", GREEDY)
+    llm.health()
     llm.close()
     llm.close()
-    with pytest.raises(RuntimeError, match="this LLM is closed"):
-        generate(llm, "a", GREEDY)
+    for call in (lambda: generate(llm, "a", GREEDY), llm.health):
+        with pytest.raises(RuntimeError, match="this LLM is closed") as refused:
+            call()
+        assert refused.value.__cause__ is None
+
+
+def test_an_error_that_ends_the_thread_is_the_cause_of_later_ones(folder):  # noqa: F811
+    """Nothing can be blamed for it, and nobody waits for ever."""
+    with LLM(folder, device="cpu", num_blocks=50) as llm:
+        thread, excepthook, seen = llm._core._thread, threading.excepthook, []
+        threading.excepthook = lambda args: seen.append(args.exc_value)
+        try:
+            llm._core._restart = lambda: 1 / 0  # what would mend a step that failed fails, too
+            llm._runner.launch = lambda step, wait_for_tokens: 1 / 0
+            output = generate(llm, ["a"], GREEDY)[0]
+            thread.join(60)
+        finally:
+            threading.excepthook = excepthook
+        assert output.finish_reason == "error" and isinstance(output.error, ZeroDivisionError) and len(seen) == 1
+        for call in (lambda: generate(llm, "a", GREEDY), llm.health):
+            with pytest.raises(RuntimeError, match="this LLM is closed") as refused:
+                call()
+            assert isinstance(refused.value.__cause__, ZeroDivisionError)
 
 
 def test_close_releases_the_memory(folder):  # noqa: F811

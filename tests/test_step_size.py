@@ -163,7 +163,7 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
     monkeypatch.setattr(parts, "load_model", lambda *_: None)
     monkeypatch.setattr(parts, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:
-        parts.build_parts(folder, EngineOptions(device="cuda:1"))
+        parts.build(folder, EngineOptions(device="cuda:1"), "LLM")
     assert asked.value.args == ("cuda:1", *expected)
 
 

@@ -8,25 +8,17 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
     from .sampling_params import RequestOutputKind, SamplingParams
+    from .text.chat import ChatTemplate
 
 __all__ = [
-    "LLM",
-    "AsyncEngine",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "Engine",
-    "EngineCounters",
-    "EngineStats",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-]
+    "LLM", "AsyncEngine", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine", "EngineCounters",
+    "EngineStats", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
+]  # fmt: skip
 
 if not TYPE_CHECKING:
     _MODULES = {
-        "LLM": "llm", "AsyncEngine": "async_engine", "Engine": "engine", "RequestOutputKind": "sampling_params",
-        "SamplingParams": "sampling_params",
+        "LLM": "llm", "AsyncEngine": "async_engine", "ChatTemplate": "text.chat", "Engine": "engine",
+        "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
     }  # fmt: skip
 
     def __getattr__(name: str) -> object:

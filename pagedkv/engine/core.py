@@ -45,7 +45,7 @@ class EngineCore:
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)
         self._owner = owner
-        self._faults = FaultSearch()
+        self._faults: FaultSearch | None = None  # after a step that failed, until its request is found
         self._pipeline = self._new_pipeline(runner)
         self._is_stopping = False
         self._death: BaseException | None = None  # the error that ended the thread
@@ -164,7 +164,7 @@ class EngineCore:
 
     def _start_after_fork(self) -> None:
         """In a child process. The requests of before are its parent's."""
-        self._faults = FaultSearch()
+        self._faults = None
         self.book.forget()
         self._restart()
         self._start()
@@ -179,7 +179,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.runner is not None and (self._pipeline.has_work or self._faults.is_searching)
+        return self.runner is not None and (self._pipeline.has_work or self._faults is not None)
 
     def step(self) -> None:
         """Does what is in the inbox, launches a step, and collects the tokens of the one before."""
@@ -208,7 +208,7 @@ class EngineCore:
         self._pipeline.launch()
         self.book.wake_readers()
         self._pipeline.collect()
-        if self._faults.has_passed():
+        if self._faults is not None and self._faults.has_passed():
             self._restart()
 
     def _recover(self, error: BaseException) -> None:
@@ -218,6 +218,7 @@ class EngineCore:
             raise error
         in_flight = [seq for step, _ in self._pipeline.in_flight for seq in step.receivers]
         running = dict.fromkeys(seq.request for seq in [*self.scheduler.running, *in_flight])
+        self._faults = self._faults or FaultSearch()
         culprit = self._faults.find_culprit(list(running) or self.book.requests)
         if culprit is None:
             logger.warning("a step failed; its %d requests are tried again", len(running), exc_info=error)
@@ -231,7 +232,10 @@ class EngineCore:
         if self.runner is not None:
             self.runner.forget()
             self._pipeline = self._new_pipeline(self.runner)
-            self.book.restart(self._faults.next_group())
+            group = None if self._faults is None else self._faults.next_group()
+            if group is None:
+                self._faults = None
+            self.book.restart(group)
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
         return Pipeline(runner, self.scheduler, self.counters, self.book.process_step)

@@ -70,7 +70,8 @@ class LLM(Engine):
         check_names("stream()", options, list(ChatOptions.__annotations__))
         if is_chat(prompt):
             text = encode_chats(self.folder, self.tokenizer, [prompt], options)[0]
-        given = [name for name, value in options.items() if value not in (None, False)]
+        defaults = {"continue_final_message": False}
+        given = [name for name, value in options.items() if value is not None and value is not defaults.get(name)]
         if given and not is_chat(prompt):
             raise TypeError(f"{', '.join(given)}: for chats, but the prompt is no list of messages")
         params = self.default_params if params is None else params

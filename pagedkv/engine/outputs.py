@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 
 import numpy as np
@@ -116,24 +116,6 @@ class EngineCounters:
 
 WINDOW = 4096  # answers: the last ones, of which the percentiles are
 PERCENTILES = (50, 90, 99)
-
-
-@dataclass(slots=True)
-class Latencies:
-    """Seconds of the last answers that ended without an error."""
-
-    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    tpot: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    queue: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    def add(self, start: float, scheduled: float | None, first: float | None, end: float | None, count: int) -> None:
-        """An answer of so many tokens: the times of its request, its first step, its first token and its end."""
-        if first is None or scheduled is None or end is None:
-            return  # with an error, or aborted
-        self.ttft.append(first - start)
-        self.queue.append(scheduled - start)
-        if count > 1:
-            self.tpot.append((end - first) / (count - 1))
 
 
 def percentiles(values: deque[float]) -> dict[str, float]:

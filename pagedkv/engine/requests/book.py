@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from pagedkv import OutOfBlocks
 
-from ..outputs import EngineCounters, EngineStats, Latencies, percentiles
+from ..outputs import WINDOW, EngineCounters, EngineStats, percentiles
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
@@ -28,7 +29,8 @@ class RequestBook:
         self._wakers: dict[Callable[[], None], None] = {}  # to be called, for readers in event loops
         self._num_streamed = 0
         self._num_finished = 0
-        self._latencies = Latencies()
+        # Seconds of the last answers that ended without an error.
+        self._ttft, self._tpot, self._queue_time = (deque[float](maxlen=WINDOW) for _ in range(3))
         self._is_closed = False
 
     def reset_lock(self) -> None:
@@ -131,8 +133,7 @@ class RequestBook:
         new = list(finished)
         for seq in finished:
             seq.request.num_ended += 1
-            times = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
-            self._latencies.add(*times, len(seq.new_tokens))
+            self._add_times(seq)
         if self._num_streamed:
             new += [
                 seq for seq in step.receivers
@@ -146,6 +147,15 @@ class RequestBook:
                 together.setdefault(seq.request, []).append(seq)
         for request, sequences in together.items():
             self._send(request, sequences)
+
+    def _add_times(self, seq: Sequence) -> None:
+        start, scheduled, first, end = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
+        if first is None or scheduled is None or end is None:
+            return  # with an error, or aborted
+        self._ttft.append(first - start)
+        self._queue_time.append(scheduled - start)
+        if len(seq.new_tokens) > 1:
+            self._tpot.append((end - first) / (len(seq.new_tokens) - 1))
 
     def _send(self, request: Request, sequences: list[Sequence]) -> None:
         """Sends what is new of these, if the request is streamed; else all, if all of its sequences have ended."""
@@ -219,7 +229,7 @@ class RequestBook:
         return explain(self._scheduler, request.sequences)
 
     def stats(self, counters: EngineCounters) -> EngineStats:
-        scheduler, latencies = self._scheduler, self._latencies
+        scheduler = self._scheduler
         num_held = sum(not self._may_run(request) for request in self.requests)
         # A request that is aborted has no id any more.
         running = [seq for seq in scheduler.running if self.find(seq.request.id) is seq.request]
@@ -230,9 +240,9 @@ class RequestBook:
             num_preemptions=scheduler.num_preemptions,
             counters=counters.copy(),
             pool=scheduler.manager.stats(),
-            time_to_first_token=percentiles(latencies.ttft),
-            time_per_token=percentiles(latencies.tpot),
-            queue_time=percentiles(latencies.queue),
+            time_to_first_token=percentiles(self._ttft),
+            time_per_token=percentiles(self._tpot),
+            queue_time=percentiles(self._queue_time),
         )
 
 

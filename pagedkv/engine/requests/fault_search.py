@@ -17,10 +17,6 @@ class FaultSearch:
         self._groups: list[list[Request]] = []  # the last one is being tried
         self._goals: dict[Request, int] = {}  # tokens with which a request of that group passes
 
-    @property
-    def is_searching(self) -> bool:
-        return bool(self._groups)
-
     def find_culprit(self, running: list[Request]) -> Request | None:
         """A step has failed in which these ran. Returns the request that is to blame, if that is known."""
         failed = self._groups.pop() if self._groups else None
@@ -39,14 +35,13 @@ class FaultSearch:
         return True
 
     def next_group(self) -> list[Request] | None:
-        """The requests that may run now; None: all."""
+        """The requests that may run now; None: all, and the search is over."""
         while self._groups:
             group = self._groups[-1] = [request for request in self._groups[-1] if not request.is_finished]
             if group:
                 self._goals = {request: _num_tokens(request) + TOKENS_TO_PASS for request in group}
                 return group
             self._groups.pop()
-        self._goals = {}
         return None
 
     def _passes(self, request: Request) -> bool:

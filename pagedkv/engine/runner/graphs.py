@@ -7,7 +7,6 @@ ends with the logits; it is captured after the first such step of its size.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,39 +50,3 @@ def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
     longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
     """
     return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]
-
-
-STEPS = 256  # between two looks, where steps follow each other
-MOST_STEPS = 1 << 16  # the most between two looks: they become rarer while the GPU is slow again each time
-PAUSE = 0.01  # seconds without such a step, in which somebody else may have used the GPU
-MOST_SEQUENCES = 32  # larger steps draw so much power that the clock falls, which looks the same
-
-
-class LaunchWatch:
-    """Of the steps that are launched on one stream, a pagedkv.Stream."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._interval = STEPS
-        self._since = 0  # steps, since the last look
-        self._is_looking = False
-        self._last = 0.0
-
-    def calibrate(self) -> None:
-        """Looks while all is as it should be: after reload_context, with nothing else on the GPU."""
-        for _ in range(4):  # the first ones may find the clock low
-            while self._stream.watch_launches() is None:
-                self._stream.synchronize()
-
-    def step(self, num_sequences: int) -> None:
-        """Before the graph of a step is launched."""
-        now = time.monotonic()
-        has_paused, self._last = now - self._last > PAUSE, now
-        self._since += 1
-        is_due = self._since >= self._interval or (has_paused and self._interval == STEPS)
-        if not self._is_looking and (not is_due or num_sequences > MOST_SEQUENCES):
-            return
-        is_slow = self._stream.watch_launches()
-        self._is_looking, self._since = is_slow is None, 0
-        if is_slow is not None:
-            self._interval = min(2 * self._interval, MOST_STEPS) if is_slow else STEPS

@@ -16,11 +16,11 @@ class Slow:
     def next_step(self, running, manager):
         return None
 
-    def follow(self, step: Step) -> None:
+    def remember(self, step: Step) -> None:
         pass
 
     @staticmethod
-    def take(step, tokens, manager) -> bool:
+    def append_tokens(step, tokens, manager) -> bool:
         return False
 
 

@@ -171,7 +171,8 @@ def test_no_files_call_each_other_in_a_circle(folder, suffix):
 # What lies in a folder, or is a module, may import what stands above it and its own folder's modules. All that is named
 # before its folder stands apart from it.
 ORDER = (
-    "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress", "pagedkv.torch", "pagedkv.models",
+    "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
+    "pagedkv.torch", "pagedkv.models",
     "pagedkv.engine.sampling_params", "pagedkv.engine.options", "pagedkv.engine.outputs", "pagedkv.engine.text",
     "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",
     "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.compat", "pagedkv.integrations", "pagedkv.cli", "pagedkv",
@@ -216,7 +217,7 @@ def place(module: str) -> int:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert len(IMPORTS) > 90 and sum(map(len, IMPORTS.values())) > 200
+    assert len(IMPORTS) > 80 and sum(map(len, IMPORTS.values())) > 200
     assert circle(IMPORTS) == []
 
 

@@ -1,6 +1,6 @@
 """EngineCore: the one thread that plans steps, launches them and collects their tokens.
 
-Callers never step the engine. They put actions into its inbox (take these requests, abort that one, save the cache),
+Callers never step the engine. They put actions into its inbox (add these requests, abort that one, save the cache),
 and find what is new of their requests in their mailboxes. So an interrupt in a caller's thread cannot lose a step, an
 error of a request reaches its own caller alone, and nothing but this thread touches scheduler and pages.
 """

@@ -49,8 +49,8 @@ class Update:
 
 
 class Receiver(Protocol):
-    """What takes the updates of a request. What put() returns is called soon, once for many of them: it
-    wakes readers for which that takes long."""
+    """What gets the updates of a request. A function that put() returns is called soon, once for many of them: it wakes
+    readers for which that takes long."""
 
     def put(self, item: Any, /) -> Callable[[], None] | None: ...
 

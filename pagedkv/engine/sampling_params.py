@@ -19,6 +19,7 @@ MAX_FLOAT = 3.4e38  # what float32 holds
 MIN_FLOAT = 1.2e-38  # positive numbers below lose digits in float32, or become zero
 MAX_LOGPROBS = 20
 
+
 @dataclass(frozen=True, eq=False)
 class MaskRequest:
     """The answer for which a mask is asked. It lives as long as the answer."""

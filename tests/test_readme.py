@@ -16,7 +16,7 @@ EXAMPLES = [(page, text) for page in PAGES for text in re.findall(r"```python\n(
 
 
 def test_there_are_examples():
-    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 3
+    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 4
 
 
 @pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "settings", "cache"])

@@ -56,7 +56,6 @@ constexpr float CUTTING_US = 8;                         /* that cutting has to s
 constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
 constexpr float CUTTING_US_UNPLANNED = 7; /* and more without a plan, when each CTA finds out what is cut */
 constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
-constexpr int WHOLE_HEADS_CACHES = 4;     /* all heads at once, up to so many chunks, of half the cache each (#14) */
 
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

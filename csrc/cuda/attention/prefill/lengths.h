@@ -10,12 +10,11 @@ struct prefill_lengths {
     int levels;         /* the highest one, plus one */
     int width;          /* of a class, in levels */
     int longest;        /* keys of an item */
-    float items, keys;  /* of all items */
+    float items;        /* of all sequences */
     float count, mean;  /* items of the lane's class, and the keys of one of them on average */
     int lowest_of_long; /* level: from there on items are long; it is half of the highest one, or a little more */
     int num_long;       /* so many are, */
-    int seqs_of_long;   /* of so many sequences, */
-    float keys_of_long; /* and with so many keys */
+    int seqs_of_long;   /* of so many sequences */
 
     struct level_range {
         int first, end;
@@ -92,8 +91,6 @@ struct prefill_lengths {
         count = mine.count * (float)batch.num_bundles;
         mean = mine.count > 0 ? __fdividef(0.5f * mine.twice, mine.count) * (float)batch.positions : 0;
         mean = fminf(mean, (float)longest);
-        keys = pk_sum_over_warp(count * mean);
-        keys_of_long = pk_sum_over_warp(lane < classes_of_long ? count * mean : 0);
         num_long = __reduce_add_sync(~0u, lane < classes_of_long ? (int)count : 0);
     }
 };

@@ -6,11 +6,10 @@
 
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
  * groups of 32 neighbouring sequences; in a group chunks (so that the keys in use stay in the L2 cache), those of the
- * longest sequences first (so that little is left to do when the first CTAs find nothing more); in a chunk sections of
- * KV heads (all, or where one sequence's keys are far more than the cache holds, as many as fit), in a section falling
- * levels, on a level sequence by sequence, the bundles of its query heads. An item's level is the number of its keys in
- * units of `positions`; a sequence has at most one item of a level for each bundle. So a run of levels has the same
- * sequences, and is passed in one step.
+ * longest sequences first (so that little is left to do when the first CTAs find nothing more); in a chunk falling
+ * levels, on a level sequence by sequence, its KV heads. An item's level is the number of its keys in units of
+ * `positions`; a sequence has at most one item of a level for each KV head, its bundle of query heads. So a run of levels
+ * has the same sequences, and is passed in one step.
  *
  * Without a plan a CTA can do nothing before this has found its first item (prefill/NOTES.md #25, #33): it has to be
  * short. */
@@ -26,15 +25,15 @@ struct prefill_schedule {
     int first_seq;                             /* of the group */
     unsigned waiting_keys;                     /* of the group's sequences that come behind the chunk in hand; */
     unsigned keys_before;                      /* of those that are longer than the lane's; 0 where all are one chunk */
-    int first_bundle, num_bundles;             /* of the section */
-    int section_begin;                         /* entries of the list before the section */
+    int num_bundles;                           /* of a sequence */
+    int chunk_begin;                           /* entries of the list before the chunk */
     int level, num_levels;                     /* the run in hand: its highest level, and how many there are */
     int next_level;                            /* the next below it that has items, or -1 */
     int before, count;                         /* entries of a bundle above the run; items on each of its levels */
     int num_parts;                             /* of each of them */
-    int first_slot, num_slots; /* parts before the section; of a bundle: these follow each other in a section, */
+    int first_slot, num_slots; /* parts before the chunk; of a bundle: these follow each other in a chunk, */
     int first_cut;             /* behind so many entries of a bundle */
-    int whole_from, num_long;  /* of CUTS: a level in the section, see prefill_parts; long items up to its end */
+    int whole_from, num_long;  /* of CUTS: a level in the chunk, see prefill_parts; long items up to its end */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -45,10 +44,10 @@ struct prefill_schedule {
         first_seq = -32;
         num_items = num_waiting = 0;
         waiting_keys = 0;
-        section_begin = 0;
+        chunk_begin = 0;
         before = count = num_levels = num_parts = 0;
         next_level = -1;
-        first_bundle = num_bundles = batch.num_bundles; /* behind the last one of no chunk */
+        num_bundles = batch.num_bundles;
         first_slot = num_slots = first_cut = 0;
         whole_from = num_long = 0;
     }
@@ -108,22 +107,22 @@ struct prefill_schedule {
      * each other, and the items of a sequence's bundles. */
     __device__ prefill_item find(const prefill_batch &batch, int index)
     {
-        while (index - section_begin >= (before + num_levels * count * num_parts) * num_bundles) {
+        while (index - chunk_begin >= (before + num_levels * count * num_parts) * num_bundles) {
             before += num_levels * count * num_parts;
             if (num_parts > 1) num_slots += num_levels * count * num_parts;
             num_levels = 0;
             if (next_level >= 0)
                 begin_run(batch, next_level);
-            else if (!next_section(batch, index))
+            else if (!begin_chunk(batch, index))
                 return prefill_end_of_list();
         }
-        int at = index - section_begin;
+        int at = index - chunk_begin;
         unsigned int in_run = at - before * num_bundles, entries = count * num_parts * num_bundles; /* of a level */
         int2 by_part = {(int)(in_run % entries), 0};
         if constexpr (CUTS) by_part = divide_small(by_part.x, num_parts);
         int2 by_bundle = divide_small(by_part.x, num_bundles);
         prefill_item item = describe(batch, level - (int)(in_run / entries), by_bundle.x);
-        item.q_head = (first_bundle + by_bundle.y) * batch.heads;
+        item.q_head = by_bundle.y * batch.heads;
         item.part = by_part.y;
         item.num_parts = 1;
         item.first_slot = first_slot + at - first_cut * num_bundles - item.part;
@@ -131,30 +130,21 @@ struct prefill_schedule {
         return item;
     }
 
-    __device__ bool next_section(const prefill_batch &batch, int index)
+    __device__ bool begin_chunk(const prefill_batch &batch, int index)
     {
-        int all_bundles = batch.num_bundles;
-        bool is_chunk_done = first_bundle + num_bundles >= all_bundles;
-        unsigned keys = is_chunk_done ? next_chunk(batch) : 1;
-        if (keys == 0) return false;
-        section_begin += before * num_bundles;
+        if (next_chunk(batch) == 0) return false;
+        chunk_begin += before * num_bundles;
         first_slot += num_slots * num_bundles;
-        first_bundle += num_bundles;
-        if (is_chunk_done) {
-            first_bundle = 0;
-            num_bundles = bundles_at_once(batch, (float)keys);
-        }
-        num_bundles = min(num_bundles, all_bundles - first_bundle);
         before = num_slots = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
         if constexpr (CUTS) find_whole();
-        if constexpr (!CUTS) { /* a section that ends before the entry is passed at once */
+        if constexpr (!CUTS) { /* a chunk that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
-            if (index - section_begin >= entries * num_bundles) before = entries, next_level = -1;
+            if (index - chunk_begin >= entries * num_bundles) before = entries, next_level = -1;
         }
         return true;
     }
-    /* From which level on the section's items stay whole, of those that do in any case. */
+    /* From which level on the chunk's items stay whole, of those that do in any case. */
     __device__ void find_whole()
     {
         auto count_from = [&](int level) {
@@ -174,14 +164,6 @@ struct prefill_schedule {
         }
         whole_from = high;
     }
-    /* Sections cost the end of the list some of its balance. */
-    __device__ static int bundles_at_once(const prefill_batch &batch, float keys)
-    {
-        if (keys <= thresholds::WHOLE_HEADS_CACHES * batch.chunk_keys) return batch.num_bundles;
-        int kv_heads = max((int)(batch.chunk_keys / keys * (float)batch.args.num_kv_heads), 1);
-        return kv_heads * (batch.group.divisor / batch.heads);
-    }
-
     /* A run ends where a sequence's items begin or end, or have fewer parts. */
     __device__ void begin_run(const prefill_batch &batch, int highest)
     {

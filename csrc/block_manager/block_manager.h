@@ -57,10 +57,10 @@ void pk_bm_free_pairs(int32_t *pairs);
 
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
 void pk_bm_destroy(pk_block_manager *manager);
-/* For a caller whose lock others wait for (Python: the GIL): `notice` is called by every call on the manager that turns
+/* For a caller whose lock others wait for (Python: the GIL): `on_long_work` is called by every call on the manager that turns
  * out to be long, more than about 0.1 ms, before the long part; perhaps more than once. NULL: nobody is told. */
-typedef void (*pk_bm_notice)(void *context);
-void pk_bm_set_notice(pk_block_manager *manager, pk_bm_notice notice, void *context);
+typedef void (*pk_bm_long_work)(void *context);
+void pk_bm_on_long_work(pk_block_manager *manager, pk_bm_long_work on_long_work, void *context);
 /* Changes how many pages allocate() leaves available from now on. */
 pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 

@@ -30,7 +30,7 @@ typedef struct {
     int32_t num_full;   /* how many of the references know tokens up to the page's end */
     int32_t prev, next; /* free list (next only) or list of cached pages */
     int32_t twin_prev, twin_next;
-    int32_t scratch; /* 0 between calls */
+    int32_t scratch; /* 0 between calls: sharers that leave (grow.c), is revived (manager.c), fill + 1 (check.c) */
     uint8_t state;   /* pk_index_state */
     /* Its content was found again: by a prompt, or it was evicted and computed once more. Never where the page before
      * it was not. Which list of cached pages it is in. */
@@ -108,16 +108,16 @@ struct pk_block_manager {
 
     int64_t hit_tokens, lookup_tokens, evictions, copies;
 
-    pk_bm_notice notice;
-    void *notice_context;
+    pk_bm_long_work on_long_work;
+    void *long_work_context;
 };
 
 /* Before work on so many pages or sequences (some 60 ns each) and tokens (4 ns each): says so where that is long. */
 enum { LONG_WORK = 4096, TOKENS_PER_WORK = 16 };
-static inline void announce(const pk_block_manager *manager, int64_t num_pages, int64_t num_tokens)
+static inline void expect_work(const pk_block_manager *manager, int64_t num_pages, int64_t num_tokens)
 {
-    if (num_pages + num_tokens / TOKENS_PER_WORK >= LONG_WORK && manager->notice)
-        manager->notice(manager->notice_context);
+    if (num_pages + num_tokens / TOKENS_PER_WORK >= LONG_WORK && manager->on_long_work)
+        manager->on_long_work(manager->long_work_context);
 }
 
 static inline int64_t blocks_for(const pk_block_manager *manager, int64_t num_tokens)

@@ -28,7 +28,7 @@ const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
 bool pk_cpu_is_intel(void);
-/* Beside PK_ISA_AVX512; PAGEDKV_CPU_ISA=avx512 goes without both. */
+/* What some CPUs of PK_ISA_AVX512 have, too. PAGEDKV_CPU_ISA=avx512 turns both off. */
 bool pk_cpu_has_fast_avx512bf16(void); /* faster than fp32 */
 bool pk_cpu_has_amx(void);             /* for bf16; the first call asks Linux to let this process use it */
 

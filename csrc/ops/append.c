@@ -1,24 +1,6 @@
-/* append.c - append_kvcache: new keys and values after those that a sequence has in its pages, found through the
- * block table; and rope_append_kvcache, which rotates the new keys, and queries beside them, on the way.
- *
- *   key, value    [num_tokens, num_kv_heads, head_dim] f32, f16 or bf16, as store_kvcache takes them; caches and scales too
- *   block_tables  [num_seqs, max_blocks_per_seq] int32 and key_starts as paged_attention_fwd takes them
- *   cache_lens    [num_seqs] int32: keys that a sequence has. Its new token i becomes key cache_lens[s] + i; a token whose
- *                 page is negative is not stored.
- *   cu_seqlens    [num_seqs + 1] int32: sequence s owns the tokens cu[s] .. cu[s + 1] - 1, tokens of nobody are not stored.
- *                 Absent: num_tokens / num_seqs each.
- *
- * With queries:
- *   q, out        [num_q_tokens, num_q_heads, head_dim], shared among the sequences by cu_seqlens_q in the same way. Rows
- *                 of out that nobody owns are left as they are.
- *   cos, sin      [max_positions, rotary_dim / 2] of key's dtype or f32. rotary_dim is even and at most head_dim;
- *                 dimensions after it stay as they are. Pair i is dimensions i and i + rotary_dim / 2, or, interleaved,
- *                 2 i and 2 i + 1 (RoFormer, Su et al. 2021): (x, y) becomes (x cos - y sin, y cos + x sin), in fp32,
- *                 rounded once.
- *   rotary_starts [num_seqs] int32: the position of a sequence's first new token, and of its first query; later ones
- *                 follow one by one, or, q_at_start, all queries have the first position. Absent: cache_lens.
- *
- * A slot, page or position out of range: the CPU raises before anything is written; CUDA skips the token (a query
+/* append.c - validation of append_kvcache and rope_append_kvcache; their docstrings (csrc/py/append.c) say what each
+ * argument means. A pair (x, y) becomes (x cos - y sin, y cos + x sin), in fp32, rounded once. A slot, page or position
+ * out of range is the backend's to find: the CPU raises before anything is written; CUDA skips the token (a query
  * becomes 0) and records it in the device status word.
  */
 #include "ops/append.h"

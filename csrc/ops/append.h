@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* append_kvcache and rope_append_kvcache, see csrc/ops/append.c for the semantics of every field */
+/* append_kvcache and rope_append_kvcache */
 typedef struct pk_append_args {
     pk_store_args store;          /* slot_mapping unset: the tables say where a token goes */
     const int32_t *block_tables;  /* [num_seqs, max_blocks_per_seq], last dimension dense */

@@ -1,48 +1,17 @@
-/* attention.c - paged_attention_fwd: attention of ragged queries over keys and values that lie in pages; and
- * qkv_attention_fwd, which is qk_norm_rope_store and then that.
+/* attention.c - validation of paged_attention_fwd and plan_attention. Their docstrings (csrc/py/attention.c) say what each
+ * argument means; what a backend computes, and may assume, is this.
  *
- *   q             [num_tokens, num_q_heads, head_dim], f32, f16 or bf16; views of a fused qkv are fine
- *   k_cache, ...  [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype or float8_e4m3fn; num_q_heads is a
- *                 multiple of num_kv_heads and q head h reads KV head h / (num_q_heads / num_kv_heads)
- *   block_tables  [num_seqs, max_blocks_per_seq] int32: the pages of a sequence. Key j of sequence s is in slot
- *                 i = key_starts[s] + j of them: slot i % block_size of page
- *                 block_tables[s, table_starts[s] + i / block_size]. A negative page is padding: its keys are seen by
- *                 nobody. Entries that hold no key which a query may see are never looked at.
- *   context_lens  [num_seqs] int32: keys of a sequence, its new tokens included
- *   key_starts    [num_seqs] int32. Absent: 0. With one page as long as a dense tensor, this is where each sequence's
- *                 keys start in it.
- *   table_starts  [num_seqs] int32. Absent: 0. With one row for all (stride 0) that has the pages of one sequence after
- *                 the other, this is where each sequence's begin: no table need be made of such a list.
- *   cu_seqlens_q  [num_seqs + 1] int32: sequence s owns the queries cu[s] .. cu[s + 1] - 1. Rows of out and lse outside
- *                 cu[0] .. cu[num_seqs] are left as they are. Absent: num_tokens / num_seqs queries each.
- *   max_seqlen_q  an upper bound of the queries of one sequence (CUDA sizes its grid by it)
- *
- * Of sequence s, query i of n with context c stands at position p = i + c - n. It sees the keys j, 0 <= j < c, with
- *     p - window_left <= j <= p + window_right       (-1: unbounded on that side; is_causal makes the right side 0)
- * The logit of a seen key, and what becomes of the logits:
- *     x = softmax_scale * q.k;   softcap > 0: x = softcap * tanh(x / softcap)
- *     alibi: x -= slope * |p - j|                    (slopes [num_q_heads] or [num_seqs, num_q_heads])
+ * Key j of sequence s is in slot i = key_starts[s] + j of its pages, which is slot i % block_size of page
+ * block_tables[s, table_starts[s] + i / block_size]. Entries that hold no key which a query may see are never looked at.
+ * Query i of n with context c stands at position p = i + c - n. It sees the keys j, 0 <= j < c, with
+ *     p - window_left <= j <= p + window_right       (-1: unbounded on that side)
+ *     x = softmax_scale * q.k;   softcap > 0: x = softcap * tanh(x / softcap);   alibi: x -= slope * |p - j|
  *     lse = log(sum exp(x) + exp(sink)) (natural log, fp32);   out = sum exp(x - lse) * v
- * A sink [num_q_heads] is one more logit without a value. A row that sees no key gets out 0 and lse -inf (lse = sink
- * where there are sinks, which is what merging with other parts needs: give the sinks to one part only).
- * An fp8 cache holds x / scale; k_scale and v_scale are a number, [1], [num_kv_heads] or [num_seqs, num_kv_heads].
- * num_splits: 0 lets the backend choose; n cuts the keys of a sequence into up to n ranges, by its length alone. The
- * CPU always cuts by the length alone, and so into ranges of its own: n parts of a prompt would take n times its output.
- * plan: how a backend divides the work among its processors, from the lengths: made once per step by plan_attention for
- * all layers of the same shapes, or by each call for itself. The CPU has none: its plan has no rows.
- * past_is_constant: since the last copy or graph launch on the stream, nothing has written block_tables, or keys and
- * values in front of a sequence's queries. With a plan, CUDA reads them while earlier operations still run.
+ * A row that sees no key gets out 0 and lse -inf, or its head's sink. Rows of nobody are left as they are.
  *
- * qkv_attention_fwd: where the slot of a token is not negative, it must be the one that block_tables gives the token: a
- * backend may write and read in any order, or take the token's key for the sequence's last one without reading it. A row
- * of padding may have any slot that nobody reads in this call; what out has for it is undefined then. past_is_constant
- * means positions, slot_mapping, cos_sin and the norms' weights too.
- *
- * What a query does not see is not in these sums: inf or NaN there reach it neither by K nor, on the CPU, by V. CUDA
- * multiplies V by weights of 0, so inf or NaN in V may become NaN in queries of the same sequence that do not see it.
- *
- * A page, context, start or cu_seqlens_q out of range: the CPU raises before anything is written; CUDA masks the keys
- * and records it in the device status word.
+ * Shapes, strides and scalars are checked here. What lies in memory (a page, context, start or cu_seqlens_q out of
+ * range) is the backend's to check: the CPU raises before anything is written; CUDA masks the keys and records it in the
+ * device status word.
  */
 #include "ops/shared.h"
 

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* csrc/ops/attention.c has the semantics of every field. */
+/* csrc/ops/attention.c says what is computed of it. */
 typedef struct pk_attention_args {
     const void *q;                 /* [num_tokens, num_q_heads, head_dim] */
     const void *k_cache, *v_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */

@@ -26,15 +26,15 @@ typedef struct {
 typedef struct {
     const char *kernel, *variant;
     pk_dtype multiplies, reads; /* what the tensor cores multiply; the cache, or x and the weight */
-    int head_dim;               /* the largest that it takes; 0: it knows no heads */
+    int head_dim;               /* the largest that it takes; 0: it has nothing to do with heads */
     int rows;                   /* of queries, or of x: the most that a CTA works on at once */
     int threads;                /* of a CTA, the most */
     pk_smem_of_cards smem;
 } pk_kernel_instance;
 
 /* Every operation. OP(name, args): Python's function `name`, which each backend implements in an entry of that name
- * with the arguments `args`; VIA(name): a function of Python that entries named above serve. From this list come the
- * entries and their declarations, the module's functions and their signatures. */
+ * with the arguments `args`; VIA(name): another function of Python, which the entry to the left of it serves. From this
+ * list come the entries and their declarations, the module's functions and their signatures. */
 // clang-format off
 #define PK_OPS(OP, VIA)                                                                \
     OP(store_kvcache, pk_store_args)                                                   \

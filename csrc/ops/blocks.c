@@ -1,9 +1,6 @@
-/* blocks.c - copy_blocks and swap_blocks: whole pages within a pool, or between two pools (device and host).
- *
- *   pairs   (src_dst_pairs of copy_blocks) [num_pairs, 2] int32 or int64 on the host: block pairs[p][1] of dst becomes
- *           block pairs[p][0] of src
- *   caches  [num_blocks, ...], any dtype. The memory of one block must be gapless, in any order of its dimensions (NHD,
- *           or HND by strides); blocks may lie apart (K and V interleaved in one allocation)
+/* blocks.c - validation of copy_blocks and swap_blocks: whole pages within a pool, or between two pools (device and
+ * host). The memory of one block must be gapless, in any order of its dimensions (NHD, or HND by strides); blocks may lie
+ * apart (K and V interleaved in one allocation).
  *
  * The copies happen in no particular order, so a block that is written twice, or within one pool both read and
  * written, is an error, and so is a cache that is written and overlaps another. src[i] and dst[i] may be one pool: have

@@ -145,7 +145,7 @@ pk_status pk_fail_overlap(pk_error *err, const char *name, bool is_written, cons
                    is_written ? other : name);
 }
 
-/* What is written shares no memory with another view of the env, but for the one that pk_may_be has named. */
+/* What is written shares no memory with another view of the env, but for the one that pk_allow_in_place has named. */
 static pk_status expect_apart(pk_env *env, const char *name, const pk_view *view, bool is_written)
 {
     const pk_view *in_place = is_written ? env->in_place : NULL;

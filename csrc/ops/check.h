@@ -48,7 +48,7 @@ typedef struct {
     const char *dtype_by;
     pk_device device;
     const char *device_by;   /* NULL: not bound */
-    const pk_view *in_place; /* see pk_may_be; NULL: none */
+    const pk_view *in_place; /* see pk_allow_in_place; NULL: none */
     int num_views, num_known;
     pk_known_view views[PK_MAX_VIEWS];
 } pk_env;
@@ -58,7 +58,7 @@ void pk_env_init(pk_env *env, pk_error *err);
  * A view of the first part that is expected again is the same argument. */
 void pk_env_restart(pk_env *env);
 /* The next view that is written may be exactly this one, in place: the same elements in the same order. */
-static inline void pk_may_be(pk_env *env, const pk_view *view) { env->in_place = view; }
+static inline void pk_allow_in_place(pk_env *env, const pk_view *view) { env->in_place = view; }
 /* What is said of two arguments that overlap, at least one of them written. */
 pk_status pk_fail_overlap(pk_error *err, const char *name, bool is_written, const char *other, bool other_is_written);
 pk_status pk_expect(pk_env *env, const char *name, const pk_view *view, const char *dims, unsigned flags);

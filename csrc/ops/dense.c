@@ -64,7 +64,7 @@ static pk_status weigh_rows(const pk_rms_norm_call *call, const char *weight_nam
     if (divides) PK_TRY(pk_expect_eps("eps", call->eps, err));
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, rms_norm, &backend, err);
-    pk_may_be(&env, x);
+    pk_allow_in_place(&env, x);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", x->dtype, PK_SAME);
     pk_rms_norm_args args = {
         .x = x->data,

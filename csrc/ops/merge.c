@@ -1,12 +1,5 @@
-/* merge.c - merge_attention_states: joins attention over disjoint sets of keys (cascades, splits, ranks).
- *
- *   o    [num_parts, num_tokens, num_heads, head_dim], f32, f16 or bf16
- *   lse  [num_parts, num_heads, num_tokens] float32, natural log
- *
- *     lse' = log sum_i exp(lse_i);   out = sum_i exp(lse_i - lse') * o_i
- *
- * A part whose lse is -inf counts nothing, whatever its o holds (NaN too). Where all are -inf: out 0, lse' -inf.
- * out may be o itself where there is one part.
+/* merge.c - validation of merge_attention_states; its docstring (csrc/py/merge.c) says what is computed. A part whose lse is
+ * -inf counts nothing, whatever its o holds (NaN too). Where all are -inf: out 0, lse -inf.
  */
 #include "ops/merge.h"
 
@@ -23,7 +16,7 @@ pk_status pk_merge_attention_states(const pk_merge_call *call, pk_stream stream,
     PK_EXPECT(&env, "lse", lse, "P H T", PK_ACCEPT_F32 | PK_DENSE);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, merge_attention_states, &backend, err);
-    pk_may_be(&env, o);
+    pk_allow_in_place(&env, o);
     PK_EXPECT_OUTPUT(&env, "out", out, "T H D", o->dtype, PK_SAME | PK_DENSE);
     if (out_lse) PK_EXPECT_OUTPUT(&env, "out_lse", out_lse, "H T", PK_F32, PK_ACCEPT_F32 | PK_DENSE);
     pk_merge_args args = {

@@ -19,12 +19,12 @@
  * (they have no memory). So one word bounds the 16 keys of a block, and the others are drawn only where that bound
  * reaches the best key so far. With the words of Philox4x32-10 (Salmon et al. 2011),
  *
- *     y(b) = word b % 4 at counter (b / 4, position, 0, 0)              b = v / 16
- *     z(v) = word v % 4 at counter (v / 4, position, 1, 0)              key = (low, high) 32 bits of the seed
- *     g = -log(E((y + 0.5) * 2^-32) / 16 + (v % 16 == (y * 0x9E3779B9 mod 2^32) >> 28 ? 0 : E((z + 0.5) * 2^-32)))
- *     E(w) = -log(1 - min(w, 1 - 2^-24))
+ *     block_word = word b % 4 at counter (b / 4, position, 0, 0)        b = v / 16
+ *     word       = word v % 4 at counter (v / 4, position, 1, 0)        key = (low, high) 32 bits of the seed
+ *     g = -log(exponential(block_word) / 16 + (v % 16 == place(block_word) ? 0 : exponential(word)))
+ *     place(w) = (w * 0x9E3779B9 mod 2^32) >> 28        exponential(w) = -log(1 - min((w + 0.5) * 2^-32, 1 - 2^-24))
  *
- * (any few dozen y in a row have each of the 16 places alike, by the golden ratio: place and variate are independent),
+ * (any few dozen block_words in a row have each of the 16 places alike, by the golden ratio: place and variate are independent),
  * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
  * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
  * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which of the compilers GCC's ISO C mode

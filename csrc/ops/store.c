@@ -1,12 +1,6 @@
-/* store.c - store_kvcache: writes new keys and values into their pages.
- *
- *   key, value    [num_tokens, num_kv_heads, head_dim]; any strides but a dense last dimension (views of a fused qkv)
- *   k_cache, ...  [num_blocks, block_size, num_kv_heads, head_dim]; any strides but a dense last dimension
- *   slot_mapping  [num_tokens] int32 or int64: slot = block * block_size + position in the block; negative = skip
- *   k_scale, ...  only for fp8 caches: stored = round(x / scale), to nearest even, saturating at +-448, NaN stays NaN
- *
- * A slot out of range: the CPU raises before anything is written; CUDA skips the token and records it in the device
- * status word. Two tokens with one slot: what the slot holds then is undefined, K of the one and V of the other even.
+/* store.c - validation of store_kvcache; its docstring (csrc/py/store.c) says what each argument means. In an fp8 cache
+ * stored = round(x / scale), to nearest even, saturating at +-448, NaN stays NaN. A slot out of range is the backend's to
+ * find: the CPU raises before anything is written; CUDA skips the token and records it in the device status word.
  */
 #include "ops/shared.h"
 

@@ -103,7 +103,7 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         py_raise(state, &err);
         Py_CLEAR(self);
     } else {
-        pk_bm_set_notice(self->core, release_gil, self);
+        pk_bm_on_long_work(self->core, release_gil, self);
     }
     return (PyObject *)self;
 }

@@ -13,7 +13,7 @@ void py_call_init(py_call *call, py_state *state)
     call->signature = NULL;
     call->has_failed = call->has_torch = call->has_memory = call->has_own_output = false;
     call->stream_is_given = call->stream_is_fixed = call->is_in_foreign_capture = call->has_released = false;
-    call->num_tensors = call->num_peers = call->num_lists = 0;
+    call->num_tensors = call->num_frameworks = call->num_lists = 0;
     call->num_elements = call->num_on_host = 0;
     call->device = (pk_device){PK_CPU, 0};
     call->queue = call->given_queue = NULL;
@@ -105,11 +105,12 @@ static void settle_strides(pk_view *view)
 static int take(py_call *call, const char *name, PyObject *object, bool is_written, py_tensor_in *taken)
 {
     if (py_find_reader(call->state, name, object, taken) < 0) return -1;
-    if (taken->reader == PY_READ_DLPACK && !call->stream_is_fixed) py_call_foresee_stream(call);
+    if (taken->reader == PY_READ_DLPACK && !call->stream_is_fixed) py_call_fix_stream(call);
     if (call->has_failed || py_read_tensor(call->state, name, false, call->stream, taken) < 0) return -1;
     settle_strides(&taken->view);
     taken->is_written = is_written;
-    if (py_call_meet(call, name, taken) == 0 && !(is_written && refuse_grad(call, name, object, taken) < 0)) return 0;
+    if (py_call_note_framework(call, name, taken) == 0 && !(is_written && refuse_grad(call, name, object, taken) < 0))
+        return 0;
     py_release(&taken->hold);
     return -1;
 }

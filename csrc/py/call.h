@@ -9,7 +9,7 @@
 #include "ops/store.h"
 
 #define PY_MAX_TENSORS (PY_MAX_PARAMS + 1) /* a method's own, too */
-#define PY_MAX_PEERS 8
+#define PY_MAX_FRAMEWORKS 8
 
 /* A sequence of tensors (the caches of all layers). */
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
     const DLPackExchangeAPI *exchange;
     py_queue *queue;
     bool is_written; /* one of its tensors is */
-} py_peer;
+} py_framework;
 
 typedef struct {
     py_state *state;
@@ -36,7 +36,7 @@ typedef struct {
     bool stream_is_given, stream_is_fixed;
     bool is_in_foreign_capture;
     py_queue *given_queue; /* of a given pagedkv.Stream */
-    int num_tensors, num_peers, num_lists;
+    int num_tensors, num_frameworks, num_lists;
     int64_t num_elements, num_on_host; /* of all tensors: what decides whether releasing the GIL pays */
     pk_device device;                  /* of the first tensor on a GPU, which does the work; else the CPU */
     py_queue *queue;                   /* where it is queued; NULL: nowhere */
@@ -47,7 +47,7 @@ typedef struct {
     pk_status status;
     /* not initialised by py_call_begin */
     pk_error err;
-    py_peer peers[PY_MAX_PEERS];
+    py_framework frameworks[PY_MAX_FRAMEWORKS];
     py_tensor_in tensors[PY_MAX_TENSORS];
 } py_call;
 
@@ -98,9 +98,9 @@ PyObject *py_call_end(py_call *call, PyObject *result);
 /* ------------------------------------------------ the order of its work (call_order.c) */
 
 /* Fixes the stream before all arguments are read, because a DLPack producer asks for it. */
-void py_call_foresee_stream(py_call *call);
+void py_call_fix_stream(py_call *call);
 /* Notes where the framework of a tensor that was just read works. */
-int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken);
+int py_call_note_framework(py_call *call, const char *name, const py_tensor_in *taken);
 /* Finds the stream (the one rule of pagedkv.Stream's docstring), and puts its work after that of others that it
  * needs. */
 int py_call_order(py_call *call);

@@ -9,7 +9,7 @@
 
 // --- what was read
 
-int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken)
+int py_call_note_framework(py_call *call, const char *name, const py_tensor_in *taken)
 {
     const pk_device device = taken->view.device;
     const int64_t numel = pk_view_numel(&taken->view), enough = (int64_t)1 << 32; /* so that no sum overflows */
@@ -22,20 +22,22 @@ int py_call_meet(py_call *call, const char *name, const py_tensor_in *taken)
     }
     if (call->device.type == PK_CPU) call->device = device;
     if (!taken->exchange) return 0;
-    py_peer *peer = call->peers, *end = peer + call->num_peers;
-    while (peer < end && (peer->exchange != taken->exchange || peer->queue->device.index != device.index)) peer++;
-    if (peer == end) {
-        if (call->num_peers == PY_MAX_PEERS) {
+    py_framework *framework = call->frameworks, *end = framework + call->num_frameworks;
+    while (framework < end &&
+           (framework->exchange != taken->exchange || framework->queue->device.index != device.index))
+        framework++;
+    if (framework == end) {
+        if (call->num_frameworks == PY_MAX_FRAMEWORKS) {
             PyErr_Format(PyExc_BufferError, "%s: a call takes tensors of at most %d GPUs and frameworks", name,
-                         PY_MAX_PEERS);
+                         PY_MAX_FRAMEWORKS);
             return -1;
         }
         py_queue *queue = py_queue_of_framework(call->state, name, taken->exchange, device);
         if (!queue) return -1;
-        *peer = (py_peer){taken->exchange, queue, false};
-        call->num_peers++;
+        *framework = (py_framework){taken->exchange, queue, false};
+        call->num_frameworks++;
     }
-    peer->is_written |= taken->is_written;
+    framework->is_written |= taken->is_written;
     return 0;
 }
 
@@ -59,7 +61,7 @@ static int torch_stream_of(const py_call *call, PyObject *object, pk_stream *str
     return py_current_work_stream("stream", torch, tensor.device.device_id, stream) < 0 ? -1 : 1;
 }
 
-void py_call_foresee_stream(py_call *call)
+void py_call_fix_stream(py_call *call)
 {
     py_queue *capturing = py_capturing_queue();
     if (call->stream_is_fixed) return;
@@ -73,11 +75,11 @@ void py_call_foresee_stream(py_call *call)
 
 // --- the rule
 
-static py_queue *peer_queue(const py_call *call, const DLPackExchangeAPI *exchange)
+static py_queue *framework_queue(const py_call *call, const DLPackExchangeAPI *exchange)
 {
-    for (int i = 0; i < call->num_peers; i++)
-        if (call->peers[i].exchange == exchange && call->peers[i].queue->device.index == call->device.index)
-            return call->peers[i].queue;
+    for (int i = 0; i < call->num_frameworks; i++)
+        if (call->frameworks[i].exchange == exchange && call->frameworks[i].queue->device.index == call->device.index)
+            return call->frameworks[i].queue;
     return NULL;
 }
 
@@ -97,9 +99,11 @@ static py_queue *given_queue(py_call *call)
                             call->given_queue->device.index, call->device.index),
                NULL;
     py_queue *queue = call->given_queue;
-    for (int i = 0; i < call->num_peers && !queue; i++) /* where a framework works now, nothing more needs asking */
-        if (call->peers[i].queue->handle == call->stream && call->peers[i].queue->device.index == call->device.index)
-            queue = call->peers[i].queue;
+    for (int i = 0; i < call->num_frameworks && !queue;
+         i++) /* where a framework works now, nothing more needs asking */
+        if (call->frameworks[i].queue->handle == call->stream &&
+            call->frameworks[i].queue->device.index == call->device.index)
+            queue = call->frameworks[i].queue;
     if (!queue && torch_queue(call, &queue) < 0) return NULL;
     if (queue && !call->given_queue && queue->handle != call->stream) queue = NULL;
     if (!queue && !(queue = py_queue_of(call->state, call->device, call->stream, PY_STREAM_FOREIGN))) return NULL;
@@ -145,12 +149,12 @@ static py_queue *choose_queue(py_call *call)
         return NULL;
     }
     if (call->has_torch) {
-        queue = peer_queue(call, call->state->torch);
+        queue = framework_queue(call, call->state->torch);
         return queue || torch_queue(call, &queue) == 0 ? queue : NULL;
     }
     queue = py_entered_queue(call->device);
-    for (int i = 0; i < call->num_peers && !queue; i++)
-        if (call->peers[i].queue->device.index == call->device.index) queue = call->peers[i].queue;
+    for (int i = 0; i < call->num_frameworks && !queue; i++)
+        if (call->frameworks[i].queue->device.index == call->device.index) queue = call->frameworks[i].queue;
     if (!queue) queue = py_queue_of(call->state, call->device, NULL, PY_STREAM_LASTS);
     return queue && refuse_torch_capture(call, queue) == 0 ? queue : NULL;
 }
@@ -216,12 +220,12 @@ int py_call_order(py_call *call)
     if (!(call->queue = choose_queue(call))) return -1;
     if (!call->stream_is_given) call->stream = call->queue->handle;
     if (py_capturing_queue()) {
-        for (int i = 0; i < call->num_peers; i++)
-            if (py_graph_meet(&call->peers[i]) < 0) return -1;
+        for (int i = 0; i < call->num_frameworks; i++)
+            if (py_graph_note_framework(&call->frameworks[i]) < 0) return -1;
         return for_each_tensor(call, give_to_graph);
     }
-    for (int i = 0; i < call->num_peers; i++)
-        if (py_queue_after(call->state, call->queue, call->peers[i].queue) < 0) return -1;
+    for (int i = 0; i < call->num_frameworks; i++)
+        if (py_queue_after(call->state, call->queue, call->frameworks[i].queue) < 0) return -1;
     return call->has_memory ? for_each_tensor(call, order_tensor) : 0;
 }
 
@@ -247,7 +251,7 @@ static int note_write(py_call *call, py_tensor_in *taken)
 
 PyObject *py_call_enter_torchs_stream(const py_call *call, const DLPackExchangeAPI *exchange)
 {
-    bool is_elsewhere = exchange == call->state->torch && call->queue && call->queue != peer_queue(call, exchange);
+    bool is_elsewhere = exchange == call->state->torch && call->queue && call->queue != framework_queue(call, exchange);
     if (!is_elsewhere || py_capturing_queue()) return Py_NewRef(Py_None);
     PyObject *torch = PyImport_ImportModule("torch.cuda"), *stream = NULL, *context = NULL, *entered = NULL;
     if (torch)
@@ -293,7 +297,8 @@ int py_call_note_writes(py_call *call)
         for_each_tensor(call, note_write);
     }
     if (call->stream_is_given) return 0; /* the caller orders what comes later */
-    for (int i = 0; i < call->num_peers; i++)
-        if (call->peers[i].is_written && py_queue_after(call->state, call->peers[i].queue, call->queue) < 0) return -1;
+    for (int i = 0; i < call->num_frameworks; i++)
+        if (call->frameworks[i].is_written && py_queue_after(call->state, call->frameworks[i].queue, call->queue) < 0)
+            return -1;
     return for_each_tensor(call, let_owner_follow);
 }

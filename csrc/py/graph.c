@@ -20,8 +20,8 @@ typedef struct {
     PyObject *kept; /* a list of all that its calls used */
     used_memory *used;
     int num_used, room;
-    py_peer peers[PY_MAX_PEERS]; /* the frameworks whose tensors are in it */
-    int num_peers;
+    py_framework frameworks[PY_MAX_FRAMEWORKS]; /* the frameworks whose tensors are in it */
+    int num_frameworks;
     py_queue *last; /* where it was replayed last */
     uint64_t last_tick;
 } py_graph;
@@ -79,20 +79,21 @@ int py_graph_use(PyObject *object, py_memory *memory, bool is_written)
     return PyList_Append(capturing->kept, object);
 }
 
-int py_graph_meet(const py_peer *peer)
+int py_graph_note_framework(const py_framework *framework)
 {
     py_graph *graph = capturing;
-    for (int i = 0; i < graph->num_peers; i++) {
-        py_peer *known = &graph->peers[i];
-        if (known->exchange != peer->exchange || known->queue->device.index != peer->queue->device.index) continue;
-        known->is_written |= peer->is_written;
+    for (int i = 0; i < graph->num_frameworks; i++) {
+        py_framework *known = &graph->frameworks[i];
+        if (known->exchange != framework->exchange || known->queue->device.index != framework->queue->device.index)
+            continue;
+        known->is_written |= framework->is_written;
         return 0;
     }
-    if (graph->num_peers == PY_MAX_PEERS) {
-        PyErr_Format(PyExc_BufferError, "a Graph takes tensors of at most %d GPUs and frameworks", PY_MAX_PEERS);
+    if (graph->num_frameworks == PY_MAX_FRAMEWORKS) {
+        PyErr_Format(PyExc_BufferError, "a Graph takes tensors of at most %d GPUs and frameworks", PY_MAX_FRAMEWORKS);
         return -1;
     }
-    graph->peers[graph->num_peers++] = *peer;
+    graph->frameworks[graph->num_frameworks++] = *framework;
     return 0;
 }
 
@@ -121,7 +122,7 @@ static void forget_uses(py_graph *graph)
 {
     PyMem_Free(graph->used);
     graph->used = NULL;
-    graph->num_used = graph->room = graph->num_peers = 0;
+    graph->num_used = graph->room = graph->num_frameworks = 0;
     Py_CLEAR(graph->kept);
 }
 
@@ -257,10 +258,11 @@ static py_queue *replay_queue(PyObject *self, PyObject *given)
     py_stream *captured_on = py_stream_of(graph->stream);
     bool is_given = given && given != Py_None;
     if (!is_given && capturing) return py_capturing_queue();
-    for (int i = 0; i < graph->num_peers && !is_given; i++) {
-        const py_peer *peer = &graph->peers[i];
-        if (peer->exchange != state->torch || peer->queue->device.index != captured_on->device.index) continue;
-        return py_queue_of_framework(state, "stream", peer->exchange, captured_on->device);
+    for (int i = 0; i < graph->num_frameworks && !is_given; i++) {
+        const py_framework *framework = &graph->frameworks[i];
+        if (framework->exchange != state->torch || framework->queue->device.index != captured_on->device.index)
+            continue;
+        return py_queue_of_framework(state, "stream", framework->exchange, captured_on->device);
     }
     py_queue *entered = py_entered_queue(captured_on->device);
     if (!is_given) return entered ? entered : captured_on->queue;
@@ -278,12 +280,13 @@ static int order_replay(PyObject *self, py_queue *queue)
                       : py_order(state, used->memory, queue, used->is_written) < 0)
             return -1;
     }
-    for (int i = 0; i < graph->num_peers; i++) {
-        py_peer *peer = &graph->peers[i];
-        py_queue *now = py_queue_of_framework(state, "stream", peer->exchange, peer->queue->device);
+    for (int i = 0; i < graph->num_frameworks; i++) {
+        py_framework *framework = &graph->frameworks[i];
+        py_queue *now = py_queue_of_framework(state, "stream", framework->exchange, framework->queue->device);
         if (!now) return -1;
-        peer->queue = now;
-        if (capturing ? py_graph_meet(peer) < 0 : py_queue_after(state, queue, peer->queue) < 0) return -1;
+        framework->queue = now;
+        if (capturing ? py_graph_note_framework(framework) < 0 : py_queue_after(state, queue, framework->queue) < 0)
+            return -1;
     }
     return capturing ? PyList_Append(capturing->kept, self) : 0;
 }
@@ -298,8 +301,8 @@ static int note_replay(PyObject *self, py_queue *queue, bool is_given)
     graph->last_tick = queue->submitted;
     for (int i = 0; i < graph->num_used; i++)
         if (graph->used[i].is_written) py_memory_written(graph->used[i].memory, queue);
-    for (int i = 0; i < graph->num_peers && !is_given; i++)
-        if (graph->peers[i].is_written && py_queue_after(state, graph->peers[i].queue, queue) < 0) return -1;
+    for (int i = 0; i < graph->num_frameworks && !is_given; i++)
+        if (graph->frameworks[i].is_written && py_queue_after(state, graph->frameworks[i].queue, queue) < 0) return -1;
     return 0;
 }
 

@@ -6,8 +6,9 @@
  *   tensor_type.c         pagedkv.Tensor; tensor.c tensor_make.c: how one comes to be; tensor_views.c tensor_host.c
  *                         tensor_out.c: views, elements for the host, DLPack capsules
  *   arrays.c              int32 NumPy arrays over C memory; sequences of integers -> C arrays
- *   call.c docs.h         what one operation needs: bind, views, stream, outputs, run, error
- *   <topic>.c             one short function per operation of csrc/ops/<topic>.c
+ *   call.c call_order.c   what one operation needs: views, stream, outputs, run, error; docs.h: what docstrings share
+ *   op.c op.h             runs an operation by the table of its parameters
+ *   <topic>.c             docstrings and tables of the operations of csrc/ops/<topic>.c
  *   runtime.c             devices, threads, what was built
  *   order.c               queues of work, and who wrote a memory last
  *   elastic.c             ElasticBuffer: memory that grows and shrinks in place
@@ -181,7 +182,7 @@ typedef struct py_hold {
         struct {
             PyObject *buffer;  /* an ElasticBuffer */
             py_memory *memory; /* its counts, which all of its Tensors share */
-            bool is_reserved;  /* it may shrink all the same */
+            bool is_reserved;  /* the buffer may shrink while this hold is there */
             void (*let_go)(const struct py_hold *hold);
         } elastic;
     };

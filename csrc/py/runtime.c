@@ -201,7 +201,7 @@ PyDoc_STRVAR(
     "kernel_instances($module, /)\n--\n\n"
     "The forms in which the GPU's attention, matrix and sampling kernels are compiled, a list of dicts: kernel, variant\n"
     "(what it does beside), multiplies (the dtype of what it multiplies), reads (the dtype of the cache, of x and the\n"
-    "weight, or of logits), head_dim (the largest that it takes; None: it knows no heads), rows (of queries, of x or of\n"
+    "weight, or of logits), head_dim (the largest that it takes; None: it has nothing to do with heads), rows (of queries, of x or of\n"
     "logits: the most that a CTA works on at once), threads (of a CTA, the most), smem_bytes (a dict by compute\n"
     "capability, such as \"8.6\": the most shared memory that the launch asks for there, beside what the kernel declares;\n"
     "None: it is never launched there). Empty without CUDA in this build. Needs no GPU.");

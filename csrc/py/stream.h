@@ -61,6 +61,6 @@ py_queue *py_capturing_queue(void);
  * one. */
 int py_graph_use(PyObject *object, py_memory *memory, bool is_written);
 /* A framework whose tensors are among its arguments. */
-int py_graph_meet(const py_peer *peer);
+int py_graph_note_framework(const py_framework *framework);
 
 #endif

@@ -52,13 +52,13 @@ static PyObject *tensor_from(py_state *state, const char *name, PyObject *object
     if (Py_TYPE(object) == state->tensor_type) return Py_NewRef(object);
     py_call_init(&call, state);
     if (py_find_reader(state, name, object, &taken) < 0) return NULL;
-    if (taken.reader == PY_READ_DLPACK) py_call_foresee_stream(&call);
+    if (taken.reader == PY_READ_DLPACK) py_call_fix_stream(&call);
     if (py_read_tensor(state, name, true, call.stream, &taken) < 0) return NULL;
-    if (py_call_meet(&call, name, &taken) < 0) {
+    if (py_call_note_framework(&call, name, &taken) < 0) {
         py_release(&taken.hold);
         return NULL;
     }
-    py_queue *writer = call.num_peers ? call.peers[0].queue : NULL;
+    py_queue *writer = call.num_frameworks ? call.frameworks[0].queue : NULL;
     const bool has_stream = taken.reader == PY_READ_DLPACK && taken.view.device.type != PK_CPU;
     if (has_stream && !(writer = py_queue_of(state, taken.view.device, call.stream, PY_STREAM_LASTS))) {
         py_release(&taken.hold);

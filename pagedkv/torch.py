@@ -133,7 +133,7 @@ OPERATIONS = {
     "gather_rows": Operation(rows_of("x", "indices")),
     "rms_norm": Operation(like("x"), writes=("residual",)),
     "scale_columns": Operation(like("x")),
-    "linear": Operation(product, writes=("gate_up",)),
+    "linear": Operation(product, writes=("gate_up", "out_squares")),
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
     "sample": Operation(tokens("logits"), writes=("counts",)),
     "sample_linear": Operation(tokens("x"), writes=("logits",)),
@@ -154,7 +154,7 @@ class Variant:
     """One of the operators of an operation: what this one is given and others are not."""
 
     has_lse: bool  # return_lse=True
-    has_optional: bool  # the parameter that is written in place, if that may be left out
+    optional: str | None  # a parameter that is written in place and may be left out
     is_into: bool  # memory for the results
 
 
@@ -162,11 +162,11 @@ def _parameters(name: str) -> list[inspect.Parameter]:
     return [each for each in inspect.signature(getattr(_C, name)).parameters.values() if each.name != "stream"]
 
 
-def _optional(name: str) -> str | None:
-    """The parameter that the operation writes in place if it is given. PyTorch's compiler (2.13) fails on an operator
-    that may write an argument and does not, so there are two operators."""
+def _optionals(name: str) -> list[str]:
+    """Parameters that the operation writes in place if they are given, one of them at a time. PyTorch's compiler (2.13)
+    fails on an operator that may write an argument and does not, so each has an operator."""
     writes = OPERATIONS[name].writes
-    return next((each.name for each in _parameters(name) if each.name in writes and each.default is None), None)
+    return [each.name for each in _parameters(name) if each.name in writes and each.default is None]
 
 
 def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
@@ -186,12 +186,12 @@ def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
 
 def _schema(name: str, variant: Variant, num_results: int) -> str:
     """All arguments may be given by position: of keyword-only tensors PyTorch's autograd takes outs alone."""
-    operation, optional, marks = OPERATIONS[name], _optional(name), iter("abcdefgh")
+    operation, optionals, marks = OPERATIONS[name], _optionals(name), iter("abcdefgh")
     needed: list[str] = []
     others: list[str] = []
     for parameter in _parameters(name):
-        is_optional = parameter.name == optional
-        if parameter.name in ("return_lse", *operation.outs) or (is_optional and not variant.has_optional):
+        is_optional = parameter.name in optionals
+        if parameter.name in ("return_lse", *operation.outs) or (is_optional and parameter.name != variant.optional):
             continue
         mark = f"({next(marks)}!)" if parameter.name in operation.writes else ""
         has_default = parameter.default is not inspect.Parameter.empty and not is_optional
@@ -219,7 +219,7 @@ def _register(name: str, variant: Variant) -> Any:
     """Defines one operator and returns it."""
     operation, function = OPERATIONS[name], getattr(_C, name)
     results = operation.lse if variant.has_lse else operation.results
-    packet = name + ("_lse" if variant.has_lse else "") + (f"_{_optional(name)}" if variant.has_optional else "")
+    packet = name + ("_lse" if variant.has_lse else "") + (f"_{variant.optional}" if variant.optional else "")
     operator = packet + (".out" if variant.is_into else "")
     num_outs, constants = len(operation.outs), {"return_lse": True} if variant.has_lse else {}
     num_results = variant.has_lse + (0 if variant.is_into else num_outs)
@@ -253,7 +253,7 @@ def _register(name: str, variant: Variant) -> Any:
 def _variants(name: str) -> list[Variant]:
     operation, may = OPERATIONS[name], (False, True)
     every = itertools.product(
-        may if operation.lse else (False,), may if _optional(name) else (False,), may if operation.outs else (False,)
+        may if operation.lse else (False,), (None, *_optionals(name)), may if operation.outs else (False,)
     )
     variants = [Variant(*each) for each in every]
     return [each for each in variants if each.is_into or operation.results or not operation.outs]
@@ -261,8 +261,9 @@ def _variants(name: str) -> list[Variant]:
 
 def _make(name: str) -> Callable[..., Any]:
     """The function of this module, over its operators; a compiler traces it."""
-    operators = {(each.has_lse, each.has_optional, each.is_into): _register(name, each) for each in _variants(name)}
-    names, parameter_outs, optional = [each.name for each in _parameters(name)], OPERATIONS[name].outs, _optional(name)
+    operators = {(each.has_lse, each.optional, each.is_into): _register(name, each) for each in _variants(name)}
+    names, optionals = [each.name for each in _parameters(name)], _optionals(name)
+    parameter_outs = OPERATIONS[name].outs
     lists = [(i, each) for i, each in enumerate(names) if each in LISTS]
     scales = [each for each in SCALES if each in names]
 
@@ -276,12 +277,16 @@ def _make(name: str) -> Callable[..., Any]:
             if isinstance(options.get(each), (int, float)):
                 options[each + NUMBER] = options.pop(each)
         has_lse = bool(options.pop("return_lse", False))
-        has_optional = optional is not None and options.get(optional) is not None
-        if optional is not None and not has_optional:
-            options.pop(optional, None)
+        written = [each for each in optionals if options.get(each) is not None]
+        if len(written) > 1:
+            raise ValueError(f"{written[1]}: not with {written[0]}")
+        for each in optionals:
+            if each not in written:
+                options.pop(each, None)
         given = [options.pop(each, None) for each in parameter_outs]
         outs = [out for out in given if out is not None]
-        operator = operators.get((has_lse, has_optional, len(outs) > 0))  # bool(outs) stops PyTorch 2.11
+        variant = has_lse, written[0] if written else None, len(outs) > 0  # bool(outs) stops PyTorch 2.11
+        operator = operators.get(variant)
         if operator is None or len(outs) not in (0, len(parameter_outs)):
             raise TypeError(f"{name}: {' and '.join(parameter_outs)} must be given")
         if not outs:

@@ -60,26 +60,30 @@ def draw_silu(d: Draw) -> dict:
 
 def draw_linear(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(10), d.size(20), d.size(40)
+    nothing = dict.fromkeys(("gate_up", "rms_eps", "x_squares", "out_squares", "bias") if d.everything else ())
+    x = d.floats((rows, width), dtype)
     a = {
-        "x": d.tensor((rows, width), dtype),
+        "x": place(d.rng, x, dtype, may_repeat=True, may_be_readonly=True),
         "weight": d.tensor((outputs, width), dtype),
         **d.some(weight_is_constant=d.flag),
         **d.stream(),
     }
     if outputs % 2 == 0 and d.maybe(0.4):
-        a |= {
-            "gate_up": d.output((rows, outputs), dtype),
-            **d.some(rms_eps=lambda: d.one_of(1e-6, 0.5), bias=lambda: None),
-        }
+        a |= {"gate_up": d.output((rows, outputs), dtype), **d.some(rms_eps=lambda: d.one_of(1e-6, 0.5))}
         a |= d.some(out=lambda: d.output((rows, outputs // 2), dtype), add_to_out=lambda: d.one_of(False, 0))
-        return (
-            a if a.get("rms_eps") is not None or d.everything else a | d.some(bias=lambda: d.tensor((outputs,), dtype))
-        )
+        if "rms_eps" not in a:
+            return nothing | a | d.some(bias=lambda: d.tensor((outputs,), dtype))
+        if width % 8 == 0:
+            squares = (x.astype(np.float64) ** 2).reshape(rows, width // 8, 8).sum(2)
+            a |= d.some(x_squares=lambda: place(d.rng, squares.astype(np.float32), "float32", is_plain=True))
+        return nothing | a
     a |= d.some(
         bias=lambda: d.tensor((outputs,), dtype), out=lambda: d.output((rows, outputs), d.one_of(dtype, "float32"))
     )
     a |= d.some(add_to_out=d.flag) if "out" in a else {}
-    return a | ({"gate_up": None, "rms_eps": None} if d.everything else {})
+    if outputs % 8 == 0:
+        a |= d.some(out_squares=lambda: d.output((rows, outputs // 8), "float32", is_plain=True))
+    return nothing | a
 
 
 def expect_linear(a) -> dict:
@@ -88,7 +92,12 @@ def expect_linear(a) -> dict:
     product = oracle.linear(numbers(a.x), numbers(a.weight), numbers(a.bias))
     if a.gate_up is None:
         out = product + (numbers(a.out) if a.add_to_out else 0)
-        return {"out": near(out, dtype if a.out is None else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
+        expected = {"out": near(out, dtype if a.out is None else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
+        if a.out_squares is not None:
+            sums = (out**2).reshape(len(out), -1, 8).sum(2)
+            tolerance = 8 * scale * oracle.tolerance(dtype) * (1 + sums.max(initial=0))
+            expected["out_squares"] = Outcome(sums, tolerance, tolerance)
+        return expected
     product = product if a.rms_eps is None else oracle.over_rms(product, numbers(a.x), float(a.rms_eps))
     tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(product).max(initial=0))
     return {

@@ -115,11 +115,21 @@ def draw_heads(d: Draw, dtype, cache_dtype, heads, tokens: int) -> dict:
         **draw_scales(d, cache_dtype, kv_heads),
         **d.some(
             0.3,
-            rms_of=lambda: place(d.rng, 1 + np.abs(d.floats((tokens, d.one_of(1, 7, 40)), dtype)) // 1, dtype),
             eps=lambda: d.one_of(1e-6, 1e-3, 1),
         ),
+        **draw_rms(d, tokens, dtype),
         **d.stream(),
     }
+
+
+def draw_rms(d: Draw, tokens: int, dtype: str) -> dict:
+    """What rows are divided by, and perhaps the squares of it, as linear leaves them."""
+    x = 1 + np.abs(d.floats((tokens, 40 if d.everything else d.one_of(1, 7, 40)), dtype)) // 1
+    a = d.some(0.3, rms_of=lambda: place(d.rng, x, dtype))
+    if not a or x.shape[1] % 8:
+        return a
+    squares = (x.astype(np.float64) ** 2).reshape(tokens, 5, 8).sum(2)
+    return a | d.some(rms_squares=lambda: place(d.rng, squares.astype(np.float32), "float32", is_plain=True))
 
 
 def draw_rope(d: Draw) -> dict:

@@ -56,6 +56,11 @@ def test_few_rows_with_poison_around(rng, shape, rows, dtype):
     np.testing.assert_allclose(get(ops.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
 
 
+def squares_of(x):
+    """What linear leaves beside rows like these."""
+    return (x.astype(np.float64) ** 2).reshape(len(x), -1, 8).sum(2)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 5, 9, 16, 40, 64, 72, 96, 112])
@@ -70,7 +75,8 @@ def test_weights_larger_than_the_rings(rng, shape, rows):
     np.testing.assert_allclose(get(out), before + oracle.linear(x, weight), atol=0.03, rtol=0.01)
     x = oracle.rounded(x * 10 ** rng.uniform(-3, 1.5, (rows, 1)), "bfloat16")
     gate_up = put(np.full((rows, outputs), np.nan), GPU, "bfloat16")
-    out = ops.linear(put(x, GPU, "bfloat16"), there, gate_up=gate_up, rms_eps=1e-5)
+    options = {"gate_up": gate_up, "rms_eps": 1e-5, "x_squares": put(squares_of(x), GPU, "float32")}
+    out = ops.linear(put(x, GPU, "bfloat16"), there, **options)
     product = oracle.over_rms(oracle.linear(x, weight), x, 1e-5)
     expected = oracle.silu_and_mul(oracle.rounded(product, "bfloat16"), "bfloat16")
     np.testing.assert_allclose(get(out), expected, atol=0.05, rtol=0.03)
@@ -83,11 +89,11 @@ def test_weights_larger_than_the_rings(rng, shape, rows):
 def test_bits_of_a_row_do_not_depend_on_the_others(rng, shape, is_fused):
     size, outputs = shape
     x, weight = put(numbers(rng, (112, size)), GPU, "bfloat16"), put(numbers(rng, (outputs, size)), GPU, "bfloat16")
-    gate_up = pagedkv.empty((112, outputs), "bfloat16", GPU)
+    gate_up, squares = pagedkv.empty((112, outputs), "bfloat16", GPU), put(squares_of(get(x)), GPU, "float32")
 
     def product(first, last):
         rows = slice(first, last)
-        options = {"gate_up": gate_up[rows], "rms_eps": 1e-6} if is_fused else {}
+        options = {"gate_up": gate_up[rows], "rms_eps": 1e-6, "x_squares": squares[rows]} if is_fused else {}
         return get(ops.linear(x[rows], weight, **options))
 
     of_one_division = (112, 97, 96, 81, 80, 73, 72, 65, 64, 57, 49), (48, 41, 40, 33, 32, 17, 16, 9), (8, 2, 1)
@@ -112,8 +118,8 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
         pagedkv.empty((rows, n), "bfloat16", GPU) for n in (hidden, 4096, 2048, 6144, 3072)
     )
     stream, graph = Stream(GPU), Graph()
-    always = {"weight_is_constant": True, "stream": stream}
-    behind = {"add_to_out": True, "out": x, **always}
+    always, squares = {"weight_is_constant": True, "stream": stream}, pagedkv.empty((rows, hidden // 8), "float32", GPU)
+    behind = {"add_to_out": True, "out": x, "out_squares": squares, **always}
 
     def steps(after_each):
         x.copy_(first, stream=stream)
@@ -124,7 +130,8 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
             after_each()
             ops.linear(attention, layer["o"], **behind)
             after_each()
-            ops.linear(x, layer["gate_up"], gate_up=gate_up, rms_eps=1e-6, out=activation, **always)
+            options = {"gate_up": gate_up, "rms_eps": 1e-6, "x_squares": squares}
+            ops.linear(x, layer["gate_up"], **options, out=activation, **always)
             after_each()
             ops.linear(activation, layer["down"], **behind)
             after_each()

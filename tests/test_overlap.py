@@ -35,7 +35,7 @@ def upto(count: int, dtype: type = I32) -> np.ndarray:
 def heads() -> dict:
     return dict(qkv=ones(T, (H + 2 * K) * D), q_weight=ones(D), k_weight=ones(D), cos_sin=ones(9, D), positions=upto(T),
                 k_cache=fp8_cache(), v_cache=fp8_cache(), slot_mapping=upto(T, I64), k_scale=ones(K), v_scale=ones(K),
-                rms_of=ones(T, 8), q_out=ones(T, H, D))  # fmt: skip
+                rms_of=ones(T, 8), rms_squares=ones(T, 1), q_out=ones(T, H, D))  # fmt: skip
 
 
 def batch() -> dict:
@@ -99,8 +99,10 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (ops.scale_columns, dict(x=ones(T, D), factors=ones(D), out=ones(T, D)), {"out"}, {("out", "x")}),
     (ops.linear, dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), gate_up=ones(T, 8), out=ones(T, 4)),
      {"gate_up", "out"}, set()),
-    (partial(ops.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8)),
-     {"out"}, set()),
+    (partial(ops.linear, rms_eps=1e-6), dict(x=ones(T, 8), weight=ones(8, 8), gate_up=ones(T, 8), x_squares=ones(T, 1),
+                                             out=ones(T, 4)), {"gate_up", "out"}, set()),
+    (partial(ops.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8),
+                                                    out_squares=ones(T, 1)), {"out", "out_squares"}, set()),
     (ops.silu_and_mul, dict(x=ones(T, 2 * D), out=ones(T, D)), {"out"}, set()),
     (ops.take_sampled, dict(token_ids=-upto(T), sampled=upto(T)), {"token_ids"}, set()),
     (ops.sample, dict(logits=ones(T, V), **rows(), top_k=upto(T), top_p=ones(T), min_p=ones(T),

@@ -199,21 +199,23 @@ def test_bits(torch, rng, heads, head_dim, block_size, cache):
             own = [pagedkv.from_dlpack(x).view(tuple(caches.shape[1:]), F8 if is_fp8 else dtype) for x in bits]
             return call(*before, positions, *own, slots), bits
 
-        def apart(*arguments, keys=keys, rms_of=None, **options):
-            q = ops.qk_norm_rope_store(*arguments, rms_of=rms_of, **scales)
+        def apart(*arguments, keys=keys, rms_of=None, rms_squares=None, **options):
+            q = ops.qk_norm_rope_store(*arguments, rms_of=rms_of, rms_squares=rms_squares, **scales)
             return pagedkv.paged_attention_fwd(q, *arguments[5:7], *keys, **scales, **options)
 
-        def planned(*arguments, keys=keys, rms_of=None, **options):
+        def planned(*arguments, keys=keys, rms_of=None, rms_squares=None, **options):
             qkv = arguments[0]
             q = torch.empty(len(qkv), heads[0], head_dim, dtype=qkv.dtype, device="cuda")
             plan = pagedkv.plan_attention(q, *arguments[5:7], *keys, **options)
             options |= {"plan": plan, "past_is_constant": True}
-            return ops.qkv_attention_fwd(*arguments, *keys, rms_of=rms_of, **scales, **options)
+            rms = {"rms_of": rms_of, "rms_squares": rms_squares}
+            return ops.qkv_attention_fwd(*arguments, *keys, **rms, **scales, **options)
 
         def unplanned(*arguments, keys=keys, **options):
             return ops.qkv_attention_fwd(*arguments, *keys, **scales, **options)
 
-        for options in ({}, {"num_splits": 4}, {"window_size": (20, 0)}, {"rms_of": rms_of}):
+        squares = {"rms_of": rms_of, "rms_squares": (rms_of.float() ** 2).view(len(rms_of), -1, 8).sum(2)}
+        for options in ({}, {"num_splits": 4}, {"window_size": (20, 0)}, {"rms_of": rms_of}, squares):
             expected, expected_bits = run(partial(apart, **options))
             assert not expected.isnan().any()
             for call in (planned, unplanned):

@@ -229,9 +229,8 @@ static void run_blocks(const pk_linear_args *args, const linear_plan *plan, cons
     }
 }
 
-pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
+static pk_status multiply(const pk_linear_args *args, pk_error *err)
 {
-    (void)device, (void)stream;
     int64_t size = args->weight.in_features, num_rows = args->x.num_rows;
     if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->x.dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
@@ -258,5 +257,27 @@ pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream 
     run_blocks(args, &plan, converted ? x : args->x.data, x_stride, sums, thread_floats, num_threads);
     if (plan.is_sgemm) pk_cpu_sgemm_end();
     free(scratch);
+    return PK_OK;
+}
+
+static void leave_squares(const pk_linear_args *args)
+{
+    const pk_epilogue *to = &args->epilogue;
+    int64_t count = args->weight.out_features / 8, bytes = (int64_t)pk_dtype_bytes(to->out_dtype);
+    for (int64_t row = 0; row < args->x.num_rows; row++)
+        for (int64_t at = 0; at < count; at++) {
+            float values[8], sum = 0;
+            pk_cpu_row_to_f32(values, (const char *)to->out + (row * to->out_stride + at * 8) * bytes, to->out_dtype,
+                              8);
+            for (int i = 0; i < 8; i++) sum += values[i] * values[i];
+            to->squares[row * count + at] = sum;
+        }
+}
+
+pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
+{
+    (void)device, (void)stream;
+    PK_TRY(multiply(args, err));
+    if (args->epilogue.squares) leave_squares(args);
     return PK_OK;
 }

@@ -164,9 +164,10 @@ __device__ static inline float pk_sum_over(int num_threads, int thread, float va
     return value;
 }
 
-/* The squares of rms.x's row, and what the rows beside it are multiplied by. A CTA's threads leave their sums in shared
- * memory, and all of them add those up after a barrier; in between there is time for other loads. The sum is
- * always formed in the order of 128 threads, whatever the CTA has, so a row's factor has the same bits everywhere. */
+/* The squares of rms.x's row, and what the rows beside it are multiplied by. They are read where the product that made x
+ * left them, and else taken from x. A CTA's threads leave their sums in shared memory, and all of them add those up after
+ * a barrier; in between there is time for other loads. The sum is always formed in the order of 128 threads, whatever the
+ * CTA has, so a row's factor has the same bits everywhere. */
 enum { PK_SQUARE_WARPS = 4 };
 
 template <typename T, bool IS_ALIGNED>
@@ -178,8 +179,12 @@ __device__ static inline void pk_leave_squares(float *sums, const pk_rms_arg &rm
     if (!rms.x) return;
     for (int stand_in = thread; stand_in < THREADS; stand_in += num_threads) { /* by whole warps */
         float sum = 0, values[VEC];
+        if (rms.squares) {
+            const int64_t count = rms.row_size / 8;
+            for (int64_t at = stand_in; at < count; at += THREADS) sum += rms.squares[row * count + at];
+        }
 #pragma unroll 4
-        for (int64_t at = stand_in * VEC; at < rms.row_size; at += THREADS * VEC) {
+        for (int64_t at = stand_in * VEC; at < rms.row_size && !rms.squares; at += THREADS * VEC) {
             pk_packed<T>::template load<IS_ALIGNED>(x + at, rms.row_size - at).unpack(values);
             for (int i = 0; i < VEC; i++) sum += values[i] * values[i];
         }

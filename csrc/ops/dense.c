@@ -50,6 +50,18 @@ pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
     return pk_fail(err, PK_EVALUE, "%s is %g but must be finite and at least 0", name, eps);
 }
 
+pk_status pk_expect_squares(pk_env *env, const char *name, const pk_view *squares, char dim, const char *what,
+                            int flags)
+{
+    int64_t size = pk_dim(env, dim);
+    if (size % 8)
+        return pk_fail(env->err, PK_ESHAPE, "%s: rows of %lld have none: not a multiple of 8", name, (long long)size);
+    env->size['E' - 'A'] = size / 8;
+    env->bound_by['E' - 'A'] = what;
+    PK_EXPECT(env, name, squares, "T E", PK_ACCEPT_F32 | PK_DENSE | flags);
+    return PK_OK;
+}
+
 /* rms_norm, or scale_columns, which does not divide. */
 static pk_status weigh_rows(const pk_rms_norm_call *call, const char *weight_name, bool divides, pk_stream stream,
                             pk_error *err)

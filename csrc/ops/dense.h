@@ -14,6 +14,7 @@ typedef struct pk_rms_arg {
     const void *x; /* [num_rows, row_size] of the operation's dtype */
     int64_t row_size, stride;
     float eps;
+    const float *squares; /* of x, [num_rows, row_size / 8], as linear leaves them; or NULL: they are taken from x */
 } pk_rms_arg;
 
 /* embedding and gather_rows: out[t] = table[ids[t]] */

@@ -28,7 +28,7 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
         .x_stride = gate_up->stride[0],
         .out_stride = args->epilogue.out_stride,
         .rms = {args->epilogue.divides_by_rms ? args->x.data : NULL, args->weight.in_features, args->x.stride,
-                args->epilogue.rms_eps},
+                args->epilogue.rms_eps, args->x.squares},
         .dtype = args->x.dtype,
     };
     args->epilogue.out = gate_up->data;
@@ -61,6 +61,15 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
         env.size['O' - 'A'] = pk_dim(&env, 'N') / 2;
         env.bound_by['O' - 'A'] = "half of weight";
     }
+    if (call->x_squares) {
+        if (!rms_eps) return pk_fail(err, PK_EVALUE, "x_squares: needs rms_eps");
+        PK_TRY(pk_expect_squares(&env, "x_squares", call->x_squares, 'K', "an eighth of in_features", 0));
+    }
+    if (call->out_squares) {
+        if (gate_up) return pk_fail(err, PK_EVALUE, "out_squares: not with gate_up");
+        PK_TRY(
+            pk_expect_squares(&env, "out_squares", call->out_squares, 'N', "an eighth of out_features", PK_WRITABLE));
+    }
     if (call->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
@@ -72,6 +81,8 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     args.epilogue.is_gated = gate_up != NULL;
     args.epilogue.divides_by_rms = rms_eps != NULL;
     args.epilogue.rms_eps = rms_eps ? (float)*rms_eps : 0;
+    args.x.squares = call->x_squares ? call->x_squares->data : NULL;
+    args.epilogue.squares = call->out_squares ? call->out_squares->data : NULL;
     if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args)))
         return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
     return backend->linear(env.device, &args, stream, err);

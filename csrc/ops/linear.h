@@ -16,6 +16,7 @@ typedef struct pk_rows {
     const void *data;         /* [num_rows, in_features] */
     int64_t num_rows, stride; /* elements from row to row */
     pk_dtype dtype;
+    const float *squares; /* [num_rows, in_features / 8] or NULL, as the epilogue of another product left them */
 } pk_rows;
 
 typedef struct pk_weight {
@@ -35,6 +36,9 @@ typedef struct pk_epilogue {
     void *out;        /* [num_rows, out_features] */
     int64_t out_stride;
     pk_dtype out_dtype; /* x's or PK_F32 */
+    /* [num_rows, out_features / 8] or NULL: the sum of the squares of each 8 outputs, as they are stored. Not where
+     * is_gated. */
+    float *squares;
 } pk_epilogue;
 
 typedef struct pk_linear_args {
@@ -60,6 +64,7 @@ typedef struct pk_linear_call {
     const pk_view *bias;    /* optional, as are the next two */
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
+    const pk_view *x_squares, *out_squares; /* of 8 neighbours each; or NULL */
     bool adds_to_out, weight_is_constant;
     pk_output *out;
 } pk_linear_call;

@@ -25,7 +25,7 @@ typedef struct pk_qk_norm_rope_store_args {
 
 typedef struct pk_qk_norm_rope_store_call {
     const pk_view *qkv, *q_weight, *k_weight, *cos_sin, *positions, *k_cache, *v_cache, *slot_mapping;
-    const pk_view *rms_of; /* or NULL */
+    const pk_view *rms_of, *rms_squares; /* or NULL */
     double eps;
     pk_scale k_scale, v_scale;
     pk_output *q_out; /* of qkv_attention_fwd NULL: its queries are nobody else's */

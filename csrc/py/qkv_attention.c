@@ -7,7 +7,7 @@
 #define CALL pk_qkv_attention_call
 const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
-    "block_tables, context_lens, *, rms_of=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
+    "block_tables, context_lens, *, rms_of=None, rms_squares=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
     "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
     "stream=None)\n--\n\n"
     "All that attention does after a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys\n"
@@ -33,7 +33,7 @@ PY_OP(qkv_attention_fwd, P_AS(TENSOR, qkv, rope.qkv), P_AS(OPTIONAL, q_weight, r
       P_AS(TENSOR, positions, rope.positions), P_AS(WRITTEN, k_cache, rope.k_cache),
       P_AS(WRITTEN, v_cache, rope.v_cache), P_AS(TENSOR, slot_mapping, rope.slot_mapping),
       P_AS(TENSOR, block_tables, attention.block_tables), P_AS(TENSOR, context_lens, attention.context_lens),
-      P_AS(OPTIONAL, rms_of, rope.rms_of), P_AS(DOUBLE, eps, rope.eps),
+      P_AS(OPTIONAL, rms_of, rope.rms_of), P_AS(OPTIONAL, rms_squares, rope.rms_squares), P_AS(DOUBLE, eps, rope.eps),
       P_AS(OPTIONAL, cu_seqlens_q, attention.cu_seqlens_q), P_AS(INT, max_seqlen_q, attention.max_seqlen_q),
       P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(WINDOW, window_size, attention.window),
       P_AS(SCALE, k_scale, rope.k_scale), P_AS(SCALE, v_scale, rope.v_scale),

@@ -6,7 +6,7 @@
 #define CALL pk_qk_norm_rope_store_call
 const char py_qk_norm_rope_store_doc[] = PyDoc_STR(
     "qk_norm_rope_store($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, "
-    "rms_of=None, eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
+    "rms_of=None, rms_squares=None, eps=1e-06, k_scale=None, v_scale=None, q_out=None, stream=None)\n--\n\n"
     "What stands between a fused projection and attention, in one pass: RMS norm of every head of q and k, rotary\n"
     "embedding, k and v into their pages.\n"
     "\n"
@@ -19,6 +19,7 @@ const char py_qk_norm_rope_store_doc[] = PyDoc_STR(
     "    rms_of: [num_tokens, any] of qkv's dtype: the rows of qkv are first divided by sqrt(mean(rms_of^2) + eps) of\n"
     "        theirs, which is what linear(hidden, weight) lacks of linear(rms_norm(hidden), weight), with hidden as\n"
     "        rms_of.\n"
+    "    rms_squares: [num_tokens, any / 8] float32, what linear left as rms_of's out_squares: rms_of is not read then.\n"
     "    eps: of all these norms.\n" PY_DOC_SCALES
     "    q_out: [num_tokens, num_q_heads, head_dim] contiguous; left out, a new tensor in qkv's framework.\n" PY_DOC_STREAM
     "\n"
@@ -28,4 +29,4 @@ const char py_qk_norm_rope_store_doc[] = PyDoc_STR(
     "        check_errors().\n");
 PY_OP(qk_norm_rope_store, P(TENSOR, qkv), P(OPTIONAL, q_weight), P(OPTIONAL, k_weight), P(TENSOR, cos_sin),
       P(TENSOR, positions), P(WRITTEN, k_cache), P(WRITTEN, v_cache), P(TENSOR, slot_mapping), P(OPTIONAL, rms_of),
-      P(DOUBLE, eps), P(SCALE, k_scale), P(SCALE, v_scale), P(OUTPUT, q_out));
+      P(OPTIONAL, rms_squares), P(DOUBLE, eps), P(SCALE, k_scale), P(SCALE, v_scale), P(OUTPUT, q_out));

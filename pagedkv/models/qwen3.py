@@ -8,9 +8,9 @@ allocated in the loop. The tokens of all sequences lie in one ragged batch [num_
     logits = head(norm(x)[the last token of every sequence])
 
 x is called residual. A norm in a layer is no call of its own: its weight is multiplied into the weight of the next
-product, and the reader of that product divides by the root mean square (see fold). linear can add to its output, so a
-layer is five calls, and with few tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch
-them before its turn.
+product, and the reader of that product divides by the root mean square (see fold). With few tokens it finds the squares
+of x where the product that made x has left them. linear can add to its output, so a layer is five calls, and with few
+tokens on a GPU five kernels. Weights are promised to be constant: a kernel may fetch them before its turn.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .spec import Batch
 from .weights import Checkpoint
 
 AnyCheckpoint = Checkpoint | DummyCheckpoint
+FEW_TOKENS = 112  # up to which linear leaves squares for nothing (see out_squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,13 @@ class Buffers:
     attention: Tensor  # num_q_heads * head_dim
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
+    squares: Tensor | None = None  # float32 [FEW_TOKENS, hidden_size / 8], of residual, on a GPU
 
     def first(self, num_tokens: int) -> Buffers:
         """The same memory, cut to num_tokens rows."""
-        return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
+        squares = None if self.squares is None or num_tokens > FEW_TOKENS else self.squares[:num_tokens]
+        rows = {name: getattr(self, name)[:num_tokens] for name in self.__slots__ if name != "squares"}
+        return Buffers(**rows, squares=squares)
 
     def only(self, tokens: Tensor) -> Buffers:
         """Buffers for these tokens alone, with their residual and attention, whose memory is swapped with that of
@@ -92,8 +96,9 @@ class Attention:
         self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
         self.cos_sin = cos_sin
 
-    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
-        """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches"""
+    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, *, have_squares: bool) -> None:
+        """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches.
+        have_squares: a product has left those of buffers.residual."""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         out = buffers.attention.view(heads)
         x = buffers.residual
@@ -112,6 +117,7 @@ class Attention:
             batch.block_tables,
             batch.context_lens,
             rms_of=x if self.norm is None else None,
+            rms_squares=buffers.squares if self.norm is None and have_squares else None,
             eps=self.eps,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
@@ -127,6 +133,7 @@ class Attention:
             buffers.attention,
             self.o_weight,
             self.o_bias,
+            out_squares=buffers.squares,
             add_to_out=True,
             weight_is_constant=True,
             out=buffers.residual,
@@ -153,11 +160,17 @@ class MLP:
             self.gate_up_weight,
             gate_up=buffers.gate_up,
             rms_eps=self.eps if self.norm is None else None,
+            x_squares=buffers.squares if self.norm is None else None,
             weight_is_constant=True,
             out=buffers.activation,
         )
         ops.linear(
-            buffers.activation, self.down_weight, add_to_out=True, weight_is_constant=True, out=buffers.residual
+            buffers.activation,
+            self.down_weight,
+            out_squares=buffers.squares,
+            add_to_out=True,
+            weight_is_constant=True,
+            out=buffers.residual,
         )
 
 
@@ -187,7 +200,11 @@ class Qwen3:
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
     def allocate_buffers(self, num_tokens: int) -> Buffers:
-        return Buffers(*(ops.empty((num_tokens, size), self.dtype, self.device) for size in self.config.buffer_sizes))
+        sizes, hidden_size = self.config.buffer_sizes, self.config.hidden_size
+        buffers = Buffers(*(ops.empty((num_tokens, size), self.dtype, self.device) for size in sizes))
+        if self.device == "cpu" or self.dtype == "float16" or hidden_size % 8:  # see fold
+            return buffers
+        return replace(buffers, squares=ops.empty((FEW_TOKENS, hidden_size // 8), "float32", self.device))
 
     def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
         heads, group = self.config.num_kv_heads, self.config.num_q_heads // self.config.num_kv_heads
@@ -218,7 +235,7 @@ class Qwen3:
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            layer.attention.forward(batch, k_cache, v_cache, used)
+            layer.attention.forward(batch, k_cache, v_cache, used, have_squares=layer is not self.layers[0])
             if last_tokens is not None and layer is self.layers[-1]:
                 used = buffers.only(last_tokens)
             layer.attention.project(used)

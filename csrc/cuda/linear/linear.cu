@@ -42,7 +42,27 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
     *out = pk_from_float<Out>(args.epilogue.adds_to_out ? pk_to_float(*out) + sum : sum);
 }
 
+/* The squares of an output that another library has made: a thread has eight. */
+template <typename Out>
+__global__ void __launch_bounds__(256) leave_squares_kernel(const pk_linear_args args)
+{
+    const int64_t count = args.weight.out_features / 8, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= count) return;
+    for (int64_t row = blockIdx.y; row < args.x.num_rows; row += gridDim.y) {
+        const Out *out = (const Out *)args.epilogue.out + row * args.epilogue.out_stride + at * 8;
+        float sum = 0;
+        for (int i = 0; i < 8; i++) sum += pk_to_float(out[i]) * pk_to_float(out[i]);
+        args.epilogue.squares[row * count + at] = sum;
+    }
+}
+
 // --- launchers
+
+/* For a thread a column, or a group of columns, of every row. */
+static dim3 grid_of_columns(const pk_linear_args *args, int64_t columns)
+{
+    return dim3((unsigned)pk_ceil_div(columns, 256), (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
+}
 
 static bool is_blas(const pk_linear_args *args)
 {
@@ -61,14 +81,18 @@ template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
-    if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args)) {
-        dim3 grid((unsigned)pk_ceil_div(args->weight.out_features, 256),
-                  (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
-        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
+    if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args))
+        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>,
+                              grid_of_columns(args, args->weight.out_features), dim3(256), 0, *args));
+    if (by_blas) {
+        PK_TRY(pk_cuda_linear_by_blas(args, call));
+    } else {
+        dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * args->weight.out_features, 8));
+        PK_TRY(pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args));
     }
-    if (by_blas) return pk_cuda_linear_by_blas(args, call);
-    dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * args->weight.out_features, 8));
-    return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
+    if (!args->epilogue.squares) return PK_OK;
+    return pk_cuda_launch(call, "leave_squares_kernel", leave_squares_kernel<Out>,
+                          grid_of_columns(args, args->weight.out_features / 8), dim3(256), 0, *args);
 }
 
 /* Or NULL, where cuBLASLt or a plain kernel answers. */
@@ -92,7 +116,10 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
 {
     pk_cuda_call call(device, nullptr, nullptr);
-    return call.status == PK_OK && own_kernel(args, call.device);
+    const bool have_squares =
+        !args->epilogue.divides_by_rms ||
+        (args->x.squares && args->weight.in_features % 32 == 0 && pk_are_multiples(16, args->x.squares));
+    return call.status == PK_OK && have_squares && own_kernel(args, call.device);
 }
 
 static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)

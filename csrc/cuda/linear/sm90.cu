@@ -3,8 +3,8 @@
  *
  * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 112;
  * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
- * outputs are to be divided by a root mean square, another warpgroup multiplies x by itself. So that even 1,024 outputs
- * keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
+ * outputs are to be divided by a root mean square, another warpgroup adds up the squares that the product before has left.
+ * So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
  * the other CTAs' sums of these rows and adds all of them in order. How many CTAs divide a tile depends on the weight
  * and on whether there are more than 48 rows. So on either side of that border a row's bits do not depend on the other
  * rows.
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
     __shared__ uint64_t weight_full[MAX_STAGES], x_full[MAX_STAGES], empty[MAX_STAGES], inbox_full;
+    __shared__ float scales[N];
     const sm90_cta<T, N> cta(params, dynamic_smem, weight_full, x_full, empty, &inbox_full);
     const int first_tile = cta.first_tile, tile_stride = cta.tile_stride, width = cta.width;
     const bool is_split = cta.num_splits > 1;
@@ -45,10 +46,11 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         return;
     }
 
-    const sm90_writer<T, N> writer(cta, params.args);
-    const bool squares_x = cta.squares_x();
+    const sm90_writer<T, N> writer(cta, params.args, scales);
     const int column = writer.column, first_row = writer.first_row;
     pk_wait_for_previous_kernel();
+    if (params.args.epilogue.divides_by_rms && !cta.multiplies())
+        cta.fill_scales(scales, writer.row_base, writer.num_rows());
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         pk_vec<T, 4> before[2];
         writer.load_before(before, first_row, num_rows, output);
 
-        cta.fill_sums(writer.sums, squares_x, stage, parity);
+        cta.fill_sums(writer.sums, stage, parity);
         if (is_split) fence_async_proxy();
         named_sync(1, WORKERS);
         if (is_split) cta.exchange_sums();

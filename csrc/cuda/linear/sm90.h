@@ -1,8 +1,4 @@
-/* sm90.h - the steps of sm90.cu: copies into the ring, products, sums that CTAs exchange, and outputs.
- *
- * The kernel hands over what it keeps (`params`, `sums`, whether x is squared) even where a function could find it by
- * itself: in this form the compiler makes the same code as of one long function.
- */
+/* sm90.h - the steps of sm90.cu: copies into the ring, products, sums that CTAs exchange, and outputs. */
 #ifndef PK_CUDA_LINEAR_SM90_H
 #define PK_CUDA_LINEAR_SM90_H
 
@@ -14,13 +10,13 @@ enum {
     TILE = 64 /* outputs, or gate and up of half as many */,
     LINE = 64 /* inputs of a swizzled row of 128 bytes */,
     STEP = 128 /* inputs of a stage */,
-    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that squares; both write */,
+    WORKERS = 256 /* threads: the warpgroup that multiplies and the one that adds squares up; both write */,
     THREADS = WORKERS + 32,
     MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
     EARLY_UNITS = 4 /* of STEP inputs: at up to 40 rows they fit half of an SM's memory */,
     MAX_STAGES = 16,
     WEIGHT_BYTES = TILE * STEP * 2,
-    PITCH = TILE + 4 /* floats per row of sums, which spreads the banks; after them lies the sum of squares */,
+    PITCH = TILE + 4 /* floats per row of sums, which spreads the banks */,
 };
 
 struct linear_sm90_params {
@@ -92,7 +88,7 @@ struct sm90_cta {
         for (int i = 0; i < num_stages; i++) {
             barrier_init(smem_address(&weight_full[i]), 1);
             barrier_init(smem_address(&x_full[i]), 1);
-            barrier_init(smem_address(&empty[i]), args.epilogue.divides_by_rms ? 8 : 4); /* warps */
+            barrier_init(smem_address(&empty[i]), 4); /* warps */
         }
         barrier_init(smem_address(inbox_full), 1);
         barrier_init_fence();
@@ -131,78 +127,54 @@ struct sm90_cta {
     /* Of 16 inputs from the k-th of a stage on, in units of a descriptor's address. */
     static constexpr int offset(int k, int rows) { return (k / LINE * rows * LINE + k % LINE) * 2 / 16; }
 
-    /* The second warpgroup multiplies every row by every row: the squares are on the diagonal. */
-    __device__ __forceinline__ bool squares_x() const { return warp >= 4; }
-    /* The products of a tile, or the squares, in acc. */
-    __device__ __forceinline__ void multiply(float (&acc)[N / 2], bool squares_x, int &stage, int &parity) const
+    __device__ __forceinline__ bool multiplies() const { return warp < 4; }
+    /* The products of a tile, in acc. */
+    __device__ __forceinline__ void multiply(float (&acc)[N / 2], int &stage, int &parity) const
     {
         auto multiply = [&](int step) {
-            const uint32_t x = ring + stage * stage_bytes<N>, weight = x + X_BYTES;
-            const uint64_t a = descriptor(squares_x ? x : weight, 16, 1024), b = descriptor(x, 16, 1024);
+            const uint32_t x = ring + stage * stage_bytes<N>;
+            const uint64_t a = descriptor(x + X_BYTES, 16, 1024), b = descriptor(x, 16, 1024);
             barrier_wait(smem_address(&weight_full[stage]), parity);
             barrier_wait(smem_address(&x_full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < STEP; k += 16)
-                wgmma<T, N>::smem_smem(acc, a + offset(k, squares_x ? N : TILE), b + offset(k, N), step > 0 || k > 0);
+                wgmma<T, N>::smem_smem(acc, a + offset(k, TILE), b + offset(k, N), step > 0 || k > 0);
         };
         multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, [&](int stage) { release(stage); });
     }
-    /* Which row of x (operand B) and which row of operand A the i-th accumulator of a thread belongs to. */
-    __device__ __forceinline__ int row_of(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
-    __device__ __forceinline__ int output_of(int i) const { return warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4; }
-
-    /* Row by row, PITCH apart; after a row's sums lies its sum of squares. */
-    __device__ __forceinline__ void leave_sums(const float (&acc)[N / 2], float *sums, bool squares_x) const
+    /* Row by row, PITCH apart. */
+    __device__ __forceinline__ void leave_sums(const float (&acc)[N / 2], float *sums) const
     {
-        for (int i = 0; i < N / 2; i++) {
-            const int row = row_of(i), output = output_of(i);
-            if (!squares_x || output == row) sums[row * PITCH + (squares_x ? TILE : output)] = acc[i];
+        for (int i = 0; i < N / 2; i++) { /* row of x (operand B) and output (operand A) of a thread's accumulator */
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, output = warp * 16 + i / 2 % 2 * 8 + lane / 4;
+            sums[row * PITCH + output] = acc[i];
         }
     }
-    /* The squares of more rows than operand A takes: those of the first TILE rows, and those of the rest. In
-     * multiply_stages, or in the loop of the products, the compiler serialised these wgmma (C7511). */
-    __device__ __forceinline__ void square_more_rows(float *sums, int &stage, int &parity) const
+    /* What the rows that this CTA writes are multiplied by, from the squares that the product before left: by the second
+     * warpgroup, eight lanes a row. */
+    __device__ __forceinline__ void fill_scales(float *scales, int first_row, int num_rows) const
     {
-        constexpr int REST = N > TILE ? N - TILE : TILE;
-        float first[TILE / 2] = {}, rest[REST / 2] = {};
-#pragma unroll 1
-        for (int step = 0; step < num_steps; step++) {
-            const uint64_t x = descriptor(ring + stage * stage_bytes<N>, 16, 1024);
-            barrier_wait(smem_address(&x_full[stage]), parity);
-            wgmma_fence();
-            for (int k = 0; k < STEP; k += 16) {
-                const uint64_t at = x + offset(k, N), other = at + TILE * LINE * 2 / 16;
-                wgmma<T, TILE>::smem_smem(first, at, at, step > 0 || k > 0);
-                wgmma<T, REST>::smem_smem(rest, other, other, step > 0 || k > 0);
+        const int size = (int)args.weight.in_features, count = size / 8;
+#pragma unroll 2
+        for (int first = 0; first < num_rows; first += 16) {
+            const int row = first + threadIdx.x % 128 / 8;
+            float sum = 0;
+#pragma unroll 4
+            for (int at = lane % 8 * 4; at < count && row < num_rows; at += 32) {
+                const float4 four = *(const float4 *)(args.x.squares + (int64_t)(first_row + row) * count + at);
+                sum += (four.x + four.y) + (four.z + four.w);
             }
-            wgmma_commit();
-            wgmma_wait<0>();
-            pin(first), pin(rest);
-            release(stage);
-            if (++stage == num_stages) stage = 0, parity ^= 1;
-        }
-        named_sync(1, WORKERS);
-        leave_squares(first, sums);
-        leave_squares(rest, sums + TILE * PITCH);
-    }
-    template <int count>
-    __device__ __forceinline__ void leave_squares(const float (&acc)[count], float *sums) const
-    {
-        for (int i = 0; i < count; i++) {
-            const int row = row_of(i);
-            if (output_of(i) == row) sums[row * PITCH + TILE] = acc[i];
+            for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+            if (lane % 8 == 0 && row < num_rows) scales[row] = rsqrtf(sum / (float)size + args.epilogue.rms_eps);
         }
     }
     /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
-    __device__ __forceinline__ void fill_sums(float *sums, bool squares_x, int &stage, int &parity) const
+    __device__ __forceinline__ void fill_sums(float *sums, int &stage, int &parity) const
     {
-        if (N > TILE && squares_x && args.epilogue.divides_by_rms) return square_more_rows(sums, stage, parity);
         float acc[N / 2] = {};
-        const bool squares_with_products = N <= TILE && squares_x;
-        if (!squares_x || (squares_with_products && args.epilogue.divides_by_rms))
-            multiply(acc, squares_with_products, stage, parity);
+        if (multiplies()) multiply(acc, stage, parity);
         named_sync(1, WORKERS); /* the sums may lie where the ring is */
-        if (N <= TILE || !squares_x) leave_sums(acc, sums, squares_with_products);
+        if (multiplies()) leave_sums(acc, sums);
     }
     /* Where the sums of CTA `from` of the cluster lie in the inbox of another one, which has none of its own. */
     __device__ __forceinline__ int place_in_inbox(int from, int to) const { return from - (from > to); }
@@ -242,17 +214,16 @@ struct sm90_writer {
     const pk_linear_args &args;
     int column, first_row, rows_apart, row_base;
     float *sums;
-    const float *inbox;
-    float inverse_size;
+    const float *inbox, *scales; /* of the CTA's rows, where they are divided */
 
-    __device__ __forceinline__ sm90_writer(const sm90_cta<T, N> &cta, const pk_linear_args &args) : cta(cta), args(args)
+    __device__ __forceinline__ sm90_writer(const sm90_cta<T, N> &cta, const pk_linear_args &args, const float *scales)
+        : cta(cta), args(args), scales(scales)
     {
         const int lanes = cta.width / 4;
         column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
         rows_apart = WORKERS / lanes, row_base = cta.rows_of_cta * cta.split;
         sums = (float *)(cta.ring_pointer + cta.params.sums_at);
         inbox = (const float *)(cta.ring_pointer + cta.params.inbox_at);
-        inverse_size = 1.0f / (float)(int)args.weight.in_features;
     }
     __device__ __forceinline__ int num_rows() const { return min(cta.rows_of_cta, (int)args.x.num_rows - row_base); }
 
@@ -269,16 +240,15 @@ struct sm90_writer {
     __device__ __forceinline__ void write_row(int row, int output, const pk_vec<T, 4> &before) const
     {
         const float *own = sums + (row_base + row) * PITCH;
-        float values[4] = {}, ups[4] = {}, square = 0, scale = 1;
+        float values[4] = {}, ups[4] = {};
 #pragma unroll 4
         for (int from = 0; from < cta.num_splits; from++) {
             const float *at =
                 from == cta.split ? own : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
             add_4(values, at + column);
             if (args.epilogue.is_gated) add_4(ups, at + cta.width + column);
-            square += at[TILE];
         }
-        if (args.epilogue.divides_by_rms) scale = rsqrtf(square * inverse_size + args.epilogue.rms_eps);
+        const float scale = args.epilogue.divides_by_rms ? scales[row] : 1;
         for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
         if (args.epilogue.bias) add_4(values, (const T *)args.epilogue.bias + output);
         if (args.epilogue.bias && args.epilogue.is_gated)
@@ -287,15 +257,23 @@ struct sm90_writer {
         if (args.epilogue.out_dtype == PK_F32) {
             if (args.epilogue.adds_to_out) add_4(values, (const float *)args.epilogue.out + to);
             write_4((float *)args.epilogue.out + to, values);
-            return;
+        } else {
+            for (int j = 0; j < 4; j++) {
+                values[j] = pk_round<T>(values[j] + pk_to_float(before.at[j]));
+                if (args.epilogue.is_gated) /* rounded where silu_and_mul would read it */
+                    values[j] = pk_round<T>(pk_round<T>(pk_silu<T>(values[j])) * pk_round<T>(ups[j]));
+            }
+            write_4((T *)args.epilogue.out + to, values);
         }
-        for (int j = 0; j < 4; j++) {
-            values[j] += pk_to_float(before.at[j]);
-            if (!args.epilogue.is_gated) continue;
-            float gate = pk_round<T>(values[j]); /* rounded where silu_and_mul would read it */
-            values[j] = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(ups[j]);
-        }
-        write_4((T *)args.epilogue.out + to, values);
+        if (args.epilogue.squares) leave_squares(values, row_base + row, output);
+    }
+    /* Of eight outputs as they are stored, which this lane and the next one have. */
+    __device__ __forceinline__ void leave_squares(const float (&stored)[4], int row, int output) const
+    {
+        float sum = 0;
+        for (float each : stored) sum += each * each;
+        sum += __shfl_xor_sync(3u << (cta.lane & 30), sum, 1);
+        if (output % 8 == 0) args.epilogue.squares[((int64_t)row * cta.num_outputs + output) / 8] = sum;
     }
     /* `before` was loaded early for the first two rows. */
     __device__ __forceinline__ void write_tile(pk_vec<T, 4> (&before)[2], int num_rows, int output) const

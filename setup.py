@@ -176,7 +176,7 @@ def cuda_archs() -> str:
 def cuda_arch_flags(text: str) -> list[str]:
     """nvcc's -gencode flags for architectures such as "8.0;9.0a+PTX"."""
     archs = [a.removesuffix("+PTX").replace(".", "") for a in text.replace(" ", ";").split(";") if a]
-    newer = [a for a in archs if a.isdigit() and int(a) >= 100]  # no kernel asks for more than 9.0 has: one pass for all
+    newer = [a for a in archs if a.isdigit() and int(a) >= 100]  # no kernel asks for more than 9.0: one pass for all
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs if a not in newer]
     if newer:
         flags.append(f"-gencode=arch=compute_90,code=[{','.join(f'sm_{a}' for a in newer)}]")

@@ -197,6 +197,30 @@ def test_a_reader_may_come_late(folder, place, kind):  # noqa: F811
     assert outputs[-1].outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
 
 
+def test_the_last_output_is_there_before_its_request_is_crossed_off(folder):
+    """By the engine's thread, which may be stopped between the two: step() must not wait for what nobody sends."""
+    received, outputs = threading.Event(), []
+
+    class Slow(dict):
+        def pop(self, *args):
+            if threading.current_thread().name == "pagedkv":
+                received.wait(60)
+            return super().pop(*args)
+
+    def collect():
+        while llm.has_unfinished_requests():
+            outputs.extend(llm.step())
+
+    with engine(folder, ("cpu", 0)) as llm:
+        llm._mailbox._expected = Slow()
+        llm.add_request([1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(20)
+        received.set()
+        assert not thread.is_alive() and [output.finished for output in outputs] == [False, False, True]
+
+
 def test_a_step_makes_one_object_per_reader(folder):
     """More of them are alive in the middle of a step, and the garbage collector takes them for old."""
     num_readers, num_steps = 8, 20

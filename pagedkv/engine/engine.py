@@ -51,7 +51,7 @@ class Mailbox:
 
     def put(self, update: Update) -> None:
         self._updates.put(update)
-        if update.is_last:
+        if update.is_last:  # nobody waits for it, even if an interrupt ends the receive() that has it
             self._expected.pop(update.key, None)
 
     def receive(self) -> list[RequestOutput]:
@@ -66,7 +66,9 @@ class Mailbox:
             return outputs
 
     def _receive(self, update: Update, outputs: list[RequestOutput]) -> None:
-        reply = self._replies.pop(update.key, None) if update.is_last else self._replies.get(update.key)
+        reply = self._replies.get(update.key)
+        if update.is_last:  # put() may not have come to it yet, and nothing would follow
+            self.expect_no_more(update.key)
         if reply is not None:  # else add_request() was interrupted: nobody knows of the request
             outputs.append(cast(RequestOutput, reply.output(update)))
 

@@ -11,26 +11,27 @@ namespace thresholds
 {
 
 /* attention/attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
-constexpr int DECODE_ROWS = 16;        /* query rows per sequence and KV head, up to which it is faster */
-constexpr int DECODE_ROWS_OF_FEW = 32; /* where sequences alone do not fill the SMs */
-constexpr int THIN_SHARE = 9;          /* items of 128 rows: fewer than a ninth of the SMs, */
-constexpr double THIN_WORK = 2.5e8; /* and no more than this of rows * keys * head_dim (#24); prefill cuts its items */
-constexpr double THIN_WORK_OF_256 = THIN_WORK / 4; /* with more than 128 dims (#35b) */
-constexpr int THIN_SHARE_SM80 = 3;                 /* beside the prefill kernel for older GPUs: fewer than a third, */
-constexpr int THIN_KEYS_SM80 = 1024;               /* and a table for more keys than that */
-constexpr int SMALL_DIMS_AN_SM = 256;              /* head_dim of all tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;                    /* and a table for so many keys at most; */
-constexpr int MANY_DIMS_AN_SM = 112; /* the same of full tiles, beyond 128 dims: more are prefill's (#43) */
+/* Query rows per sequence and KV head, up to which it is faster; twice as many where sequences do not fill the SMs. */
+constexpr int DECODE_ROWS = 16;
+constexpr int THIN_SHARE = 9; /* items of 128 rows: fewer than a ninth of the SMs, */
+/* and no more than this of rows * keys * head_dim (#24), of which prefill would cut its items; a quarter of it with more
+ * than 128 dims (#35b) */
+constexpr double THIN_WORK = 2.5e8;
+constexpr int THIN_SHARE_SM80 = 3;    /* beside the prefill kernel for older GPUs: fewer than a third, */
+constexpr int THIN_KEYS_SM80 = 1024;  /* and a table for more keys than that */
+constexpr int SMALL_DIMS_AN_SM = 256; /* head_dim of all tiles of 16 rows that run at once, */
+constexpr int SMALL_KEYS = 256;       /* and a table for so many keys at most; */
+constexpr int MANY_DIMS_AN_SM = 112;  /* the same of full tiles, beyond 128 dims: more are prefill's (#43) */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
 constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
 
-/* attention/qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With few
- * heads the projection before it is an own kernel, which lets it start early (linear/NOTES-sm90.md #20, #22). */
+/* attention/qkv_attention.cu: up to so many sequences the decode kernel makes its heads (decode/NOTES.md, fused heads). With
+ * few heads it does up to SM90_MAX_ROWS: the projection before it is an own kernel, which lets it start early
+ * (linear/NOTES-sm90.md #20, #22, #29). */
 constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention/decode/decode.cu uses it, too */
-constexpr int MOST_SEQS_OF_FEW_HEADS = 112, MOST_SEQS_OVER_FP8 = 96; /* linear/NOTES-sm90.md #29 */
-constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
+constexpr int MOST_SEQS_OVER_FP8 = 96, MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention/plan/shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
 constexpr int FILLED_THIRDS = 2;         /* of the places of CTAs, that equal parts fill */
@@ -63,7 +64,6 @@ constexpr int TALL_QUARTERS = 3;  /* of the places in their waves, where items o
 
 /* linear/sm90.cu, beside linear/few.cu below and cuBLASLt above (linear/NOTES-sm90.md, NOTES-wide.md). */
 constexpr int SM90_MIN_ROWS = 9, SM90_MAX_ROWS = 112; /* #20, #29 */
-constexpr int SM90_MAX_SPLITS = 4;                    /* CTAs that divide the inputs of a tile */
 constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through without being slower */
 /* Where a CTA goes through more than SM90_MAX_UNITS: */
 constexpr int SM90_MAX_ROWS_OF_LONG = 64;

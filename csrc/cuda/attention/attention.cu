@@ -52,19 +52,19 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
     double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
-    double thin_work = args->head_dim > 128 ? THIN_WORK_OF_256 : THIN_WORK;
+    double thin_work = args->head_dim > 128 ? THIN_WORK / 4 : THIN_WORK;
     bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= thin_work
                              : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
     bool fills_half = is_hopper && args->head_dim > 128 &&
                       full_tiles * args->head_dim > MANY_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
     bool is_small =
         is_hopper && tiles * args->head_dim <= SMALL_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
-    if (most_rows <= (has_many_items ? DECODE_ROWS : DECODE_ROWS_OF_FEW) || ((is_thin || is_small) && !fills_half) ||
+    if (most_rows <= (has_many_items ? DECODE_ROWS : 2 * DECODE_ROWS) || ((is_thin || is_small) && !fills_half) ||
         !fits_prefill)
         return {false, all, none, is_hopper};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
-     * for the most tokens of each there are none, or some of its rows are nobody's: then prefill takes all. */
+     * for the most tokens of each there are none, or q has rows of padding: then prefill takes all. */
     bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
     bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS &&
                        items + args->num_seqs * args->num_kv_heads <= ITEMS_AN_SM * device->num_sms;

@@ -1,8 +1,5 @@
-/* few.h - the steps of few.cu: copies of the weight, products, and outputs.
- *
- * Whatever changes (places, accumulators) and every loop that may end early stay in the kernel: then the compiler makes
- * the same code as of one long function. With the loop over lines in here, two eights of rows had 20 % more
- * instructions.
+/* few.h - the steps of few.cu: copies of the weight, products, and outputs. Loops that may end early are the kernel's own:
+ * with the loop over lines in here, two eights of rows had 20 % more instructions.
  */
 #ifndef PK_CUDA_LINEAR_FEW_H
 #define PK_CUDA_LINEAR_FEW_H

@@ -82,7 +82,7 @@ static division divide(const pk_linear_args *args, const pk_cuda_device *device)
     int64_t halves = args->epilogue.is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->weight.out_features / halves, width),
             units = pk_ceil_div(args->weight.in_features, STEP);
-    while (splits < thresholds::SM90_MAX_SPLITS && units > splits * EARLY_UNITS) {
+    while (splits < MAX_SPLITS && units > splits * EARLY_UNITS) {
         bool all_is_early =
             args->x.num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
         if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;

@@ -15,6 +15,7 @@ enum {
     MOST_ROWS_OF_TWO = 48, /* CTAs of an SM */
     EARLY_UNITS = 4 /* of STEP inputs: at up to 40 rows they fit half of an SM's memory */,
     MAX_STAGES = 16,
+    MAX_SPLITS = 4, /* CTAs that divide the inputs of a tile: each writes a quarter of 16 rows, or more */
     WEIGHT_BYTES = TILE * STEP * 2,
     PITCH = TILE + 4 /* floats per row of sums, which spreads the banks */,
 };

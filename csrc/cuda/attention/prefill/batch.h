@@ -31,8 +31,8 @@ struct prefill_batch {
     __device__ int kv_head_of(int q_head) const { return group.divide(q_head); }
 };
 
-/* num_positions 0: beyond the end of the list. part >= num_parts: the item has fewer keys than parts, and this one is
- * nobody's. */
+/* num_positions 0: beyond the end of the list. part >= num_parts: there is no such part, as the item has fewer keys than
+ * others of its level. */
 struct prefill_item {
     int seq, q_head;                /* the first of its bundle */
     int first_token, num_positions; /* rows of q */

@@ -38,7 +38,7 @@ struct prefill_rows {
     ring_position<shape::v_stages> v;
     int n, tile_begin;                /* the tile whose scores are next, and the item's last one */
     int unmasked_begin, unmasked_end; /* tiles that all rows of the warpgroup see wholly */
-    int tail_tile;                    /* the tile that ends in keys of nobody, or -1 */
+    int tail_tile;                    /* the tile that the sequence's last key does not fill, or -1 */
     float shrink[2];                  /* what raised offsets leave of what was summed before */
     float offset[2], sum[2];          /* of the softmax, in base 2; the sum is of this thread's columns */
     unsigned bad_boxes;               /* of the tile: see tile_ring */
@@ -52,7 +52,7 @@ struct prefill_rows {
         MODIFIED,   /* there are masks, a softcap, or rows that have seen nothing yet */
         SHRUNK,     /* either of them after its softmax, where o is to be multiplied by `shrink` */
         FIRST,      /* of an item, and treated as MODIFIED; o belongs to the item before */
-        VERY_FIRST, /* of the first item; o belongs to nobody */
+        VERY_FIRST, /* of the first item; there is no o yet */
         NO_TILE,    /* there are no scores; o belongs to the last item */
     };
     /* Of tile n, which is not the first one of its item. */

@@ -7,7 +7,7 @@
 pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
 {
     return (pk_linear_args){
-        .x = {x->data, x->shape[0], x->stride[0], x->dtype},
+        .x = {.data = x->data, .num_rows = x->shape[0], .stride = x->stride[0], .dtype = x->dtype},
         .weight = {.data = weight->data,
                    .out_features = weight->shape[0],
                    .in_features = weight->shape[1],

@@ -22,7 +22,8 @@ pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call,
     }
     if (call->rms_of) {
         PK_EXPECT(env, "rms_of", call->rms_of, "T X", PK_SAME);
-        args->rms = (pk_rms_arg){call->rms_of->data, pk_dim(env, 'X'), call->rms_of->stride[0], args->eps};
+        args->rms = (pk_rms_arg){
+            .x = call->rms_of->data, .row_size = pk_dim(env, 'X'), .stride = call->rms_of->stride[0], .eps = args->eps};
     }
     if (call->rms_squares) {
         if (!call->rms_of) return pk_fail(err, PK_EVALUE, "rms_squares: needs rms_of");

@@ -132,11 +132,12 @@ def test_the_block(tmp_path, monkeypatch):
     rows = summaries() + [summaries()[1] | {"case": 10 + i, "plain_of_peer": 2 + i / 10} for i in range(25)]
     text = json.dumps({"commit": "abc1234", "machine": {"gpu": "NVIDIA H200"}, "rows": rows})
     (tmp_path / "attention-random-cuda.json").write_text(text)
-    block = tables_random.random_shapes()
-    assert block.count("\n| 1 x 1 | 16/8 | 16 | 11.0 ") == 26  # planned: all; it is not so for plain
-    assert block.count("\n| 1 x 1 | 16/8 | 16 | 11.5 ") == tables_random.NUM_WORST
-    assert "the worst 20:" in block and "| 4.400 |" in block and "| 1.150 |" not in block
-    assert block.endswith("NVIDIA H200, recorded at abc1234: `attention-random-cuda.json`.")
+    losses = tables_random.random_losses()
+    assert losses.count("\n| 1 x 1 | 16/8 | 16 | 11.0 ") == 26  # planned: all; it is not so for plain
+    assert losses.count("\n| 1 x 1 | 16/8 | 16 | 11.5 ") == tables_random.NUM_WORST
+    assert "the worst 20:" in losses and "| 4.400 |" in losses and "| 1.150 |" not in losses
+    for block in (losses, tables_random.random_shapes()):
+        assert block.endswith("NVIDIA H200, recorded at abc1234: `attention-random-cuda.json`.")
 
 
 def test_a_batch_is_named_by_its_lengths():

@@ -287,15 +287,16 @@ def test_libraries_are_imported_where_no_interrupt_comes(folder):  # noqa: F811
     """An interrupt within an import may leave CPython's lock of all imports taken."""
     script = f"""
 import sys, threading
-threads = set()
+threads = {{}}
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "tqdm":
-            threads.add(threading.current_thread())
+        if name in ("tqdm", "tokenizers", "jinja2"):
+            threads[name] = threading.current_thread()
 sys.meta_path.insert(0, Finder)
 from pagedkv import LLM, SamplingParams
 with LLM({str(folder)!r}, device="cpu", num_blocks=64) as llm:
     llm.generate(["abc"], SamplingParams(max_tokens=1), use_tqdm=True)
-assert threads and threading.main_thread() not in threads, threads
+    llm.chat([{{"role": "user", "content": "abc"}}], SamplingParams(max_tokens=1), chat_template="{{{{ messages[0].content }}}}")
+assert len(threads) == 3 and threading.main_thread() not in threads.values(), threads
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

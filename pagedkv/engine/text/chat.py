@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from pagedkv.checks import check_names
 from pagedkv.models.files import read_json
+from pagedkv.optional import load
 
 from .messages import (
     REASONING,
@@ -235,6 +236,7 @@ def _is_too_large(operator: str, left: object, right: object) -> bool:
 
 @cache
 def _environment() -> Any:
+    load("jinja2.sandbox")
     from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 

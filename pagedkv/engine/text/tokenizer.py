@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedkv.models.files import read_json, refuse_pointer
+from pagedkv.optional import load
 
 from .detokenizer import TextStream, text_streams
 
@@ -46,11 +47,10 @@ class Tokenizer:
         splits) is switched off."""
         if not self.exists:
             raise FileNotFoundError(f"{self.path} is missing: without it prompts must be lists of token ids")
-        from tokenizers import Tokenizer as Loaded
-
+        tokenizers = load("tokenizers")
         refuse_pointer(self.path)
         try:
-            library = Loaded.from_file(str(self.path))
+            library = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as error:  # the library raises a bare Exception
             raise ValueError(f"{self.path}: {error}") from None
         self.named_tokens.add_to(library)

@@ -296,7 +296,7 @@ def test_what_is_chosen(monkeypatch):
     times = {b"a": 10.0, b"b": 11.0, b"c": 12.0, b"d": 13.0, b"e": 14.0, b"x": 9.8, b"y": 9.0}
     near_a = {b"a": [b"a", b"x"]}
     monkeypatch.setattr(tuning, "_times", lambda _s, _x, _l, algorithms, *_: {each: times[each] for each in algorithms})
-    monkeypatch.setattr(ops, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
+    monkeypatch.setattr(tuning.ops, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
 
     def choose():
         return tuning._choose(None, None, [None], [b"c", b"a", b"b", b"e", b"d"], None, False)

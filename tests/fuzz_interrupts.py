@@ -133,8 +133,9 @@ class Fuzz:
             way = rng.choice([self.batch, self.batch, self.stream, self.stream, self.step, self.event_loop])
             faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
             try:
-                # asyncio.run() leaves its own handler in place where an interrupt comes at its end, and then takes no
-                # interrupt for its own: one within its loop may lose the wakeup of a task.
+                # After an interrupt at its very end, asyncio.run() leaves its own handler in place. The next
+                # asyncio.run() then does not handle Ctrl-C itself, and an interrupt in its loop may lose the wakeup of
+                # a task.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.03))
                 way(rng)

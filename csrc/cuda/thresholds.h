@@ -41,10 +41,10 @@ constexpr int FEWEST_STEPS_OF_SHARE = 8; /* of a place: with fewer it takes no s
 constexpr int MANY_SUMS = 16 * 256;      /* of a tile: */
 constexpr float LONE_STEP_US = 0.83f, LONE_STEP_US_OF_MANY_SUMS = 1.25f; /* of a CTA that runs on alone */
 constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that an SM reads beside all others */
-constexpr float UNEVEN = 1.25f;           /* the time of a step, where only some SMs are busy: they read unevenly */
-constexpr float START_US = 2.0f;          /* of a unit behind another, until its first step, or of prefill's item; */
-constexpr float LEAVE_US = 1.8f;          /* of a part, until it is left to be merged, in prefill, too; */
-constexpr float BATCH_US = 0.45f;         /* until a batch of parts comes, in a round of threads that merge, */
+constexpr float UNEVEN = 1.25f;   /* times the share of busy SMs: not spread evenly, they read as if more were busy */
+constexpr float START_US = 2.0f;  /* of a unit behind another, until its first step, or of prefill's item; */
+constexpr float LEAVE_US = 1.8f;  /* of a part, until it is left to be merged, in prefill, too; */
+constexpr float BATCH_US = 0.45f; /* until a batch of parts comes, in a round of threads that merge, */
 constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
 constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges */
 

@@ -27,7 +27,7 @@ from .spec import Batch
 from .weights import Checkpoint
 
 AnyCheckpoint = Checkpoint | DummyCheckpoint
-FEW_TOKENS = 112  # up to which linear leaves squares for nothing (see out_squares)
+FEW_TOKENS = 112  # with more, linear needs a kernel of its own to leave squares (see out_squares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ constexpr int FEWEST_KEYS = 1024; /* of a part, with num_splits; a power of two,
 
 /* Which sequences are cut, and how. */
 struct decode_cut {
-    int length; /* of a part, in steps; what is not longer stays whole, */
-    int first;  /* and so do the sequences before this one */
-    bool
-        are_behind_all; /* all parts but the last ones of their sequences go to the end of the list; else to the front */
-    int longest_last;   /* no whole sequence, and no last part, is longer */
+    int length;          /* of a part, in steps; what is not longer stays whole, */
+    int first;           /* and so do the sequences before this one */
+    bool are_behind_all; /* parts that are not their sequence's last go to the list's end; else to its front */
+    int longest_last;    /* no whole sequence, and no last part, is longer */
 
     /* Of the parts of a sequence. */
     __device__ int length_of(const decode_shape &shape, int seq, int num_steps) const

@@ -224,7 +224,8 @@ static int __clz(int value) { return value ? __builtin_clz(value) : 32; }
 static int __ffs(int value) { return __builtin_ffs(value); }
 static unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 static unsigned __float_as_uint(float value) { return emulated::bits_of<unsigned>(value); }
-static float __fdividef(float a, float b) { return a / b; }
+/* On a GPU it may be 2 ulp off. What divides a number by itself and gets less than 1 is the unkind case. */
+static float __fdividef(float a, float b) { return a * std::nextafterf(1 / b, 0); }
 static int __float2int_ru(float value) { return (int)std::ceil(value); }
 static float __frcp_rd(float value)
 {

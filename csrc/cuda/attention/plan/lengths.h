@@ -115,7 +115,11 @@ __device__ static inline decode_cut choose_cut(const decode_shape &shape, const 
                                                int total, int end_of_longest)
 {
     const int longest = classes.longest, lane = (int)threadIdx.x % 32;
-    if (shape.num_splits || longest <= DECODE_STAGES || longest > MOST_STEPS_TRIED) return {longest, 0, false, longest};
+    if (shape.num_splits || longest <= DECODE_STAGES) return {longest, 0, false, longest};
+    if (longest > MOST_STEPS_TRIED) { /* so long that a place's share is as good as any length */
+        const int share = total / shape.slots + 1;
+        return {share, 0, false, share};
+    }
     const float most = fmaxf(1, __fdividef((float)longest * (float)shape.slots, (float)total));
     const float parts = 1 + (most - 1) * ((float)lane * (1.0f / (CUTS_TRIED - 1)));
     /* A little less, so that what goes into it without a rest is not rounded up. */

@@ -23,12 +23,15 @@ struct makespan {
 
     __device__ explicit makespan(float places) : places(places), num_low(places), low(0), high(0), last(0) {}
 
+    /* How often all of `some` get a unit. Both are whole numbers, and the quotient may be a little too small. */
+    __device__ static float full_waves(float count, float some) { return floorf(__fdividef(count + 0.5f, some)); }
+
     /* `count` units more of one length. */
     __device__ void put(float count, float length)
     {
-        const float turns = fminf(floorf(__fdividef(count, num_low)), floorf(__fdividef(high - low, length)));
+        const float turns = fminf(full_waves(count, num_low), floorf(__fdividef(high - low, length)));
         low += turns * length, count -= turns * num_low; /* until the low places have caught up */
-        const float waves = floorf(__fdividef(count, places));
+        const float waves = full_waves(count, places);
         low += waves * length, high += waves * length, count -= waves * places;
         if (count > 0 && count < num_low) {
             const float end = low + length, others = places - num_low;

@@ -76,7 +76,8 @@ def make_step(num_seqs: int, context: int) -> Step:
 def step_us(runner: ModelRunner, step: Step, replays: int) -> float:
     """As the engine runs it. Without graphs (on the CPU): with the host's part, once."""
     begin = time.perf_counter()
-    runner.launch(step).tokens()
+    runner.launch(step)
+    step.tokens()
     seconds = time.perf_counter() - begin
     graph = step_graph(runner, len(step.sequences))
     return seconds * 1e6 if graph is None else replay_us(graph, runner.stream, replays)

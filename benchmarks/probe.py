@@ -112,15 +112,15 @@ class _Recorder:
 
         def timed_launch(step, wait_for_tokens):
             if stream is None or not is_decode:
-                return timed("launch", launch, step, wait_for_tokens)
+                timed("launch", launch, step, wait_for_tokens)
+                return
             if len(self.events) == WARM + STEPS // 2:
                 self._time_graph(runner)
             begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
             begin.record(stream)
-            launched = timed("launch", launch, step, wait_for_tokens)
+            timed("launch", launch, step, wait_for_tokens)
             end.record(stream)
             self.events.append((begin, end))
-            return launched
 
         def timed_update(step, tokens, now):
             if step.num_decodes == self.batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fake_device import FakeEvent
 from fake_model import LateRunner
 
-from pagedkv.engine.runner.model_runner import Launched
 from pagedkv.engine.sampling.sampler import Sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.step import Step
@@ -14,17 +13,17 @@ from pagedkv.engine.scheduling.step import Step
 class PromptsOvertake(LateRunner):
     """New prompts run on a stream of their own: the pages that they were given are still read by the step before."""
 
-    def launch(self, step: Step, wait_for_tokens) -> Launched:
+    def launch(self, step: Step, wait_for_tokens) -> None:
         if any(step.starts):
-            return super().launch(step, wait_for_tokens)
+            super().launch(step, wait_for_tokens)
+            return
         device = self.device
         device.capturing = operations = []
-        launched = super().launch(step, wait_for_tokens)
+        super().launch(step, wait_for_tokens)
         device.capturing = None
         device.queue.extendleft(reversed(operations))
         device.num_calls += len(operations)
         self._events[self._turn].record()
-        return launched
 
 
 class MovesOvertake(LateRunner):
@@ -75,9 +74,9 @@ class OneTable(LateRunner):
 class Impatient(LateRunner):
     """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
 
-    def launch(self, step: Step, wait_for_tokens) -> Launched:
+    def launch(self, step: Step, wait_for_tokens) -> None:
         self._events[1 - self._turn] = FakeEvent(self.device)
-        return super().launch(step, wait_for_tokens)
+        super().launch(step, wait_for_tokens)
 
 
 def promise_too_much(monkeypatch) -> None:
@@ -88,7 +87,7 @@ def promise_too_much(monkeypatch) -> None:
 
 
 def take_tokens_early(monkeypatch) -> None:
-    monkeypatch.setattr(Launched, "tokens", lambda self: self._sampled.tolist())
+    monkeypatch.setattr(Step, "tokens", lambda self: self.sampled_tokens.tolist())
 
 
 KEY, PINNED = "key [0-9]+ is another's", "pinned memory changed"

@@ -14,7 +14,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
 from pagedkv.engine.async_engine import _Waker
-from pagedkv.engine.runner.model_runner import Launched
+from pagedkv.engine.scheduling.step import Step
 from pagedkv.engine.text.tokenizer import LONG_TEXT
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
@@ -143,15 +143,15 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
     """After the launch of the next step and before the wait for it. On the CPU, where a launch computes, before it."""
     order = []
     llm._runner.num_behind = num_behind
-    launch, tokens = llm._runner.launch, Launched.tokens
+    launch, tokens = llm._runner.launch, Step.tokens
 
     def logged_launch(step, wait_for_tokens):
         order.append("launch")
         return launch(step, wait_for_tokens)
 
-    def logged_tokens(launched):
+    def logged_tokens(step):
         order.append("tokens")
-        return tokens(launched)
+        return tokens(step)
 
     def logged_ring(bell):
         order.append("wake")
@@ -166,7 +166,7 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
         assert len([output async for output in engine.generate("abc", params)]) == 20 and await settled(engine)
 
     monkeypatch.setattr(llm._runner, "launch", logged_launch)
-    monkeypatch.setattr(Launched, "tokens", logged_tokens)
+    monkeypatch.setattr(Step, "tokens", logged_tokens)
     asyncio.run(main())
     if num_behind:
         assert order == ["launch"] + ["launch", "tokens"] + ["launch", "wake", "tokens"] * 18 + ["wake", "tokens", "wake"]

@@ -144,7 +144,7 @@ class Traffic:
         try:
             self.pipeline.launch()
             if self.pipeline.in_flight:
-                step = self.pipeline.in_flight[-1][0]
+                step = self.pipeline.in_flight[-1]
                 happened["same batch"] += step.is_same_batch
                 happened["swap in"] += step.swap_in is not None
                 happened["swap out"] += step.swap_out is not None

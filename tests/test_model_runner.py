@@ -41,17 +41,17 @@ def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
             step.lengths.append(length)
         if n:
             step.num_decodes = len(sequences)
-            step.sources = np.array([pending[1].sequences.index(seq) for seq in step.sequences])
-        launched = runner.launch(step)
+            step.sources = np.array([pending.sequences.index(seq) for seq in step.sequences])
+        runner.launch(step)
         if pending:
-            take(*pending, sequences, tokens)
-        pending = launched, step
-    take(*pending, sequences, tokens)
+            take(pending, sequences, tokens)
+        pending = step
+    take(pending, sequences, tokens)
     return tokens
 
 
-def take(launched, step: Step, sequences: list[Sequence], tokens: list[list[int]]) -> None:
-    for seq, token in zip(step.sequences, launched.tokens(), strict=True):
+def take(step: Step, sequences: list[Sequence], tokens: list[list[int]]) -> None:
+    for seq, token in zip(step.sequences, step.tokens(), strict=True):
         seq.new_tokens.append(token)
         tokens[sequences.index(seq)].append(token)
 

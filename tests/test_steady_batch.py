@@ -10,25 +10,8 @@ from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
 
 
-class Slow:
-    """In the place of SteadyBatch: nothing goes on by itself."""
-
-    def next_step(self, running, manager):
-        return None
-
-    def remember(self, step: Step) -> None:
-        pass
-
-    @staticmethod
-    def append_tokens(step, tokens, manager) -> bool:
-        return False
-
-
-def make_scheduler(num_blocks: int, *, is_slow: bool) -> Scheduler:
-    scheduler = Scheduler(BlockManager(num_blocks, 4), max_num_seqs=6, max_num_batched_tokens=40, max_model_len=400)
-    if is_slow:
-        scheduler._steady = Slow()
-    return scheduler
+def make_scheduler(num_blocks: int) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, 4), max_num_seqs=6, max_num_batched_tokens=40, max_model_len=400)
 
 
 def plan_of(step: Step) -> tuple:
@@ -40,7 +23,7 @@ def plan_of(step: Step) -> tuple:
 
 def serve(seed: int, num_blocks: int, behind: int, *, is_slow: bool) -> tuple[list, dict, list[bool]]:
     """All plans, the tokens of each sequence, and which steps were of the same batch."""
-    rng, scheduler = random.Random(seed), make_scheduler(num_blocks, is_slow=is_slow)
+    rng, scheduler = random.Random(seed), make_scheduler(num_blocks)
     plans, in_flight, tokens, same = [], [], {}, []
     arrivals = {turn: number for number, turn in enumerate(rng.sample(range(150), 14))}
     for turn in range(600):
@@ -51,6 +34,8 @@ def serve(seed: int, num_blocks: int, behind: int, *, is_slow: bool) -> tuple[li
             prompt = [own.randrange(50) for _ in range(own.randint(1, 60))]
             params = SamplingParams(max_tokens=own.randint(1, 60), stop_token_ids=own.sample(range(50), own.choice([0, 1])))
             scheduler.add(Sequence(number, prompt, params, 0, eos, 0.0))
+        if is_slow:
+            scheduler._last_step = Step()  # what the step before was is forgotten: nothing goes on by itself
         step = scheduler.schedule()
         if step.sequences:
             plans.append(plan_of(step))
@@ -83,7 +68,7 @@ def test_the_same_plans_and_tokens(seed):
 
 def test_a_batch_whose_ends_are_no_tokens_is_looked_at():
     """Texts and masks end an answer, too: such a batch has no end_ids."""
-    scheduler = make_scheduler(50, is_slow=False)
+    scheduler = make_scheduler(50)
     seq = Sequence(0, [1, 2], SamplingParams(max_tokens=9, mask=lambda request, tokens: None), 0, frozenset(), 0.0)
     scheduler.add(seq)
     for turn in range(6):

@@ -216,7 +216,7 @@ class EngineCore:
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
         if self.runner is None:
             raise error
-        in_flight = [seq for step, _ in self._pipeline.in_flight for seq in step.receivers]
+        in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]
         running = dict.fromkeys(seq.request for seq in [*self.scheduler.running, *in_flight])
         self._faults = self._faults or FaultSearch()
         culprit = self._faults.find_culprit(list(running) or self.book.requests)

@@ -1,7 +1,7 @@
 """Runs the model on a step's arrays.
 
-    launched = runner.launch(step, wait_for_tokens)   # returns while a GPU still computes
-    tokens = launched.tokens()              # waits; one token for each of step.sampled, -1 where the logits gave none
+    runner.launch(step, wait_for_tokens)    # returns while a GPU still computes
+    tokens = step.tokens()                  # waits; one token for each of step.sampled, -1 where the logits gave none
 
 The next step may be launched before the tokens of this one are known: a decode whose token the host has not seen yet
 reads it where this step's sampler left it. So the host may be one step behind the device, and no more than one: the
@@ -20,8 +20,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.spec import Batch, Model, Spec
@@ -120,11 +118,11 @@ class ModelRunner:
 
     # --- a step
 
-    def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> Launched:
-        """Starts the step. A token that is not in Sequence.new_tokens yet is taken from the launch before. For masks,
-        wait_for_tokens() puts those tokens there."""
+    def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> None:
+        """Starts the step, in which it leaves what tells of its tokens. A token that is not in Sequence.new_tokens yet
+        is taken from the launch before. For masks, wait_for_tokens() puts those tokens there."""
         self._turn = turn = 1 - self._turn
-        event, graph, prompt_outputs = self._events[turn], None, None
+        event, graph = self._events[turn], None
         if event is not None:
             event.synchronize()  # the host's arrays of this turn have been copied
         with self.stream:
@@ -136,19 +134,19 @@ class ModelRunner:
                 if graph is not None:
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
-                    prompt_outputs = self._compute_prompts(inputs, step)
+                    step.prompt_outputs = self._compute_prompts(inputs, step)
                 else:
                     self._compute(inputs)
                 if inputs.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(inputs)
-                tokens, best = self.sampler.send(len(step.sampled), turn)
+                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), turn)
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
             if self.graphs is not None and step.only_decodes and graph is None:
                 self.graphs.capture(inputs, self._compute)  # for the next one; the GPU has this one to compute
-        return Launched(tokens, event, best, prompt_outputs)
+        step.event = event
 
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
@@ -184,36 +182,3 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
-
-
-class Launched:
-    def __init__(
-        self,
-        sampled: np.ndarray,
-        event: Event | None,
-        best: tuple[np.ndarray, np.ndarray] | None,
-        prompt_outputs: PromptOutputs | None,
-    ) -> None:
-        self._sampled, self._event, self._prompt_outputs = sampled, event, prompt_outputs
-        # Where a row asks for them: ids and log probabilities [num_rows, 1 + n] of the sampled token and the n best
-        # ones, valid when the tokens have arrived; n is the most that a row asks for.
-        self._best = best
-
-    def tokens(self) -> list[int]:
-        """The sampled tokens in the order of Step.sampled; -1 where the logits gave none. Waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        tokens: list[int] = self._sampled.tolist()
-        return tokens
-
-    def report(self, step: Step) -> None:
-        """Hands what else is known of the tokens to their sequences, after tokens() has waited."""
-        if self._prompt_outputs is not None:
-            self._prompt_outputs.report()
-        if self._best is None:
-            return
-        for seq, row_ids, row in zip(step.receivers, self._best[0].tolist(), self._best[1].tolist(), strict=True):
-            if seq.num_logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
-                end = 1 + seq.num_logprobs
-                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
-                seq.cumulative_logprob += row[0]

@@ -18,7 +18,7 @@ from ..outputs import EngineCounters
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
-from .model_runner import Launched, ModelRunner
+from .model_runner import ModelRunner
 
 
 class Pipeline:
@@ -35,7 +35,7 @@ class Pipeline:
         process: Callable[[Step, list[Sequence]], None] = lambda step, finished: None,
     ) -> None:
         self.runner, self.scheduler, self.counters, self._process = runner, scheduler, counters, process
-        self.in_flight: deque[tuple[Step, Launched]] = deque()
+        self.in_flight: deque[Step] = deque()
         self._has_launched = False
         self._last_collect = time.perf_counter()
 
@@ -68,7 +68,8 @@ class Pipeline:
                 while self.in_flight:
                     self._collect()
 
-            self.in_flight.append((step, self.runner.launch(step, wait_for_tokens)))
+            self.runner.launch(step, wait_for_tokens)
+            self.in_flight.append(step)
             launched = time.perf_counter()
             if not is_committed:
                 self.scheduler.commit(step)
@@ -81,10 +82,10 @@ class Pipeline:
             self._collect()
 
     def _collect(self) -> None:
-        step, launched = self.in_flight.popleft()
-        tokens = launched.tokens()
+        step = self.in_flight.popleft()
+        tokens = step.tokens()
         now = time.perf_counter()
-        launched.report(step)
+        step.report()
         finished = self.scheduler.update(step, tokens, now)
         self._count(step, now - self._last_collect)
         self._last_collect = now

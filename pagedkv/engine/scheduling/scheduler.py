@@ -40,7 +40,7 @@ from pagedkv import BlockManager, OutOfBlocks
 
 from .queues import Running, WaitingQueue, split_budget
 from .sequence import Sequence
-from .step import SteadyBatch, Step
+from .step import Step
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.step_number = 0
         self._running = Running(manager, self.waiting, max_num_batched_tokens)
-        self._steady = SteadyBatch()
+        self._last_step = Step()
 
     @property
     def running(self) -> list[Sequence]:
@@ -122,7 +122,7 @@ class Scheduler:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
         swapped = self._preempt_for_waiting() if self.waiting else None
-        step = self._steady.next_step(self.running, self.manager)
+        step = self._last_step.next_decodes(self.running, self.manager)
         has_room = True
         if step is None:
             step = Step(swap_out=swapped)
@@ -131,7 +131,8 @@ class Scheduler:
         if self.waiting or len(self.running) > step.num_decodes:
             self._schedule_prompts(step, has_room)
         if step.sequences:
-            self._steady.remember(step)
+            step.come_after(self._last_step)
+            self._last_step = step
         return step
 
     def _schedule_prompts(self, step: Step, has_room: bool) -> None:
@@ -257,7 +258,7 @@ class Scheduler:
 
         The next step may have been scheduled before, but not the one after it.
         """
-        if self._steady.append_tokens(step, tokens, self.manager):
+        if step.append_tokens(tokens, self.manager):
             return []
         finished: list[Sequence] = []
         ids, grown = [], []
@@ -294,7 +295,7 @@ class Scheduler:
         tokens that the host knows, once they are queued."""
         self._running.clear()
         self.waiting.clear()
-        self._steady = SteadyBatch()
+        self._last_step = Step()
         known = list(sequences)
         self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
         for seq in known:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from pagedkv import BlockManager, OutOfBlocks, Tensor
+from pagedkv import BlockManager, Event, OutOfBlocks, Tensor
 from pagedkv.models.spec import Batch
 
 from .sequence import Sequence
@@ -40,6 +41,13 @@ class Step:
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
+    # What its launch leaves for the host (see ModelRunner.launch), which is there after the event; None: at once.
+    event: Event | None = None
+    sampled_tokens: Any = None  # int32 [num_rows]
+    # Ids and log probabilities [num_rows, 1 + n] of the sampled token and the n best ones; n is the most that a row
+    # asks for.
+    best: tuple[np.ndarray, np.ndarray] | None = None
+    prompt_outputs: Any = None  # of the prompts' own tokens: see PromptOutputs
 
     @property
     def num_tokens(self) -> int:
@@ -84,12 +92,21 @@ class Step:
         for row, seq in enumerate(decodes):
             seq.source = row
 
-    def go_on(self, last: Step, ends: list[int]) -> None:
-        """The same after a step that only decoded, for its sequences."""
-        self._plan(last.sequences.copy(), last.ids.copy(), ends)
-        self.starts = last.ends.copy()
-        self.sources = np.arange(self.num_decodes, dtype=np.int32)
-        self.known = self.sampled.copy() if self.sequences[0].num_known == ends[0] else []
+    def next_decodes(self, running: list[Sequence], manager: BlockManager) -> Step | None:
+        """The step after this one, if this one only decodes, and decodes what runs. None, and no change, if that is not
+        so, or if there is no page for one of the tokens."""
+        if not self.num_left or running != self.sequences:
+            return None
+        ends, step = [end + 1 for end in self.ends], Step()
+        try:
+            step.copies = manager.reserve_batch(self.ids, ends)
+        except OutOfBlocks:
+            return None
+        step._plan(self.sequences.copy(), self.ids.copy(), ends)
+        step.starts = self.ends.copy()
+        step.sources = np.arange(step.num_decodes, dtype=np.int32)
+        step.known = step.sampled.copy() if step.sequences[0].num_known == ends[0] else []
+        return step
 
     def _plan(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
         self.num_decodes = len(decodes)
@@ -99,6 +116,46 @@ class Step:
         for seq, end in zip(decodes, ends, strict=True):
             seq.num_computed = seq.num_in_pages = end
             seq.num_tokens = end + 1
+
+    def come_after(self, last: Step) -> None:
+        """Notes what the step, which is planned, has in common with the one before."""
+        only_decodes = self.only_decodes
+        self.is_same_batch = only_decodes and self.sequences == last.receivers
+        if self.is_same_batch and last.num_left:
+            last.goes_on, self.end_ids, self.num_left = last.end_ids is not None, last.end_ids, last.num_left - 1
+        elif only_decodes:
+            # A token alone tells neither that a stop string is complete nor that a mask or another edit has failed.
+            if all(seq.detokenizer is None and not seq.params.has_edits for seq in self.sequences):
+                self.end_ids = frozenset([-1]).union(*(seq.end_ids for seq in self.sequences))
+            self.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in self.sequences)
+
+    def append_tokens(self, tokens: list[int], manager: BlockManager) -> bool:
+        """Appends the tokens, one for each sequence, where none of them can end one. Returns whether it did."""
+        if not self.goes_on or self.end_ids is None or not self.end_ids.isdisjoint(tokens):
+            return False
+        for seq, token in zip(self.sequences, tokens, strict=True):
+            seq.new_tokens.append(token)
+        manager.append_batch(self.ids, tokens)
+        return True
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens in the order of `sampled`; -1 where the logits gave none. Waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.sampled_tokens.tolist()
+        return tokens
+
+    def report(self) -> None:
+        """Hands what else is known of the tokens to their sequences, after tokens() has waited."""
+        if self.prompt_outputs is not None:
+            self.prompt_outputs.report()
+        if self.best is None:
+            return
+        for seq, row_ids, row in zip(self.receivers, self.best[0].tolist(), self.best[1].tolist(), strict=True):
+            if seq.num_logprobs is not None and seq.finish_reason is None and row_ids[0] >= 0:
+                end = 1 + seq.num_logprobs
+                seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
+                seq.cumulative_logprob += row[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,50 +168,3 @@ class StepInputs:
     seeds: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] of the tokens to be sampled
     needs_logits: bool  # whether logits are written before anything is sampled
-
-
-class SteadyBatch:
-    """What is known of the step before."""
-
-    def __init__(self) -> None:
-        self._last = Step()
-        self._last_receivers: list[Sequence] = []
-
-    def next_step(self, running: list[Sequence], manager: BlockManager) -> Step | None:
-        """Plans the next token of each sequence, if the step before only decoded, and decoded these sequences.
-
-        None, and no change, if that is not so, or if there is no page for one of the tokens.
-        """
-        last = self._last
-        if not last.num_left or running != last.sequences:
-            return None
-        ends, step = [end + 1 for end in last.ends], Step()
-        try:
-            step.copies = manager.reserve_batch(last.ids, ends)
-        except OutOfBlocks:
-            return None
-        step.go_on(last, ends)
-        return step
-
-    def remember(self, step: Step) -> None:
-        """Keeps the planned step, and what it has in common with the one before."""
-        last, only_decodes = self._last, step.only_decodes
-        step.is_same_batch = only_decodes and step.sequences == self._last_receivers
-        if step.is_same_batch and last.num_left:
-            last.goes_on, step.end_ids, step.num_left = last.end_ids is not None, last.end_ids, last.num_left - 1
-        elif only_decodes:
-            # A token alone tells neither that a stop string is complete nor that a mask or another edit has failed.
-            if all(seq.detokenizer is None and not seq.params.has_edits for seq in step.sequences):
-                step.end_ids = frozenset([-1]).union(*(seq.end_ids for seq in step.sequences))
-            step.num_left = min(seq.max_num_tokens - seq.num_tokens for seq in step.sequences)
-        self._last, self._last_receivers = step, step.receivers
-
-    @staticmethod
-    def append_tokens(step: Step, tokens: list[int], manager: BlockManager) -> bool:
-        """Appends the tokens, one for each sequence of the step, unless one may end a sequence. Whether it did."""
-        if not step.goes_on or step.end_ids is None or not step.end_ids.isdisjoint(tokens):
-            return False
-        for seq, token in zip(step.sequences, tokens, strict=True):
-            seq.new_tokens.append(token)
-        manager.append_batch(step.ids, tokens)
-        return True

@@ -20,10 +20,10 @@ from pagedkv.engine.cache import pool
 from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import graphs, model_runner, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.engine.sampling import options, sampler
+from pagedkv.engine.sampling import logit_edits, sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
-from pagedkv.engine.scheduling.step import Step, StepInputs
-from pagedkv.models.spec import KVLayer
+from pagedkv.engine.scheduling.step import Step
+from pagedkv.models.spec import Batch, KVLayer
 
 NOBODY = -5  # the stamp of a slot that is taken and not written yet
 OTHER = 0x5A5A5A  # what a value's stamp differs by from its key's
@@ -172,7 +172,7 @@ class LateRunner(ModelRunner):
     def move_pages(self, step: Step) -> None:
         KVCaches.move(self.caches, step)
 
-    def fill(self, step: Step) -> StepInputs:
+    def fill(self, step: Step) -> Batch:
         manager, size = self.manager, self.manager.block_size
         rows = [
             Row(id, self.stories[id], start, end)
@@ -260,7 +260,7 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    for module in (model_runner, graphs, pool, sampler, options, step_memory):
+    for module in (model_runner, graphs, pool, sampler, logit_edits, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
     monkeypatch.setattr(graphs, "Graph", FakeGraph)
     monkeypatch.setattr(step_memory, "Tensor", FakeTensor)

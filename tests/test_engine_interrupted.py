@@ -15,7 +15,6 @@ from tiny_engine import GREEDY, engine, folder, generate, settle  # noqa: F401
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
-from pagedkv.engine.sampling import options as sampling_options
 from pagedkv.engine.sampling import sampler
 from pagedkv.engine.scheduling import queues
 from pagedkv.engine.scheduling.queues import WaitingQueue
@@ -160,25 +159,23 @@ def test_an_interrupt_as_a_priority_comes(monkeypatch):
 # --- too little memory
 
 
-@pytest.mark.parametrize(
-    ("module", "number", "options"), [(sampling_options, 2, {"frequency_penalty": 0.5}), (sampler, 2, {"logprobs": 2})]
-)
+@pytest.mark.parametrize("options", [{"frequency_penalty": 0.5}, {"logprobs": 2}], ids=str)
 @pytest.mark.parametrize("later", [0, 1])
-def test_memory_for_an_option_that_came_late(folder, monkeypatch, module, number, options, later):  # noqa: F811
+def test_memory_for_an_option_that_came_late(folder, monkeypatch, options, later):  # noqa: F811
     """What the first such request allocates may fail, at any piece; the next one has it all."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
     with engine(folder, ("cpu", 0)) as llm:
         expected = generate(llm, [[1, 2]], params)[0]
 
     class Ops:
-        empty = staticmethod(raising(module.ops.empty, number + later, MemoryError("once")))
+        empty = staticmethod(raising(sampler.ops.empty, 2 + later, MemoryError("once")))
 
         def __getattr__(self, name):
             return getattr(real, name)
 
-    real = module.ops
+    real = sampler.ops
     with engine(folder, ("cpu", 0)) as llm:
-        monkeypatch.setattr(module, "ops", Ops())
+        monkeypatch.setattr(sampler, "ops", Ops())
         generate(llm, [[1, 2]], params)
         monkeypatch.undo()
         output = generate(llm, [[1, 2]], params)[0]

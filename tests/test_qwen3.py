@@ -48,14 +48,14 @@ def record_logits(llm: LLM) -> dict[int, list[tuple[int, np.ndarray]]]:
         return fill(step)
 
     def recording_compute(inputs):
-        ops.take_sampled(inputs.batch.token_ids, runner.sampler.sampled)
-        hidden = runner.forward(inputs.batch)
+        ops.take_sampled(inputs.token_ids, runner.sampler.sampled)
+        hidden = runner.forward(inputs)
         out = pagedkv.empty((len(hidden), runner.spec.vocab_size), device=hidden.device)
         logits = pagedkv.asarray(runner.model.logits(hidden, out=out), device="cpu").numpy()
         if inputs.last_tokens is not None:  # the last layer of these alone
             last = pagedkv.asarray(inputs.last_tokens, device="cpu").numpy()
             expected = pagedkv.asarray(hidden, "float32", "cpu").numpy()[last]
-            few = pagedkv.asarray(runner.forward(inputs.batch, inputs.last_tokens), "float32", "cpu").numpy()
+            few = pagedkv.asarray(runner.forward(inputs, inputs.last_tokens), "float32", "cpu").numpy()
             assert few.shape == expected.shape
             if few.size:
                 assert_close(few, expected, 1e-4 if hidden.dtype == "float32" else 5e-2)

@@ -58,11 +58,12 @@ class Spec(ABC):
         return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """What the layers must know of a step: int32 arrays on the model's device (see BlockManager.prepare)."""
+    """What a model must know of a step: int32 arrays on its device (see BlockManager.prepare). They lie side by side in
+    one piece of memory, which the next step overwrites."""
 
-    token_ids: Any  # [num_tokens]
+    token_ids: Any  # [num_tokens]; before forward(): -1 - r is the token in row r of the step before
     positions: Any  # [num_tokens]
     slot_mapping: Any  # [num_tokens], -1: the token's KV is in the cache already
     block_tables: Any  # [num_seqs, max_blocks]
@@ -70,6 +71,12 @@ class Batch:
     cu_seqlens_q: Any  # [num_seqs + 1]; None: max_seqlen_q tokens each
     max_seqlen_q: int
     plans: dict[tuple[int, int], Tensor]  # see Model.allocate_plans
+    last_tokens: Any  # [num_rows]: the tokens after which one is sampled; None: all
+    temperatures: Any  # float32 [num_rows]
+    seeds: Any  # int64 [num_rows]
+    next_positions: Any  # [num_rows], of the tokens to be sampled
+    num_bytes: int  # of the arrays
+    needs_logits: bool = False  # whether logits are written before anything is sampled
 
 
 class Model(Protocol):

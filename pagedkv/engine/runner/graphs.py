@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pagedkv import Graph, ops
-
-from ..scheduling.step import StepInputs
+from pagedkv.models.spec import Batch
 
 GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
@@ -29,12 +28,12 @@ class DecodeGraphs:
         """The graph of this batch size, if it was captured."""
         return self._graphs.get((num_rows, needs_logits))
 
-    def capture(self, inputs: StepInputs, compute: Callable[[StepInputs], None]) -> None:
+    def capture(self, batch: Batch, compute: Callable[[Batch], None]) -> None:
         """Captures a step that only decodes and has run before. Nothing is computed."""
         graph = Graph()
         with graph.capture(self._stream):
-            compute(inputs)
-        self._graphs[len(inputs.batch.token_ids), inputs.needs_logits] = graph
+            compute(batch)
+        self._graphs[len(batch.token_ids), batch.needs_logits] = graph
 
 
 def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:

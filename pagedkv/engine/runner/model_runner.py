@@ -27,7 +27,7 @@ from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches
 from ..sampling.sampler import PromptOutputs, Sampler
-from ..scheduling.step import Step, StepInputs
+from ..scheduling.step import Step
 from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
 from .step_memory import StepMemory
 
@@ -83,9 +83,9 @@ class ModelRunner:
         logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
         self.caches.allocate_one()
         with self.stream:
-            inputs = self.memory.idle_decodes(self.batch_sizes[-1])
+            batch = self.memory.idle_decodes(self.batch_sizes[-1])
             for needs_logits in (False, True):
-                self.run(replace(inputs, needs_logits=needs_logits))
+                self.run(replace(batch, needs_logits=needs_logits))
             self.run(self.memory.idle_prompt())
         ops.synchronize(self.device)
         self.caches.layers = []
@@ -108,9 +108,9 @@ class ModelRunner:
         start = time.perf_counter()
         with self.stream, progress_bar(len(self.batch_sizes), "CUDA graphs", "graph") as bar:
             for num_seqs in self.batch_sizes:
-                inputs = self.memory.idle_decodes(num_seqs)
-                self.run(inputs)  # so that an operation's first use, which may choose and allocate, is not captured
-                self.graphs.capture(inputs, self._compute)
+                batch = self.memory.idle_decodes(num_seqs)
+                self.run(batch)  # so that an operation's first use, which may choose and allocate, is not captured
+                self.graphs.capture(batch, self._compute)
                 if bar is not None:
                     bar.update()
         ops.reload_context(self.device)  # a launch is faster then than after all this
@@ -128,55 +128,55 @@ class ModelRunner:
         with self.stream:
             try:
                 self.caches.move(step)
-                inputs = self.fill(step)
+                batch = self.fill(step)
                 if self.graphs is not None and step.only_decodes:
-                    graph = self.graphs.find(len(inputs.batch.token_ids), needs_logits=inputs.needs_logits)
+                    graph = self.graphs.find(len(batch.token_ids), needs_logits=batch.needs_logits)
                 if graph is not None:
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
-                    step.prompt_outputs = self._compute_prompts(inputs, step)
+                    step.prompt_outputs = self._compute_prompts(batch, step)
                 else:
-                    self._compute(inputs)
-                if inputs.needs_logits:
+                    self._compute(batch)
+                if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
-                    self.sampler.sample(inputs)
+                    self.sampler.sample(batch)
                 step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), turn)
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
             if self.graphs is not None and step.only_decodes and graph is None:
-                self.graphs.capture(inputs, self._compute)  # for the next one; the GPU has this one to compute
+                self.graphs.capture(batch, self._compute)  # for the next one; the GPU has this one to compute
         step.event = event
 
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
         self.sampler.forget()
 
-    def fill(self, step: Step) -> StepInputs:
+    def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
         return self.memory.fill(step, arrays, self._turn, needs_logits=self.sampler.needs_logits)
 
-    def run(self, inputs: StepInputs) -> None:
+    def run(self, batch: Batch) -> None:
         """Computes the step up to its tokens."""
-        self._compute(inputs)
-        if inputs.needs_logits:
-            self.sampler.sample(inputs)
+        self._compute(batch)
+        if batch.needs_logits:
+            self.sampler.sample(batch)
 
-    def _compute(self, inputs: StepInputs) -> None:
+    def _compute(self, batch: Batch) -> None:
         """Computes the step: up to the logits where it needs them, otherwise up to its tokens."""
-        ops.take_sampled(inputs.batch.token_ids, self.sampler.sampled)
-        self.sampler.compute(self.forward(inputs.batch, inputs.last_tokens), inputs)
+        ops.take_sampled(batch.token_ids, self.sampler.sampled)
+        self.sampler.compute(self.forward(batch, batch.last_tokens), batch)
 
-    def _compute_prompts(self, inputs: StepInputs, step: Step) -> PromptOutputs:
+    def _compute_prompts(self, batch: Batch, step: Step) -> PromptOutputs:
         """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
-        ops.take_sampled(inputs.batch.token_ids, self.sampler.sampled)
-        hidden = self.forward(inputs.batch)
+        ops.take_sampled(batch.token_ids, self.sampler.sampled)
+        hidden = self.forward(batch)
         outputs = PromptOutputs(step, hidden, self.model, self.sampler.logits)
-        assert inputs.last_tokens is not None, "a step with prompts"
-        self.sampler.compute(ops.gather_rows(hidden, inputs.last_tokens), inputs)
+        assert batch.last_tokens is not None, "a step with prompts"
+        self.sampler.compute(ops.gather_rows(hidden, batch.last_tokens), batch)
         return outputs
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:

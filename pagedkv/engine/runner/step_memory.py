@@ -14,8 +14,9 @@ import numpy as np
 from pagedkv import Tensor, ops
 from pagedkv.models.spec import Batch
 
-from ..scheduling.step import Step, StepInputs
+from ..scheduling.step import Step
 
+ALIGN = 64  # bytes, to which each array of a step is aligned
 NO_TABLE = np.empty((0, 0), np.int32)
 
 
@@ -45,7 +46,8 @@ class StepMemory:
         if not self._is_gpu:
             self._host[1] = self._host[0]
         self._there = ops.empty(num_bytes, "uint8", device) if self._is_gpu else self._host[0]
-        self._decodes: dict[int, tuple[list[Arrays], Arrays]] = {}  # by batch size: the host's in turn, the device's
+        # By batch size: the host's arrays in turn, and the device's.
+        self._decodes: dict[int, tuple[list[Batch], Batch]] = {}
         self._temperatures, self._seeds = np.zeros(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
         if self._is_gpu:
             shape = max_num_seqs, -(-max_model_len // block_size)
@@ -53,7 +55,7 @@ class StepMemory:
             self._tables = ops.empty(shape, "int32", device)
             self._table_there = NO_TABLE
 
-    def fill(self, step: Step, arrays: Any, turn: int, *, needs_logits: bool) -> StepInputs:
+    def fill(self, step: Step, arrays: Any, turn: int, *, needs_logits: bool) -> Batch:
         """Fills the step's arrays and starts their copy. `arrays` are what BlockManager.prepare() returns for it."""
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
         if step.only_decodes:
@@ -63,8 +65,8 @@ class StepMemory:
             pad(host, num_seqs)
         else:
             size, num_tokens = num_seqs, len(arrays.positions)
-            host = Arrays(self._host[turn].numpy(), num_tokens, num_seqs, num_rows)
-            there = Arrays(self._there, num_tokens, num_seqs, num_rows)
+            host = self._arrays(self._host[turn].numpy(), num_tokens, num_seqs, num_rows)
+            there = self._arrays(self._there, num_tokens, num_seqs, num_rows)
             host.cu_seqlens_q[:] = arrays.cu_seqlens_q
             host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
             host.next_positions[:] = arrays.context_lens[step.sampled]
@@ -81,10 +83,11 @@ class StepMemory:
         tables = self._upload_tables(arrays.block_tables, size)
         if not step.only_decodes:  # attention chooses its kernel by what the tables have room for
             tables = tables[:, : arrays.block_tables.shape[1]]
-        return there.inputs(tables, arrays.max_seqlen_q, self._plans, needs_logits=needs_logits)
+        there.block_tables, there.max_seqlen_q, there.needs_logits = tables, arrays.max_seqlen_q, needs_logits
+        return there
 
     @staticmethod
-    def _write_tokens(step: Step, host: Arrays) -> None:
+    def _write_tokens(step: Step, host: Batch) -> None:
         end = step.num_decodes
         np.subtract(-1, step.sources, out=host.token_ids[:end])
         if step.known:
@@ -94,33 +97,61 @@ class StepMemory:
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
             end += length
 
-    def idle_decodes(self, num_seqs: int) -> StepInputs:
+    def idle_decodes(self, num_seqs: int) -> Batch:
         """On a GPU: a step of padding only."""
         hosts, there = self._decode_arrays(num_seqs)
         ops.synchronize(self._device)  # the host's arrays may still be read
         pad(hosts[0], 0)
         self._upload(hosts[0], 0)
-        return there.inputs(self._tables[:num_seqs], 1, self._plans)
+        there.block_tables = self._tables[:num_seqs]
+        return there
 
-    def idle_prompt(self) -> StepInputs:
+    def idle_prompt(self) -> Batch:
         """On a GPU: a step of one prompt with max_num_batched_tokens tokens, whose KV is not stored."""
         num_tokens = self._max_num_batched_tokens
         ops.synchronize(self._device)
-        host = Arrays(self._host[0].numpy(), num_tokens, 1, 1)
+        host, there = (self._arrays(memory, num_tokens, 1, 1) for memory in (self._host[0].numpy(), self._there))
         host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
         host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0
         host.temperatures[:], host.seeds[:] = 0, 0
         self._upload(host, 0)
-        return Arrays(self._there, num_tokens, 1, 1).inputs(self._tables[:1], num_tokens, self._plans)
+        there.block_tables, there.max_seqlen_q = self._tables[:1], num_tokens
+        return there
 
-    def _decode_arrays(self, size: int) -> tuple[list[Arrays], Arrays]:
+    def _decode_arrays(self, size: int) -> tuple[list[Batch], Batch]:
         if size not in self._decodes:
-            sizes = (None, size, size)
-            hosts = [Arrays(memory.numpy(), *sizes) for memory in self._host]
-            self._decodes[size] = hosts, Arrays(self._there, *sizes)
+            hosts = [self._arrays(memory.numpy(), None, size, size) for memory in self._host]
+            self._decodes[size] = hosts, self._arrays(self._there, None, size, size)
         return self._decodes[size]
 
-    def _upload(self, host: Arrays, turn: int) -> None:
+    def _arrays(
+        self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int
+    ) -> Batch:
+        """Parts of the memory, which begins with them: one copy of it brings all to the device. num_tokens None: a step
+        that only decodes, one token per sequence, needs fewer arrays."""
+        end, is_decode = 0, num_tokens is None
+        num_tokens = num_seqs if num_tokens is None else num_tokens
+
+        def array(count: int, dtype: str = "int32") -> Any:
+            nonlocal end
+            start = -(-end // ALIGN) * ALIGN
+            end = start + count * (8 if dtype == "int64" else 4)
+            part = memory[start:end]
+            return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
+
+        seeds, temperatures = array(num_rows, "int64"), array(num_rows, "float32")
+        token_ids, positions, slot_mapping = (array(num_tokens) for _ in range(3))
+        context_lens = array(num_seqs)
+        # Of a decode the position of the next token is the length of the context.
+        cu_seqlens_q, last_tokens, next_positions = (
+            (None, None, context_lens) if is_decode else (array(num_seqs + 1), array(num_rows), array(num_rows))
+        )
+        return Batch(
+            token_ids, positions, slot_mapping, NO_TABLE, context_lens, cu_seqlens_q, 1, self._plans, last_tokens,
+            temperatures, seeds, next_positions, end,
+        )  # fmt: skip
+
+    def _upload(self, host: Batch, turn: int) -> None:
         if self._is_gpu:
             self._there[: host.num_bytes].copy_(self._host[turn][: host.num_bytes])
 
@@ -140,49 +171,8 @@ class StepMemory:
         return self._tables[:num_rows]
 
 
-def pad(arrays: Arrays, num_seqs: int) -> None:
+def pad(arrays: Batch, num_seqs: int) -> None:
     """Makes the decodes from num_seqs on padding: no keys, and nothing to write."""
     for array in (arrays.token_ids, arrays.positions, arrays.context_lens, arrays.temperatures, arrays.seeds):
         array[num_seqs:] = 0
     arrays.slot_mapping[num_seqs:] = -1
-
-
-ALIGN = 64  # bytes, to which each array of a step is aligned
-
-
-class Arrays:
-    """The arrays of a step side by side in one piece of bytes, so that one copy brings all of them to the device.
-
-    num_tokens None: a step that only decodes, one token per sequence, which needs fewer arrays.
-    """
-
-    def __init__(self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int) -> None:
-        self._memory, self.num_bytes = memory, 0
-        is_decode = num_tokens is None
-        num_tokens = num_seqs if num_tokens is None else num_tokens
-        self.seeds = self._array(num_rows, "int64")
-        self.temperatures = self._array(num_rows, "float32")
-        self.token_ids = self._array(num_tokens, "int32")
-        self.positions = self._array(num_tokens, "int32")
-        self.slot_mapping = self._array(num_tokens, "int32")
-        self.context_lens = self._array(num_seqs, "int32")
-        self.cu_seqlens_q: Any = None if is_decode else self._array(num_seqs + 1, "int32")
-        self.last_tokens: Any = None if is_decode else self._array(num_rows, "int32")
-        # The position of the next token is the length of the context.
-        self.next_positions = self.context_lens if is_decode else self._array(num_rows, "int32")
-
-    def _array(self, count: int, dtype: str) -> Any:
-        start = -(-self.num_bytes // ALIGN) * ALIGN
-        self.num_bytes = start + count * (8 if dtype == "int64" else 4)
-        part = self._memory[start : self.num_bytes]
-        return part.view(-1, dtype) if isinstance(part, Tensor) else part.view(dtype)
-
-    def inputs(
-        self, block_tables: Any, max_seqlen_q: int, plans: dict[tuple[int, int], Tensor], *, needs_logits: bool = False
-    ) -> StepInputs:
-        batch = Batch(
-            self.token_ids, self.positions, self.slot_mapping, block_tables, self.context_lens, self.cu_seqlens_q,
-            max_seqlen_q, plans,
-        )  # fmt: skip
-        numbers = self.temperatures, self.seeds, self.next_positions
-        return StepInputs(batch, self.last_tokens, *numbers, needs_logits)

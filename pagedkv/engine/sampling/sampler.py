@@ -1,40 +1,59 @@
 """From hidden states to tokens: logits, their edits, the sampling, and the log probabilities.
 
 Where no row asks for more than a temperature and a seed, the head and the sampler are one operation, which need not
-write logits. Otherwise the logits are written, and what the rows ask for follows (see SamplingOptions and LogitEdits).
-The host must know the tokens that masks depend on: wait_for_tokens() waits for those of the step before, while the
-device computes the logits of this one.
+write logits. Otherwise the logits are written, and what the rows ask for follows. The host must know the tokens that
+masks depend on: wait_for_tokens() waits for those of the step before, while the device computes the logits of this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from pagedkv import Tensor, ops
-from pagedkv.models.spec import Model
+from pagedkv.models.spec import Batch, Model
 
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.sequence import Sequence
-from ..scheduling.step import Step, StepInputs
-from .options import LogitEdits, SamplingOptions
+from ..scheduling.step import Step
+from .logit_edits import LogitEdits
 
 Best = tuple[np.ndarray, np.ndarray]  # ids and log probabilities, [num_rows, 1 + n]
+FILTERS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # arguments of ops.sample: names in SamplingParams
+PENALTIES = {
+    "repetition_penalties": "repetition_penalty",
+    "presence_penalties": "presence_penalty",
+    "frequency_penalties": "frequency_penalty",
+}
+NUM_ARRAYS = len(FILTERS) + len(PENALTIES) + 1
 
 
 class Sampler:
-    """Samples the rows of one step at a time."""
+    """Samples the rows of one step at a time. What they ask for is uploaded when the batch changes.
+
+    The counts of tokens, which penalties need, stay on the device. A sequence has a row of counts from the first step
+    that samples it: the row is made from the tokens that the host knows then, and sample() adds each new token, even if
+    the host learns it a step late. A sequence that leaves the batch loses its row; a preempted one comes back when the
+    host knows all of its tokens.
+    """
 
     def __init__(self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
         self._model, self._device, self._max_num_seqs = model, device, max_num_seqs
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self.logits = ops.empty((max_num_seqs, vocab_size), "float32", device)
         self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
         # Copies for the host, used in turn. The arrays are made now, because numpy() waits for what writes the memory.
         self._known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
         self._known_arrays = [memory.numpy() for memory in self._known]
-        self._options = SamplingOptions(max_num_seqs, max_model_len, vocab_size, device)
-        self._edits = LogitEdits(max_num_seqs, vocab_size, device)
+        self._num_rows: int | None = None  # the rows after them are padding; None: before the first step
+        self._options: dict[str, Any] = {}  # of ops.sample: one number per row, except for counts
+        self._option_arrays = ops.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
+        self._counts: Tensor | None = None  # made for the first request with penalties, because it is large
+        self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
+        self._edits: LogitEdits | None = None
+        self._num_logprobs: int | None = None  # the most that a row asks for
         self._unedited: Tensor | None = None  # logits, where some are edited and their log probabilities asked for
         self._logits_as_they_are = self.logits
         self._best: list[list[Tensor]] = []  # ids and log probabilities: on the device, then two for the host, in turn
@@ -43,58 +62,102 @@ class Sampler:
     def _host_memory(self, count: int, dtype: str) -> Tensor:
         return ops.empty(count, dtype, pinned=self._device != "cpu")
 
+    # --- what the rows ask for
+
     def set_rows(self, sequences: list[Sequence]) -> None:
         """The batch is another one: these sequences are sampled, in this order."""
-        self._options.set_rows(sequences)
-        self._edits.set_rows(sequences)
+        params = [seq.params for seq in sequences]
+        self._num_rows = len(params)
+        asked = [seq.num_logprobs for seq in sequences if seq.num_logprobs is not None]
+        self._num_logprobs = min(max(asked), self._vocab_size) if asked else None
+        has_edits = any(one.has_edits for one in params)
+        self._edits = LogitEdits(sequences, self._vocab_size, self._device) if has_edits else None
+        penalised = [seq for seq in sequences if seq.params.has_penalties]
+        self._assign_slots(penalised)
+        self._options = {}
+        if not penalised and not any(one.has_filters for one in params):
+            return
+        arrays = {
+            key: np.array([getattr(one, name) for one in params], np.int32 if name == "top_k" else np.float32)
+            for key, name in (FILTERS | PENALTIES if penalised else FILTERS).items()
+        }
+        if penalised:
+            arrays["slots"] = np.array([self._slots.get(seq.id, -1) for seq in sequences], np.int32)
+            self._options["counts"] = self._counts
+        # One copy, from pageable memory, which may be freed after the call.
+        here = np.concatenate([array.view(np.int32) for array in arrays.values()])
+        there = self._option_arrays[: len(here)].copy_(here)
+        for i, (name, array) in enumerate(arrays.items()):
+            self._options[name] = there[i * len(params) : (i + 1) * len(params)].view(-1, str(array.dtype))
 
     def forget(self) -> None:
-        """Steps on their way are lost: no sequence continues from them."""
-        self._options.forget()
+        """Steps on their way are lost, with tokens that the counts on the device may include."""
+        self._slots = {}
+
+    def _assign_slots(self, sequences: list[Sequence]) -> None:
+        """Gives each of these sequences a row of the counts, and takes the rows of all others."""
+        self._slots = {seq.id: self._slots[seq.id] for seq in sequences if seq.id in self._slots}
+        free = set(range(self._max_num_seqs)).difference(self._slots.values())
+        for seq in sequences:
+            if seq.id not in self._slots:
+                self._slots[seq.id] = free.pop()
+                self._count(seq)
+
+    def _count(self, seq: Sequence) -> None:
+        if self._counts is None:
+            self._token_ids = ops.empty(self._max_model_len, "int32", self._device)
+            self._counts = ops.empty(self.logits.shape, "int32", self._device)  # last: there may be no memory
+        tokens = np.asarray(seq.tokens)
+        ids = self._token_ids[: len(tokens)].copy_(tokens)
+        end = seq.num_prompt_tokens
+        ops.count_tokens(ids[:end], ids[end:], self._counts[self._slots[seq.id]])
 
     @property
     def needs_logits(self) -> bool:
         """Whether sampling needs logits in memory. The CPU always does: there a row that fails must not stop others."""
-        return self._options.need_logits or self._edits.are_there or self._device == "cpu"
+        asks = self._options or self._edits is not None or self._num_logprobs is not None
+        return bool(asks) or self._device == "cpu"
 
-    def compute(self, hidden: Tensor, inputs: StepInputs) -> None:
+    # --- a step
+
+    def compute(self, hidden: Tensor, batch: Batch) -> None:
         """Computes the logits where the step needs them, otherwise its tokens."""
-        num_rows = len(inputs.temperatures)
+        num_rows = len(batch.temperatures)
         if not num_rows:
             return
         logits = self.logits[:num_rows]
-        if inputs.needs_logits:
+        if batch.needs_logits:
             self._model.logits(hidden, out=logits)
         else:
-            numbers = inputs.temperatures, inputs.seeds, inputs.positions
+            numbers = batch.temperatures, batch.seeds, batch.next_positions
             self._model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
 
     def edit(self, wait_for_tokens: Callable[[], None]) -> None:
         """Edits the logits as the rows ask. Log probabilities are those of the logits before the edits."""
-        num_rows = self._options.num_rows
+        num_rows = self._num_rows
         self._logits_as_they_are = self.logits
-        if not num_rows or not self._edits.are_there:
+        if not num_rows or self._edits is None:
             return
         if self._edits.need_tokens:
             wait_for_tokens()
-        if self._options.num_logprobs is not None:
+        if self._num_logprobs is not None:
             if self._unedited is None:
                 self._unedited = ops.empty(self.logits.shape, "float32", self._device)
             self._logits_as_they_are = self._unedited
             self._unedited[:num_rows].copy_(self.logits[:num_rows])
         self._edits.apply(self.logits[:num_rows])
 
-    def sample(self, inputs: StepInputs) -> None:
+    def sample(self, batch: Batch) -> None:
         """Samples `logits` into `sampled`. A row that fails (NaN, nothing finite) gets -1 and does not stop others."""
 
         def sample(start: int, end: int) -> None:
-            given = self.logits, inputs.temperatures, inputs.seeds, inputs.positions
+            given = self.logits, batch.temperatures, batch.seeds, batch.next_positions
             options = {
-                name: value if name == "counts" else value[start:end] for name, value in self._options.arguments.items()
+                name: value if name == "counts" else value[start:end] for name, value in self._options.items()
             }
             ops.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
 
-        num_rows = len(inputs.temperatures) if self._options.num_rows is None else self._options.num_rows
+        num_rows = len(batch.temperatures) if self._num_rows is None else self._num_rows
         try:
             sample(0, num_rows)
         except ValueError:  # only the CPU raises, for the first row that fails: find all of them
@@ -113,7 +176,7 @@ class Sampler:
 
     def _send_best(self, num_rows: int, turn: int) -> Best | None:
         """Log probabilities of the unedited logits; None where no row asks for them."""
-        if self._options.num_logprobs is None or not num_rows:
+        if self._num_logprobs is None or not num_rows:
             return None
         if not self._best:
             size = self._max_num_seqs * (1 + MAX_LOGPROBS)
@@ -121,12 +184,12 @@ class Sampler:
             of_host = [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
             self._best_arrays = [[memory.numpy() for memory in pair] for pair in of_host]
             self._best = [of_device, *of_host]  # last: there may be no memory
-        shape = num_rows, 1 + self._options.num_logprobs
+        shape = num_rows, 1 + self._num_logprobs
         there, here = (
             [flat[: shape[0] * shape[1]].view(shape) for flat in pair] for pair in (self._best[0], self._best[1 + turn])
         )
         logits, sampled = self._logits_as_they_are[:num_rows], self.sampled[:num_rows]
-        ops.token_logprobs(logits, sampled, self._options.num_logprobs, out_ids=there[0], out=there[1])
+        ops.token_logprobs(logits, sampled, self._num_logprobs, out_ids=there[0], out=there[1])
         for to, of in zip(here, there, strict=True):
             to.copy_(of)
         ids, logprobs = (array[: shape[0] * shape[1]].reshape(shape) for array in self._best_arrays[turn])

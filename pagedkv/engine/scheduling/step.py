@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv import BlockManager, Event, OutOfBlocks, Tensor
-from pagedkv.models.spec import Batch
+from pagedkv import BlockManager, Event, OutOfBlocks
 
 from .sequence import Sequence
 
@@ -156,15 +155,3 @@ class Step:
                 end = 1 + seq.num_logprobs
                 seq.logprobs.append(dict(zip(row_ids[:end], row[:end], strict=True)))
                 seq.cumulative_logprob += row[0]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The arrays of a step on the device. The next step overwrites them."""
-
-    batch: Batch  # token ids may be negative: -1 - r is the token in row r of the step before
-    last_tokens: Tensor | None  # [num_rows] tokens after which one is sampled; None: all
-    temperatures: Tensor  # [num_rows] float32
-    seeds: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] of the tokens to be sampled
-    needs_logits: bool  # whether logits are written before anything is sampled

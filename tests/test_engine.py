@@ -10,6 +10,7 @@ from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
 from tiny_engine import GREEDY, cpu_llm, engine, folder, generate, llm, place  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
+from pagedkv.engine.scheduling.step import Step
 
 # --- stopping
 
@@ -124,28 +125,22 @@ def test_any_batch_size(folder, place, max_num_seqs):  # noqa: F811
         assert [generate(llm, [p], GREEDY)[0].token_ids for p in prompts[:5]] == tokens[:5]
 
 
-def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm):  # noqa: F811
+def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm, monkeypatch):  # noqa: F811
     """Two steps are on their way at most; one where the host is not behind."""
-    runner, calls = cpu_llm._runner, []
-    launch = runner.launch
+    runner, calls, steps = cpu_llm._runner, [], []
+    launch, tokens = runner.launch, Step.tokens
 
-    class Recorded:
-        def __init__(self, number, launched):
-            self.number, self.launched = number, launched
+    def recorded_launch(step, wait_for_tokens):
+        calls.append(("launch", len(steps)))
+        steps.append(step)
+        launch(step, wait_for_tokens)
 
-        def tokens(self):
-            calls.append(("tokens", self.number))
-            return self.launched.tokens()
+    def recorded_tokens(step):
+        calls.append(("tokens", next(i for i, each in enumerate(steps) if each is step)))
+        return tokens(step)
 
-        def report(self, step):
-            self.launched.report(step)
-
-    def recorded(step, wait_for_tokens):
-        number = sum(name == "launch" for name, _ in calls)
-        calls.append(("launch", number))
-        return Recorded(number, launch(step, wait_for_tokens))
-
-    runner.launch = recorded
+    runner.launch = recorded_launch
+    monkeypatch.setattr(Step, "tokens", recorded_tokens)
     generate(cpu_llm, ["abc", "xyz"], GREEDY)
     behind = runner.num_behind
     expected = [("launch", 0)] * behind

@@ -53,7 +53,7 @@ def test_a_token_id_out_of_range_fails_alone(llm, bad, position):
     ids[position] = bad
     with pytest.raises(ValueError, match="ids"):
         _pack_ids(ids, 7)
-    llm._client.spec = replace(llm.config, vocab_size=7)
+    llm.config = replace(llm.config, vocab_size=7)
     good, failed = generate(llm, [[1, 2], ids], GREEDY)
     assert good.error is None and failed.finish_reason == "error" and failed.prompt_token_ids == ids
     assert str(failed.error) == f"token id {bad} is not in 0..6"

@@ -115,10 +115,10 @@ def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kin
     def answer(llm) -> tuple:
         """What all outputs say together."""
         box, tokens, text, logprobs = Box(), [], "", []
-        reply = llm._client.prepare("abc", params, box, output_kind=kind)
-        llm._client.submit([reply])
+        request = llm._prepare("abc", params, box, output_kind=kind)
+        llm._core.submit([request])
         while True:
-            output = reply.output(box.get(timeout=20))
+            output = request.output(box.get(timeout=20))
             if kind is RequestOutputKind.DELTA:
                 tokens, text, logprobs = tokens + output.token_ids, text + output.text, logprobs + output.logprobs
             else:

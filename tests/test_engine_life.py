@@ -18,7 +18,7 @@ from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
-from pagedkv.engine.requests.request import Reply, Request
+from pagedkv.engine.requests.request import Request
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.text.detokenizer import Detokenizer
 from pagedkv.engine.text.tokenizer import Tokenizer
@@ -252,8 +252,8 @@ def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
     """In the engine's thread. The reader, in its own, makes texts and lists."""
     params, tokenizer = SamplingParams(max_tokens=5000, ignore_eos=True, output_kind=kind, logprobs=0), Tokenizer(folder)
     box, is_streamed = SimpleQueue(), kind is not RequestOutputKind.FINAL_ONLY
-    request = Request("a", params, box, is_streamed)
-    reply = Reply(request, "x", [3], kind, tokenizer, 0.0)
+    request = Request("a", params, box, kind, tokenizer, prompt="x", token_ids=[3])
+    assert request.is_streamed == is_streamed
     seq = Sequence(0, [3], params, 0, frozenset(), 0.0)
     seq.request, request.sequences = request, [seq]
     tokens, logprobs = seq.new_tokens, seq.logprobs = Watched(), Watched()
@@ -268,7 +268,7 @@ def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
     assert tokens.walks == logprobs.walks == 0
     if not is_streamed:
         return
-    outputs = [reply.output(box.get()) for _ in range(100)]
+    outputs = [request.output(box.get()) for _ in range(100)]
     text = tokenizer.decode(list(tokens))
     for number, output in enumerate(outputs):
         is_delta = kind is RequestOutputKind.DELTA

@@ -14,8 +14,7 @@ from inspect import signature
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from .client import EMBED
-from .engine import Engine
+from .engine import EMBED, Engine
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt, read_prompt
 from .requests.request import Update
@@ -132,23 +131,23 @@ class AsyncEngine:
     async def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """The outputs of a request. The options are those of EngineClient.prepare()."""
+        """The outputs of a request. The options are those of Engine._prepare()."""
         if self._is_closed:
             raise RuntimeError("this AsyncEngine is closed")
-        client, stream = self.engine._client, _Stream(self._waker())
-        prepare = partial(client.prepare, prompt, params, stream, **options)
+        core, stream = self.engine._core, _Stream(self._waker())
+        prepare = partial(self.engine._prepare, prompt, params, stream, **options)
         _, served = read_prompt("prompt", prompt)
         is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
-        reply = await asyncio.to_thread(prepare) if is_long else prepare()
-        client.submit([reply])
+        request = await asyncio.to_thread(prepare) if is_long else prepare()
+        core.submit([request])
         try:
             while True:
                 update = await stream.get()
-                yield reply.output(update)
+                yield request.output(update)
                 if update.is_last:
                     return
         finally:  # cancelled, too
-            client.cancel([reply])
+            core.abort([request])
 
     def _waker(self) -> _Waker:
         loop = asyncio.get_running_loop()

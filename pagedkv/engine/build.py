@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,14 +16,12 @@ from pagedkv.models import ITEM_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.families import load_model, read_spec
 from pagedkv.models.generation import read_generation
-from pagedkv.models.hub import model_folder
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 
 from .cache.pool import pages_of_memory, pages_on_cpu, pages_on_gpu
-from .client import EngineClient
 from .core import EngineCore
-from .options import KV_CACHE_DTYPES, EngineOptions, find_device
+from .options import EngineOptions
 from .runner.model_runner import ModelRunner
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
@@ -32,14 +30,26 @@ from .text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def build(model: str | os.PathLike[str], options: EngineOptions, owner: str) -> EngineClient:
-    """An engine for a model's folder, ready to serve. `owner` is what its messages call it."""
-    device, folder = find_device(options.device), model_folder(model, options.revision)
-    spec, tokenizer, default_params = read_spec(folder), Tokenizer(folder), read_default_params(folder)
+def read_model(folder: Path, tokenizer: Tokenizer) -> Spec:
+    """What the folder says of the model, with the tokenizer's end of a sequence among the model's."""
+    spec = read_spec(folder)
     ends = spec.eos_token_ids | tokenizer.eos_token_ids()
-    spec = replace(spec, eos_token_ids=frozenset(i for i in ends if 0 <= i < spec.vocab_size))
-    dtype = spec.dtype if options.dtype == "auto" else options.dtype
-    kv_cache_dtype = KV_CACHE_DTYPES[options.kv_cache_dtype] or dtype
+    return replace(spec, eos_token_ids=frozenset(i for i in ends if 0 <= i < spec.vocab_size))
+
+
+def read_default_params(folder: Path) -> SamplingParams:
+    """The SamplingParams of requests that bring none: see read_generation()."""
+    try:
+        return SamplingParams(**read_generation(folder))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
+
+
+def build(
+    folder: Path, spec: Spec, options: EngineOptions, *, device: str, dtype: str, kv_cache_dtype: str, owner: str
+) -> tuple[EngineCore, dict[str, int], Callable[[], dict[str, str]]]:
+    """The core of an engine, ready to serve; of a GPU, bytes by use; and what a saved cache must agree with, for which
+    the first call reads all weights. `owner` is what messages call the engine."""
     max_model_len = model_len(options.max_model_len, spec)
     bytes_per_page = spec.page_bytes(kv_cache_dtype, options.block_size)
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
@@ -94,19 +104,7 @@ def build(model: str | os.PathLike[str], options: EngineOptions, owner: str) -> 
             "block_size": str(options.block_size),
         }
 
-    return EngineClient(
-        core=EngineCore(runner, scheduler, owner), spec=spec, tokenizer=tokenizer, folder=folder, device=device,
-        dtype=dtype, kv_cache_dtype=kv_cache_dtype, default_params=default_params, memory=memory.by_name,
-        seed=options.seed, identity=identity,
-    )  # fmt: skip
-
-
-def read_default_params(folder: Path) -> SamplingParams:
-    """The SamplingParams of requests that bring none: see read_generation()."""
-    try:
-        return SamplingParams(**read_generation(folder))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
+    return EngineCore(runner, scheduler, owner), memory.by_name, identity
 
 
 def _wanted_blocks(

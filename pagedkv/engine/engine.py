@@ -2,75 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import threading
+import random
 import time
+from collections.abc import Callable
+from functools import cached_property
 from html import escape
 from inspect import Parameter, Signature, signature
-from queue import SimpleQueue
-from typing import Any, Self, cast
+from typing import Any, Self
 
+from pagedkv import OutOfBlocks
 from pagedkv.checks import check_names
+from pagedkv.models.hub import model_folder
+from pagedkv.models.pooling import read_normalizes
 
-from .build import build
+from .build import build, read_default_params, read_model
 from .cache import snapshot
-from .cache.pool import num_blocks_of, resize_pool
-from .options import EngineOptions, describe
+from .cache.pool import KVCaches, num_blocks_of, resize_pool
+from .options import KV_CACHE_DTYPES, EngineOptions, describe, find_device
 from .outputs import EngineStats, RequestOutput
-from .requests.prompts import Prompt
-from .requests.request import Reply, Update
+from .requests.mailbox import Mailbox
+from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
+from .requests.request import Receiver, Request
 from .runner.model_runner import ModelRunner
-from .sampling_params import SamplingParams
+from .sampling_params import RequestOutputKind, SamplingParams
+from .scheduling.sequence import Call, Sequence, private_salt
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class Mailbox:
-    """Where updates of requests made by add_request() wait for step(). Any thread may add requests and receive."""
-
-    def __init__(self) -> None:
-        self._updates: SimpleQueue[Update] = SimpleQueue()
-        # By Request.key; single operations of a dict are atomic.
-        self._replies: dict[int, Reply] = {}
-        self._expected: dict[int, None] = {}  # a set: which have updates to come
-        self._lock = threading.Lock()  # of the one who waits
-
-    def expect(self, reply: Reply) -> None:
-        """Its updates come here, the last of them for sure."""
-        key = reply.request.key
-        self._replies[key], self._expected[key] = reply, None
-
-    def expect_no_more(self, key: int) -> None:
-        self._expected.pop(key, None)
-        self._replies.pop(key, None)
-
-    @property
-    def expects_anything(self) -> bool:
-        return bool(self._expected) or not self._updates.empty()
-
-    def put(self, update: Update) -> None:
-        self._updates.put(update)
-        if update.is_last:  # nobody waits for it, even if an interrupt ends the receive() that has it
-            self._expected.pop(update.key, None)
-
-    def receive(self) -> list[RequestOutput]:
-        """The outputs of all updates that are there, of which there is one at least unless nothing is expected. Who
-        comes second waits for the first, because it may take the last there is."""
-        with self._lock:
-            outputs: list[RequestOutput] = []
-            while not outputs and self.expects_anything:
-                self._receive(self._updates.get(), outputs)
-                while not self._updates.empty():
-                    self._receive(self._updates.get(), outputs)
-            return outputs
-
-    def _receive(self, update: Update, outputs: list[RequestOutput]) -> None:
-        reply = self._replies.get(update.key)
-        if update.is_last:  # put() may not have come to it yet, and nothing would follow
-            self.expect_no_more(update.key)
-        if reply is not None:  # else add_request() was interrupted: nobody knows of the request
-            outputs.append(cast(RequestOutput, reply.output(update)))
+# Of requests for a vector.
+EMBED = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class Engine:
@@ -94,12 +57,19 @@ class Engine:
         check_names(type(self).__name__, options, list(signature(EngineOptions).parameters))
         start = time.perf_counter()
         checked = EngineOptions(**options)
-        self._client = client = build(model, checked, type(self).__name__)
-        self._core, self._book, self.counters = client.core, client.core.book, client.core.counters
-        self.scheduler, self.manager = client.core.scheduler, client.core.scheduler.manager
-        self.folder, self.device, self.config, self.dtype = client.folder, client.device, client.spec, client.dtype
-        self.kv_cache_dtype, self.max_model_len = client.kv_cache_dtype, self.scheduler.max_model_len
-        self.tokenizer, self.default_params, self.memory = client.tokenizer, client.default_params, client.memory
+        self.device, self.folder = find_device(checked.device), model_folder(model, checked.revision)
+        self.tokenizer = Tokenizer(self.folder)
+        self.config, self.default_params = read_model(self.folder, self.tokenizer), read_default_params(self.folder)
+        self.dtype = self.config.dtype if checked.dtype == "auto" else checked.dtype
+        self.kv_cache_dtype = KV_CACHE_DTYPES[checked.kv_cache_dtype] or self.dtype
+        self._core, self.memory, self._identity = build(
+            self.folder, self.config, checked, device=self.device, dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype, owner=type(self).__name__,
+        )  # fmt: skip
+        self._book, self.counters, self.scheduler = self._core.book, self._core.counters, self._core.scheduler
+        self.manager, self.max_model_len = self.scheduler.manager, self.scheduler.max_model_len
+        self._random = random.Random(checked.seed)
+        self._sequence_ids = itertools.count()
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
@@ -131,21 +101,20 @@ class Engine:
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
         be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
         """
-        reply = self._client.prepare(
-            prompt, params, self._mailbox, priority=priority, salt=salt, request_id=request_id
-        )
-        self._mailbox.expect(reply)
+        request = self._prepare(prompt, params, self._mailbox, priority=priority, salt=salt, request_id=request_id)
+        self._mailbox.expect(request)
         try:
-            self._client.submit([reply])
+            self._core.submit([request])
         except BaseException:
-            self._mailbox.expect_no_more(reply.request.key)
+            self._mailbox.expect_no_more(request.key)
             raise
-        return reply.request.id
+        return request.id
 
     def abort(self, request_id: str) -> bool:
         """Ends the request between two steps; its output has finish_reason "abort" and the tokens so far. Its id is
         free at once. False where no request has this id: it may have ended by itself."""
-        return self._client.abort(request_id)
+        request = self._book.find(request_id)
+        return request is not None and self._core.abort([request])
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything to wait for, or to return. Requests of generate() and the like do not count."""
@@ -156,6 +125,68 @@ class Engine:
         new tokens or one at the end, as their output_kind says. Empty where no such request is left."""
         self._core.refuse_own_thread()
         return self._mailbox.receive()
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        receiver: Receiver,
+        call: Call | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        output_kind: RequestOutputKind | None = None,
+        request_id: str | None = None,
+        wants_embedding: bool = False,
+        name: str = "prompt",
+    ) -> Request:
+        """A request that is checked, encoded, and not queued yet: EngineCore.submit() does that.
+
+        receiver: gets its updates; call: the batch that it belongs to; name: what messages call the prompt.
+
+        A wrong type or option raises. A request that cannot be served gets its error when it is submitted.
+        """
+        start_time = time.perf_counter()
+        params = self.default_params if params is None else params
+        priority = check_request(params, request_id, priority, salt)
+        if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
+            salt = private_salt(salt)
+        text, served = read_prompt(name, prompt)
+        token_ids, error = encode(name, served, self.tokenizer, self.config.vocab_size)
+        request = Request(
+            self._book.free_id() if request_id is None else request_id, params, receiver,
+            output_kind or params.output_kind, self.tokenizer, prompt=text, token_ids=token_ids,
+            start_time=start_time, normalizes=self._normalizes if wants_embedding else None,
+        )  # fmt: skip
+        max_tokens = self.scheduler.max_tokens(len(token_ids), params.max_tokens)
+        for index in range(params.num_sequences):
+            seq = Sequence(
+                next(self._sequence_ids), [] if error else token_ids, params, self._seed_of(params, index),
+                self.config.eos_token_ids, start_time, max_tokens=max_tokens, call=call, priority=priority, salt=salt,
+            )  # fmt: skip
+            call = seq.call
+            seq.request, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
+            if index > 0:
+                seq.prompt_logprobs = None  # those of the first answer hold for all
+            request.sequences.append(seq)
+        if error is None:
+            try:
+                self.scheduler.check(request.sequences[0])
+                check_vocabulary(params, self.config.vocab_size)
+                request.prepare_text()
+            except (ValueError, OutOfBlocks) as problem:
+                request.sequences[0].error = problem
+        return request
+
+    def _seed_of(self, params: SamplingParams, index: int) -> int:
+        """The seed of an answer: the i-th answer to a request with a seed has that seed + i."""
+        drawn = self._random.getrandbits(63) if params.seed is None else params.seed + index
+        return (drawn + 2**63) % 2**64 - 2**63
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        """Whether a vector's length becomes 1; raises where the folder asks for another pooling than ours."""
+        return read_normalizes(self.folder)
 
     # --- the pool
 
@@ -173,7 +204,7 @@ class Engine:
             self._book.check_resize(wanted)
             resize_pool(self.manager, self._open_runner().caches, wanted)
 
-        self._client.call(resize)
+        self._core.call(resize)
         return wanted
 
     def save_cache(self, path: str | os.PathLike[str]) -> int:
@@ -184,15 +215,9 @@ class Engine:
         The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
-        self._client.health()
-        identity = self._client.identity()
-
-        def save() -> int:
-            runner = self._open_runner()
-            with runner.stream:
-                return snapshot.save(path, identity, self.manager, runner.caches)
-
-        return self._client.call(save)
+        self.health()
+        identity = self._identity()
+        return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
 
     def load_cache(self, path: str | os.PathLike[str]) -> int:
         """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
@@ -200,19 +225,23 @@ class Engine:
         ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
         either nothing has changed.
         """
-        self._client.health()
-        file = snapshot.open_saved(path, self._client.identity)
+        self.health()
+        file = snapshot.open_saved(path, self._identity)
+        return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
 
-        def load() -> int:
+    def _with_caches(self, action: Callable[[KVCaches], int]) -> int:
+        """Runs the action between two steps, on the stream of the steps."""
+
+        def run() -> int:
             runner = self._open_runner()
             with runner.stream:
-                return snapshot.load(file, self.manager, runner.caches)
+                return action(runner.caches)
 
-        return self._client.call(load)
+        return self._core.call(run)
 
     def _open_runner(self) -> ModelRunner:
         """The runner of an engine that is not closed."""
-        self._client.health()
+        self.health()
         assert self._runner is not None, "it is not closed"
         return self._runner
 
@@ -225,16 +254,19 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What runs and waits now, sums since the start, and percentiles of the last answers' times."""
-        return self._client.stats()
+        return self._book.stats(self.counters)
 
     def explain(self, request_id: str) -> str:
         """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
-        return self._client.explain(request_id)
+        request = self._book.find(request_id)
+        if request is None:
+            raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
+        return self._core.call(lambda: self._book.explain(request))
 
     def health(self) -> None:
         """Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
         engine's thread, which is its cause. An error of a request is no such error."""
-        self._client.health()
+        self._core.check_health()
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager
@@ -256,7 +288,7 @@ class Engine:
     def close(self) -> None:
         """Aborts unfinished requests and frees the memory of weights and KV cache. Closing twice is fine; later
         requests raise RuntimeError."""
-        self._client.close()
+        self._core.close()
 
     def __enter__(self) -> Self:
         return self

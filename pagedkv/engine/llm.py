@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
+from queue import SimpleQueue
 from typing import Any, Unpack
 
 from pagedkv.checks import check_names
 from pagedkv.progress import progress_bar
 
-from .client import FINAL_ONLY, IndexedOutputs
-from .engine import Engine
+from .engine import EMBED, Engine
 from .outputs import EmbeddingOutput, RequestOutput
 from .requests.prompts import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
+from .requests.request import Request, Update
 from .sampling_params import RequestOutputKind, SamplingParams
+from .scheduling.sequence import Call
 from .text.chat import ChatOptions, encode_chats
 
 logger = logging.getLogger(__name__)
+IndexedOutputs = Generator[tuple[int, Any], None, None]  # RequestOutputs or EmbeddingOutputs
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
@@ -50,7 +54,7 @@ class LLM(Engine):
         """
         all_prompts = list_of_prompts(prompts)
         params = params_of_each(sampling_params, self.default_params, len(all_prompts))
-        outputs = self._client.generate(all_prompts, params, output_kind=FINAL_ONLY, priority=priority, salt=salt)
+        outputs = self._generate(all_prompts, params, output_kind=FINAL_ONLY, priority=priority, salt=salt)
         return self._all(outputs, len(all_prompts), use_tqdm)
 
     def stream(
@@ -77,7 +81,7 @@ class LLM(Engine):
         params = self.default_params if params is None else params
         kind = RequestOutputKind.DELTA
         return self._stream(
-            self._client.generate([text], [params], name="prompt", output_kind=kind, priority=priority, salt=salt)
+            self._generate([text], [params], name="prompt", output_kind=kind, priority=priority, salt=salt)
         )
 
     @staticmethod
@@ -125,12 +129,43 @@ class LLM(Engine):
         (config_sentence_transformers.json) are not added.
         """
         all_prompts = list_of_prompts(prompts)
-        outputs = self._client.embed(all_prompts, priority=priority, salt=salt)
+        outputs = self._generate(
+            all_prompts, [EMBED] * len(all_prompts), wants_embedding=True, priority=priority, salt=salt)
         return self._all(outputs, len(all_prompts), use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """`default_params`, by vLLM's name."""
         return self.default_params
+
+    def _generate(
+        self, prompts: list[Prompt], params: list[SamplingParams], *, name: str = "prompts[{}]", **options: Any
+    ) -> IndexedOutputs:
+        """The outputs of a batch of requests, as they come, and which of the requests each is of.
+
+        A wrong argument raises at once. The requests are queued with the first next(), and what has not ended is
+        aborted when the iterator is closed. The options are those of Engine._prepare(), with `name` for each index.
+        """
+        mailbox: SimpleQueue[Update] = SimpleQueue()
+        call = Call()
+        requests = [
+            self._prepare(prompt, one, mailbox, call, name=name.format(i), **options)
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return self._outputs(requests, mailbox)
+
+    def _outputs(self, requests: list[Request], mailbox: SimpleQueue[Update]) -> IndexedOutputs:
+        by_key = {request.key: (i, request) for i, request in enumerate(requests)}
+        num_left = len(requests)
+        try:
+            self._core.submit(requests)
+            while num_left:
+                self._core.refuse_own_thread()
+                update = mailbox.get()
+                num_left -= update.is_last
+                index, request = by_key[update.key]
+                yield index, request.output(update)
+        finally:  # after an error or an interrupt no request keeps pages
+            self._core.abort(requests)
 
     @staticmethod
     def _all(outputs: IndexedOutputs, count: int, use_tqdm: bool) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -17,12 +18,13 @@ from .request import Request
 
 
 class RequestBook:
-    """Any thread may call claim(), release() and find(). The rest is for the core's thread, between two
+    """Any thread may call claim(), release(), free_id() and find(). The rest is for the core's thread, between two
     steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._by_id: dict[str, Request] = {}  # whose ids are taken
+        self._numbers = itertools.count()  # for ids
         self.reset_lock()
         self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
         self._tried: set[Request] | None = None  # the only ones that may run for now: see fault_search.py; None: all
@@ -59,6 +61,13 @@ class RequestBook:
             for request in requests:
                 if self._by_id.get(request.id) is request:
                     del self._by_id[request.id]
+
+    def free_id(self) -> str:
+        """The next number that no caller took as an id."""
+        while True:
+            request_id = str(next(self._numbers))
+            if self.find(request_id) is None:
+                return request_id
 
     def find(self, request_id: str) -> Request | None:
         """The request that has this id."""

@@ -10,6 +10,7 @@ from operator import index
 from typing import Any
 
 from pagedkv._C import _pack_ids
+from pagedkv.checks import check_int
 
 from ..sampling_params import SamplingParams
 from ..text.messages import is_message
@@ -61,6 +62,18 @@ def list_of_chats(messages: Any) -> list[Any]:
     if not isinstance(messages, SequenceOf) or isinstance(messages, (str, bytes)):
         raise TypeError(f"messages is {messages!r} but must be a list of messages, or a list of such lists")
     return [messages] if not messages or is_message(messages[0]) else list(messages)
+
+
+def check_request(params: Any, request_id: Any, priority: Any, salt: Any) -> int:
+    """Raises for a wrong type or number; returns the priority as an int."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params is {params!r} but must be SamplingParams")
+    if request_id is not None and not isinstance(request_id, str):
+        raise TypeError(f"request_id is {request_id!r} but must be a string")
+    number = check_int("priority", priority, -(2**31), 2**31 - 1)
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt is {salt!r} but must be bytes")
+    return number
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""A request in the engine's thread, the updates that its caller gets, and the Reply that makes outputs of them."""
+"""A request, the updates that its caller gets, and the outputs that are made of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from ..outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduling.sequence import Sequence
+from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 
 
@@ -66,11 +67,28 @@ class Request:
     id: str
     params: SamplingParams
     receiver: Receiver
-    is_streamed: bool  # there are outputs before the last one
+    kind: RequestOutputKind  # the params' own, or what the caller asks for
+    tokenizer: Tokenizer
+    is_streamed: bool = field(init=False)  # there are outputs before the last one
     key: int = field(default_factory=_keys.__next__)  # which no other request has; ids may be used again
+    # For the engine's thread, once it is submitted.
     sequences: list[Sequence] = field(default_factory=list)
     num_ended: int = 0
     error: Exception | None = None  # why the request or one of its answers failed
+    # For the caller, who calls output().
+    prompt: str | None = None  # its text, if it was given as one
+    token_ids: Iterable[int] = ()  # of the prompt
+    start_time: float = 0.0  # when the caller asked
+    normalizes: bool | None = None  # whether its vector gets the length 1; None: it asks for tokens
+    # Of cumulative outputs, by answer.
+    _so_far: dict[int, tuple[list[int], list[str], list[dict[int, float]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Which answers are the best is known only at the end.
+        is_whole = self.kind is RequestOutputKind.FINAL_ONLY or self.params.num_sequences > self.params.n
+        self.is_streamed = not is_whole
+
+    # --- in the engine's thread
 
     @property
     def is_finished(self) -> bool:
@@ -118,69 +136,53 @@ class Request:
             if seq.detokenizer is not None:
                 seq.detokenizer.mark_sent()
 
+    # --- in the caller's thread
 
-class Reply:
-    """A request as its caller sees it: makes outputs of its updates.
-
-    EngineClient.prepare() makes it. Call output() in the order of the updates, in one thread at a time.
-
-    Args:
-        prompt: its text, if it was given as one
-        token_ids: those of the prompt
-        start_time: when the caller asked
-        normalizes: whether its vector gets the length 1; None: it asks for tokens
-    """
-
-    __slots__ = (
-        "_kind", "_normalizes", "_so_far", "_start_time", "_token_ids", "_tokenizer", "prompt", "request"
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: Request,
-        prompt: str | None,
-        token_ids: Iterable[int],
-        kind: RequestOutputKind,
-        tokenizer: Tokenizer,
-        start_time: float,
-        normalizes: bool | None = None,
-    ) -> None:
-        self.request, self.prompt, self._token_ids, self._kind = request, prompt, token_ids, kind
-        self._tokenizer, self._start_time, self._normalizes = tokenizer, start_time, normalizes
-        # Of cumulative outputs, by answer.
-        self._so_far: dict[int, tuple[list[int], list[str], list[dict[int, float]]]] = {}
+    def prepare_text(self) -> None:
+        """Gives a detokenizer to sequences whose text is needed before their end, and turns bad_words into tokens."""
+        params, tokenizer = self.params, self.tokenizer
+        if (params.stop or params.bad_words) and not tokenizer.exists:
+            name, texts = ("stop", params.stop) if params.stop else ("bad_words", params.bad_words)
+            raise ValueError(f"{name} is {list(texts)!r} but {tokenizer.path} is missing: there is no text")
+        bad_words = tokenizer.encode_words(params.bad_words) if params.bad_words else []
+        needs_text = params.stop or (self.is_streamed and params.detokenize and tokenizer.exists)
+        for seq in self.sequences:
+            seq.bad_words = bad_words
+            if needs_text:
+                stream = tokenizer.text_stream(skip_special_tokens=params.skip_special_tokens)
+                seq.detokenizer = Detokenizer(stream, tuple(params.stop), params.include_stop_str_in_output)
 
     @property
     def prompt_token_ids(self) -> list[int]:
         """One list for all outputs, made for the first of them: 144,000 ids take 1 ms, no step waits for that."""
-        if not isinstance(self._token_ids, list):
-            self._token_ids = list(self._token_ids)
-        return self._token_ids
+        if not isinstance(self.token_ids, list):
+            self.token_ids = list(self.token_ids)
+        return self.token_ids
 
     def output(self, update: Update) -> RequestOutput | EmbeddingOutput:
-        """What the caller gets after this update."""
-        request, updates = self.request, (update, *update.others)
-        if self._normalizes is not None:
+        """What the caller gets after this update. Call it in the order of the updates, in one thread at a time."""
+        updates = (update, *update.others)
+        if self.normalizes is not None:
             vector = np.empty(0, np.float32) if update.embedding is None else update.embedding
-            if self._normalizes and update.error is None:
+            if self.normalizes and update.error is None:
                 vector = vector / np.linalg.norm(vector)
             return EmbeddingOutput(
-                request.id, self.prompt, self.prompt_token_ids, vector, update.error, update.num_cached
+                self.id, self.prompt, self.prompt_token_ids, vector, update.error, update.num_cached
             )
-        if not request.is_streamed:
+        if not self.is_streamed:
             answers = [self._whole_answer(each, index) for index, each in enumerate(self._best(updates))]
-        elif self._kind is RequestOutputKind.DELTA:
+        elif self.kind is RequestOutputKind.DELTA:
             answers = [self._answer(each, _ids(each), each.text, each.logprobs) for each in updates]
         else:
             answers = [self._cumulative_answer(each) for each in updates]
-        start, first, scheduled = self._start_time, update.first_token_time, update.scheduled_time
+        start, first, scheduled = self.start_time, update.first_token_time, update.scheduled_time
         # Arguments by position, here and below: names take twice the time.
         metrics = RequestMetrics(
             None if first is None else first - start, update.time - start,
             None if scheduled is None else scheduled - start, update.num_preemptions,
         )  # fmt: skip
         return RequestOutput(
-            request.id, self.prompt, self.prompt_token_ids, update.prompt_logprobs, answers, update.is_last,
+            self.id, self.prompt, self.prompt_token_ids, update.prompt_logprobs, answers, update.is_last,
             update.error, update.num_cached, metrics,
         )  # fmt: skip
 
@@ -204,19 +206,18 @@ class Reply:
 
     def _best(self, updates: tuple[Update, ...]) -> Iterable[Update]:
         """The n answers that a finished request shows."""
-        params = self.request.params
-        if params.num_sequences == params.n:
+        if self.params.num_sequences == self.params.n:
             return updates
         failed = "error", "abort"  # only where there are too few others
         best_first = sorted(updates, key=lambda each: (each.finish_reason in failed, -each.cumulative_logprob))
-        return best_first[: params.n]
+        return best_first[: self.params.n]
 
     def _whole_answer(self, update: Update, index: int) -> CompletionOutput:
-        params, ids, text = self.request.params, _ids(update), update.text
-        if text is None and params.detokenize and self._tokenizer.exists:
+        params, ids, text = self.params, _ids(update), update.text
+        if text is None and params.detokenize and self.tokenizer.exists:
             is_hidden = update.finish_reason == "stop" and not params.include_stop_str_in_output
             shown = ids[:-1] if is_hidden else ids
-            text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            text = self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
         answer = self._answer(update, ids, text, update.logprobs)
         answer.index = index
         return answer

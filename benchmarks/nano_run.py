@@ -26,7 +26,7 @@ class Run:
 
 
 def run(llm: LLM, workload: nano_bench.Workload) -> Run:
-    before, num_preemptions = llm.counters.copy(), llm.scheduler.num_preemptions
+    before, num_preemptions = llm.counters.copy(), llm.scheduler.queues.num_preemptions
     outputs, seconds = nano_bench.run(llm, workload)
     after = llm.counters
     return Run(
@@ -37,5 +37,5 @@ def run(llm: LLM, workload: nano_bench.Workload) -> Run:
         after.decode_seconds - before.decode_seconds,
         after.host_seconds - before.host_seconds,
         after.num_steps - before.num_steps,
-        llm.scheduler.num_preemptions - num_preemptions,
+        llm.scheduler.queues.num_preemptions - num_preemptions,
     )

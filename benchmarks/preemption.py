@@ -38,9 +38,9 @@ def measure(shape: str, workload: nano_bench.Workload, **options) -> dict[str, d
         with nano_bench.make_llm(folder, workload, load_format="dummy", block_size=BLOCK_SIZE, **options, **extra) as llm:
             llm.scheduler.max_num_seqs = num_seqs
             nano_bench.warm_up(llm, workload)
-            swaps, llm.counters.peak_used_blocks = llm.scheduler.num_swaps, 0
+            swaps, llm.counters.peak_used_blocks = llm.scheduler.queues.num_swaps, 0
             result = nano_run.run(llm, workload)
-            num_swaps = llm.scheduler.num_swaps - swaps
+            num_swaps = llm.scheduler.queues.num_swaps - swaps
             used, page_bytes = used or llm.counters.peak_used_blocks, llm._runner.caches.page_bytes
         tokens[name] = [output.token_ids for output in result.outputs]
         row = rows[name] = {

@@ -64,7 +64,7 @@ def summary(llm: LLM, all_served: Served, seconds: float) -> dict:
         "prompt_tokens": sum(len(output.prompt_token_ids) for output, _ in served),
         "hit_tokens": stats["hit_tokens"],
         "new_tokens": sum(len(output.token_ids) for output, _ in served),
-        "preemptions": llm.scheduler.num_preemptions,
+        "preemptions": llm.scheduler.queues.num_preemptions,
         "first_token_ms": {f"p{p}": float(np.percentile(first, p)) for p in (50, 90, 99)},
         "token_ms": {f"p{p}": float(np.percentile(each, p)) for p in (50, 90, 99)},
     }

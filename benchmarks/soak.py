@@ -100,7 +100,7 @@ def main() -> None:
             rows.append({"requests": counts["requests"], "right": counts["right"], "aborted": counts["aborted"],
                          "seconds": time.perf_counter() - start, "resident_bytes": resident_bytes(),
                          "objects": len(gc.get_objects()), "pages_used": pool["used"], "sequences": len(llm.manager),
-                         "preemptions": llm.scheduler.num_preemptions})  # fmt: skip
+                         "preemptions": llm.scheduler.queues.num_preemptions})  # fmt: skip
             print(rows[-1], flush=True)
             assert not soak.problems, soak.problems[0]
             assert counts["right"] + counts["aborted"] == counts["requests"] and pool["used"] == len(llm.manager) == 0

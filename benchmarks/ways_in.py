@@ -100,7 +100,7 @@ def measure_first(folder: Path, device: str, num_runs: int) -> list[dict]:
             params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=200 + 40 * num_runs)
             thread = threading.Thread(target=llm.generate, args=(batch, params), kwargs={"use_tqdm": False})
             thread.start()
-            while len(llm.scheduler.running) < NUM_SEQS or llm.counters.num_steps < 40:
+            while len(llm.scheduler.queues.running) < NUM_SEQS or llm.counters.num_steps < 40:
                 time.sleep(0.01)
             times = []
             for i in range(num_runs + 1):

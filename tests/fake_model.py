@@ -178,7 +178,7 @@ class LateRunner(ModelRunner):
             Row(id, self.stories[id], start, end)
             for id, start, end in zip(step.ids, step.starts, step.ends, strict=True)
         ]
-        tables = {seq.id: manager.block_table(seq.id) for seq in self.scheduler.running}
+        tables = {seq.id: manager.block_table(seq.id) for seq in self.scheduler.queues.running}
         pages, counts = np.unique(np.concatenate(list(tables.values())), return_counts=True)
         shared, taken = pages[counts > 1], [np.empty(0, np.int64)]
         for row in rows:

@@ -75,7 +75,7 @@ class Engine:
         step = scheduler.schedule()
         assert step.sequences or self.in_flight, "a step without work"
         assert sum(step.lengths) <= scheduler.max_num_batched_tokens
-        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert len(scheduler.queues.running) <= scheduler.max_num_seqs
         assert step.lengths[: step.num_decodes] == [1] * step.num_decodes
         assert all(i < step.num_decodes for i in step.known)
         if step.sequences:

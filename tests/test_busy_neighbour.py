@@ -18,6 +18,6 @@ def test_the_same_tokens_beside_busy_processes(seed, device):
             expected, alone = busy_neighbour.run(llm, prompts, params)
             with busy_neighbour.neighbours(4):
                 tokens, beside = busy_neighbour.run(llm, prompts, params)
-            assert (llm.scheduler.num_preemptions > 0) == ("swap_space" in options)
+            assert (llm.scheduler.queues.num_preemptions > 0) == ("swap_space" in options)
         print(f"{alone:.2f} s alone, {beside:.2f} s beside 4 busy processes")
         assert tokens == expected

@@ -6,61 +6,64 @@ import random
 
 import pytest
 
-from pagedkv import SamplingParams
-from pagedkv.engine.scheduling.queues import WaitingQueue
-from pagedkv.engine.scheduling.sequence import Call, Sequence
+from pagedkv import BlockManager, SamplingParams
+from pagedkv.engine.scheduling.queues import Queues
+from pagedkv.engine.scheduling.sequence import Sequence
 
 
-def make(number: int, call: Call, priority: int = 0) -> Sequence:
+def make_queues() -> Queues:
+    return Queues(BlockManager(1, 1), 1)
+
+
+def make(number: int, call: int | None, priority: int = 0) -> Sequence:
     return Sequence(number, [1], SamplingParams(), 0, frozenset(), 0.0, call=call, priority=priority)
 
 
 def test_batches_take_turns_and_single_requests_come_between():
-    queue, batches = WaitingQueue(), [Call(), Call()]
+    queues = make_queues()
     for number in range(6):
-        queue.add(make(number, batches[number // 3]))
-    for call in batches:
-        call.num_running = 1
-    assert [queue.pop().id for _ in range(2)] == [0, 3]
-    single = Call()
-    queue.add(make(9, single))
-    assert queue.peek().id == 9, "nothing of its call runs"
-    assert [queue.pop().id for _ in range(5)] == [9, 1, 4, 2, 5] and not len(queue)
+        queues.add(make(number, number // 3 * 3))
+    queues.num_running.update([0, 3])
+    assert [queues.pop().id for _ in range(2)] == [0, 3]
+    queues.add(make(9, None))
+    assert queues.peek().id == 9, "nothing of its call runs"
+    assert [queues.pop().id for _ in range(5)] == [9, 1, 4, 2, 5] and not queues.num_waiting
 
 
 def test_put_back_is_first_and_removal_is_anywhere():
-    queue, calls = WaitingQueue(), [Call() for _ in range(3)]
-    sequences = [make(number, calls[number % 3]) for number in range(9)]
+    queues = make_queues()
+    sequences = [make(number, number % 3) for number in range(9)]
     for seq in sequences:
-        queue.add(seq)
-    first = queue.pop()
-    queue.put_back(first)
-    assert queue.peek() is first
+        queues.add(seq)
+    first = queues.pop()
+    queues.put_back(first)
+    assert queues.peek() is first
     for number in (4, 0, 8):
-        queue.remove(sequences[number])
-    assert len(queue) == 6 and sorted(seq.id for seq in queue) == [1, 2, 3, 5, 6, 7]
-    queue.clear()
-    assert not len(queue) and list(queue) == [] and all(not call.waiting for call in calls)
+        queues.remove(sequences[number])
+    assert queues.num_waiting == 6 and sorted(seq.id for seq in queues.waiting()) == [1, 2, 3, 5, 6, 7]
+    queues.clear()
+    assert not queues.num_waiting and list(queues.waiting()) == []
 
 
 class Model:
     """The same order from a plain list."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, Call, list[Sequence]]] = []  # in turn
+    def __init__(self, num_running) -> None:
+        self.num_running = num_running
+        self.calls: list[tuple[int, int, list[Sequence]]] = []  # in turn
 
     def sorted_calls(self):
-        return sorted(self.calls, key=lambda each: (each[0], each[1].num_running > 0))
+        return sorted(self.calls, key=lambda each: (each[0], self.num_running[each[1]] > 0))
 
     def entry(self, seq, at):
         for each in self.calls:
-            if each[0] == seq.priority and each[1] is seq.call:
+            if each[0] == seq.priority and each[1] == seq.call:
                 return each
         self.calls.insert(at, (seq.priority, seq.call, []))
         return self.calls[at if at >= 0 else -1]
 
     def add(self, seq):
-        if not any(each[1] is seq.call for each in self.calls):
+        if not any(each[1] == seq.call for each in self.calls):
             self.calls.append((seq.priority, seq.call, []))
         self.entry(seq, 0)[2].append(seq)
 
@@ -83,8 +86,8 @@ class Model:
 
 @pytest.mark.parametrize("num_priorities", [1, 3])
 def test_any_order_of_operations(seed, num_priorities):
-    rng, queue, model = random.Random(seed), WaitingQueue(), Model()
-    calls = [(Call(), rng.randrange(num_priorities)) for _ in range(6)]
+    rng, queue = random.Random(seed), make_queues()
+    model, calls = Model(queue.num_running), [(call, rng.randrange(num_priorities)) for call in range(6)]
     waiting, out = [], []
     for number in range(3000):
         what = rng.random()
@@ -111,7 +114,7 @@ def test_any_order_of_operations(seed, num_priorities):
             model.place = next(i for i, each in enumerate(model.calls) if seq in each[2])
             model.take(seq, turns=False)
         else:
-            rng.choice(calls)[0].num_running = rng.choice([0, 0, 1, 5])
-        assert len(queue) == len(waiting)
+            queue.num_running[rng.choice(calls)[0]] = rng.choice([0, 0, 1, 5])
+        assert queue.num_waiting == len(waiting)
         if waiting:
             assert queue.peek() is model.peek()

@@ -108,8 +108,8 @@ class Traffic:
     def fork(self) -> None:
         """A sequence that goes on from the tokens of another and shares all its pages, the last one half full."""
         scheduler, rng = self.scheduler, self.rng
-        parents = [seq for seq in scheduler.running if seq.new_tokens and seq.num_computed >= seq.num_prompt_tokens]
-        if not parents or len(scheduler.running) >= scheduler.max_num_seqs:
+        parents = [seq for seq in scheduler.queues.running if seq.new_tokens and seq.num_computed >= seq.num_prompt_tokens]
+        if not parents or len(scheduler.queues.running) >= scheduler.max_num_seqs:
             return
         parent = rng.choice(parents)
         tokens = self.manager.token_ids(parent.id).tolist()
@@ -119,7 +119,7 @@ class Traffic:
         if child is not None:
             self.manager.fork(parent.id, child.id)
             child.num_in_pages, child.num_computed = child.num_tokens, child.num_tokens - 1
-            scheduler.running.append(child)
+            scheduler.queues.running.append(child)
             self.happened["fork"] += 1
 
     def abort(self, sequences: list[Sequence]) -> None:
@@ -184,7 +184,7 @@ class Traffic:
         stats = self.manager.stats()
         assert len(self.manager) == stats["used"] == 0 and stats["host_free"] == self.manager.num_host_blocks
         self.happened["eviction"] += stats["evictions"]
-        self.happened["recompute"] += self.scheduler.num_preemptions - self.scheduler.num_swaps
+        self.happened["recompute"] += self.scheduler.queues.num_preemptions - self.scheduler.queues.num_swaps
 
 
 def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[LateRunner] = LateRunner) -> None:

@@ -62,8 +62,8 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):  # n
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([generate(llm, [p], sp)[0].token_ids for p, sp in zip(prompts, params, strict=True)])
-            assert (llm.scheduler.num_preemptions > 0) == (options["num_blocks"] == 36)
-            assert (llm.scheduler.num_swaps > 0) == ("swap_space" in options)
+            assert (llm.scheduler.queues.num_preemptions > 0) == (options["num_blocks"] == 36)
+            assert (llm.scheduler.queues.num_swaps > 0) == ("swap_space" in options)
             assert llm.manager.num_free_host_blocks == llm.manager.num_host_blocks
     assert all(result == results[0] for result in results)
     assert len({tuple(tokens) for tokens in results[0]}) == 5
@@ -79,7 +79,7 @@ def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):  # noqa: F811
     for options in ({"num_blocks": 200}, {"num_blocks": 36, "swap_space": 1 << 20}):
         with engine(folder, ("cpu", 0), kv_cache_dtype="fp8", **options) as llm:  # noqa: F811
             results.append([output.token_ids for output in generate(llm, prompts, params)])
-            assert (llm.scheduler.num_swaps > 0) == ("swap_space" in options)
+            assert (llm.scheduler.queues.num_swaps > 0) == ("swap_space" in options)
             caches = [cache for pair in llm._runner.caches.layers for cache in pair]
             assert all(cache.strides[1] == cache.shape[3] for cache in caches)
     assert results[0] == results[1]

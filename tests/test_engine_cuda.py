@@ -114,7 +114,7 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
         with LLM(folder, **POOL | options) as llm:  # in turn, and from the cache
             alone = [llm.generate([p], sp, use_tqdm=False)[0].token_ids for p, sp in zip(prompts, params, strict=True)]
             again = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-            assert (llm.scheduler.num_preemptions > 0) == (options.get("num_blocks") == 40 and name != "wide_pages")
+            assert (llm.scheduler.queues.num_preemptions > 0) == (options.get("num_blocks") == 40 and name != "wide_pages")
         assert alone == again == expected
 
 

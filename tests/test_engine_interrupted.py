@@ -12,13 +12,12 @@ import pytest
 from checkpoints import write_model
 from tiny_engine import GREEDY, engine, folder, generate, settle  # noqa: F401
 
-from pagedkv import LLM, AsyncEngine, SamplingParams
+from pagedkv import LLM, AsyncEngine, BlockManager, SamplingParams
 from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
 from pagedkv.engine.sampling import sampler
 from pagedkv.engine.scheduling import queues
-from pagedkv.engine.scheduling.queues import WaitingQueue
-from pagedkv.engine.scheduling.sequence import Call
+from pagedkv.engine.scheduling.queues import Queues
 from pagedkv.engine.text.detokenizer import Detokenizer
 
 PROMPT = [i % 90 for i in range(40)]
@@ -136,10 +135,10 @@ def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kin
 
 
 def test_an_interrupt_as_a_priority_comes(monkeypatch):
-    queue = WaitingQueue()
+    queue = Queues(BlockManager(1, 1), 1)
 
     class Seq:
-        priority, call = 0, Call()
+        priority, call = 0, 1
 
     insort = queues.insort
 
@@ -153,7 +152,7 @@ def test_an_interrupt_as_a_priority_comes(monkeypatch):
     monkeypatch.undo()
     queue.clear()
     queue.add(Seq())
-    assert len(queue) == 1 and isinstance(queue.peek(), Seq)
+    assert queue.num_waiting == 1 and isinstance(queue.peek(), Seq)
 
 
 # --- too little memory

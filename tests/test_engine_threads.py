@@ -161,7 +161,7 @@ def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
         llm._runner.launch = counted
         generate(llm, [[i, i] for i in range(20)], long)
         outputs = {output.request_id: output.token_ids for output in news_of(llm)}
-        num_preemptions, behind = llm.scheduler.num_preemptions, llm._runner.num_behind
+        num_preemptions, behind = llm.scheduler.queues.num_preemptions, llm._runner.num_behind
     assert outputs == dict.fromkeys(short_ids, expected) and len(outputs) == len(arrivals)
     assert (num_preemptions > 0) == (max_num_seqs == 8), "a place was free, or none"
     for i, (arrival, short_id) in enumerate(zip(arrivals, short_ids, strict=True)):

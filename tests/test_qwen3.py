@@ -153,7 +153,7 @@ def test_greedy_tokens(greedy, engine):
             assert llm.generate([prompt], params, use_tqdm=False)[0].token_ids == tokens
         llm.manager.check()
         assert llm.manager.num_free_blocks == llm.manager.num_blocks
-        num_hits, num_preemptions = llm.manager.stats()["hit_tokens"], llm.scheduler.num_preemptions
+        num_hits, num_preemptions = llm.manager.stats()["hit_tokens"], llm.scheduler.queues.num_preemptions
     assert (num_preemptions > 0) == engine.startswith("small_pool")
     assert (num_hits > 0) == options.get("enable_prefix_caching", True)
 

@@ -128,7 +128,7 @@ def test_any_mix_of_options(folder, rng, device, options, behind):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         check(llm, prompts, outputs, params)
         if "num_blocks" in options:
-            assert llm.scheduler.num_preemptions > 0
+            assert llm.scheduler.queues.num_preemptions > 0
 
 
 def test_requests_with_options_do_not_change_others(folder, rng, device):

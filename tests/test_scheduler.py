@@ -9,7 +9,6 @@ import pytest
 from scheduled_engine import Engine, next_token
 
 from pagedkv import OutOfBlocks
-from pagedkv.engine.scheduling.sequence import Call
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -35,12 +34,12 @@ def test_random_traffic(seed, case, caching, behind):
     )
     engine.bad_tokens = frozenset(rng.sample(range(1000), rng.choice([0, 20])))
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
-    calls = [(Call(), rng.choice([0, 0, 1])) for _ in range(3)]
+    calls = [(-1 - i, rng.choice([0, 0, 1])) for i in range(3)]
     for _ in range(25):
         prompt = rng.choice(common)[: rng.randint(0, 40)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
         eos = frozenset(rng.sample(range(1000), rng.choice([0, 30, 300])))
         try:
-            call, priority = rng.choice([*calls, (Call(), rng.choice([0, 0, -1, 1]))])
+            call, priority = rng.choice([*calls, (None, rng.choice([0, 0, -1, 1]))])
             num_siblings = rng.choice([0, 0, 0, 1, 4])
             engine.submit(prompt, rng.randint(1, 30), eos, num_siblings, call=call, priority=priority)
         except OutOfBlocks:
@@ -139,7 +138,7 @@ def test_a_prompt_is_not_hashed_again_at_every_attempt(monkeypatch):
             setattr(self.manager, name, value)
 
     scheduler = engine.scheduler
-    scheduler.manager = scheduler._running.manager = Counting(engine.manager)
+    scheduler.manager = scheduler.queues.manager = Counting(engine.manager)
     engine.submit(list(range(120)), 40)
     engine.submit(list(range(120)), 40)  # waits for 30 chunks
     engine.submit([9] * 200, 3)  # does not fit until the others are gone
@@ -162,7 +161,7 @@ def test_one_step_behind_costs_nothing_where_lengths_say_the_end():
             if step.sequences:
                 plan.append([(seq.id, n) for seq, n in zip(step.sequences, step.lengths, strict=True)])
         plans.append(plan)
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.queues.num_preemptions > 0
         engine.finish()
     assert plans[0] == plans[1]
 

@@ -43,7 +43,7 @@ def test_preemption_does_not_thrash(caching):
     sequences = [engine.submit([100 * i + j for j in range(8)], 40) for i in range(12)]
     engine.finish()
     needed = sum(seq.max_num_tokens - 1 for seq in sequences)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.queues.num_preemptions > 0
     assert engine.num_computed < 2 * needed, f"{engine.num_computed} tokens computed for {needed}"
     assert max(seq.num_preemptions for seq in sequences) <= 4
     ends = [seq.finish_time for seq in sequences]
@@ -57,7 +57,7 @@ def test_the_watermark_keeps_room_to_grow(caching):
     for i in range(60):
         engine.submit([100 * i + j for j in range(60)], 6)
     engine.finish()
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.queues.num_preemptions == 0
 
 
 def test_watermark_blocks():
@@ -96,7 +96,7 @@ def test_a_token_that_arrives_after_its_sequence_was_preempted(num_host_blocks):
         engine.step()
         engine.step()
         assert second.num_preemptions == 1 and second.is_swapped == bool(num_host_blocks)
-        assert len(second.tokens) == 3 and (second in engine.scheduler.waiting) != bool(eos)
+        assert len(second.tokens) == 3 and (second in engine.scheduler.queues.waiting()) != bool(eos)
         engine.finish()
 
 
@@ -105,5 +105,5 @@ def test_swapping_computes_nothing_twice():
         engine = Engine(12, 4, num_seqs=4, caching=False, behind=1, num_host_blocks=num_host_blocks)
         sequences = [engine.submit([10 * i + j for j in range(9)], 12) for i in range(4)]
         engine.finish()
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.queues.num_preemptions > 0
         assert (engine.num_computed == sum(len(seq.tokens) - 1 for seq in sequences)) == is_equal

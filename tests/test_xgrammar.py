@@ -96,7 +96,7 @@ def test_preempted_and_restarted_answers_go_on(folder, device):
         params = [SamplingParams(seed=i, max_tokens=150, mask=mask) for i in range(12)]
         alone = [llm.generate(["abc"], one, use_tqdm=False)[0].token_ids for one in params]
         together = [output.token_ids for output in llm.generate(["abc"] * 12, params, use_tqdm=False)]
-        assert together == alone and llm.scheduler.num_preemptions > 0
+        assert together == alone and llm.scheduler.queues.num_preemptions > 0
 
 
 def test_after_the_end_nothing_but_ends(folder):

@@ -217,7 +217,7 @@ class EngineCore:
         if self.runner is None:
             raise error
         in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]
-        running = dict.fromkeys(seq.request for seq in [*self.scheduler.running, *in_flight])
+        running = dict.fromkeys(seq.request for seq in [*self.scheduler.queues.running, *in_flight])
         self._faults = self._faults or FaultSearch()
         culprit = self._faults.find_culprit(list(running) or self.book.requests)
         if culprit is None:

@@ -28,7 +28,7 @@ from .requests.prompts import Prompt, check_request, check_vocabulary, encode, r
 from .requests.request import Receiver, Request
 from .runner.model_runner import ModelRunner
 from .sampling_params import RequestOutputKind, SamplingParams
-from .scheduling.sequence import Call, Sequence, private_salt
+from .scheduling.sequence import Sequence, private_salt
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None,
         receiver: Receiver,
-        call: Call | None = None,
+        call: int | None = None,
         *,
         priority: int = 0,
         salt: bytes = b"",
@@ -142,7 +142,7 @@ class Engine:
     ) -> Request:
         """A request that is checked, encoded, and not queued yet: EngineCore.submit() does that.
 
-        receiver: gets its updates; call: the batch that it belongs to; name: what messages call the prompt.
+        receiver: gets its updates; call: its batch, see Sequence; name: what messages call the prompt.
 
         A wrong type or option raises. A request that cannot be served gets its error when it is submitted.
         """

@@ -18,7 +18,6 @@ from .outputs import EmbeddingOutput, RequestOutput
 from .requests.prompts import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .requests.request import Request, Update
 from .sampling_params import RequestOutputKind, SamplingParams
-from .scheduling.sequence import Call
 from .text.chat import ChatOptions, encode_chats
 
 logger = logging.getLogger(__name__)
@@ -146,11 +145,10 @@ class LLM(Engine):
         aborted when the iterator is closed. The options are those of Engine._prepare(), with `name` for each index.
         """
         mailbox: SimpleQueue[Update] = SimpleQueue()
-        call = Call()
-        requests = [
-            self._prepare(prompt, one, mailbox, call, name=name.format(i), **options)
-            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
+        requests: list[Request] = []
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            call = requests[0].sequences[0].call if requests else None
+            requests.append(self._prepare(prompt, one, mailbox, call, name=name.format(i), **options))
         return self._outputs(requests, mailbox)
 
     def _outputs(self, requests: list[Request], mailbox: SimpleQueue[Update]) -> IndexedOutputs:

@@ -241,12 +241,12 @@ class RequestBook:
         scheduler = self._scheduler
         num_held = sum(not self._may_run(request) for request in self.requests)
         # A request that is aborted has no id any more.
-        running = [seq for seq in scheduler.running if self.find(seq.request.id) is seq.request]
+        running = [seq for seq in scheduler.queues.running if self.find(seq.request.id) is seq.request]
         return EngineStats(
             num_running=len(running),
-            num_waiting=len(scheduler.waiting) + num_held,
+            num_waiting=scheduler.queues.num_waiting + num_held,
             num_finished=self._num_finished,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.queues.num_preemptions,
             counters=counters.copy(),
             pool=scheduler.manager.stats(),
             time_to_first_token=percentiles(self._ttft),
@@ -277,20 +277,20 @@ def _state(scheduler: Scheduler, seq: Sequence) -> str:
         return "waits until the prompt is computed, which it shares with answer 0"
     if seq.num_tokens == seq.max_num_tokens:
         return "ends: its last token is being sampled"
-    before = list(scheduler.waiting).index(seq)
+    before = list(scheduler.queues.waiting()).index(seq)
     return f"waits behind {before} others: {_obstacle(scheduler, seq)}"
 
 
 def _obstacle(scheduler: Scheduler, seq: Sequence) -> str:
     manager = scheduler.manager
-    if len(scheduler.running) >= scheduler.max_num_seqs:
+    if len(scheduler.queues.running) >= scheduler.max_num_seqs:
         return f"all {scheduler.max_num_seqs} places (max_num_seqs) are taken"
     if seq.retry_step > scheduler.step_number:
         return "another request computes the beginning of its prompt, which it will find in the cache"
-    if scheduler.is_refused(seq):
+    if scheduler.queues.is_refused(seq):
         num_pages = -(-seq.num_tokens // manager.block_size)
         return (
             f"it needs up to {num_pages} pages, of which {manager.num_free_blocks} are free or cached, and "
-            f"{len(scheduler.running)} must stay free for the sequences that run"
+            f"{len(scheduler.queues.running)} must stay free for the sequences that run"
         )
     return f"the next step starts what its {scheduler.max_num_batched_tokens} tokens (max_num_batched_tokens) hold"

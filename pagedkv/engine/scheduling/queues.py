@@ -1,6 +1,6 @@
 """The sequences that wait, and those that run, which hold pages: how one gets its pages, and how it loses them.
 
-No caller waits for the whole batch of another. A Call is what was asked for at once: a batch, or a single request.
+No caller waits for the whole batch of another. A call is what was asked for at once: a batch, or a single request.
 Waiting sequences start in this order:
 
 - a lower `priority` first;
@@ -17,106 +17,91 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .sequence import Call, Sequence
+from .sequence import Sequence
 from .step import Step
 
 logger = logging.getLogger(__name__)
 
 
-class WaitingQueue:
-    def __init__(self) -> None:
-        self._priorities: list[int] = []  # those that have calls, in order
-        self._calls: dict[int, OrderedDict[Call, None]] = {}  # with waiting sequences, by priority, next one first
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for priority in self._priorities:
-            for call in self._calls[priority]:
-                yield from call.waiting
-
-    def add(self, seq: Sequence) -> None:
-        """Queues it after the others of its call."""
-        self._enter(seq)
-        seq.call.waiting.append(seq)
-
-    def put_back(self, seq: Sequence) -> None:
-        """Queues it before the others of its call, which becomes the next in turn."""
-        self._enter(seq)
-        seq.call.waiting.appendleft(seq)
-        self._calls[seq.priority].move_to_end(seq.call, last=False)
-
-    def _enter(self, seq: Sequence) -> None:
-        self._count += 1
-        if seq.priority not in self._calls:
-            insort(self._priorities, seq.priority)
-            self._calls[seq.priority] = OrderedDict()
-        self._calls[seq.priority].setdefault(seq.call)
-
-    def peek(self) -> Sequence:
-        """The next sequence. The queue must not be empty."""
-        return self._next_call().waiting[0]
-
-    def pop(self) -> Sequence:
-        """Removes and returns the next sequence."""
-        call = self._next_call()
-        seq = call.waiting.popleft()
-        if call.waiting:  # the call's next sequence waits until the other calls have had their turn
-            self._calls[seq.priority].move_to_end(call)
-        self._leave(seq)
-        return seq
-
-    def remove(self, seq: Sequence) -> None:
-        """Removes this sequence, which must be in the queue."""
-        seq.call.waiting.remove(seq)
-        self._leave(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        self._count -= 1
-        if seq.call.waiting:
-            return
-        calls = self._calls[seq.priority]
-        del calls[seq.call]
-        if not calls:
-            del self._calls[seq.priority]
-            self._priorities.remove(seq.priority)
-
-    def _next_call(self) -> Call:
-        calls = self._calls[self._priorities[0]]
-        return next((call for call in calls if not call.num_running), None) or next(iter(calls))
-
-    def clear(self) -> None:
-        for calls in self._calls.values():  # an interrupt may have left a priority without calls
-            for call in calls:
-                call.waiting.clear()
-        self._priorities.clear()
-        self._calls.clear()
-        self._count = 0
-
-
-class Running:
-    """The running sequences in the order of admission. A preempted one goes back to `waiting`.
+class Queues:
+    """Who waits, and who runs.
 
     tokens_per_step: the most tokens that a step computes
     """
 
-    def __init__(self, manager: BlockManager, waiting: WaitingQueue, tokens_per_step: int) -> None:
-        self.manager = manager
-        self._waiting, self._tokens_per_step = waiting, tokens_per_step
-        self.sequences: list[Sequence] = []
+    def __init__(self, manager: BlockManager, tokens_per_step: int) -> None:
+        self.manager, self._tokens_per_step = manager, tokens_per_step
+        self.running: list[Sequence] = []  # in the order of admission
+        self.num_running: Counter[int] = Counter()  # by call
+        self.num_waiting = 0
+        self._priorities: list[int] = []  # those with waiting sequences, in order, and ...
+        self._waiting: dict[int, OrderedDict[int, deque[Sequence]]] = {}  # ... those by call, the next one first
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._logged: set[int] = set()  # levels
         self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
+
+    # --- who waits
+
+    def waiting(self) -> Iterator[Sequence]:
+        for priority in self._priorities:
+            for sequences in self._waiting[priority].values():
+                yield from sequences
+
+    def add(self, seq: Sequence) -> None:
+        """Queues it after the others of its call."""
+        self._enter(seq).append(seq)
+
+    def put_back(self, seq: Sequence) -> None:
+        """Queues it before the others of its call, which becomes the next in turn."""
+        self._enter(seq).appendleft(seq)
+        self._waiting[seq.priority].move_to_end(seq.call, last=False)
+
+    def _enter(self, seq: Sequence) -> deque[Sequence]:
+        """Where it is to wait, among those of its call."""
+        self.num_waiting += 1
+        if seq.priority not in self._waiting:
+            insort(self._priorities, seq.priority)
+            self._waiting[seq.priority] = OrderedDict()
+        return self._waiting[seq.priority].setdefault(seq.call, deque())
+
+    def peek(self) -> Sequence:
+        """The next sequence. One must wait."""
+        return self._next_call()[0]
+
+    def pop(self) -> Sequence:
+        """Removes and returns the next sequence."""
+        sequences = self._next_call()
+        seq = sequences.popleft()
+        if sequences:  # the call's next sequence waits until the other calls have had their turn
+            self._waiting[seq.priority].move_to_end(seq.call)
+        self._leave(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes this sequence, which must wait."""
+        self._waiting[seq.priority][seq.call].remove(seq)
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.num_waiting -= 1
+        calls = self._waiting[seq.priority]
+        if not calls[seq.call]:
+            del calls[seq.call]
+        if not calls:
+            del self._waiting[seq.priority]
+            self._priorities.remove(seq.priority)
+
+    def _next_call(self) -> deque[Sequence]:
+        calls = self._waiting[self._priorities[0]]
+        return next((calls[call] for call in calls if not self.num_running[call]), None) or next(iter(calls.values()))
 
     # --- how a sequence begins to run
 
@@ -130,7 +115,7 @@ class Running:
 
     def waits_for_prefix(self, seq: Sequence, step_number: int) -> bool:
         """Whether a running sequence is computing pages that this one begins with."""
-        if seq.is_swapped or not self.sequences:
+        if seq.is_swapped or not self.running:
             return False
         if seq.retry_step > step_number:
             return True
@@ -145,7 +130,7 @@ class Running:
 
     def find_pages(self, seq: Sequence, step: Step) -> bool:
         """Takes pages for all known tokens. Where they do not fit, nothing changes and the result is False."""
-        num_running = self.manager.watermark_blocks = len(self.sequences)
+        num_running = self.manager.watermark_blocks = len(self.running)
         try:
             if seq.is_swapped:
                 self._swap_in(seq, step)
@@ -167,7 +152,7 @@ class Running:
 
     def _swap_in(self, seq: Sequence, step: Step) -> None:
         """Brings its KV back to the device, with room for the tokens that its pages do not hold yet."""
-        num_pages, num_running = -(-seq.num_tokens // self.manager.block_size), len(self.sequences)
+        num_pages, num_running = -(-seq.num_tokens // self.manager.block_size), len(self.running)
         if num_running and num_pages > self.manager.num_free_blocks - num_running:
             raise OutOfBlocks
         pairs = self.manager.swap_in(seq.id)
@@ -175,10 +160,10 @@ class Running:
         step.swap_in = pairs if step.swap_in is None else np.concatenate((step.swap_in, pairs))
         seq.is_swapped = False
 
-    def add(self, seq: Sequence) -> None:
-        """Adds a sequence that has its pages."""
-        self.sequences.append(seq)
-        seq.call.num_running += 1
+    def start(self, seq: Sequence) -> None:
+        """Adds a sequence that has its pages to those that run."""
+        self.running.append(seq)
+        self.num_running[seq.call] += 1
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
 
@@ -186,7 +171,7 @@ class Running:
 
     def retire(self) -> None:
         """Releases sequences whose last token is being sampled: they need no page any more."""
-        ended = [seq for seq in self.sequences if seq.num_tokens == seq.max_num_tokens]
+        ended = [seq for seq in self.running if seq.num_tokens == seq.max_num_tokens]
         if ended:
             self.release(ended)
 
@@ -195,8 +180,8 @@ class Running:
         self.manager.free_batch([seq.id for seq in sequences])
         for seq in sequences:
             seq.num_in_pages = 0
-            seq.call.num_running -= 1
-        self.sequences = [seq for seq in self.sequences if seq.num_in_pages]
+            self._stop(seq)
+        self.running = [seq for seq in self.running if seq.num_in_pages]
 
     def preempt(self, seq: Sequence, reason: str, level: int, remedy: str) -> np.ndarray | None:
         """Takes its pages away; returns which of them are to be copied to host pages, if any. The first time on each
@@ -205,7 +190,7 @@ class Running:
             self._logged.add(level)
             text = "a sequence was preempted, because %s: %s (logged once; stats() counts them)"
             logger.log(level, text, reason, remedy)
-        self.sequences.remove(seq)
+        self.running.remove(seq)
         seq.preempted_for, pairs = reason, None
         try:
             pairs = self.manager.swap_out(seq.id)
@@ -216,14 +201,19 @@ class Running:
             seq.num_computed = 0
         seq.num_in_pages = 0
         seq.num_preemptions += 1
-        seq.call.num_running -= 1
+        self._stop(seq)
         self.num_preemptions += 1
-        self._waiting.put_back(seq)
+        self.put_back(seq)
         return pairs
+
+    def _stop(self, seq: Sequence) -> None:
+        self.num_running[seq.call] -= 1
+        if not self.num_running[seq.call]:
+            del self.num_running[seq.call]
 
     def victim(self) -> Sequence:
         """The sequence to preempt when there is no page: of the largest priority value, the one admitted last."""
-        return max(reversed(self.sequences), key=lambda seq: seq.priority)
+        return max(reversed(self.running), key=lambda seq: seq.priority)
 
     def victim_for(self, head: Sequence) -> Sequence | None:
         """The sequence whose place the next waiting one (`head`) is to have: one that head's priority precedes, or,
@@ -231,31 +221,32 @@ class Running:
 
         def claim(seq: Sequence) -> tuple[int, int]:
             """How much rather than others this sequence must yield; (0, 0): not at all."""
-            is_shared = seq.priority == head.priority and not head.call.num_running and seq.call.num_running > 1
-            return max(seq.priority - head.priority, 0), seq.call.num_running if is_shared else 0
+            of_head, of_seq = self.num_running[head.call], self.num_running[seq.call]
+            is_shared = seq.priority == head.priority and not of_head and of_seq > 1
+            return max(seq.priority - head.priority, 0), of_seq if is_shared else 0
 
-        last = max(reversed(self.sequences), key=claim, default=None)
+        last = max(reversed(self.running), key=claim, default=None)
         return None if last is None or claim(last) == (0, 0) else last
 
     def clear(self) -> None:
-        """Forgets all running sequences; their pages are freed elsewhere."""
-        for seq in self.sequences:
-            seq.call.num_running = 0
-        self.sequences, self._refused = [], None
+        """Forgets all sequences; their pages are freed elsewhere."""
+        self.running, self.num_running, self._refused = [], Counter(), None
+        self._priorities, self._waiting, self.num_waiting = [], {}, 0
 
+    # --- a step's tokens
 
-def split_budget(prompts: list[Sequence], budget: int, waiting: WaitingQueue) -> tuple[list[int], int]:
-    """The least that each prompt gets of the budget, oldest first, and what is left for others.
+    def split_budget(self, prompts: list[Sequence], budget: int) -> tuple[list[int], int]:
+        """The least that each running prompt gets of the budget, oldest first, and what is left for others.
 
-    Where the prompts need more than one step, each of their calls gets an equal share, and so does the next waiting
-    call if it has nothing running.
-    """
-    lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
-    if sum(lengths) > budget:
-        calls = {seq.call for seq in prompts}
-        is_another_waiting = len(waiting) > 0 and not waiting.peek().call.num_running
-        left = dict.fromkeys(calls, budget // (len(calls) + is_another_waiting))
-        for i, seq in enumerate(prompts):
-            lengths[i] = min(lengths[i], left[seq.call])
-            left[seq.call] -= lengths[i]
-    return lengths, budget - sum(lengths)
+        Where the prompts need more than one step, each of their calls gets an equal share, and so does the next waiting
+        call if it has nothing running.
+        """
+        lengths = [seq.num_tokens - seq.num_computed for seq in prompts]
+        if sum(lengths) > budget:
+            calls = {seq.call for seq in prompts}
+            is_another_waiting = self.num_waiting > 0 and not self.num_running[self.peek().call]
+            left = dict.fromkeys(calls, budget // (len(calls) + is_another_waiting))
+            for i, seq in enumerate(prompts):
+                lengths[i] = min(lengths[i], left[seq.call])
+                left[seq.call] -= lengths[i]
+        return lengths, budget - sum(lengths)

@@ -38,7 +38,7 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .queues import Running, WaitingQueue, split_budget
+from .queues import Queues
 from .sequence import Sequence
 from .step import Step
 
@@ -53,24 +53,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting = WaitingQueue()
+        self.queues = Queues(manager, max_num_batched_tokens)
         self.step_number = 0
-        self._running = Running(manager, self.waiting, max_num_batched_tokens)
         self._last_step = Step()
-
-    @property
-    def running(self) -> list[Sequence]:
-        """The sequences that hold pages, in the order of admission."""
-        return self._running.sequences
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._running.num_preemptions
-
-    @property
-    def num_swaps(self) -> int:
-        """Preemptions that kept the KV in host pages."""
-        return self._running.num_swaps
 
     def max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """How many new tokens a sequence gets at most: those wanted, as far as max_model_len goes. None: as far as the
@@ -103,7 +88,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence that has passed check()."""
-        self.waiting.add(seq)
+        self.queues.add(seq)
 
     def queue(self, sequences: list[Sequence]) -> None:
         """Queues the answers of a request that have not ended, but for those that are to be forked from another."""
@@ -114,21 +99,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.queues.num_waiting or self.queues.running)
 
     # --- schedule
 
     def schedule(self) -> Step:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
         self.step_number += 1
-        swapped = self._preempt_for_waiting() if self.waiting else None
-        step = self._last_step.next_decodes(self.running, self.manager)
+        swapped = self._preempt_for_waiting() if self.queues.num_waiting else None
+        step = self._last_step.next_decodes(self.queues.running, self.manager)
         has_room = True
         if step is None:
             step = Step(swap_out=swapped)
             has_room = self._schedule_decodes(step)
         self._append_known(step)
-        if self.waiting or len(self.running) > step.num_decodes:
+        if self.queues.num_waiting or len(self.queues.running) > step.num_decodes:
             self._schedule_prompts(step, has_room)
         if step.sequences:
             step.come_after(self._last_step)
@@ -139,9 +124,9 @@ class Scheduler:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
         budget = self.max_num_batched_tokens - step.num_decodes
         # A sequence that decodes has a token more than its pages hold.
-        prompts = [seq for seq in self.running if seq.num_in_pages == seq.num_tokens]
-        lengths, budget = split_budget(prompts, budget, self.waiting)
-        if has_room or not self.running:
+        prompts = [seq for seq in self.queues.running if seq.num_in_pages == seq.num_tokens]
+        lengths, budget = self.queues.split_budget(prompts, budget)
+        if has_room or not self.queues.running:
             budget = self._admit(step, budget)
         for seq, length in zip(prompts, lengths, strict=True):
             more = min(seq.num_tokens - seq.num_computed - length, budget)
@@ -154,20 +139,20 @@ class Scheduler:
         if not step.add(seq, length) or not seq.siblings:
             return
         siblings, seq.siblings = seq.siblings, []
-        num_places = self.max_num_seqs - len(self.running)
+        num_places = self.max_num_seqs - len(self.queues.running)
         for child in siblings[:num_places]:
             step.fork(seq, child)
-            self._running.add(child)
+            self.queues.start(child)
         for child in siblings[num_places:]:
-            self.waiting.add(child)
+            self.queues.add(child)
 
     def _schedule_decodes(self, step: Step) -> bool:
         """Adds the sequences that decode, with room for their newest tokens. Where there is none, it preempts.
 
         Returns whether there was room for all.
         """
-        self._running.retire()
-        decodes = [seq for seq in self.running if seq.num_in_pages < seq.num_tokens]
+        self.queues.retire()
+        decodes = [seq for seq in self.queues.running if seq.num_in_pages < seq.num_tokens]
         preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
         while decodes:
@@ -177,10 +162,10 @@ class Scheduler:
                 break
             except OutOfBlocks:
                 has_room = False
-                victim = self._running.victim()
+                victim = self.queues.victim()
                 if victim.num_in_pages < victim.num_tokens:
                     decodes.remove(victim)
-                pairs = self._running.preempt(
+                pairs = self.queues.preempt(
                     victim,
                     "the pool had no page for the next token of a sequence that runs",
                     logging.WARNING,
@@ -202,48 +187,44 @@ class Scheduler:
     def _preempt_for_waiting(self) -> np.ndarray | None:
         """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
         host pages, if any."""
-        head = self.waiting.peek()
+        head = self.queues.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
-        self._running.retire()
+        self.queues.retire()
         if not self._lacks_place(head):
             return None
 
-        last = self._running.victim_for(head)
-        if last is None or self._running.waits_for_prefix(head, self.step_number):
+        last = self.queues.victim_for(head)
+        if last is None or self.queues.waits_for_prefix(head, self.step_number):
             return None
         why = "a lower priority" if last.priority > head.priority else "a call that had nothing running"
         knob = f"a larger max_num_seqs than {self.max_num_seqs} avoids it"
-        return self._running.preempt(last, f"{why} needed its place", logging.INFO, knob)
+        return self.queues.preempt(last, f"{why} needed its place", logging.INFO, knob)
 
     def _admit(self, step: Step, budget: int) -> int:
         """Starts waiting sequences in their order, but skips those that wait for a prefix. Returns the rest of the
         budget."""
-        passed: list[Sequence] = []
-        while self.waiting and budget and len(self.running) < self.max_num_seqs and len(passed) < self.max_num_seqs:
-            seq = self.waiting.peek()
-            if seq.num_known < seq.num_tokens or (self.running and self._running.was_refused(seq)):
+        queues, passed, most = self.queues, list[Sequence](), self.max_num_seqs
+        while queues.num_waiting and budget and len(queues.running) < most and len(passed) < most:
+            seq = queues.peek()
+            if seq.num_known < seq.num_tokens or (queues.running and queues.was_refused(seq)):
                 break  # its newest token is not known yet, or it did not fit
-            if self._running.waits_for_prefix(seq, self.step_number):
-                passed.append(self.waiting.pop())
+            if queues.waits_for_prefix(seq, self.step_number):
+                passed.append(queues.pop())
                 continue
-            if not self._running.find_pages(seq, step):
+            if not queues.find_pages(seq, step):
                 break
-            self.waiting.pop()
-            self._running.add(seq)
+            queues.pop()
+            queues.start(seq)
             length = min(seq.num_tokens - seq.num_computed, budget)
             self._add_chunk(step, seq, length)
             budget -= length
         for seq in reversed(passed):
-            self.waiting.put_back(seq)
+            queues.put_back(seq)
         return budget
 
-    def is_refused(self, seq: Sequence) -> bool:
-        """Whether this sequence is the one that waits for pages."""
-        return self._running.is_refused(seq)
-
     def _lacks_place(self, seq: Sequence) -> bool:
-        return len(self.running) >= self.max_num_seqs or self._running.is_refused(seq)
+        return len(self.queues.running) >= self.max_num_seqs or self.queues.is_refused(seq)
 
     # --- after the launch
 
@@ -284,17 +265,16 @@ class Scheduler:
             if seq.num_in_pages:
                 running.append(seq)
             elif seq.num_tokens < seq.max_num_tokens:
-                self.waiting.remove(seq)
+                self.queues.remove(seq)
                 if seq.is_swapped:
                     self.manager.free(seq.id)
         if running:
-            self._running.release(running)
+            self.queues.release(running)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """After an error anywhere: frees all pages. These sequences, which must be all there are, begin again with the
         tokens that the host knows, once they are queued."""
-        self._running.clear()
-        self.waiting.clear()
+        self.queues.clear()
         self._last_step = Step()
         known = list(sequences)
         self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,6 @@ if TYPE_CHECKING:
 def private_salt(salt: bytes) -> bytes:
     """A salt that no other sequence has: nothing is found in the prefix cache, so the whole prompt is computed."""
     return salt + os.urandom(16)
-
-
-class Call:
-    """Sequences of one priority that were asked for together, and how many of them run (hold pages) now."""
-
-    __slots__ = ("num_running", "waiting")
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        self.waiting: deque[Sequence] = deque()
 
 
 class Sequence:
@@ -58,15 +47,17 @@ class Sequence:
         start_time: float,
         *,
         max_tokens: int | None = None,
-        call: Call | None = None,
+        call: int | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> None:
-        """max_tokens: as in params, but as far as it fits (Scheduler.max_tokens)"""
+        """max_tokens: as in params, but as far as it fits (Scheduler.max_tokens)
+        call: the id of the first sequence that was asked for together with this one; None: this is the first
+        """
         max_tokens = params.max_tokens if max_tokens is None else max_tokens
         assert max_tokens is not None, "only the scheduler knows what fits"
         self.id, self.params, self.seed = id, params, seed
-        self.call, self.priority, self.salt = call or Call(), priority, salt
+        self.call, self.priority, self.salt = id if call is None else call, priority, salt
         # Tokens that end it, once there are min_tokens of them.
         self.end_ids = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt = array("i", prompt)

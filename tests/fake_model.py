@@ -164,13 +164,9 @@ class LateRunner(ModelRunner):
             block_size=manager.block_size, max_model_len=scheduler.max_model_len, **options,
         )  # fmt: skip
         self.scheduler, self.stories = scheduler, dict[int, Story]()
-        self.caches.move = self.move_pages
         self.warm_up()
         self.allocate(manager)
         self.capture_decodes()
-
-    def move_pages(self, step: Step) -> None:
-        KVCaches.move(self.caches, step)
 
     def fill(self, step: Step) -> Batch:
         manager, size = self.manager, self.manager.block_size

@@ -10,7 +10,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pagedkv.engine.text.detokenizer import Detokenizer, text_streams
+from pagedkv.engine.text.detokenizer import detokenizers
 
 
 def random_text(rng: random.Random, length: int) -> str:
@@ -49,20 +49,14 @@ TOKENIZERS = {
 }
 
 
-class Wrapped:
-    """The engine's Tokenizer around one of these."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def text_stream(self, *, skip_special_tokens: bool = True):
-        return text_streams(self.tokenizer, skip_special_tokens=skip_special_tokens)()
+def detokenizer_of(tokenizer: Tokenizer, *stop, skips: bool = True):
+    return detokenizers(tokenizer, skip_special_tokens=skips)(*stop)
 
 
 def random_ids(name: str, rng: random.Random) -> list[int]:
     """Of text, and of the kinds whose pieces are bytes alone any tokens at all; ids that nothing stands for, too."""
     tokenizer, length = TOKENIZERS[name], rng.choice([0, 1, 2, 7, 60])
-    if name == "byte fallback":  # what is no UTF-8 has another number of U+FFFD there: see WindowStream
+    if name == "byte fallback":  # what is no UTF-8 has another number of U+FFFD there: see WindowDetokenizer
         parts = [[tokenizer.token_to_id(rng.choice(["▁", "▁a", "b", "é", "漢", "<s>"]))] for _ in range(length)]
         parts += [[tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in random_text(rng, 1).encode()] for _ in range(length)]
         rng.shuffle(parts)
@@ -78,7 +72,7 @@ def test_the_parts_are_the_whole(name, skips, seed):
     rng, tokenizer = random.Random(seed), TOKENIZERS[name]
     for _ in range(300):
         ids = random_ids(name, rng)
-        detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(skip_special_tokens=skips))
+        detokenizer = detokenizer_of(tokenizer, skips=skips)
         whole, parts = tokenizer.decode(ids, skip_special_tokens=skips), []
         for token_id in ids:
             assert detokenizer.push(token_id) is None
@@ -92,18 +86,25 @@ def test_the_parts_are_the_whole(name, skips, seed):
 
 def test_a_character_of_several_tokens_comes_whole():
     tokenizer = TOKENIZERS["byte level"]
-    stream = text_streams(tokenizer, skip_special_tokens=True)()
+    detokenizer = detokenizer_of(tokenizer)
     ids = [tokenizer.token_to_id(char) for char in ("ð", "Ł", "ĺ", "Ģ")]  # the bytes F0 9F 98 80
-    assert [stream.push(token_id) for token_id in ids] == ["", "", "", "\U0001f600"]
-    assert stream.push(ids[0]) == "" and stream.finish() == "\ufffd"
+    texts = []
+    for token_id in [*ids, ids[0]]:
+        detokenizer.push(token_id)
+        texts.append(detokenizer.text)
+    detokenizer.finish()
+    assert texts == ["", "", "", "\U0001f600", "\U0001f600"] and detokenizer.text == "\U0001f600\ufffd"
 
 
 def test_a_run_without_text_is_not_decoded_again_and_again():
     """Bytes that never become a character: the window stays short."""
     tokenizer = TOKENIZERS["byte fallback"]
-    stream = text_streams(tokenizer, skip_special_tokens=True)()
-    text = "".join(stream.push(tokenizer.token_to_id("<0x80>")) for _ in range(1000)) + stream.finish()
-    assert len(stream._window) <= 2 * stream.MAX_HELD and set(text) == {"\ufffd"} and len(text) >= 990
+    detokenizer = detokenizer_of(tokenizer)
+    for _ in range(1000):
+        detokenizer.push(tokenizer.token_to_id("<0x80>"))
+    detokenizer.finish()
+    text = detokenizer.text
+    assert len(detokenizer._window) <= 2 * detokenizer.MAX_HELD and set(text) == {"\ufffd"} and len(text) >= 990
 
 
 def test_nothing_follows_the_end():
@@ -111,12 +112,12 @@ def test_nothing_follows_the_end():
     vocab = {"a": 0, "b": 1, "bð": 2}
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.decoder = decoders.ByteLevel()
-    detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(), ("b",))
+    detokenizer = detokenizer_of(tokenizer, ("b",))
     assert detokenizer.push(0) is None and detokenizer.push(2) == "b"
     detokenizer.finish()
     assert detokenizer.text == "a"
     for kind in ("byte level", "metaspace", "byte fallback"):
-        cut = Detokenizer(Wrapped(TOKENIZERS[kind]).text_stream(), ("zz",))
+        cut = detokenizer_of(TOKENIZERS[kind], ("zz",))
         ids = TOKENIZERS[kind].encode("b").ids or [2]
         for token_id in ids:
             cut.push(token_id)
@@ -148,7 +149,7 @@ def test_stop_strings(includes, seed):
         ids = [rng.randrange(len(vocab)) for _ in range(rng.randint(0, 20))]
         stops = tuple("".join(rng.choice("abc") for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4)))
         first_checked = rng.choice([0, 0, 3])
-        detokenizer = Detokenizer(Wrapped(tokenizer).text_stream(), stops, includes)
+        detokenizer = detokenizer_of(tokenizer, stops, includes)
         whole = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
         expected = expected_stop(whole, stops, first_checked)
         for n, token_id in enumerate(ids):

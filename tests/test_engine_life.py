@@ -20,7 +20,6 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
 from pagedkv.engine.scheduling.sequence import Sequence
-from pagedkv.engine.text.detokenizer import Detokenizer
 from pagedkv.engine.text.tokenizer import Tokenizer
 
 
@@ -257,7 +256,7 @@ def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
     seq = Sequence(0, [3], params, 0, frozenset(), 0.0)
     seq.request, request.sequences = request, [seq]
     tokens, logprobs = seq.new_tokens, seq.logprobs = Watched(), Watched()
-    seq.detokenizer = Detokenizer(tokenizer.text_stream()) if is_streamed else None
+    seq.detokenizer = tokenizer.detokenizer() if is_streamed else None
     for number in range(100):
         logprobs.append({number % 9: -1.0})
         seq.append(number % 9, 0.0)

@@ -17,8 +17,6 @@ from pagedkv.checks import check_int
 from pagedkv.models.spec import Spec
 from pagedkv.ops import ElasticBuffer
 
-from ..scheduling.step import Step
-
 Layers = list[tuple[Tensor, Tensor]]  # keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each
 MAX_SLOTS = 2**31 - 1  # a slot is an int32
 DEFAULT_KV_CACHE_MEMORY = 4 << 30
@@ -90,15 +88,6 @@ class KVCaches:
         """The most pages that the addresses reach."""
         return self._buffers[0].capacity // self._page_bytes
 
-    def move(self, step: Step) -> None:
-        """Does the swaps and copies of a step, before anything is computed."""
-        if step.swap_out is not None:
-            ops.swap_blocks(_each(self.layers), _each(self.host_layers), step.swap_out)
-        if step.swap_in is not None:
-            ops.swap_blocks(_each(self.host_layers), _each(self.layers), step.swap_in)
-        if step.copies is not None and len(step.copies):
-            ops.copy_blocks(_each(self.layers), step.copies)
-
     # --- pages as bytes, a few at a time
 
     def read(self, pages: np.ndarray, at_once: int) -> Iterator[list[np.ndarray]]:
@@ -106,16 +95,16 @@ class KVCaches:
         for start in range(0, len(pages), at_once):
             some = pages[start : start + at_once]
             host = self._empty(len(some), "cpu")
-            ops.swap_blocks(_each(self.layers), _each(host), _pairs(some, np.arange(len(some))))
+            ops.swap_blocks(each_cache(self.layers), each_cache(host), _pairs(some, np.arange(len(some))))
             ops.synchronize(self.device)
-            yield [self._bytes_of(cache) for cache in _each(host)]
+            yield [self._bytes_of(cache) for cache in each_cache(host)]
 
     def write(self, pages: np.ndarray, contents: list[np.ndarray]) -> None:
         """Writes into as many pages what read() has yielded at a time."""
         host = self._empty(len(pages), "cpu")
-        for cache, content in zip(_each(host), contents, strict=True):
+        for cache, content in zip(each_cache(host), contents, strict=True):
             self._bytes_of(cache)[:] = content
-        ops.swap_blocks(_each(host), _each(self.layers), _pairs(np.arange(len(pages)), pages))
+        ops.swap_blocks(each_cache(host), each_cache(self.layers), _pairs(np.arange(len(pages)), pages))
         ops.synchronize(self.device)
 
     def _bytes_of(self, cache: Tensor) -> np.ndarray:
@@ -123,7 +112,7 @@ class KVCaches:
         return memory.view(-1).view(-1, "uint8").numpy().reshape(len(cache), self._page_bytes)
 
 
-def _each(layers: Layers) -> list[Tensor]:
+def each_cache(layers: Layers) -> list[Tensor]:
     return [cache for pair in layers for cache in pair]
 
 

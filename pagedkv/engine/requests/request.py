@@ -15,7 +15,6 @@ import numpy as np
 from ..outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduling.sequence import Sequence
-from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 
 
@@ -145,12 +144,12 @@ class Request:
             name, texts = ("stop", params.stop) if params.stop else ("bad_words", params.bad_words)
             raise ValueError(f"{name} is {list(texts)!r} but {tokenizer.path} is missing: there is no text")
         bad_words = tokenizer.encode_words(params.bad_words) if params.bad_words else []
+        skips = params.skip_special_tokens
         needs_text = params.stop or (self.is_streamed and params.detokenize and tokenizer.exists)
         for seq in self.sequences:
             seq.bad_words = bad_words
             if needs_text:
-                stream = tokenizer.text_stream(skip_special_tokens=params.skip_special_tokens)
-                seq.detokenizer = Detokenizer(stream, tuple(params.stop), params.include_stop_str_in_output)
+                seq.detokenizer = tokenizer.detokenizer(tuple(params.stop), params.include_stop_str_in_output, skips)
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -25,7 +25,7 @@ from pagedkv import BlockManager, Event, Stream, Tensor, ops
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.progress import progress_bar
 
-from ..cache.pool import KVCaches
+from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
 from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
@@ -127,7 +127,7 @@ class ModelRunner:
             event.synchronize()  # the host's arrays of this turn have been copied
         with self.stream:
             try:
-                self.caches.move(step)
+                self.move_pages(step)
                 batch = self.fill(step)
                 if self.graphs is not None and step.only_decodes:
                     graph = self.graphs.find(len(batch.token_ids), needs_logits=batch.needs_logits)
@@ -151,6 +151,16 @@ class ModelRunner:
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
         self.sampler.forget()
+
+    def move_pages(self, step: Step) -> None:
+        """Does the swaps and copies of a step, before anything is computed."""
+        caches = self.caches
+        if step.swap_out is not None:
+            ops.swap_blocks(each_cache(caches.layers), each_cache(caches.host_layers), step.swap_out)
+        if step.swap_in is not None:
+            ops.swap_blocks(each_cache(caches.host_layers), each_cache(caches.layers), step.swap_in)
+        if step.copies is not None and len(step.copies):
+            ops.copy_blocks(each_cache(caches.layers), step.copies)
 
     def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""

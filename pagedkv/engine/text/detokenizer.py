@@ -1,49 +1,121 @@
 """The text of an answer as it grows, and the stop strings that end it.
 
-A TextStream gives the text that each token adds, in whole characters, at a cost that does not grow with the text. A
-Detokenizer finds the stop strings in it.
+A Detokenizer gives the text that each token adds, in whole characters, at a cost that does not grow with the text.
 """
 
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 
-class TextStream(Protocol):
-    """The text of one answer. All calls together return what the tokenizer makes of all tokens at once."""
-
-    def push(self, token_id: int) -> str:
-        """The text that the token adds. Bytes that the next token may complete to a character are held back."""
-
-    def finish(self) -> str:
-        """The text of what was held back. No token follows."""
-
-
-def text_streams(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[], TextStream]:
-    """What makes TextStreams for this tokenizer (of the `tokenizers` library). They share the bytes of its tokens, so
-    it should be kept as long as the tokenizer is, and no longer."""
+def detokenizers(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[..., Detokenizer]:
+    """What makes Detokenizers for this tokenizer (of the `tokenizers` library), given their stop strings. They share
+    the bytes of its tokens, so it should be kept as long as the tokenizer is, and no longer."""
     from tokenizers.decoders import ByteLevel
 
     if isinstance(tokenizer.decoder, ByteLevel):
-        return partial(ByteStream, _BytesOfTokens(tokenizer, skip_special_tokens))
+        return partial(ByteDetokenizer, _BytesOfTokens(tokenizer, skip_special_tokens))
     skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
-    return partial(WindowStream, tokenizer, skipped)
+    return partial(WindowDetokenizer, tokenizer, skipped)
 
 
-class ByteStream:
+class Detokenizer(ABC):
+    """The text of one answer: what the tokenizer makes of all its tokens at once.
+
+    Text that may be the beginning of a stop string is held back until it is known not to be. If a token completes
+    several stop strings, the one that begins first counts; of those that begin at one place, the first in the list.
+    """
+
+    def __init__(self, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False) -> None:
+        self._stop, self._includes_stop = stop, include_stop_str_in_output
+        self.num_tokens = 0  # how many were pushed
+        self._pieces: list[str] = []  # see text
+        self._held = ""
+        self._has_ended = False
+
+    @property
+    def text(self) -> str:
+        """All that may be shown, and was not marked as sent."""
+        return "".join(self._pieces)
+
+    def mark_sent(self) -> None:
+        """The reader has `text`."""
+        self._pieces.clear()
+
+    def push(self, token_id: int, *, check_stop: bool = True) -> str | None:
+        """Takes a token; returns the stop string that it completes, which ends the text (check_stop: if one may)."""
+        new = self._add(token_id)
+        self.num_tokens += 1
+        if not self._stop:
+            self._show(new)
+            return None
+        num_old, held = len(self._held), self._held + new
+        found = self._find(held, num_old) if check_stop and new else None
+        if found is not None:
+            at, stop = found
+            self._held, self._has_ended = "", True
+            self._show(held[: at + len(stop)] if self._includes_stop else held[:at])
+            return stop
+        start = self._start_of_stop(held)
+        self._show(held[:start])
+        self._held = held[start:]
+        return None
+
+    def finish(self) -> None:
+        """No more tokens come: shows what was held back, except after a stop string. A second call changes nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._show(self._held + self._rest())
+        self._held = ""
+
+    @abstractmethod
+    def _add(self, token_id: int) -> str:
+        """The text that the token adds. Bytes that the next token may complete to a character are held back."""
+
+    @abstractmethod
+    def _rest(self) -> str:
+        """The text of what was held back. No token follows."""
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """The first stop string that ends after the first num_old characters, and where it begins."""
+        found = None
+        for stop in self._stop:
+            at = text.find(stop, max(num_old - len(stop) + 1, 0))
+            if at >= 0 and (found is None or at < found[0]):
+                found = at, stop
+        return found
+
+    def _start_of_stop(self, text: str) -> int:
+        """Where the longest suffix of the text starts with which a stop string begins."""
+        longest = max(len(stop) for stop in self._stop) - 1
+        for start in range(max(len(text) - longest, 0), len(text)):
+            end = text[start:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return start
+        return len(text)
+
+
+class ByteDetokenizer(Detokenizer):
     """For byte-level BPE, Qwen3's kind: a token stands for its bytes."""
 
-    def __init__(self, bytes_of_tokens: _BytesOfTokens) -> None:
+    def __init__(self, bytes_of_tokens: _BytesOfTokens, *stop: Any) -> None:
+        super().__init__(*stop)
         self._bytes = bytes_of_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
+    def _add(self, token_id: int) -> str:
         return self._decoder.decode(self._bytes[token_id])
 
-    def finish(self) -> str:
+    def _rest(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
@@ -88,7 +160,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in tokenizer.get_added_tokens_decoder() if text(i, True) != text(i, False))
 
 
-class WindowStream:
+class WindowDetokenizer(Detokenizer):
     """For any other tokenizer: decodes the last tokens with and without the new one.
 
     Where bytes that are not UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
@@ -97,13 +169,14 @@ class WindowStream:
 
     MAX_HELD = 8  # tokens without text: more than a character has bytes
 
-    def __init__(self, tokenizer: Any, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, skipped: frozenset[int], *stop: Any) -> None:
+        super().__init__(*stop)
         self._tokenizer, self._skipped = tokenizer, skipped
         self._window: list[int] = []
         self._num_read = 0  # how many of them have been returned, and ...
         self._read = ""  # ... their text
 
-    def push(self, token_id: int) -> str:
+    def _add(self, token_id: int) -> str:
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)
@@ -116,85 +189,9 @@ class WindowStream:
         self._num_read, self._read = len(self._window), self._decode(self._window)
         return new
 
-    def finish(self) -> str:
+    def _rest(self) -> str:
         return self._decode(self._window)[len(self._read) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
-
-
-class Detokenizer:
-    """The text of one answer.
-
-    Text that may be the beginning of a stop string is held back until it is known not to be. If a token completes
-    several stop strings, the one that begins first counts; of those that begin at one place, the first in the list.
-    """
-
-    def __init__(
-        self, stream: TextStream, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False
-    ) -> None:
-        self._stream = stream
-        self._stop, self._includes_stop = stop, include_stop_str_in_output
-        self.num_tokens = 0  # how many were pushed
-        self._pieces: list[str] = []  # see text
-        self._held = ""
-        self._has_ended = False
-
-    @property
-    def text(self) -> str:
-        """All that may be shown, and was not marked as sent."""
-        return "".join(self._pieces)
-
-    def mark_sent(self) -> None:
-        """The reader has `text`."""
-        self._pieces.clear()
-
-    def push(self, token_id: int, *, check_stop: bool = True) -> str | None:
-        """Takes a token; returns the stop string that it completes, which ends the text (check_stop: if one may)."""
-        new = self._stream.push(token_id)
-        self.num_tokens += 1
-        if not self._stop:
-            self._show(new)
-            return None
-        num_old, held = len(self._held), self._held + new
-        found = self._find(held, num_old) if check_stop and new else None
-        if found is not None:
-            at, stop = found
-            self._held, self._has_ended = "", True
-            self._show(held[: at + len(stop)] if self._includes_stop else held[:at])
-            return stop
-        start = self._start_of_stop(held)
-        self._show(held[:start])
-        self._held = held[start:]
-        return None
-
-    def finish(self) -> None:
-        """No more tokens come: shows what was held back, except after a stop string. A second call changes nothing."""
-        if self._has_ended:
-            return
-        self._has_ended = True
-        self._show(self._held + self._stream.finish())
-        self._held = ""
-
-    def _show(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-
-    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """The first stop string that ends after the first num_old characters, and where it begins."""
-        found = None
-        for stop in self._stop:
-            at = text.find(stop, max(num_old - len(stop) + 1, 0))
-            if at >= 0 and (found is None or at < found[0]):
-                found = at, stop
-        return found
-
-    def _start_of_stop(self, text: str) -> int:
-        """Where the longest suffix of the text starts with which a stop string begins."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for start in range(max(len(text) - longest, 0), len(text)):
-            end = text[start:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return start
-        return len(text)

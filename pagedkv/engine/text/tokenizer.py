@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedkv.models.files import read_json, refuse_pointer
 from pagedkv.optional import load
 
-from .detokenizer import TextStream, text_streams
+from .detokenizer import Detokenizer, detokenizers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +28,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
-        self._streams: dict[bool, Callable[[], TextStream]] = {}  # by skip_special_tokens
+        self._detokenizers: dict[bool, Callable[..., Detokenizer]] = {}  # by skip_special_tokens
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.path}>"
@@ -87,11 +87,15 @@ class Tokenizer:
         text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def text_stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+    def detokenizer(
+        self, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False, skip_special_tokens: bool = True
+    ) -> Detokenizer:
         """For the tokens of one answer, one at a time."""
-        if skip_special_tokens not in self._streams:
-            self._streams[skip_special_tokens] = text_streams(self.library, skip_special_tokens=skip_special_tokens)
-        return self._streams[skip_special_tokens]()
+        make = self._detokenizers.get(skip_special_tokens)
+        if make is None:
+            make = detokenizers(self.library, skip_special_tokens=skip_special_tokens)
+            self._detokenizers[skip_special_tokens] = make
+        return make(stop, include_stop_str_in_output)
 
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -157,13 +157,13 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
         assert device == "cuda:1"
         return 0, int(gib * GIB)
 
-    monkeypatch.setattr(parts, "find_device", lambda device: {"cuda:1": "cuda:1"}[device])
     monkeypatch.setattr(parts.ops, "memory_info", memory_info)
     monkeypatch.setattr(parts, "Checkpoint", lambda *_: None)
     monkeypatch.setattr(parts, "load_model", lambda *_: None)
     monkeypatch.setattr(parts, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:
-        parts.build(folder, EngineOptions(device="cuda:1"), "LLM")
+        where = {"device": "cuda:1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
+        parts.build(folder, read_spec(folder), EngineOptions(), **where, owner="LLM")
     assert asked.value.args == ("cuda:1", *expected)
 
 

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pagedkv.compat.vllm_ops needs PyTorch (package torch), which is not installed") from error
 
-from pagedkv.compat._attention import dense
+from pagedkv.compat._attention import dense, refuse
 
 __all__ = ["flash_attn_varlen_func", "reshape_and_cache_flash"]
 
@@ -154,12 +154,6 @@ def flash_attn_varlen_func(
     if return_softmax_lse and fa_version == 2:
         result[1].masked_fill_(result[1].isneginf(), float("inf"))
     return result
-
-
-def refuse(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None and (isinstance(value, torch.Tensor) or value != 0):
-            raise NotImplementedError(f"{name}: is given, which pagedkv does not have")
 
 
 def find_keys(

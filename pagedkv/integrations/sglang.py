@@ -158,30 +158,19 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
 
     # --- layers
 
-    def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
-        """As forward_extend, with one token per sequence."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
-        """q: [num_tokens, num_q_heads * head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], stored first unless they
-        are None or save_kv_cache is false. sinks=: [num_q_heads]. Returns [num_tokens, num_q_heads * head_dim]."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def _forward(
         self,
         q: Any,
         k: Any,
         v: Any,
         layer: Any,
         forward_batch: Any,
-        save_kv_cache: bool,
+        save_kv_cache: bool = True,
         sinks: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """q: [num_tokens, num_q_heads * head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], stored first unless they
+        are None or save_kv_cache is false. sinks: [num_q_heads]. Returns [num_tokens, num_q_heads * head_dim]."""
         _check_layer(layer, kwargs)
         metadata = self.forward_metadata
         assert metadata is not None
@@ -217,6 +206,8 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
         }
         out = ops.paged_attention_fwd(*batch, **options)
         return out.view(-1, layer.tp_q_head_num * layer.qk_head_dim)
+
+    forward_decode = forward_extend  # with one token per sequence
 
     def _pages(self, buffer: torch.Tensor, layer: Any) -> torch.Tensor:
         """A pool's buffer as [num_pages, page_size, num_kv_heads, head_dim], without a copy."""

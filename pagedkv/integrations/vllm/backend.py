@@ -246,18 +246,5 @@ class PagedKVBackend(interface.AttentionBackend):  # type: ignore[misc]
     def supports_sink(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+    supports_sliding_window = supports_non_causal = supports_sink
+    supports_per_head_quant_scales = supports_batch_invariance = supports_sink

@@ -18,7 +18,9 @@
  *     step.c          the int32 arrays of one engine step
  *     check.c         statistics and every invariant, spelled out
  *
- * Every function is O(1) a page. A function that fails has changed nothing. Not thread-safe: the caller locks.
+ * Every function is O(1) a page. A function that fails has changed nothing. Not thread-safe: the caller locks. A call
+ * that turns out to be long, more than about 0.1 ms, calls pk_pause.begin() before the long part, perhaps more than once.
+ * `end` is left to the caller, who frees the manager's lock first.
  */
 #ifndef PK_BLOCK_MANAGER_H
 #define PK_BLOCK_MANAGER_H
@@ -57,10 +59,6 @@ void pk_bm_free_pairs(int32_t *pairs);
 
 pk_status pk_bm_create(const pk_bm_config *config, pk_block_manager **manager, pk_error *err);
 void pk_bm_destroy(pk_block_manager *manager);
-/* For a caller whose lock others wait for (Python: the GIL): `on_long_work` is called by every call on the manager that turns
- * out to be long, more than about 0.1 ms, before the long part; perhaps more than once. NULL: nobody is told. */
-typedef void (*pk_bm_long_work)(void *context);
-void pk_bm_on_long_work(pk_block_manager *manager, pk_bm_long_work on_long_work, void *context);
 /* Changes how many pages allocate() leaves available from now on. */
 pk_status pk_bm_set_watermark(pk_block_manager *manager, int64_t num_blocks, pk_error *err);
 

@@ -12,7 +12,7 @@ static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t pk_bm_waste_tokens(const pk_block_manager *manager)
 {
     int64_t waste = 0;
-    expect_work(manager, manager->seqs_capacity + num_used(manager), 0);
+    expect_work(manager->seqs_capacity + num_used(manager), 0);
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t s = 0; s < manager->seqs_capacity; s++) {
             const pk_seq *seq = manager->seqs[s];
@@ -235,7 +235,7 @@ static bool check_all(pk_checker *checker)
 bool pk_bm_check(const pk_block_manager *manager, char *message, size_t message_bytes)
 {
     size_t num_pages = (size_t)manager->num_blocks;
-    expect_work(manager, LONG_WORK, 0);  // forks make it longer than the pool
+    expect_work(LONG_WORK, 0);  // forks make it longer than the pool
     pk_checker checker = {
         .manager = manager,
         .message = message,

@@ -30,7 +30,7 @@ static int64_t list_entries(const pk_block_manager *manager, pk_entry *entries)
 pk_status pk_bm_export(const pk_block_manager *manager, pk_bm_pages *pages, pk_error *err)
 {
     size_t most = (size_t)manager->num_blocks;
-    expect_work(manager, 4 * manager->num_blocks, manager->num_blocks * manager->block_size);
+    expect_work(4 * manager->num_blocks, manager->num_blocks * manager->block_size);
     pk_entry *entries = malloc(most * sizeof *entries);
     *pages =
         (pk_bm_pages){0, malloc(most * sizeof(int32_t)), malloc(most * sizeof(int32_t)), malloc(most * sizeof(int32_t)),

@@ -56,7 +56,7 @@ static void own_tail(pk_block_manager *manager, pk_seq *seq, pk_pairs *copies)
 static pk_status make_writable(pk_block_manager *manager, int64_t count, pk_pairs *copies, pk_error *err)
 {
     int64_t needed = count_needed(manager, count);
-    expect_work(manager, needed, 0);
+    expect_work(needed, 0);
     if (needed > num_available(manager)) return fail_out_of_blocks(manager, needed, num_available(manager), err);
     PK_TRY(pairs_make_room(manager, count, err));
     for (int64_t i = 0; i < count; i++)
@@ -122,7 +122,7 @@ pk_status pk_bm_commit(pk_block_manager *manager, int64_t count, const int64_t *
                            (long long)num_computed[i], (long long)seq->id, (long long)seq->num_reserved);
         num_tokens += num_computed[i] - seq->num_computed;
     }
-    expect_work(manager, num_tokens / manager->block_size, 0);
+    expect_work(num_tokens / manager->block_size, 0);
     for (int64_t i = 0; i < count; i++) {
         pk_seq *seq = manager->named[i];
         int64_t index = seq->num_computed / manager->block_size;

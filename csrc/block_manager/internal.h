@@ -107,17 +107,13 @@ struct pk_block_manager {
     int64_t pairs_capacity;
 
     int64_t hit_tokens, lookup_tokens, evictions, copies;
-
-    pk_bm_long_work on_long_work;
-    void *long_work_context;
 };
 
-/* Before work on so many pages or sequences (some 60 ns each) and tokens (4 ns each): says so where that is long. */
+/* Before work on so many pages or sequences (some 60 ns each) and tokens (4 ns each): lets others run where it is long. */
 enum { LONG_WORK = 4096, TOKENS_PER_WORK = 16 };
-static inline void expect_work(const pk_block_manager *manager, int64_t num_pages, int64_t num_tokens)
+static inline void expect_work(int64_t num_pages, int64_t num_tokens)
 {
-    if (num_pages + num_tokens / TOKENS_PER_WORK >= LONG_WORK && manager->on_long_work)
-        manager->on_long_work(manager->long_work_context);
+    if (num_pages + num_tokens / TOKENS_PER_WORK >= LONG_WORK) (void)pk_pause.begin(); /* the caller ends it */
 }
 
 static inline int64_t blocks_for(const pk_block_manager *manager, int64_t num_tokens)
@@ -234,7 +230,7 @@ pk_status pairs_make_room(pk_block_manager *manager, int64_t count, pk_error *er
 // --- manager.c
 
 pk_status check_num_blocks(int64_t num_blocks, int64_t num_host_blocks, int64_t block_size, pk_error *err);
-/* Announces the work on the tokens, too. */
+/* Expects the work on the tokens, too. */
 pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err);
 pk_status fail_out_of_blocks(const pk_block_manager *manager, int64_t needed, int64_t available, pk_error *err);
 int64_t num_admissible(const pk_block_manager *manager, int64_t num_incoming);

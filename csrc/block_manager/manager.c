@@ -59,12 +59,6 @@ void pk_bm_destroy(pk_block_manager *manager)
     free(manager);
 }
 
-void pk_bm_on_long_work(pk_block_manager *manager, pk_bm_long_work on_long_work, void *context)
-{
-    manager->on_long_work = on_long_work;
-    manager->long_work_context = context;
-}
-
 static pk_status check_ids(pk_tokens tokens, pk_error *err)
 {
     int32_t sign = 0;
@@ -79,12 +73,12 @@ static pk_status check_ids(pk_tokens tokens, pk_error *err)
 pk_status check_tokens(const pk_block_manager *manager, int64_t count, const pk_tokens *tokens, pk_error *err)
 {
     int64_t num_pages = 0, num_tokens = 0;
-    expect_work(manager, count, 0);  // the loop below is long, too
+    expect_work(count, 0);  // the loop below is long, too
     for (int64_t i = 0; i < count; i++) {
         num_pages += blocks_for(manager, tokens[i].count);
         num_tokens += tokens[i].count;
     }
-    expect_work(manager, num_pages, num_tokens);
+    expect_work(num_pages, num_tokens);
     for (int64_t i = 0; i < count; i++) PK_TRY(check_ids(tokens[i], err));
     return PK_OK;
 }
@@ -258,7 +252,7 @@ pk_status pk_bm_fork(pk_block_manager *manager, int64_t parent_id, int64_t child
     pk_seq *parent, *child;
     PK_TRY(seq_get_resident(manager, parent_id, &parent, err));
     int64_t num_blocks = blocks_for(manager, parent->num_tokens);  // reserved room is not shared
-    expect_work(manager, num_blocks, 0);
+    expect_work(num_blocks, 0);
     PK_TRY(seq_create(manager, child_id, parent->salt, num_blocks, &child, err));
     child->num_tokens = child->num_reserved = parent->num_tokens;
     child->num_computed = parent->num_computed < parent->num_tokens ? parent->num_computed : parent->num_tokens;
@@ -275,7 +269,7 @@ void seq_shrink(pk_block_manager *manager, pk_seq *seq, int64_t num_tokens)
 {
     int64_t old_full = seq->num_tokens / manager->block_size, new_full = num_tokens / manager->block_size;
     int64_t keep = blocks_for(manager, num_tokens);
-    expect_work(manager, seq->num_blocks - keep, 0);
+    expect_work(seq->num_blocks - keep, 0);
     while (seq->num_blocks > keep) {
         int64_t last = --seq->num_blocks;
         pool_release(manager, seq->blocks[last], last < old_full);
@@ -301,7 +295,7 @@ pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *se
     PK_TRY(seqs_name(manager, count, seq_ids, false, err));
     int64_t num_blocks = 0;
     for (int64_t i = 0; i < count; i++) num_blocks += manager->named[i]->num_blocks;
-    expect_work(manager, num_blocks, 0);
+    expect_work(num_blocks, 0);
     for (int64_t i = 0; i < count; i++) {
         pk_seq *seq = manager->named[i];
         if (seq->is_swapped)
@@ -317,7 +311,7 @@ pk_status pk_bm_free(pk_block_manager *manager, int64_t count, const int64_t *se
 int64_t pk_bm_reset_prefix_cache(pk_block_manager *manager)
 {
     int64_t num_dropped = manager->cached[0].count + manager->cached[1].count;
-    expect_work(manager, manager->num_blocks + manager->seqs_capacity, 0);
+    expect_work(manager->num_blocks + manager->seqs_capacity, 0);
     pool_drop_cached(manager);
     for (int64_t i = 0; i < manager->num_blocks; i++) {
         if (manager->pages[i].state == UNINDEXED) continue;

@@ -24,7 +24,7 @@ static pk_status grow(pk_block_manager *manager, pk_error *err)
         free(buckets);
         return pk_fail(err, PK_ENOMEM, "no memory for %d salts", capacity);
     }
-    expect_work(manager, capacity, 0);
+    expect_work(capacity, 0);
     free(manager->salt_buckets);
     manager->salt_buckets = buckets;
     for (int32_t i = 0; i < capacity; i++) buckets[i] = -1;
@@ -64,7 +64,7 @@ void salts_destroy(pk_block_manager *manager)
 int32_t salt_find(const pk_block_manager *manager, pk_salt salt)
 {
     if (salt.num_bytes == 0) return 0;
-    expect_work(manager, 0, salt.num_bytes / (int64_t)sizeof(int32_t));
+    expect_work(0, salt.num_bytes / (int64_t)sizeof(int32_t));
     uint64_t hash = salt_hash(manager, salt);
     for (int32_t i = *bucket_of(manager, hash); i >= 0; i = manager->salts[i].next) {
         const pk_salt_entry *entry = &manager->salts[i];

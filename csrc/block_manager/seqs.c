@@ -28,7 +28,7 @@ static pk_status grow(pk_block_manager *manager, pk_error *err)
     int64_t capacity = old_capacity ? 2 * old_capacity : FIRST_CAPACITY;
     pk_seq **old = manager->seqs, **seqs = calloc((size_t)capacity, sizeof *seqs);
     if (!seqs) return pk_fail(err, PK_ENOMEM, "no memory for %lld sequences", (long long)capacity);
-    expect_work(manager, old_capacity, 0);
+    expect_work(old_capacity, 0);
     manager->seqs = seqs;
     manager->seqs_capacity = capacity;
     for (int64_t i = 0; i < old_capacity; i++)
@@ -160,7 +160,7 @@ pk_status batch_make_room(pk_block_manager *manager, int64_t count, pk_error *er
 pk_status seqs_name(pk_block_manager *manager, int64_t count, const int64_t *seq_ids, bool must_be_resident,
                     pk_error *err)
 {
-    expect_work(manager, count, 0);
+    expect_work(count, 0);
     PK_TRY(batch_make_room(manager, count, err));
     manager->batch++;
     for (int64_t i = 0; i < count; i++) {
@@ -197,7 +197,7 @@ pk_status pk_bm_copy_blocks(const pk_block_manager *manager, int64_t seq_id, int
 {
     pk_seq *seq;
     PK_TRY(seq_get_resident(manager, seq_id, &seq, err));
-    expect_work(manager, 0, seq->num_blocks);
+    expect_work(0, seq->num_blocks);
     if (seq->num_blocks) memcpy(blocks, seq->blocks, (size_t)seq->num_blocks * sizeof *blocks);
     return PK_OK;
 }
@@ -206,7 +206,7 @@ pk_status pk_bm_copy_tokens(const pk_block_manager *manager, int64_t seq_id, int
 {
     pk_seq *seq;
     PK_TRY(seq_get(manager, seq_id, &seq, err));
-    expect_work(manager, 0, seq->num_tokens);
+    expect_work(0, seq->num_tokens);
     for (int64_t start = 0; start < seq->num_tokens; start += manager->block_size) {
         int64_t n = seq->num_tokens - start < manager->block_size ? seq->num_tokens - start : manager->block_size;
         memcpy(token_ids + start, page_tokens(manager, seq->blocks[start / manager->block_size]),

@@ -5,7 +5,7 @@ pk_status pk_bm_step_size(const pk_block_manager *manager, int64_t num_seqs, con
                           const int64_t *starts, const int64_t *lens, pk_step_size *size, pk_error *err)
 {
     *size = (pk_step_size){.num_seqs = num_seqs};
-    expect_work(manager, num_seqs, 0);
+    expect_work(num_seqs, 0);
     for (int64_t i = 0; i < num_seqs; i++) {
         pk_seq *seq;
         PK_TRY(seq_get_resident(manager, seq_ids[i], &seq, err));
@@ -43,7 +43,7 @@ void pk_bm_step_fill(const pk_block_manager *manager, const int64_t *seq_ids, co
 {
     enum { ENTRIES_PER_WORK = 64 }; /* of the tables, which are copied */
     int64_t num_tokens = 0;
-    expect_work(manager, size->num_seqs * size->max_blocks / ENTRIES_PER_WORK, size->num_tokens);
+    expect_work(size->num_seqs * size->max_blocks / ENTRIES_PER_WORK, size->num_tokens);
     for (int64_t i = 0; i < size->num_seqs; i++) {
         const pk_seq *seq = seq_find(manager, seq_ids[i]);
         int64_t end = starts[i] + lens[i], num_blocks = blocks_for(manager, end);

@@ -11,7 +11,7 @@ pk_status pk_bm_swap_out(pk_block_manager *manager, int64_t seq_id, pk_pairs *co
         return pk_fail(err, PK_ENOBLOCKS, "sequence %lld needs %lld host pages but %lld of %lld are free",
                        (long long)seq_id, (long long)num_blocks, (long long)manager->num_host_free,
                        (long long)manager->num_host_blocks);
-    expect_work(manager, num_blocks, num_blocks * manager->block_size);
+    expect_work(num_blocks, num_blocks * manager->block_size);
     PK_TRY(pairs_make_room(manager, num_blocks, err));
 
     seq_shrink(manager, seq, seq->num_tokens);  // gives reserved room back
@@ -51,7 +51,7 @@ pk_status pk_bm_swap_in(pk_block_manager *manager, int64_t seq_id, pk_pairs *cop
     pk_seq *seq;
     PK_TRY(seq_get(manager, seq_id, &seq, err));
     if (!seq->is_swapped) return pk_fail(err, PK_EVALUE, "sequence %lld is not swapped out", (long long)seq_id);
-    expect_work(manager, seq->num_blocks, seq->num_tokens);
+    expect_work(seq->num_blocks, seq->num_tokens);
     PK_TRY(pairs_make_room(manager, seq->num_blocks, err));
     int64_t num_hits = match_swapped(manager, seq), needed = seq->num_blocks - num_hits;
     int64_t admissible = num_admissible(manager, 1);

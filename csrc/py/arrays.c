@@ -32,13 +32,12 @@ int py_load_arrays(void)
 
 bool py_array_has_dtype(pk_dtype dtype) { return type_numbers[dtype] >= 0; }
 
-PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable)
+PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner)
 {
     npy_intp dims[PK_MAX_DIMS];
     if (py_load_arrays() < 0) return NULL;
     for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
-    int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (is_writable ? NPY_ARRAY_WRITEABLE : 0);
-    PyObject *array = PyArray_New(&PyArray_Type, ndim, dims, NPY_INT32, NULL, (void *)data, 0, flags, NULL);
+    PyObject *array = PyArray_New(&PyArray_Type, ndim, dims, NPY_INT32, NULL, (void *)data, 0, NPY_ARRAY_CARRAY, NULL);
     if (!array || !owner) return array;
     Py_INCREF(owner); /* stolen below, also on failure */
     if (PyArray_SetBaseObject((PyArrayObject *)array, owner) < 0) Py_CLEAR(array);
@@ -190,10 +189,8 @@ static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, in
     int64_t count = view->shape[0];
     void *data = reserve_ints(ints, count, pk_dtype_bytes(dtype));
     if (!data) return -1;
-    bool are_many = count >= MANY_INTS;
-    if (are_many) py_release_gil();
-    int64_t value = 0, good = convert_tensor(view, dtype, min, max, data, &value);
-    if (are_many) py_take_gil();
+    int64_t value = 0, good;
+    PY_WITHOUT_GIL(count >= MANY_INTS, good = convert_tensor(view, dtype, min, max, data, &value));
     if (good < count) return out_of_range(name, good, value, min, max);
     ints->i64 = data;
     ints->count = count;
@@ -259,11 +256,8 @@ static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t
     if (py_take_ints(state, "ids", given[0], PK_I32, 0, max, &ints) == 0)
         bytes = PyBytes_FromStringAndSize(NULL, ints.count * (Py_ssize_t)sizeof *ints.i32);
     if (bytes && ints.count) {
-        char *to = PyBytes_AsString(bytes);
-        bool are_many = ints.count >= MANY_INTS;
-        if (are_many) py_release_gil(); /* the object is still our own */
-        memcpy(to, ints.i32, (size_t)ints.count * sizeof *ints.i32);
-        if (are_many) py_take_gil();
+        char *to = PyBytes_AsString(bytes); /* the object is still our own */
+        PY_WITHOUT_GIL(ints.count >= MANY_INTS, memcpy(to, ints.i32, (size_t)ints.count * sizeof *ints.i32));
     }
     py_release_ints(&ints);
     return bytes;

@@ -176,16 +176,7 @@ static pk_salt *salts_of(PyObject *tuple, Py_ssize_t *count)
     return salts;
 }
 
-/* A copy: the core checks numbers before it uses them, and another thread could write to the caller's in between. */
-static int32_t *copy_of(const py_ints *ints)
-{
-    int32_t *copy = malloc(((size_t)ints->count + 1) * sizeof *copy);
-    if (!copy) return (int32_t *)PyErr_NoMemory();
-    memcpy(copy, ints->i32, (size_t)ints->count * sizeof *copy);
-    return copy;
-}
-
-/* The arrays in the memory of the call: core writes pages->blocks. */
+/* The core writes pages->blocks alone. */
 static PyObject *import_pages(PyObject *self, const py_ints *parents, const py_ints *indices, const py_ints *tokens,
                               Py_ssize_t num_salts, const pk_salt *salts)
 {
@@ -199,14 +190,11 @@ static PyObject *import_pages(PyObject *self, const py_ints *parents, const py_i
                             (long long)(indices->count != count ? indices->count : tokens->count), (long long)count);
     PyObject *result = py_array_new(PK_I32, 1, &count, &blocks);
     if (!result) return NULL;
-    pk_bm_pages pages = {count, blocks, copy_of(parents), copy_of(indices), (int32_t *)tokens->i32};
-    const bool has_copies = pages.parents && pages.salts;
-    if (has_copies) PY_LOCKED(self, status = pk_bm_import(manager_of(self)->core, &pages, num_salts, salts, &err));
-    free(pages.parents);
-    free(pages.salts);
-    if (has_copies && status == PK_OK) return result;
+    pk_bm_pages pages = {count, blocks, (int32_t *)parents->i32, (int32_t *)indices->i32, (int32_t *)tokens->i32};
+    PY_LOCKED(self, status = pk_bm_import(manager_of(self)->core, &pages, num_salts, salts, &err));
+    if (status == PK_OK) return result;
     Py_DECREF(result);
-    return has_copies ? py_raise(py_state_of(self), &err) : NULL;
+    return py_raise(py_state_of(self), &err);
 }
 
 const char py_bm_import_cache_doc[] =

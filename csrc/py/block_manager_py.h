@@ -1,8 +1,8 @@
 /* block_manager_py.h - what the files of the Python type BlockManager share.
  *
  *   block_manager_type.c     the type: constructor, properties, looking at sequences
- *   block_manager_methods.c  what changes one sequence
- *   block_manager_batch.c    the same for many at once
+ *   block_manager_methods.c  what changes sequences
+ *   block_manager_tokens.c   what takes token ids: allocate, append, and what would be found
  *   block_manager_cache.c    the size of the pool, the content of the prefix cache
  *   block_manager_step.c     prepare: the arrays of one step
  *   block_manager_show.c     stats, repr, the picture of the pool
@@ -26,7 +26,6 @@ typedef struct py_step_memory py_step_memory; /* block_manager_step.c */
 typedef struct {
     PyObject_HEAD pk_block_manager *core;
     py_lock lock;                /* of all that follows, and of what is in the core */
-    bool is_without_gil;         /* so the thread that has the lock runs */
     py_step_memory *step_memory; /* what the arrays of the last step lie in; NULL before the first */
 } py_block_manager;
 
@@ -37,20 +36,11 @@ static inline void py_bm_lock(py_block_manager *manager)
     if (pthread_mutex_trylock(&manager->lock.mutex) == 0) return;
     py_release_gil();
     pthread_mutex_lock(&manager->lock.mutex);
-    manager->is_without_gil = true;
-}
-/* With the mutex: lets go of the GIL, if it has not yet. */
-static inline void py_bm_release_gil(py_block_manager *manager)
-{
-    if (!manager->is_without_gil) py_release_gil();
-    manager->is_without_gil = true;
 }
 static inline void py_bm_unlock(py_block_manager *manager)
 {
-    bool is_without_gil = manager->is_without_gil;
-    manager->is_without_gil = false;
     pthread_mutex_unlock(&manager->lock.mutex);
-    if (is_without_gil) py_take_gil();
+    if (!py_has_gil()) py_take_gil();
 }
 
 /* PY_LOCKED(self, statement): the statement must not touch a Python object, for it may run without the GIL. */
@@ -73,19 +63,17 @@ static inline int py_take_tokens(PyObject *self, const char *name, PyObject *obj
 {
     return py_take_ints(py_state_of(self), name, object, PK_I32, 0, INT32_MAX, ints);
 }
-static inline int py_take_seq_ids(PyObject *self, PyObject *object, py_ints *ints)
-{
-    return py_take_ints(py_state_of(self), "seq_ids", object, PK_I64, INT64_MIN, INT64_MAX, ints);
-}
-
-/* An int, or something with __index__ that is no sequence (a NumPy scalar). */
-bool py_is_number(PyObject *value);
+/* The ids of a batch form, or the one id of another method. */
+int py_take_seq_ids(PyObject *self, const char *name, bool are_many, PyObject *object, py_ints *ids);
+/* An int for each of the ids. */
+int py_take_numbers(PyObject *self, const char *name, PyObject *object, const py_ints *ids, py_ints *numbers);
+int py_check_count(const char *name, int64_t count, const py_ints *ids);
 
 /* What a call of the core came to. */
 typedef struct {
     pk_status status;
     pk_error err;
-    int32_t *pairs; /* taken over from the core; NULL: none */
+    int32_t *pairs; /* taken over from the core; NULL: there are none */
     int64_t num_pairs;
 } py_outcome;
 /* After a core call that gave `pairs`, still under the lock: takes them away before the next call overwrites them. */

@@ -103,7 +103,7 @@ PyObject *py_bm_html(PyObject *self, PyObject *unused)
         memset(states, PK_PAGE_FREE, (size_t)counts.num_blocks);
         PY_LOCKED(self, {
             pk_bm_counts now; /* another thread may have changed the size of the pool */
-            py_bm_release_gil(manager_of(self));
+            (void)pk_pause.begin();
             pk_bm_get_counts(manager_of(self)->core, &now);
             for (int64_t page = 0; page < counts.num_blocks && page < now.num_blocks; page++)
                 states[page] = (char)pk_bm_page_state(manager_of(self)->core, page);

@@ -94,11 +94,11 @@ static PyObject *make_step(PyTypeObject *type, py_step_memory *memory, const pk_
     pk_step step = step_in(memory);
     int64_t num_offsets = size->num_seqs + 1, table_shape[2] = {size->num_seqs, size->max_blocks};
     PyObject *fields[6] = {
-        py_array_i32(1, &size->num_tokens, step.slot_mapping, capsule, true),
-        py_array_i32(1, &size->num_tokens, step.positions, capsule, true),
-        py_array_i32(1, &size->num_seqs, step.context_lens, capsule, true),
-        py_array_i32(1, &num_offsets, step.cu_seqlens_q, capsule, true),
-        py_array_i32(2, table_shape, step.block_tables, capsule, true),
+        py_array_i32(1, &size->num_tokens, step.slot_mapping, capsule),
+        py_array_i32(1, &size->num_tokens, step.positions, capsule),
+        py_array_i32(1, &size->num_seqs, step.context_lens, capsule),
+        py_array_i32(1, &num_offsets, step.cu_seqlens_q, capsule),
+        py_array_i32(2, table_shape, step.block_tables, capsule),
         PyLong_FromLongLong(size->max_seqlen_q),
     };
     Py_DECREF(capsule);  // the arrays hold it
@@ -161,7 +161,6 @@ const char py_bm_prepare_doc[] =
 PyObject *py_bm_prepare(PY_FASTCALL)
 {
     PY_BIND_METHOD(self, prepare);
-    py_state *state = py_state_of(self);
     pk_step_size least = {0}, size;
     py_ints ints[3];
     static const char *const names[3] = {"seq_ids", "query_starts", "query_lens"};
@@ -171,14 +170,9 @@ PyObject *py_bm_prepare(PY_FASTCALL)
     int num_taken = 0, result = 0;
     while (num_taken < 3 && result == 0) {
         int i = num_taken++;
-        result = py_take_ints(state, names[i], given[i], PK_I64, INT64_MIN, INT64_MAX, &ints[i]);
-        if (result == 0 && ints[i].count != ints[0].count) {
-            PyErr_Format(PyExc_ValueError, "%s: has %lld elements but seq_ids has %lld", names[i],
-                         (long long)ints[i].count, (long long)ints[0].count);
-            result = -1;
-        }
+        result = py_take_numbers(self, names[i], given[i], &ints[0], &ints[i]);
     }
     py_step_memory *memory = result == 0 ? fill(self, &ints[0], &ints[1], &ints[2], &least, &size) : NULL;
     while (num_taken) py_release_ints(&ints[--num_taken]);
-    return memory ? make_step(state->step_type, memory, &size) : NULL;
+    return memory ? make_step(py_state_of(self)->step_type, memory, &size) : NULL;
 }

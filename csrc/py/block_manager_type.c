@@ -65,8 +65,6 @@ static int eviction_arg(PyObject *value, bool *is_lru)
     return -1;
 }
 
-static void release_gil(void *manager) { py_bm_release_gil(manager); }
-
 static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     py_state *state = (py_state *)PyType_GetModuleState(type);
@@ -96,25 +94,19 @@ static PyObject *manager_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     py_lock_init(&self->lock);
     pk_status status;
     pk_error err;
-    py_release_gil(); /* a big pool takes its time, here and in dealloc */
-    status = pk_bm_create(&config, &self->core, &err);
-    py_take_gil();
-    if (status != PK_OK) {
-        py_raise(state, &err);
-        Py_CLEAR(self);
-    } else {
-        pk_bm_on_long_work(self->core, release_gil, self);
-    }
-    return (PyObject *)self;
+    PY_WITHOUT_GIL(true, status = pk_bm_create(&config, &self->core, &err)); /* a big pool takes its time */
+    if (status == PK_OK) return (PyObject *)self;
+    Py_DECREF((PyObject *)self);
+    return py_raise(state, &err);
 }
 
 static void manager_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    py_release_gil();
-    pk_bm_destroy(manager_of(self)->core);
-    py_step_memory_release(manager_of(self)->step_memory);
-    py_take_gil();
+    PY_WITHOUT_GIL(true, {
+        pk_bm_destroy(manager_of(self)->core);
+        py_step_memory_release(manager_of(self)->step_memory);
+    });
     py_lock_destroy(&manager_of(self)->lock);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);

@@ -74,9 +74,8 @@ static void release_range(PyObject *object)
     pk_error err;
     if (pk_backend_of(self->range.device, &backend, NULL) != PK_OK) return;
     bool is_slow = self->range.device.type == PK_CPU && self->range.size > PY_LARGE_BYTES;
-    if (is_slow) py_release_gil();
-    pk_status status = backend->range_release(&self->range, &err);
-    if (is_slow) py_take_gil();
+    pk_status status;
+    PY_WITHOUT_GIL(is_slow, status = backend->range_release(&self->range, &err));
     if (status == PK_OK) return;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); /* of whatever let go of the buffer */
@@ -101,10 +100,10 @@ static void elastic_dealloc(PyObject *object)
 static void lock_elastic(py_elastic *self)
 {
     while (pthread_mutex_trylock(&self->lock.mutex) != 0) {
-        py_release_gil();
-        pthread_mutex_lock(&self->lock.mutex);
-        pthread_mutex_unlock(&self->lock.mutex);
-        py_take_gil();
+        PY_WITHOUT_GIL(true, {
+            pthread_mutex_lock(&self->lock.mutex);
+            pthread_mutex_unlock(&self->lock.mutex);
+        });
     }
 }
 
@@ -117,11 +116,12 @@ static int resize_range(PyObject *object, size_t bytes)
     size_t change = shrinks ? self->range.size - bytes : bytes - self->range.size;
     bool is_slow = self->range.device.type != PK_CPU || change > PY_LARGE_BYTES;
     if (shrinks) self->size = bytes; /* no new tensor may need what is about to go */
-    if (is_slow) py_release_gil();
-    pk_status status = self->backend->range_resize(&self->range, bytes, &err);
-    __atomic_store_n(&self->size, self->range.size, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&self->lock.mutex);
-    if (is_slow) py_take_gil();
+    pk_status status;
+    PY_WITHOUT_GIL(is_slow, {
+        status = self->backend->range_resize(&self->range, bytes, &err);
+        __atomic_store_n(&self->size, self->range.size, __ATOMIC_RELEASE);
+        pthread_mutex_unlock(&self->lock.mutex);
+    });
     if (status != PK_OK) py_raise(py_state_of(object), &err);
     return status == PK_OK ? 0 : -1;
 }

@@ -2,7 +2,7 @@
  *
  * A launch keeps the GIL, because it is short, and taking the GIL back costs up to milliseconds where other threads
  * want it. What a backend knows to be slow (a wait, an allocation, the first use of a kernel or a library) it puts
- * between pk_pause's two functions, and those let go of the GIL.
+ * between pk_pause's two functions, and those let go of the GIL. So does the page allocator before long work.
  */
 #include "py/py.h"
 
@@ -10,6 +10,8 @@
 #include <time.h>
 
 static _Thread_local PyThreadState *released; /* not NULL: this thread has let go of the GIL */
+
+bool py_has_gil(void) { return !released; }
 
 void py_release_gil(void) { released = PyEval_SaveThread(); }
 
@@ -77,7 +79,7 @@ void py_drop_later(void *object)
 
 static bool pause_begin(void)
 {
-    if (released) return false;
+    if (!py_has_gil()) return false;
     py_release_gil();
     return true;
 }

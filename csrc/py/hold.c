@@ -7,9 +7,8 @@ static void release_memory(py_hold *hold)
     const pk_backend *backend;
     bool is_slow = hold->memory.device.type == PK_CPU && hold->memory.bytes > PY_LARGE_BYTES;
     if (pk_backend_of(hold->memory.device, &backend, NULL) != PK_OK) return;
-    if (is_slow) py_release_gil();
-    (hold->memory.is_pinned ? backend->release_pinned : backend->release)(hold->memory.device, hold->memory.data);
-    if (is_slow) py_take_gil();
+    void (*release)(pk_device, void *) = hold->memory.is_pinned ? backend->release_pinned : backend->release;
+    PY_WITHOUT_GIL(is_slow, release(hold->memory.device, hold->memory.data));
 }
 
 /* A deleter may run Python, which must find no exception, nor leave one. */

@@ -234,10 +234,19 @@ int py_stream_arg(py_state *state, PyObject *object, pk_stream *stream, py_queue
 
 /* -------------------------------------------------------------- the GIL (gil.c) */
 
-/* Around what may take more than a millisecond. The backends let go of it by themselves (pk_pause) where the thread has
- * it. Every release in csrc/py goes through these, so that they know. */
+/* Around what may take more than a millisecond. Backends and the page allocator let go of it by themselves (pk_pause)
+ * where the thread has it. Every release in csrc/py goes through these, so that they know. */
 void py_release_gil(void);
 void py_take_gil(void);
+bool py_has_gil(void);
+/* Runs statements that touch no Python object: without the GIL where `is_slow`. */
+#define PY_WITHOUT_GIL(is_slow, ...)     \
+    do {                                 \
+        const bool is_slow_ = (is_slow); \
+        if (is_slow_) py_release_gil();  \
+        __VA_ARGS__;                     \
+        if (is_slow_) py_take_gil();     \
+    } while (0)
 /* For loops over Python objects, which cannot go without the GIL: once half a millisecond has passed since *since (0 at
  * first), lets go of it for long enough that a thread which waits for it gets it, and returns true. Anything may have
  * changed then. It looks at the clock: call it every few microseconds at most. */
@@ -258,7 +267,7 @@ int py_ensure_blas(int64_t num_rows, pk_dtype dtype);
 int py_load_arrays(void);
 /* An int32 ndarray over memory that C owns: no copy, `owner` is its base and stays alive with it. NULL: the
  * memory is static. */
-PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner, bool is_writable);
+PyObject *py_array_i32(int ndim, const int64_t *shape, const int32_t *data, PyObject *owner);
 /* A new ndarray with its own memory, of any dtype that NumPy has; *data points at it. */
 PyObject *py_array_new(pk_dtype dtype, int ndim, const int64_t *shape, void **data);
 bool py_array_has_dtype(pk_dtype dtype);

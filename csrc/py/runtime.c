@@ -41,9 +41,8 @@ static PyObject *on_device(PyObject *module, int signature, pk_device_type other
     pk_error err;
     if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
     if (given[0] && py_device_arg("device", given[0], &device) < 0) return NULL;
-    py_release_gil();
-    pk_status status = function(device, &err);
-    py_take_gil();
+    pk_status status;
+    PY_WITHOUT_GIL(true, status = function(device, &err));
     return status == PK_OK ? Py_NewRef(Py_None) : py_raise(state, &err);
 }
 
@@ -162,11 +161,12 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
         if (!PyErr_ExceptionMatches(PyExc_ImportError)) return NULL;
         PyErr_Clear();
     }
-    py_release_gil(); /* this loads the driver and the BLAS */
-    pk_status status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
-    num_devices = pk_device_count(PK_CUDA);
-    blas = pk_host_backend()->blas_name();
-    py_take_gil();
+    pk_status status;
+    PY_WITHOUT_GIL(true, { /* this loads the driver and the BLAS */
+                           status = pk_backend_of((pk_device){PK_CUDA, 0}, &backend, &err);
+                           num_devices = pk_device_count(PK_CUDA);
+                           blas = pk_host_backend()->blas_name();
+    });
     bool has_cuda = status == PK_OK;
 #ifdef Py_GIL_DISABLED
     PyObject *free_threaded = Py_True;

@@ -57,6 +57,19 @@ bool pk_view_is_contiguous(const pk_view *view)
     return true;
 }
 
+size_t pk_view_make_contiguous(pk_view *view)
+{
+    int64_t count = 1, bytes;
+    bool is_empty = false, overflows = false;
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        view->stride[i] = count;
+        is_empty |= view->shape[i] == 0;
+        overflows |= __builtin_mul_overflow(count, view->shape[i] ? view->shape[i] : 1, &count);
+    }
+    overflows |= __builtin_mul_overflow(count, (int64_t)pk_dtype_bytes(view->dtype), &bytes);
+    return overflows ? SIZE_MAX : is_empty ? 0 : (size_t)bytes;
+}
+
 static uint64_t magnitude(int64_t stride) { return stride < 0 ? 0 - (uint64_t)stride : (uint64_t)stride; }
 
 /* No two elements share memory: sorted by stride, each dimension must step over all the smaller ones.

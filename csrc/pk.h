@@ -96,6 +96,9 @@ typedef struct {
 
 int64_t pk_view_numel(const pk_view *view); /* INT64_MAX where there are more */
 bool pk_view_is_contiguous(const pk_view *view);
+/* Fills the strides of a contiguous view of its shape; a size of 0 counts as 1 there. Returns its bytes, or SIZE_MAX where
+ * the strides or the bytes do not fit in 63 bits. */
+size_t pk_view_make_contiguous(pk_view *view);
 bool pk_view_has_distinct_elements(const pk_view *view); /* no two of them share memory */
 
 /* overlap.c. The addresses that a view touches, *low <= address < *high; equal where it has no elements. False

@@ -318,7 +318,7 @@ TENSOR_TABLE = [
     (lambda t: t["x":], TypeError, "slice indices must be integers"),
     (lambda t: t.copy_([1]), TypeError, "src: must be a tensor"),
     (lambda t: t.__dlpack__(max_version=1), TypeError, "max_version: must be None or a tuple of two ints, not 1"),
-    (lambda t: t.__dlpack__(max_version=("a", 1)), TypeError, "'str' object cannot be interpreted as an integer"),
+    (lambda t: t.__dlpack__(max_version=("a", 1)), TypeError, "max_version: must be None or a tuple of two ints, not ('a', 1)"),
     (lambda t: t.__dlpack__(dl_device=(2, 0)), BufferError, "dl_device: the tensor is on (1, 0)"),
     (lambda t: t.__dlpack__(dl_device=1), TypeError, "dl_device: must be None or a tuple of two ints, not 1"),
     (lambda t: pagedkv.empty(1 // 0 for _ in range(2)), ZeroDivisionError, "integer division or modulo by zero"),

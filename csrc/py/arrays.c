@@ -244,16 +244,15 @@ PyDoc_STRVAR(
     "_pack_ids($module, ids, vocab_size, /)\n--\n\n"
     "The ints of a sequence, each of which must be in 0..vocab_size-1, as the bytes of an int32 array. A list\n"
     "of them takes 6 ns each, array(\"i\", ids) 16.");
-static PyObject *py_pack_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_pack_ids(PY_FASTCALL)
 {
-    PyObject *given[2], *bytes = NULL;
-    py_state *state = py_module_state(module);
+    PY_BIND(py_module_state(self), _pack_ids);
+    PyObject *bytes = NULL;
     int64_t vocab_size;
     py_ints ints;
-    if (py_bind(&state->signatures[PY_SIG__pack_ids], args, nargs, kwnames, given) < 0) return NULL;
     if (py_int64_arg("vocab_size", given[1], &vocab_size) < 0) return NULL;
     int64_t max = vocab_size < 0 ? -1 : vocab_size <= INT32_MAX ? vocab_size - 1 : INT32_MAX;
-    if (py_take_ints(state, "ids", given[0], PK_I32, 0, max, &ints) == 0)
+    if (py_take_ints(py_module_state(self), "ids", given[0], PK_I32, 0, max, &ints) == 0)
         bytes = PyBytes_FromStringAndSize(NULL, ints.count * (Py_ssize_t)sizeof *ints.i32);
     if (bytes && ints.count) {
         char *to = PyBytes_AsString(bytes); /* the object is still our own */

@@ -11,7 +11,7 @@ const char py_bm_resize_doc[] =
     "it says how far the pool can shrink. The caller gives the KV caches their new size: before growing, or after.";
 PyObject *py_bm_resize(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, resize);
+    PY_BIND(py_state_of(self), BlockManager_resize);
     int64_t num_blocks;
     pk_error err;
     pk_status status;
@@ -38,7 +38,7 @@ const char py_bm_explain_doc[] =
     "salt is stays unsaid. O(pages of the prompt), times the number of salts where the page was not evicted.";
 PyObject *py_bm_explain(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, explain);
+    PY_BIND(py_state_of(self), BlockManager_explain);
     pk_salt salt;
     py_ints ints;
     pk_error err;
@@ -206,7 +206,7 @@ const char py_bm_import_cache_doc[] =
     "prefix caching is off. After an error nothing has changed.";
 PyObject *py_bm_import_cache(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, import_cache);
+    PY_BIND(py_state_of(self), BlockManager_import_cache);
     py_state *state = py_state_of(self);
     py_ints parents = {0}, indices = {0}, tokens = {0};
     Py_ssize_t num_salts = 0;

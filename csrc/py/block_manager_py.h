@@ -51,12 +51,6 @@ static inline void py_bm_unlock(py_block_manager *manager)
         py_bm_unlock(manager_of(self)); \
     } while (0)
 
-/* Binds the arguments of BlockManager.<method> into `given`, or returns NULL from the caller. */
-#define PY_BIND_METHOD(self, method)                                                                            \
-    PyObject *given[PY_MAX_PARAMS];                                                                             \
-    if (py_bind(&py_state_of(self)->signatures[PY_SIG_BlockManager_##method], args, nargs, kwnames, given) < 0) \
-    return NULL
-
 /* NULL (left out) is the empty salt. The bytes stay the caller's. */
 int py_salt_arg(PyObject *value, pk_salt *salt);
 static inline int py_take_tokens(PyObject *self, const char *name, PyObject *object, py_ints *ints)

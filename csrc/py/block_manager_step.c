@@ -160,7 +160,7 @@ const char py_bm_prepare_doc[] =
     "at least max_blocks wide. Changes no sequence.";
 PyObject *py_bm_prepare(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, prepare);
+    PY_BIND(py_state_of(self), BlockManager_prepare);
     pk_step_size least = {0}, size;
     py_ints ints[3];
     static const char *const names[3] = {"seq_ids", "query_starts", "query_lens"};

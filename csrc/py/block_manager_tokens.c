@@ -163,7 +163,7 @@ const char py_bm_allocate_doc[] =
     "tuple, range, or a one-dimensional int32 or int64 array. Only sequences with the same salt share pages.";
 PyObject *py_bm_allocate(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, allocate);
+    PY_BIND(py_state_of(self), BlockManager_allocate);
     return allocate(self, given, false);
 }
 
@@ -173,7 +173,7 @@ const char py_bm_allocate_batch_doc[] =
     "of each as an int64 array. Prompts of one batch do not find each other's pages.";
 PyObject *py_bm_allocate_batch(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, allocate_batch);
+    PY_BIND(py_state_of(self), BlockManager_allocate_batch);
     return allocate(self, given, true);
 }
 
@@ -208,7 +208,7 @@ const char py_bm_append_doc[] =
     "that must be copied (copy_blocks) before the new positions are written, because others share the page.";
 PyObject *py_bm_append(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, append);
+    PY_BIND(py_state_of(self), BlockManager_append);
     return append(self, given, false);
 }
 
@@ -218,7 +218,7 @@ const char py_bm_append_batch_doc[] =
     "sequences of ids. Returns all pairs.";
 PyObject *py_bm_append_batch(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, append_batch);
+    PY_BIND(py_state_of(self), BlockManager_append_batch);
     return append(self, given, true);
 }
 
@@ -230,7 +230,7 @@ const char py_bm_match_doc[] =
     "living sequences are computing: who waits for their commit gets them too. Changes nothing.";
 PyObject *py_bm_match(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, match);
+    PY_BIND(py_state_of(self), BlockManager_match);
     int64_t hits, pending;
     pk_salt salt;
     py_ints ints;
@@ -253,7 +253,7 @@ const char py_bm_can_allocate_doc[] =
     "Whether allocate would succeed now: for these tokens, or for a number of tokens of which none is in the cache.";
 PyObject *py_bm_can_allocate(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, can_allocate);
+    PY_BIND(py_state_of(self), BlockManager_can_allocate);
     const pk_block_manager *core = manager_of(self)->core;
     int64_t count;
     bool can;

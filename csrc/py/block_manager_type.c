@@ -129,7 +129,7 @@ static int info_arg(PyObject *self, PyObject *value, pk_seq_info *info)
 const char py_bm_num_tokens_doc[] = "num_tokens($self, seq_id)\n--\n\nHow many token ids the sequence knows.";
 PyObject *py_bm_num_tokens(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, num_tokens);
+    PY_BIND(py_state_of(self), BlockManager_num_tokens);
     pk_seq_info info;
     return info_arg(self, given[0], &info) < 0 ? NULL : PyLong_FromLongLong(info.num_tokens);
 }
@@ -138,7 +138,7 @@ const char py_bm_num_computed_doc[] =
     "num_computed($self, seq_id)\n--\n\nHow many leading positions of the sequence have their KV in the pages.";
 PyObject *py_bm_num_computed(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, num_computed);
+    PY_BIND(py_state_of(self), BlockManager_num_computed);
     pk_seq_info info;
     return info_arg(self, given[0], &info) < 0 ? NULL : PyLong_FromLongLong(info.num_computed);
 }
@@ -179,7 +179,7 @@ const char py_bm_block_table_doc[] =
     "ValueError where the sequence is swapped out.";
 PyObject *py_bm_block_table(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, block_table);
+    PY_BIND(py_state_of(self), BlockManager_block_table);
     return array_of_seq(self, given[0], false);
 }
 
@@ -187,7 +187,7 @@ const char py_bm_token_ids_doc[] =
     "token_ids($self, seq_id)\n--\n\nThe known token ids of the sequence, as a new int32 array.";
 PyObject *py_bm_token_ids(PY_FASTCALL)
 {
-    PY_BIND_METHOD(self, token_ids);
+    PY_BIND(py_state_of(self), BlockManager_token_ids);
     return array_of_seq(self, given[0], true);
 }
 

@@ -243,13 +243,13 @@ static PyObject *allocate_on_stream(py_call *call, const DLPackExchangeAPI *exch
 }
 
 static PyObject *allocate_object(py_call *call, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
-                                 pk_view *view, pk_error *err)
+                                 pk_view *view)
 {
     const py_tensor_in *first = call->num_tensors ? &call->tensors[0] : NULL;
     if (first && first->exchange) return allocate_on_stream(call, first->exchange, dtype, device, ndim, shape, view);
     if (first && first->reader == PY_READ_BUFFER && device.type == PK_CPU && py_array_has_dtype(dtype))
         return py_array_new(dtype, ndim, shape, &view->data);
-    PyObject *tensor = py_tensor_new(call->state, dtype, device, ndim, shape, err);
+    PyObject *tensor = py_tensor_new(call->state, dtype, device, false, ndim, shape);
     if (tensor) view->data = py_tensor_view(tensor)->data;
     call->has_own_output |= tensor != NULL;
     return tensor;
@@ -262,13 +262,10 @@ static pk_status allocate_output(pk_output *base, pk_dtype dtype, pk_device devi
     py_call *call = output->call;
     pk_view *view = &base->view;
     *view = (pk_view){.ndim = ndim, .dtype = dtype, .device = device};
-    uint64_t stride = 1; /* may overflow where the shape is empty */
-    for (int i = ndim - 1; i >= 0; stride *= (uint64_t)shape[i--]) {
-        view->shape[i] = shape[i];
-        view->stride[i] = (int64_t)stride;
-    }
+    for (int i = 0; i < ndim; i++) view->shape[i] = shape[i];
+    (void)pk_view_make_contiguous(view); /* whoever allocates refuses what is too large */
     if (call->has_released) py_take_gil();
-    output->object = allocate_object(call, dtype, device, ndim, shape, view, err);
+    output->object = allocate_object(call, dtype, device, ndim, shape, view);
     output->is_new = true;
     bool failed = output->object == NULL;
     if (call->has_released) py_release_gil();

@@ -69,16 +69,11 @@ int py_view_of_dltensor(const char *name, const DLTensor *tensor, bool is_readon
     view->ndim = tensor->ndim;
     view->is_readonly = is_readonly;
     view->is_pinned = tensor->device.device_type == kDLCUDAHost;
-    int64_t dense = 1, numel_bytes;
-    bool is_empty = false, is_negative = false, is_too_large = false;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
-        view->shape[i] = tensor->shape[i];
-        view->stride[i] = tensor->strides ? tensor->strides[i] : dense;
-        is_negative |= tensor->shape[i] < 0;
-        is_empty |= tensor->shape[i] == 0;
-        is_too_large |= __builtin_mul_overflow(dense, tensor->shape[i] ? tensor->shape[i] : 1, &dense);
-    }
-    is_too_large |= __builtin_mul_overflow(dense, (int64_t)pk_dtype_bytes(view->dtype), &numel_bytes);
+    bool is_negative = false;
+    for (int i = 0; i < tensor->ndim; i++) is_negative |= (view->shape[i] = tensor->shape[i]) < 0;
+    size_t bytes = pk_view_make_contiguous(view);
+    for (int i = 0; i < tensor->ndim && tensor->strides; i++) view->stride[i] = tensor->strides[i];
+    bool is_empty = bytes == 0, is_too_large = bytes == SIZE_MAX;
     bool has_no_address = !is_empty && !tensor->data;
     if (is_negative || is_too_large || is_far || has_no_address || !pk_view_extent(view, &low, &high)) {
         PyErr_Format(PyExc_BufferError, "%s: its producer gave %s", name,

@@ -137,7 +137,7 @@ PyDoc_STRVAR(
     "as the largest of them since there was none. RuntimeError: shrinking on a GPU while a Graph is being captured.");
 static PyObject *elastic_resize(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, ElasticBuffer_resize);
+    PY_BIND(py_state_of(self), ElasticBuffer_resize);
     py_elastic *elastic = elastic_of(self);
     const size_t granularity = elastic->range.granularity;
     int64_t num_bytes;
@@ -162,20 +162,6 @@ static PyObject *elastic_resize(PY_FASTCALL)
 
 // --- tensors
 
-/* The bytes of a contiguous view, whose strides are filled here; SIZE_MAX where there are more than 2^63. */
-static size_t fill_strides(pk_view *view)
-{
-    int64_t count = 1, bytes;
-    bool is_empty = false, overflows = false;
-    for (int i = view->ndim - 1; i >= 0; i--) {
-        view->stride[i] = count;
-        is_empty |= view->shape[i] == 0;
-        overflows |= __builtin_mul_overflow(count, view->shape[i] ? view->shape[i] : 1, &count);
-    }
-    overflows |= __builtin_mul_overflow(count, (int64_t)pk_dtype_bytes(view->dtype), &bytes);
-    return overflows ? SIZE_MAX : is_empty ? 0 : (size_t)bytes;
-}
-
 PyDoc_STRVAR(
     tensor_doc,
     "tensor($self, shape, dtype=\"float32\", *, reserved=False)\n--\n\n"
@@ -189,14 +175,14 @@ PyDoc_STRVAR(
 static PyObject *elastic_tensor(PY_FASTCALL)
 {
     enum { SHAPE, DTYPE, RESERVED };
-    PY_BIND_NAMED(self, ElasticBuffer_tensor);
+    PY_BIND(py_state_of(self), ElasticBuffer_tensor);
     py_elastic *elastic = elastic_of(self);
     pk_view view = {.data = elastic->range.data, .dtype = PK_F32, .device = elastic->range.device};
     if ((view.ndim = py_shape_arg("shape", given[SHAPE], false, view.shape)) < 0) return NULL;
     if (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &view.dtype) < 0) return NULL;
     int is_reserved = given[RESERVED] ? py_bool_arg("reserved", given[RESERVED]) : 0;
     if (is_reserved < 0) return NULL;
-    const size_t bytes = fill_strides(&view), limit = is_reserved ? elastic->range.capacity : elastic->size;
+    const size_t bytes = pk_view_make_contiguous(&view), limit = is_reserved ? elastic->range.capacity : elastic->size;
     if (bytes > limit)
         return PyErr_Format(PyExc_ValueError, "shape: %R of %s takes more than the %s of %zu bytes", given[SHAPE],
                             pk_dtype_name(view.dtype), is_reserved ? "capacity" : "size", limit);
@@ -210,22 +196,9 @@ static PyObject *elastic_tensor(PY_FASTCALL)
 
 // --- the type
 
-static PyObject *elastic_size(PyObject *self, void *unused)
+static PyObject *get_bytes(PyObject *self, void *offset)
 {
-    (void)unused;
-    return PyLong_FromSize_t(elastic_of(self)->size);
-}
-
-static PyObject *elastic_capacity(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(elastic_of(self)->range.capacity);
-}
-
-static PyObject *elastic_granularity(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(elastic_of(self)->range.granularity);
+    return PyLong_FromSize_t(*(const size_t *)((const char *)self + (size_t)offset));
 }
 
 static PyObject *elastic_device(PyObject *self, void *unused)
@@ -252,9 +225,10 @@ static PyMethodDef elastic_methods[] = {
 };
 
 static PyGetSetDef elastic_getset[] = {
-    {"size", elastic_size, NULL, "Bytes that have memory.", NULL},
-    {"capacity", elastic_capacity, NULL, "Bytes of addresses.", NULL},
-    {"granularity", elastic_granularity, NULL, "Bytes that size and capacity are multiples of.", NULL},
+    {"size", get_bytes, NULL, "Bytes that have memory.", (void *)offsetof(py_elastic, size)},
+    {"capacity", get_bytes, NULL, "Bytes of addresses.", (void *)offsetof(py_elastic, range.capacity)},
+    {"granularity", get_bytes, NULL, "Bytes that size and capacity are multiples of.",
+     (void *)offsetof(py_elastic, range.granularity)},
     {"device", elastic_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

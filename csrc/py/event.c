@@ -43,7 +43,7 @@ PyDoc_STRVAR(event_record_doc,
              "forgotten. Returns itself.");
 static PyObject *event_record(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, Event_record);
+    PY_BIND(py_state_of(self), Event_record);
     py_event *event = py_event_of(self);
     py_queue *queue = py_queue_arg(self, given[0], event->device);
     pk_error err;
@@ -98,7 +98,7 @@ PyDoc_STRVAR(event_elapsed_doc,
              "Milliseconds from this mark to the Event `end`, both with timing=True and passed (CudaError otherwise).");
 static PyObject *event_elapsed_ms(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, Event_elapsed_ms);
+    PY_BIND(py_state_of(self), Event_elapsed_ms);
     if (Py_TYPE(given[0]) != Py_TYPE(self))
         return PyErr_Format(PyExc_TypeError, "end: must be a pagedkv.Event, not %R", given[0]);
     py_event *start = py_event_of(self), *end = py_event_of(given[0]);

@@ -170,7 +170,7 @@ PyDoc_STRVAR(graph_capture_doc,
              "after the CudaError of something that cannot be captured (waiting for the device, for one).");
 static PyObject *graph_capture(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, Graph_capture);
+    PY_BIND(py_state_of(self), Graph_capture);
     py_graph *graph = graph_of(self);
     if (Py_TYPE(given[0]) != py_state_of(self)->stream_type)
         return PyErr_Format(PyExc_TypeError, "stream: must be a pagedkv.Stream, not %R", given[0]);
@@ -314,7 +314,7 @@ PyDoc_STRVAR(
     "Waits for nothing.");
 static PyObject *graph_replay(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, Graph_replay);
+    PY_BIND(py_state_of(self), Graph_replay);
     py_graph *graph = graph_of(self);
     pk_error err;
     if (!graph->handle || graph->is_capturing)

@@ -140,6 +140,11 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
 /* The same for a tp_new or tp_init. */
 int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given);
 
+/* Binds the arguments of a function (PY_FASTCALL) named as in PY_SIGNATURES into `given`, or returns NULL from it. */
+#define PY_BIND(state, name)        \
+    PyObject *given[PY_MAX_PARAMS]; \
+    if (py_bind(&(state)->signatures[PY_SIG_##name], args, nargs, kwnames, given) < 0) return NULL
+
 /* A method-table row of a function or method that takes keywords: PY_METHOD("allocate", py_allocate, allocate_doc) */
 #define PY_METHOD(name, function, doc)                                                    \
     {                                                                                     \
@@ -215,11 +220,9 @@ bool py_is_torch(py_state *state, PyTypeObject *type);
 
 /* A new Tensor over `view`; takes the hold over, also where it fails. */
 PyObject *py_tensor_from_view(py_state *state, const pk_view *view, py_hold *hold);
-/* A new Tensor with its own memory, not initialised; contiguous. */
-PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, int ndim, const int64_t *shape,
-                        pk_error *err);
-/* The same in pinned host memory. */
-PyObject *py_tensor_new_pinned(py_state *state, pk_dtype dtype, int ndim, const int64_t *shape, pk_error *err);
+/* A new Tensor with its own memory, not initialised; contiguous. `is_pinned`: `device` is the CPU. */
+PyObject *py_tensor_new(py_state *state, pk_dtype dtype, pk_device device, bool is_pinned, int ndim,
+                        const int64_t *shape);
 const pk_view *py_tensor_view(PyObject *tensor);
 
 /* ----------------------------------------------------------- streams (stream.c) */

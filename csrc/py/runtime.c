@@ -32,11 +32,10 @@ static pk_status reload_context(pk_device device, pk_error *err)
 }
 
 /* They wait for the device, so the GIL is released. */
-static PyObject *on_device(PyObject *module, int signature, pk_device_type otherwise, device_function function,
-                           PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *on_device(int signature, pk_device_type otherwise, device_function function, PY_FASTCALL)
 {
-    PyObject *given[1];
-    py_state *state = py_module_state(module);
+    PyObject *given[PY_MAX_PARAMS];
+    py_state *state = py_module_state(self);
     pk_device device = {otherwise, 0};
     pk_error err;
     if (py_bind(&state->signatures[signature], args, nargs, kwnames, given) < 0) return NULL;
@@ -51,9 +50,9 @@ PyDoc_STRVAR(
     "synchronize($module, device=\"cpu\")\n--\n\n"
     "Waits until all work queued on `device` is done. Nothing to wait for on the CPU, whose operations are done when\n"
     "they return. Raises CudaError for what went wrong in earlier work.");
-static PyObject *py_synchronize(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_synchronize(PY_FASTCALL)
 {
-    return on_device(module, PY_SIG_synchronize, PK_CPU, synchronize_device, args, nargs, kwnames);
+    return on_device(PY_SIG_synchronize, PK_CPU, synchronize_device, self, args, nargs, kwnames);
 }
 
 PyDoc_STRVAR(
@@ -61,9 +60,9 @@ PyDoc_STRVAR(
     "check_errors($module, device=\"cuda:0\")\n--\n\n"
     "Waits for `device` and raises ValueError for what its kernels recorded (a slot or a page out of range, which\n"
     "they treated as masked), then forgets it. The CPU raises at once and never has anything recorded.");
-static PyObject *py_check_errors(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_check_errors(PY_FASTCALL)
 {
-    return on_device(module, PY_SIG_check_errors, PK_CUDA, check_device, args, nargs, kwnames);
+    return on_device(PY_SIG_check_errors, PK_CUDA, check_device, self, args, nargs, kwnames);
 }
 
 PyDoc_STRVAR(
@@ -72,23 +71,22 @@ PyDoc_STRVAR(
     "Waits for a GPU and has it put this process's context away and take it back (0.2 s). Worth it once, when all is\n"
     "loaded and captured: after kernels of several streams have taken turns, each launch costs the GPU 0.2 to 1 us\n"
     "more, until it has done so. Nothing else changes: memory, streams and graphs are as they were.");
-static PyObject *py_reload_context(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_reload_context(PY_FASTCALL)
 {
-    return on_device(module, PY_SIG_reload_context, PK_CUDA, reload_context, args, nargs, kwnames);
+    return on_device(PY_SIG_reload_context, PK_CUDA, reload_context, self, args, nargs, kwnames);
 }
 
 PyDoc_STRVAR(memory_info_doc,
              "memory_info($module, device=\"cuda\")\n--\n\n"
              "(free, total) bytes of the memory of a GPU, by the driver: what other processes hold is not free.");
-static PyObject *py_memory_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_memory_info(PY_FASTCALL)
 {
-    PyObject *given[1];
-    py_state *state = py_module_state(module);
+    py_state *state = py_module_state(self);
+    PY_BIND(state, memory_info);
     pk_device device;
     const pk_backend *backend;
     size_t free_bytes, total_bytes, entry = offsetof(pk_backend, memory_info);
     pk_error err;
-    if (py_bind(&state->signatures[PY_SIG_memory_info], args, nargs, kwnames, given) < 0) return NULL;
     if (py_device_with(state, given[0], entry, "memory_info", &device, &backend) < 0) return NULL;
     if (backend->memory_info(device, &free_bytes, &total_bytes, &err) != PK_OK) return py_raise(state, &err);
     return Py_BuildValue("(KK)", (unsigned long long)free_bytes, (unsigned long long)total_bytes);
@@ -97,16 +95,15 @@ static PyObject *py_memory_info(PyObject *module, PyObject *const *args, Py_ssiz
 PyDoc_STRVAR(num_multiprocessors_doc,
              "num_multiprocessors($module, device=\"cuda\")\n--\n\n"
              "The streaming multiprocessors (SMs) of a GPU, such as the 132 of an H200.");
-static PyObject *py_num_multiprocessors(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_num_multiprocessors(PY_FASTCALL)
 {
-    PyObject *given[1];
-    py_state *state = py_module_state(module);
+    py_state *state = py_module_state(self);
+    PY_BIND(state, num_multiprocessors);
     pk_device device;
     const pk_backend *backend;
     size_t entry = offsetof(pk_backend, num_multiprocessors);
     int count;
     pk_error err;
-    if (py_bind(&state->signatures[PY_SIG_num_multiprocessors], args, nargs, kwnames, given) < 0) return NULL;
     if (py_device_with(state, given[0], entry, "num_multiprocessors", &device, &backend) < 0) return NULL;
     if (backend->num_multiprocessors(device, &count, &err) != PK_OK) return py_raise(state, &err);
     return PyLong_FromLong(count);
@@ -123,12 +120,10 @@ PyDoc_STRVAR(set_num_threads_doc,
              "set_num_threads($module, n, /)\n--\n\n"
              "Sets the threads that operations on the CPU use, at least 1. OMP_NUM_THREADS sets it at the start.\n"
              "A child of fork() has one thread for them, whatever is set, if an operation ran before the fork.");
-static PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_set_num_threads(PY_FASTCALL)
 {
-    PyObject *given[1];
+    PY_BIND(py_module_state(self), set_num_threads);
     int64_t n;
-    if (py_bind(&py_module_state(module)->signatures[PY_SIG_set_num_threads], args, nargs, kwnames, given) < 0)
-        return NULL;
     if (py_int64_arg("n", given[0], &n) < 0) return NULL;
     if (n < 1 || n > 4096) return PyErr_Format(PyExc_ValueError, "n: is %lld but must be in [1, 4096]", (long long)n);
     pk_host_backend()->set_num_threads((int)n);

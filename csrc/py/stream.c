@@ -197,7 +197,7 @@ PyDoc_STRVAR(
     "Work queued from now on starts after the work that `event` (an Event) was recorded after. The host does not wait.");
 static PyObject *stream_wait(PY_FASTCALL)
 {
-    PY_BIND_NAMED(self, Stream_wait);
+    PY_BIND(py_state_of(self), Stream_wait);
     pk_error err;
     if (Py_TYPE(given[0]) != py_state_of(self)->event_type)
         return PyErr_Format(PyExc_TypeError, "event: must be a pagedkv.Event, not %R", given[0]);

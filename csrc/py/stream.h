@@ -23,11 +23,6 @@ typedef struct {
 static inline py_stream *py_stream_of(PyObject *object) { return (py_stream *)object; }
 static inline py_event *py_event_of(PyObject *object) { return (py_event *)object; }
 
-/* Binds the arguments of a method named as in PY_SIGNATURES into `given`, or returns NULL from the caller. */
-#define PY_BIND_NAMED(self, method) \
-    PyObject *given[PY_MAX_PARAMS]; \
-    if (py_bind(&py_state_of(self)->signatures[PY_SIG_##method], args, nargs, kwnames, given) < 0) return NULL
-
 static inline PyObject *py_none_or_raise(PyObject *self, pk_status status, const pk_error *err)
 {
     return status == PK_OK ? Py_NewRef(Py_None) : py_raise(py_state_of(self), err);

@@ -55,8 +55,8 @@ PyObject *py_tensor_dlpack_device(PyObject *self, PyObject *unused);
 /* tensor_make.c */
 PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor);     /* itself, or a copy; the host may read it */
 PyObject *py_tensor_as_numbers(py_state *state, PyObject *tensor); /* the same, with every float as float32 */
-/* dst = src by a call of its own, ordered as every call is. */
-int py_copy_tensor(py_state *state, PyObject *dst, PyObject *src);
+/* A contiguous copy by a call of its own, ordered as every call is. */
+PyObject *py_tensor_copy(py_state *state, PyObject *tensor, pk_dtype dtype, pk_device device);
 /* The host may read the Tensor's memory afterwards: waits for what a GPU still writes there. */
 static inline int py_tensor_wait(PyObject *tensor)
 {

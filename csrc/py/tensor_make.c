@@ -19,24 +19,21 @@ PyDoc_STRVAR(
     "    pinned: on the CPU, memory that GPUs copy by themselves while the host goes on (see copy_). It cannot be\n"
     "        swapped out and is slow to make: for buffers that live long. Needs CUDA.\n\n"
     "The memory is aligned to 64 bytes or better. MemoryError: there is not enough.");
-static PyObject *py_empty(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_empty(PY_FASTCALL)
 {
-    enum { SHAPE, DTYPE, DEVICE, PINNED, COUNT };
-    PyObject *given[COUNT];
-    py_state *state = py_module_state(module);
-    if (py_bind(&state->signatures[PY_SIG_empty], args, nargs, kwnames, given) < 0) return NULL;
+    enum { SHAPE, DTYPE, DEVICE, PINNED };
+    py_state *state = py_module_state(self);
+    PY_BIND(state, empty);
     pk_dtype dtype = PK_F32;
     pk_device device = {PK_CPU, 0};
     int64_t shape[PK_MAX_DIMS];
-    pk_error err;
     int ndim = py_shape_arg("shape", given[SHAPE], false, shape);
     if (ndim < 0 || (given[DTYPE] && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||
         (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0))
         return NULL;
     int is_pinned = given[PINNED] ? py_bool_arg("pinned", given[PINNED]) : 0;
     if (is_pinned < 0) return NULL;
-    if (!is_pinned) return py_tensor_new(state, dtype, device, ndim, shape, &err);
-    if (device.type == PK_CPU) return py_tensor_new_pinned(state, dtype, ndim, shape, &err);
+    if (!is_pinned || device.type == PK_CPU) return py_tensor_new(state, dtype, device, is_pinned, ndim, shape);
     PyErr_SetString(PyExc_ValueError, "pinned: only memory on the cpu can be pinned");
     return NULL;
 }
@@ -87,15 +84,25 @@ PyDoc_STRVAR(
     "Work on the Tensor comes after what its framework has queued so far; the host waits for nothing. Raises\n"
     "BufferError or TypeError where the memory cannot be described.\n"
     "Protocol: https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html");
-static PyObject *py_from_dlpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_from_dlpack(PY_FASTCALL)
 {
-    PyObject *given[1];
-    py_state *state = py_module_state(module);
-    if (py_bind(&state->signatures[PY_SIG_from_dlpack], args, nargs, kwnames, given) < 0) return NULL;
-    return shared(tensor_from(state, "obj", given[0]), given[0]);
+    PY_BIND(py_module_state(self), from_dlpack);
+    return shared(tensor_from(py_module_state(self), "obj", given[0]), given[0]);
 }
 
 // --- asarray
+
+PyObject *py_tensor_copy(py_state *state, PyObject *tensor, pk_dtype dtype, pk_device device)
+{
+    const pk_view *view = py_tensor_view(tensor);
+    PyObject *copy = py_tensor_new(state, dtype, device, false, view->ndim, view->shape);
+    if (!copy) return NULL;
+    py_call call;
+    py_call_init(&call, state);
+    const pk_view *to = py_call_object(&call, "self", copy, true), *from = py_call_object(&call, "src", tensor, false);
+    PY_CALL_RUN(&call, pk_copy(from, to, call.stream, &call.err));
+    return py_call_end(&call, copy);
+}
 
 /* A contiguous copy with another dtype or on another device. A step through the CPU does what a GPU's copy cannot. */
 static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk_device device)
@@ -107,7 +114,6 @@ static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk
         PyErr_SetString(PyExc_BufferError, "obj: only a contiguous tensor can be copied from a GPU");
         return NULL;
     }
-    pk_error err;
     pk_device cpu = {PK_CPU, 0};
     PyObject *step = NULL;
     if (via_cpu) {
@@ -117,20 +123,7 @@ static PyObject *converted(py_state *state, PyObject *tensor, pk_dtype dtype, pk
         Py_DECREF(step);
         return result;
     }
-    PyObject *copy = py_tensor_new(state, dtype, device, src->ndim, src->shape, &err);
-    if (copy && py_copy_tensor(state, copy, tensor) < 0) Py_CLEAR(copy);
-    return copy;
-}
-
-int py_copy_tensor(py_state *state, PyObject *dst, PyObject *src)
-{
-    py_call call;
-    py_call_init(&call, state);
-    const pk_view *to = py_call_object(&call, "self", dst, true), *from = py_call_object(&call, "src", src, false);
-    PY_CALL_RUN(&call, pk_copy(from, to, call.stream, &call.err));
-    PyObject *result = py_call_end(&call, Py_NewRef(Py_None));
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return py_tensor_copy(state, tensor, dtype, device);
 }
 
 PyObject *py_tensor_on_cpu(py_state *state, PyObject *tensor)
@@ -198,12 +191,11 @@ PyDoc_STRVAR(
     "        fit raise ValueError.\n"
     "    device: \"cpu\", \"cuda\", \"cuda:1\". A copy comes after what the object's framework has queued so far, and\n"
     "        only a copy to the CPU is waited for.");
-static PyObject *py_asarray(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *py_asarray(PY_FASTCALL)
 {
-    enum { OBJ, DTYPE, DEVICE, COUNT };
-    PyObject *given[COUNT];
-    py_state *state = py_module_state(module);
-    if (py_bind(&state->signatures[PY_SIG_asarray], args, nargs, kwnames, given) < 0) return NULL;
+    enum { OBJ, DTYPE, DEVICE };
+    py_state *state = py_module_state(self);
+    PY_BIND(state, asarray);
     bool has_dtype = is_given(given[DTYPE]), has_device = is_given(given[DEVICE]);
     pk_dtype dtype;
     pk_device device;

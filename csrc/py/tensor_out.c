@@ -124,13 +124,14 @@ static int be_ready(py_state *state, PyObject *self, PyObject *stream)
     return queue ? py_order(state, py_memory_of(self), queue, false) : -1;
 }
 
-static PyObject *copy_of(py_state *state, PyObject *tensor)
+/* A pair of ints; 1: there is none. */
+static int pair_arg(const char *name, PyObject *object, int pair[2])
 {
-    const pk_view *view = py_tensor_view(tensor);
-    pk_error err;
-    PyObject *copy = py_tensor_new(state, view->dtype, view->device, view->ndim, view->shape, &err);
-    if (copy && py_copy_tensor(state, copy, tensor) < 0) Py_CLEAR(copy);
-    return copy;
+    if (!object || object == Py_None) return 1;
+    if (PyTuple_Check(object) && PyArg_ParseTuple(object, "ii", &pair[0], &pair[1])) return 0;
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError, "%s: must be None or a tuple of two ints, not %R", name, object);
+    return -1;
 }
 
 const char py_tensor_dlpack_doc[] =
@@ -140,45 +141,30 @@ const char py_tensor_dlpack_doc[] =
     "consumer's `stream` (None: the legacy default stream; -1: no order wanted) is made to wait for the last write, and\n"
     "the host is not; 0 raises ValueError.";
 
-PyObject *py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+PyObject *py_tensor_dlpack(PY_FASTCALL)
 {
-    enum { STREAM, MAX_VERSION, DL_DEVICE, COPY, COUNT };
-    PyObject *given[COUNT];
+    enum { STREAM, MAX_VERSION, DL_DEVICE, COPY };
     py_state *state = py_state_of(self);
     const pk_view *view = py_tensor_view(self);
-    if (py_bind(&state->signatures[PY_SIG_Tensor___dlpack__], args, nargs, kwnames, given) < 0) return NULL;
-
-    int major = 0, minor, device_type, device_index;
-    if (given[MAX_VERSION] && given[MAX_VERSION] != Py_None) {
-        if (!PyTuple_Check(given[MAX_VERSION]))
-            return PyErr_Format(PyExc_TypeError, "max_version: must be None or a tuple of two ints, not %R",
-                                given[MAX_VERSION]);
-        if (!PyArg_ParseTuple(given[MAX_VERSION], "ii;max_version: must be a tuple of two ints", &major, &minor))
-            return NULL;
-    }
-    if (given[DL_DEVICE] && given[DL_DEVICE] != Py_None) {
-        DLDevice own = dlpack_device(view);
-        if (!PyTuple_Check(given[DL_DEVICE]))
-            return PyErr_Format(PyExc_TypeError, "dl_device: must be None or a tuple of two ints, not %R",
-                                given[DL_DEVICE]);
-        if (!PyArg_ParseTuple(given[DL_DEVICE], "ii;dl_device: must be a tuple of two ints", &device_type,
-                              &device_index))
-            return NULL;
-        if (device_type != (int)own.device_type || device_index != own.device_id)
-            return PyErr_Format(PyExc_BufferError,
-                                "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) "
-                                "copies it",
-                                (int)own.device_type, (int)own.device_id);
-    }
+    PY_BIND(state, Tensor___dlpack__);
+    int version[2] = {0, 0}, device[2];
+    DLDevice own = dlpack_device(view);
+    if (pair_arg("max_version", given[MAX_VERSION], version) < 0) return NULL;
+    int has_no_device = pair_arg("dl_device", given[DL_DEVICE], device);
+    if (has_no_device < 0) return NULL;
+    if (!has_no_device && (device[0] != (int)own.device_type || device[1] != own.device_id))
+        return PyErr_Format(PyExc_BufferError,
+                            "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) copies it",
+                            (int)own.device_type, (int)own.device_id);
     int wants_copy = given[COPY] && given[COPY] != Py_None ? py_bool_arg("copy", given[COPY]) : 0;
     if (wants_copy < 0) return NULL;
-    PyObject *tensor = wants_copy ? copy_of(state, self) : Py_NewRef(self);
+    PyObject *tensor = wants_copy ? py_tensor_copy(state, self, view->dtype, view->device) : Py_NewRef(self);
     if (!tensor) return NULL;
     if (be_ready(state, tensor, given[STREAM]) < 0) {
         Py_DECREF(tensor);
         return NULL;
     }
-    PyObject *capsule = major >= 1 ? versioned_capsule(tensor, wants_copy) : legacy_capsule(tensor);
+    PyObject *capsule = version[0] >= 1 ? versioned_capsule(tensor, wants_copy) : legacy_capsule(tensor);
     Py_DECREF(tensor);
     return capsule;
 }

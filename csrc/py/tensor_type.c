@@ -110,7 +110,7 @@ PyDoc_STRVAR(
     "nothing is waited for: the pinned side must stay alive, and unchanged where it is read, until the stream has done\n"
     "the copy (an Event tells). Other host memory may be read or changed as soon as the call returns. Between two GPUs\n"
     "the one that is written does the copy, on a stream of its own.");
-static PyObject *tensor_copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *tensor_copy(PY_FASTCALL)
 {
     enum { SRC };
     py_call call;

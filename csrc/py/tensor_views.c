@@ -82,12 +82,11 @@ const char py_tensor_reshape_doc[] = PyDoc_STR(
     "are read as elements of that type: nothing is converted.\n\n"
     "The tensor must be contiguous, and aligned to `dtype` (BufferError); the shape must have as many elements\n"
     "(ValueError).");
-PyObject *py_tensor_reshape(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+PyObject *py_tensor_reshape(PY_FASTCALL)
 {
-    enum { SHAPE, DTYPE, COUNT };
-    PyObject *given[COUNT];
+    enum { SHAPE, DTYPE };
+    PY_BIND(py_state_of(self), Tensor_view);
     pk_view view = *py_tensor_view(self);
-    if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_view], args, nargs, kwnames, given) < 0) return NULL;
     int64_t shape[PK_MAX_DIMS], numel = pk_view_numel(&view), known = 1, dense = 1; /* dense: an empty dimension is 1 */
     if (!pk_view_is_contiguous(&view)) {
         PyErr_SetString(PyExc_BufferError, "only a contiguous tensor can be viewed with another shape");
@@ -112,21 +111,20 @@ PyObject *py_tensor_reshape(PyObject *self, PyObject *const *args, Py_ssize_t na
         return NULL;
     }
     view.ndim = ndim;
-    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= shape[i--])
-        view.shape[i] = shape[i], view.stride[i] = stride;
+    for (int i = 0; i < ndim; i++) view.shape[i] = shape[i];
+    (void)pk_view_make_contiguous(&view);
     return py_tensor_view_of(self, &view);
 }
 
 const char py_tensor_transpose_doc[] = PyDoc_STR(
     "transpose($self, dim0, dim1)\n--\n\n"
     "The same memory with two dimensions exchanged; negative ones count from the end (IndexError if there is none).");
-PyObject *py_tensor_transpose(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+PyObject *py_tensor_transpose(PY_FASTCALL)
 {
-    PyObject *given[2];
+    PY_BIND(py_state_of(self), Tensor_transpose);
     Py_ssize_t dims[2];
     const pk_view *from = py_tensor_view(self);
     pk_view view = *from;
-    if (py_bind(&py_state_of(self)->signatures[PY_SIG_Tensor_transpose], args, nargs, kwnames, given) < 0) return NULL;
     for (int i = 0; i < 2; i++) {
         dims[i] = PyNumber_AsSsize_t(given[i], PyExc_IndexError);
         if (dims[i] == -1 && PyErr_Occurred()) return NULL;

@@ -6,9 +6,6 @@
 #include <omp.h>
 #include <stdlib.h>
 
-/* A parallel region costs some microseconds: below this many elements one thread is faster. */
-enum { PARALLEL_ELEMENTS = 1 << 15 };
-
 /* Tokens [begin, end) of a sequence. */
 typedef struct {
     int64_t begin, end;
@@ -103,17 +100,6 @@ static pk_status take_numbers(pk_append_args *args, pk_cpu_numbers *own, int64_t
 
 /* ------------------------------------------------------------------ rotation */
 
-/* `angles`: the cosines of all pairs, then the sines. */
-static void rotate(float *row, const float *angles, int64_t num_pairs, bool is_interleaved)
-{
-    for (int64_t i = 0; i < num_pairs; i++) {
-        float *x = row + (is_interleaved ? 2 * i : i), *y = x + (is_interleaved ? 1 : num_pairs);
-        float low = *x, high = *y, cosine = angles[i], sine = angles[num_pairs + i];
-        *x = low * cosine - high * sine;
-        *y = high * cosine + low * sine;
-    }
-}
-
 /* Heads of one token from x to dense rows, or to out with a stride. `scratch`: a head and the angles in fp32. */
 static void rotate_heads(const pk_append_args *args, int64_t position, const char *x, int64_t x_stride, char *out,
                          int64_t out_stride, int64_t num_heads, float *scratch)
@@ -128,7 +114,7 @@ static void rotate_heads(const pk_append_args *args, int64_t position, const cha
     }
     for (int64_t h = 0; h < num_heads; h++) {
         pk_cpu_row_to_f32(scratch, x + h * x_stride * bytes, dtype, dim);
-        rotate(scratch, angles, num_pairs, args->is_interleaved);
+        pk_cpu_rotate(scratch, angles, num_pairs, args->is_interleaved);
         pk_cpu_row_from_f32(out + h * out_stride * bytes, dtype, scratch, dim);
     }
 }
@@ -170,7 +156,7 @@ pk_status pk_cpu_append_kvcache(pk_device device, const pk_append_args *given, p
     PK_CPU_NUMBERS(own);
     PK_TRY(take_numbers(args, &own, &slots, err));
     int64_t work = (store->num_tokens * store->num_kv_heads + args->num_q_tokens * args->num_q_heads) * store->head_dim;
-    int num_threads = work > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
+    int num_threads = work > PK_CPU_PARALLEL ? pk_cpu_num_threads() : 1;
     size_t floats = (size_t)(store->head_dim * (1 + store->num_kv_heads) + args->rotary_dim);
     float *scratch = malloc(((size_t)num_threads * floats + 1) * sizeof *scratch);
     if (!scratch) return pk_fail(err, PK_ENOMEM, "append_kvcache: cannot allocate scratch");

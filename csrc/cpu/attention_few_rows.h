@@ -99,22 +99,9 @@ PK_INLINE void score_all_rows(const pk_dtype dtype, const tile_walk *walk, const
                    walk->scores + row * KEY_TILE);
 }
 
-static void score_few(const tile_walk *walk, const float *queries, const char *const *keys, const char *const *ahead)
-{
-    switch (walk->args->cache_dtype) {
-        case PK_BF16:
-            score_all_rows(PK_BF16, walk, queries, keys, ahead);
-            break;
-        case PK_F16:
-            score_all_rows(PK_F16, walk, queries, keys, ahead);
-            break;
-        case PK_F8E4M3:
-            score_all_rows(PK_F8E4M3, walk, queries, keys, ahead);
-            break;
-        default:
-            score_all_rows(PK_F32, walk, queries, keys, ahead);
-    }
-}
+static void score_few(const tile_walk *walk, const float *queries, const char *const *keys, const char *const *ahead){
+#define SCORE(dtype) score_all_rows(dtype, walk, queries, keys, ahead)
+    PK_WITH_DTYPE(walk->args->cache_dtype, SCORE)}
 
 // --- values
 
@@ -174,19 +161,8 @@ PK_INLINE void add_all_values(const pk_dtype dtype, const tile_walk *walk, const
 
 static void add_few(const tile_walk *walk, const char *const *values, const char *const *ahead, float *accumulated)
 {
-    switch (walk->args->cache_dtype) {
-        case PK_BF16:
-            add_all_values(PK_BF16, walk, values, ahead, accumulated);
-            break;
-        case PK_F16:
-            add_all_values(PK_F16, walk, values, ahead, accumulated);
-            break;
-        case PK_F8E4M3:
-            add_all_values(PK_F8E4M3, walk, values, ahead, accumulated);
-            break;
-        default:
-            add_all_values(PK_F32, walk, values, ahead, accumulated);
-    }
+#define ADD(dtype) add_all_values(dtype, walk, values, ahead, accumulated)
+    PK_WITH_DTYPE(walk->args->cache_dtype, ADD)
 }
 
 #endif

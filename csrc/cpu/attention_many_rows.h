@@ -39,19 +39,8 @@ PK_INLINE void pack_values_as(const pk_dtype dtype, const tile_walk *walk, const
 
 static void pack(const tile_walk *walk, const char *const *keys, const char *const *values, int64_t count)
 {
-    switch (walk->args->cache_dtype) {
-#define CASE(dtype)                                 \
-    case dtype:                                     \
-        pack_keys_as(dtype, walk, keys, count);     \
-        pack_values_as(dtype, walk, values, count); \
-        break
-        CASE(PK_BF16);
-        CASE(PK_F16);
-        CASE(PK_F8E4M3);
-        default:
-            CASE(PK_F32);
-#undef CASE
-    }
+#define PACK(dtype) pack_keys_as(dtype, walk, keys, count), pack_values_as(dtype, walk, values, count)
+    PK_WITH_DTYPE(walk->args->cache_dtype, PACK)
 }
 
 #endif

@@ -14,19 +14,25 @@ static pk_status count_hosts(int *count, pk_error *err)
     return PK_OK;
 }
 
-/* What is read all over in random order (a KV cache, weights) is worth huge pages: fewer TLB misses. */
-enum { HUGE_PAGE = 2 << 20, HUGE_FROM = HUGE_PAGE };
+enum { HUGE_PAGE = 2 << 20 };
+
+void pk_cpu_advise_huge(void *data, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    if (bytes >= HUGE_PAGE) (void)madvise(data, bytes, MADV_HUGEPAGE); /* advice: works as well where it is refused */
+#else
+    (void)data, (void)bytes;
+#endif
+}
 
 static pk_status cpu_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {
     (void)device;
     *data = NULL;
-    size_t alignment = bytes >= HUGE_FROM ? HUGE_PAGE : 64, mask = alignment - 1;
+    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64, mask = alignment - 1;
     if (bytes > SIZE_MAX - mask || !(*data = aligned_alloc(alignment, ((bytes ? bytes : 1) + mask) & ~mask)))
         return pk_fail(err, PK_ENOMEM, "cannot allocate %zu bytes of host memory", bytes);
-#ifdef MADV_HUGEPAGE
-    if (bytes >= HUGE_FROM) (void)madvise(*data, bytes, MADV_HUGEPAGE); /* advice: works as well where it is refused */
-#endif
+    pk_cpu_advise_huge(*data, bytes);
     return PK_OK;
 }
 

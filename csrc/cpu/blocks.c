@@ -6,9 +6,6 @@
 
 #include <string.h>
 
-/* A parallel region costs some microseconds: below this many bytes one thread is faster. */
-enum { PARALLEL_BYTES = 1 << 18 };
-
 static int64_t pair_at(const pk_blocks_args *args, int64_t pair, int side)
 {
     return pk_cpu_id_at(args->pairs, args->pairs_are_int64, 2 * pair + side);
@@ -22,7 +19,7 @@ pk_status pk_cpu_copy_blocks(pk_device device, const pk_blocks_args *args, pk_st
         if (pk_view_numel(src) == 0) continue;
         int64_t bytes = (int64_t)pk_dtype_bytes(src->dtype);
         size_t block_bytes = (size_t)(pk_view_numel(src) / src->shape[0] * bytes);
-        bool is_large = (int64_t)block_bytes * args->num_pairs > PARALLEL_BYTES;
+        bool is_large = (int64_t)block_bytes * args->num_pairs > 8 * PK_CPU_PARALLEL; /* bytes, which are only copied */
 #pragma omp parallel for schedule(static) if (is_large)
         for (int64_t p = 0; p < args->num_pairs; p++)
             memcpy((char *)dst->data + pair_at(args, p, 1) * dst->stride[0] * bytes,

@@ -69,7 +69,7 @@ pk_status pk_cpu_copy(pk_device device, const pk_copy_args *args, pk_stream stre
     for (int i = 0; i < ndim - 1; i++) num_rows *= shape[i];
     int64_t src_bytes = (int64_t)pk_dtype_bytes(args->src.dtype), dst_bytes = (int64_t)pk_dtype_bytes(args->dst.dtype);
 
-#pragma omp parallel for schedule(static) if (num_rows > 1 && num_rows * shape[ndim - 1] > 1 << 16)
+#pragma omp parallel for schedule(static) if (num_rows > 1 && num_rows * shape[ndim - 1] > PK_CPU_PARALLEL)
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t src_at = 0, dst_at = 0, rest = row;
         for (int i = ndim - 2; i >= 0; i--) {

@@ -6,9 +6,15 @@
 #include "ops/dense.h"
 #include "ops/store.h"
 
+/* Waking another thread costs some microseconds: up to this many elements one is faster. */
+enum { PK_CPU_PARALLEL = 1 << 15 };
+
 /* --- convert.c: rows of a float dtype (fp8 too) to and from fp32 */
 void pk_cpu_row_to_f32(float *dst, const void *src, pk_dtype dtype, int64_t count);
 void pk_cpu_row_from_f32(void *dst, pk_dtype dtype, const float *src, int64_t count);
+/* Turns num_pairs pairs of a row, x[2i] and x[2i + 1] or x[i] and x[i + num_pairs]; angles: the cosine of each, then the
+ * sines. */
+void pk_cpu_rotate(float *x, const float *angles, int64_t num_pairs, bool is_interleaved);
 /* One token's row of one head into the cache: copied, or src / scale rounded to fp8. */
 void pk_cpu_store_row(void *dst, pk_dtype cache_dtype, const void *src, pk_dtype dtype, int64_t head_dim, float scale);
 
@@ -46,6 +52,8 @@ pk_status pk_cpu_room(pk_cpu_numbers *numbers, size_t bytes, void **room, pk_err
 pk_status pk_cpu_copy_numbers(pk_cpu_numbers *numbers, const void *from, size_t bytes, const void **copy,
                               pk_error *err); /* NULL of NULL */
 void pk_cpu_release_numbers(pk_cpu_numbers *numbers);
+pk_status pk_cpu_check_ids(const char *name, const void *ids, bool are_int64, int64_t count, int64_t limit,
+                           pk_error *err);
 #define PK_CPU_NUMBERS(name)                                              \
     pk_cpu_numbers name __attribute__((cleanup(pk_cpu_release_numbers))); \
     name.blocks = NULL, name.num_used = 0
@@ -57,9 +65,12 @@ void pk_cpu_release_numbers(pk_cpu_numbers *numbers);
         PK_TRY(pk_cpu_copy_numbers((numbers), (pointer), (bytes), &pk_copy_, (err))); \
         (pointer) = pk_copy_;                                                         \
     } while (0)
-/* An array of `count` ids, int32 or int64. */
-#define PK_CPU_OWN_IDS(numbers, pointer, are_int64, count, err) \
-    PK_CPU_OWN_BYTES(numbers, pointer, (size_t)(count) * ((are_int64) ? 8 : 4), err)
+/* An array of `count` ids, int32 or int64, that must be 0 to limit - 1. */
+#define PK_CPU_OWN_IDS(numbers, name, pointer, are_int64, count, limit, err)               \
+    do {                                                                                   \
+        PK_CPU_OWN_BYTES(numbers, pointer, (size_t)(count) * ((are_int64) ? 8 : 4), err);  \
+        PK_TRY(pk_cpu_check_ids((name), (pointer), (are_int64), (count), (limit), (err))); \
+    } while (0)
 
 /* --- store.c: the parts that a fused store (qk_norm_rope_store) needs too. Take all slots first, then store. */
 /* Makes slot_mapping a copy, and checks that. */
@@ -83,6 +94,9 @@ bool pk_cpu_lacks_blas(int64_t num_rows, pk_dtype dtype);
 int pk_cpu_num_threads(void);
 void pk_cpu_set_num_threads(int num_threads);
 void pk_cpu_adopt_num_threads(void); /* in the calling thread, before its operations */
+
+/* --- backend.c: huge pages for what is read all over in random order (a KV cache, weights): fewer TLB misses */
+void pk_cpu_advise_huge(void *data, size_t bytes);
 
 /* --- entries of the backend's table */
 #define PK_DECLARE_CPU(name, args) \

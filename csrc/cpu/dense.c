@@ -10,8 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A parallel region costs some microseconds: below this many elements one thread is faster. */
-enum { PARALLEL_ELEMENTS = 1 << 15 };
 enum { CHUNK = 256 }; /* elements of a row in fp32 at a time, where it need not be there as a whole */
 
 pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *given, pk_stream stream, pk_error *err)
@@ -19,16 +17,10 @@ pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *given, pk_s
     (void)device, (void)stream;
     pk_gather_args own_args = *given, *args = &own_args;
     PK_CPU_NUMBERS(own);
-    PK_CPU_OWN_IDS(&own, args->ids, args->ids_are_int64, args->num_ids, err);
-    for (int64_t t = 0; t < args->num_ids; t++) {
-        int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
-        if (id < 0 || id >= args->num_rows)
-            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", args->ids_name, (long long)t,
-                           (long long)id, (long long)args->num_rows - 1);
-    }
+    PK_CPU_OWN_IDS(&own, args->ids_name, args->ids, args->ids_are_int64, args->num_ids, args->num_rows, err);
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), row_bytes = args->row_size * bytes;
     if (row_bytes == 0) return PK_OK; /* of however many rows, and nothing may have no address */
-#pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PARALLEL_ELEMENTS)
+#pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PK_CPU_PARALLEL)
     for (int64_t t = 0; t < args->num_ids; t++) {
         int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
         memmove((char *)args->out + t * args->out_stride * bytes,
@@ -85,7 +77,7 @@ pk_status pk_cpu_rms_norm(pk_device device, const pk_rms_norm_args *args, pk_str
     (void)device, (void)stream;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
     if (size == 0) return PK_OK; /* of however many rows */
-    int num_threads = args->num_rows * size > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
+    int num_threads = args->num_rows * size > PK_CPU_PARALLEL ? pk_cpu_num_threads() : 1;
     /* the weights in fp32, then two rows of scratch a thread */
     float *scratch = malloc((size_t)(size * (1 + 2 * num_threads) + 1) * sizeof *scratch);
     if (!scratch) return pk_fail(err, PK_ENOMEM, "rms_norm: cannot allocate scratch for rows of %lld", (long long)size);
@@ -119,7 +111,7 @@ pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_str
     (void)device, (void)stream, (void)err;
     int64_t size = args->row_size, bytes = (int64_t)pk_dtype_bytes(args->dtype);
     if (size == 0) return PK_OK;
-#pragma omp parallel for schedule(static) if (args->num_rows * size > PARALLEL_ELEMENTS / 4)
+#pragma omp parallel for schedule(static) if (args->num_rows * size > PK_CPU_PARALLEL / 4)
     for (int64_t t = 0; t < args->num_rows; t++) {
         const char *x = (const char *)args->x + t * args->x_stride * bytes;
         char *out = (char *)args->out + t * args->out_stride * bytes;

@@ -63,7 +63,7 @@ pk_status pk_cpu_token_logprobs(pk_device device, const pk_logprobs_args *given,
             return pk_fail(err, PK_EVALUE, "token_ids[%lld] is %d but must be below %lld", (long long)i,
                            args->token_ids[i], (long long)args->vocab_size);
     int64_t width = args->num_best + 1, bytes = (int64_t)pk_dtype_bytes(args->dtype);
-#pragma omp parallel for schedule(static) if (args->num_rows > 1 && args->num_rows * args->vocab_size > 16384)
+#pragma omp parallel for schedule(static) if (args->num_rows > 1 && args->num_rows * args->vocab_size > PK_CPU_PARALLEL)
     for (int64_t row = 0; row < args->num_rows; row++) {
         const char *logits = (const char *)args->logits + row * args->logits_stride * bytes;
         int32_t token = args->token_ids[row], *ids = args->ids + row * width;

@@ -5,8 +5,7 @@
 
 #include <math.h>
 
-/* A parallel region costs some microseconds: below this many elements one thread is faster. */
-enum { PARALLEL_ELEMENTS = 1 << 15, MAX_CHUNK = 256 };
+enum { MAX_CHUNK = 256 };
 
 /* lse' of one row, whose parts lie `stride` apart. */
 static float log_sum_exp(const float *part_lses, int64_t num_parts, int64_t stride)
@@ -44,7 +43,7 @@ pk_status pk_cpu_merge_attention_states(pk_device device, const pk_merge_args *a
 {
     (void)device, (void)stream, (void)err;
     int64_t num_rows = args->num_tokens * args->num_heads;
-    bool is_large = num_rows * args->head_dim * args->num_parts > PARALLEL_ELEMENTS;
+    bool is_large = num_rows * args->head_dim * args->num_parts > PK_CPU_PARALLEL;
 #pragma omp parallel for schedule(static) if (is_large)
     for (int64_t row = 0; row < num_rows; row++) merge_row(args, row / args->num_heads, row % args->num_heads);
     return PK_OK;

@@ -43,3 +43,15 @@ void pk_cpu_release_numbers(pk_cpu_numbers *numbers)
         free(at);
     }
 }
+
+pk_status pk_cpu_check_ids(const char *name, const void *ids, bool are_int64, int64_t count, int64_t limit,
+                           pk_error *err)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = pk_cpu_id_at(ids, are_int64, i);
+        if (id < 0 || id >= limit)
+            return pk_fail(err, PK_EVALUE, "%s[%lld] is %lld but must be 0 to %lld", name, (long long)i, (long long)id,
+                           (long long)limit - 1);
+    }
+    return PK_OK;
+}

@@ -12,9 +12,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* From this size on as for other host memory (backend.c): pages of 2 MiB, where the system has them. */
-enum { HUGE_PAGE = 2 << 20, HUGE_FROM = HUGE_PAGE };
-
 pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -32,9 +29,7 @@ static pk_status grow(pk_range *range, size_t bytes, pk_error *err)
     const size_t more = bytes - range->size;
     if (mprotect(from, more, PROT_READ | PROT_WRITE) != 0)
         return pk_fail(err, PK_ENOMEM, "mprotect: the host cannot give %zu bytes more: %s", more, strerror(errno));
-#ifdef MADV_HUGEPAGE
-    if (bytes >= HUGE_FROM) (void)madvise(range->data, bytes, MADV_HUGEPAGE); /* advice: works as well without */
-#endif
+    pk_cpu_advise_huge(range->data, bytes);
     return PK_OK;
 }
 

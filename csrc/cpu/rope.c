@@ -11,28 +11,22 @@
 #include <omp.h>
 #include <stdlib.h>
 
-/* A parallel region costs some microseconds: below this many elements one thread is faster. */
-enum { PARALLEL_ELEMENTS = 1 << 15 };
-
-static pk_status check_positions(const pk_qk_norm_rope_store_args *args, pk_error *err)
+/* Element i * step and the one `distance` further on; inlined for a constant step. */
+static inline void rotate(float *x, const float *angles, int64_t num_pairs, const int64_t step, int64_t distance)
 {
-    for (int64_t t = 0; t < args->store.num_tokens; t++)
-        if (args->positions[t] < 0 || args->positions[t] >= args->max_positions)
-            return pk_fail(err, PK_EVALUE, "positions[%lld] is %d but must be 0 to %lld (cos_sin has %lld rows)",
-                           (long long)t, args->positions[t], (long long)args->max_positions - 1,
-                           (long long)args->max_positions);
-    return PK_OK;
+    for (int64_t i = 0; i < num_pairs; i++) {
+        float low = x[i * step], high = x[i * step + distance], cosine = angles[i], sine = angles[num_pairs + i];
+        x[i * step] = low * cosine - high * sine;
+        x[i * step + distance] = high * cosine + low * sine;
+    }
 }
 
-/* (x[i], x[i + half]) is turned by the angle of pair i; cos_sin is the position's row: every cos, then every sin. */
-static void rotate_halves(float *x, const float *cos_sin, int64_t head_dim)
+void pk_cpu_rotate(float *x, const float *angles, int64_t num_pairs, bool is_interleaved)
 {
-    int64_t half = head_dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float low = x[i], high = x[half + i], cosine = cos_sin[i], sine = cos_sin[half + i];
-        x[i] = low * cosine - high * sine;
-        x[half + i] = high * cosine + low * sine;
-    }
+    if (is_interleaved)
+        rotate(x, angles, num_pairs, 2, 1);
+    else
+        rotate(x, angles, num_pairs, 1, num_pairs);
 }
 
 /* Scales, normalises and rotates `num_heads` heads of one token, dense in x and in out. */
@@ -45,7 +39,7 @@ static void turn_heads(const pk_qk_norm_rope_store_args *args, int64_t token, co
         pk_cpu_row_to_f32(row, x + h * head_bytes, dtype, head_dim);
         for (int64_t i = 0; i < head_dim; i++) row[i] *= scale;
         if (weight) pk_cpu_rms_norm_row(row, weight, head_dim, args->eps, dtype);
-        rotate_halves(row, args->cos_sin + args->positions[token] * head_dim, head_dim);
+        rotate(row, args->cos_sin + args->positions[token] * head_dim, head_dim / 2, 1, head_dim / 2);
         pk_cpu_row_from_f32(out + h * head_bytes, dtype, row, head_dim);
     }
 }
@@ -67,12 +61,11 @@ pk_status pk_cpu_qk_norm_rope_store(pk_device device, const pk_qk_norm_rope_stor
     pk_qk_norm_rope_store_args own_args = *given, *args = &own_args;
     pk_store_args *store = &args->store;
     PK_CPU_NUMBERS(own);
-    PK_CPU_OWN(&own, args->positions, store->num_tokens, err);
-    PK_TRY(check_positions(args, err));
+    PK_CPU_OWN_IDS(&own, "positions", args->positions, false, store->num_tokens, args->max_positions, err);
     PK_TRY(pk_cpu_take_slots(store, &own, err));
     int64_t head_dim = store->head_dim, bytes = (int64_t)pk_dtype_bytes(store->dtype);
     int64_t width = (args->num_q_heads + 2 * store->num_kv_heads) * head_dim;
-    int num_threads = store->num_tokens * width > PARALLEL_ELEMENTS ? pk_cpu_num_threads() : 1;
+    int num_threads = store->num_tokens * width > PK_CPU_PARALLEL ? pk_cpu_num_threads() : 1;
     /* both weights in fp32; then for each thread a head in fp32 and the rounded keys and values of a token */
     int64_t thread_floats = head_dim * (1 + 2 * store->num_kv_heads);
     float *scratch = malloc((size_t)(2 * head_dim + num_threads * thread_floats) * sizeof *scratch);

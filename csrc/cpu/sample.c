@@ -221,7 +221,7 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *given, pk_stream
     int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
     if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
     int64_t failed_row = INT64_MAX; /* no lock: a child of fork() would find a critical section's taken for ever */
-    bool is_large = args->num_rows > 1 && args->num_rows * args->vocab_size > 16384;
+    bool is_large = args->num_rows > 1 && args->num_rows * args->vocab_size > PK_CPU_PARALLEL;
 #pragma omp parallel for schedule(static) reduction(min : failed_row) if (is_large)
     for (int64_t row = 0; row < args->num_rows; row++)
         if (sample_row(args, row, &tokens[row], NULL) != PK_OK && row < failed_row) failed_row = row;

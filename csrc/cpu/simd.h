@@ -14,6 +14,22 @@
 
 #define PK_INLINE static inline __attribute__((always_inline))
 
+/* CALL(dtype) with the dtype as a constant: the compiler makes a loop of its own for each. */
+#define PK_WITH_DTYPE(dtype, CALL) \
+    switch (dtype) {               \
+        case PK_BF16:              \
+            CALL(PK_BF16);         \
+            break;                 \
+        case PK_F16:               \
+            CALL(PK_F16);          \
+            break;                 \
+        case PK_F8E4M3:            \
+            CALL(PK_F8E4M3);       \
+            break;                 \
+        default:                   \
+            CALL(PK_F32);          \
+    }
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define VW 16

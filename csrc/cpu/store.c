@@ -1,9 +1,6 @@
 /* store.c - store_kvcache on the CPU: one row of head_dim numbers a (token, KV head), copied or rounded to fp8. */
 #include "cpu/cpu.h"
 
-/* A parallel region costs some microseconds: below this many elements one thread is faster. */
-enum { PARALLEL_ELEMENTS = 1 << 16 };
-
 static int64_t slot_of(const pk_store_args *args, int64_t token)
 {
     return pk_cpu_id_at(args->slot_mapping, args->slots_are_int64, token);
@@ -12,7 +9,7 @@ static int64_t slot_of(const pk_store_args *args, int64_t token)
 pk_status pk_cpu_take_slots(pk_store_args *args, pk_cpu_numbers *own, pk_error *err)
 {
     int64_t num_slots = args->num_blocks * args->block_size;
-    PK_CPU_OWN_IDS(own, args->slot_mapping, args->slots_are_int64, args->num_tokens, err);
+    PK_CPU_OWN_BYTES(own, args->slot_mapping, (size_t)args->num_tokens * (args->slots_are_int64 ? 8 : 4), err);
     for (int64_t token = 0; token < args->num_tokens; token++) {
         int64_t slot = slot_of(args, token);
         if (slot >= num_slots)
@@ -56,7 +53,7 @@ pk_status pk_cpu_store_kvcache(pk_device device, const pk_store_args *given, pk_
     PK_CPU_NUMBERS(own);
     PK_TRY(pk_cpu_take_slots(args, &own, err));
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
-    bool is_large = args->num_tokens * args->num_kv_heads * args->head_dim > PARALLEL_ELEMENTS;
+    bool is_large = args->num_tokens * args->num_kv_heads * args->head_dim > PK_CPU_PARALLEL;
 #pragma omp parallel for schedule(static) if (is_large)
     for (int64_t token = 0; token < args->num_tokens; token++)
         pk_cpu_store_token(args, token, (const char *)args->key + token * args->key_token_stride * bytes,

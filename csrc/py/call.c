@@ -77,19 +77,23 @@ void py_call_leave(py_call *call)
 
 // --- tensors
 
-static int refuse_grad(py_call *call, const char *name, PyObject *object, const py_tensor_in *taken)
+/* Whether autograd watches the object; not, where it has no such attribute. -1: failed. */
+static int requires_grad(const py_call *call, PyObject *object)
 {
-    if (!taken->exchange) return 0;
     PyObject *watched = PyObject_GetAttr(object, call->state->str_requires_grad);
-    int requires_grad = watched ? PyObject_IsTrue(watched) : -1;
+    int answer = watched ? PyObject_IsTrue(watched) : -1;
     Py_XDECREF(watched);
-    if (requires_grad > 0)
+    if (watched || !PyErr_ExceptionMatches(PyExc_AttributeError)) return answer;
+    PyErr_Clear();
+    return 0;
+}
+
+static int refuse_grad(const py_call *call, const char *name, const py_tensor_in *taken)
+{
+    int is_watched = taken->exchange && taken->is_written ? requires_grad(call, taken->object) : 0;
+    if (is_watched > 0)
         PyErr_Format(PyExc_BufferError, "%s: would be written but requires grad; pass %s.detach()", name, name);
-    if (!watched && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear(); /* a producer without the attribute */
-        return 0;
-    }
-    return requires_grad ? -1 : 0;
+    return is_watched ? -1 : 0;
 }
 
 /* The stride of a dimension of one element means nothing, and producers give what they like: here it is the dense one,
@@ -109,8 +113,7 @@ static int take(py_call *call, const char *name, PyObject *object, bool is_writt
     if (call->has_failed || py_read_tensor(call->state, name, false, call->stream, taken) < 0) return -1;
     settle_strides(&taken->view);
     taken->is_written = is_written;
-    if (py_call_note_framework(call, name, taken) == 0 && !(is_written && refuse_grad(call, name, object, taken) < 0))
-        return 0;
+    if (py_call_note_framework(call, name, taken) == 0 && refuse_grad(call, name, taken) == 0) return 0;
     py_release(&taken->hold);
     return -1;
 }
@@ -202,11 +205,9 @@ static int warn_of_gradients(py_call *call)
     for (int i = 0; i < call->num_tensors && !name; i++) {
         const py_tensor_in *taken = &call->tensors[i];
         if (taken->exchange != call->state->torch || taken->view.dtype > PK_BF16) continue;
-        PyObject *watched = PyObject_GetAttr(taken->object, call->state->str_requires_grad);
-        int requires_grad = watched ? PyObject_IsTrue(watched) : -1;
-        Py_XDECREF(watched);
-        if (requires_grad < 0) return -1;
-        if (!requires_grad) continue;
+        int is_watched = requires_grad(call, taken->object);
+        if (is_watched < 0) return -1;
+        if (!is_watched) continue;
         name = "an argument";
         for (int k = 0; call->signature && k < call->signature->num_params; k++)
             if (call->given[k] == taken->object) name = call->signature->texts[k];

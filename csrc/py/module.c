@@ -93,23 +93,7 @@ static int module_exec(PyObject *module)
 /* Everything in the state that is a Python object, once for traverse and once for clear. */
 static void visit_state(py_state *state, void (*each)(PyObject **slot, void *context), void *context)
 {
-    PyObject **const slots[] = {
-        (PyObject **)&state->tensor_type,
-        (PyObject **)&state->step_type,
-        (PyObject **)&state->stream_type,
-        (PyObject **)&state->event_type,
-        (PyObject **)&state->graph_type,
-        (PyObject **)&state->elastic_type,
-        &state->out_of_blocks,
-        &state->cuda_error,
-        &state->str_dlpack,
-        &state->str_dlpack_device,
-        &state->str_exchange_api,
-        &state->str_requires_grad,
-        &state->str_cuda_stream,
-        &state->str_is_neg,
-    };
-    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) each(slots[i], context);
+    for (int i = 0; i < PY_NUM_OBJECTS; i++) each(&state->objects[i], context);
     for (int i = 0; i < PY_NUM_SIGNATURES; i++)
         for (int n = 0; n < state->signatures[i].num_params; n++) each(&state->signatures[i].names[n], context);
     for (int i = 0; i < state->num_known_types; i++) each((PyObject **)&state->known_types[i].type, context);

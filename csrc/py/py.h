@@ -91,10 +91,17 @@ typedef struct {
 } py_known_type;
 #define PY_MAX_KNOWN_TYPES 16
 
+enum { PY_NUM_OBJECTS = 14 };
 typedef struct {
-    PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type;
-    PyObject *out_of_blocks, *cuda_error;
-    PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream, *str_is_neg;
+    union {
+        struct {
+            PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type;
+            PyObject *out_of_blocks, *cuda_error;
+            PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream,
+                *str_is_neg;
+        };
+        PyObject *objects[PY_NUM_OBJECTS]; /* the same */
+    };
     py_signature signatures[PY_NUM_SIGNATURES];
     py_known_type known_types[PY_MAX_KNOWN_TYPES];
     int num_known_types;
@@ -102,6 +109,8 @@ typedef struct {
     int num_captures;               /* Graphs that are being captured, by any thread */
     bool collects_later;            /* the garbage collector was on before the first of them */
 } py_state;
+
+_Static_assert(offsetof(py_state, signatures) == PY_NUM_OBJECTS * sizeof(PyObject *), "PY_NUM_OBJECTS counts them all");
 
 static inline py_state *py_module_state(PyObject *module) { return (py_state *)PyModule_GetState(module); }
 /* For methods: `self` is of one of this module's types, none of which can be subclassed. */

@@ -1,11 +1,7 @@
 /* backend.c - the CPU backend's table and its memory. */
-#define _DEFAULT_SOURCE /* madvise */
 #include "cpu/cpu.h"
 
 #include <stdlib.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 static pk_status count_hosts(int *count, pk_error *err)
 {
@@ -14,22 +10,11 @@ static pk_status count_hosts(int *count, pk_error *err)
     return PK_OK;
 }
 
-enum { HUGE_PAGE = 2 << 20 };
-
-void pk_cpu_advise_huge(void *data, size_t bytes)
-{
-#ifdef MADV_HUGEPAGE
-    if (bytes >= HUGE_PAGE) (void)madvise(data, bytes, MADV_HUGEPAGE); /* advice: works as well where it is refused */
-#else
-    (void)data, (void)bytes;
-#endif
-}
-
 static pk_status cpu_allocate(pk_device device, size_t bytes, void **data, pk_error *err)
 {
     (void)device;
     *data = NULL;
-    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64, mask = alignment - 1;
+    size_t alignment = bytes >= PK_CPU_HUGE_PAGE ? PK_CPU_HUGE_PAGE : 64, mask = alignment - 1;
     if (bytes > SIZE_MAX - mask || !(*data = aligned_alloc(alignment, ((bytes ? bytes : 1) + mask) & ~mask)))
         return pk_fail(err, PK_ENOMEM, "cannot allocate %zu bytes of host memory", bytes);
     pk_cpu_advise_huge(*data, bytes);

@@ -95,7 +95,8 @@ int pk_cpu_num_threads(void);
 void pk_cpu_set_num_threads(int num_threads);
 void pk_cpu_adopt_num_threads(void); /* in the calling thread, before its operations */
 
-/* --- backend.c: huge pages for what is read all over in random order (a KV cache, weights): fewer TLB misses */
+/* --- range.c: huge pages for what is read all over in random order (a KV cache, weights): fewer TLB misses */
+enum { PK_CPU_HUGE_PAGE = 2 << 20 };
 void pk_cpu_advise_huge(void *data, size_t bytes);
 
 /* --- entries of the backend's table */

@@ -12,6 +12,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+void pk_cpu_advise_huge(void *data, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    if (bytes >= PK_CPU_HUGE_PAGE) (void)madvise(data, bytes, MADV_HUGEPAGE); /* advice alone */
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
 pk_status pk_cpu_range_reserve(pk_device device, size_t capacity, pk_range *range, pk_error *err)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);

@@ -15,8 +15,7 @@ from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.runner.graphs import batch_sizes, filling_sizes
-from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.engine.runner.model_runner import ModelRunner, batch_sizes, filling_sizes
 from pagedkv.models.qwen3 import Qwen3
 
 pytestmark = [
@@ -120,7 +119,7 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
 
 def logits_graphs(runner: ModelRunner) -> list[pagedkv.Graph | None]:
     """Of each batch size."""
-    return [runner.graphs and runner.graphs.find(size, needs_logits=True) for size in runner.batch_sizes]
+    return [runner.graphs and runner.graphs.get((size, True)) for size in runner.batch_sizes]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

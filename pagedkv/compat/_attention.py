@@ -124,11 +124,6 @@ def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((num_seqs, 1), dtype=torch.int32, device=like.device)
 
 
-def lse_of_rows(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """[heads, tokens] as [batch, heads, seqlen] where q is [batch, seqlen, heads, head_dim]."""
-    return lse if q.dim() == 3 else lse.view(lse.shape[0], q.shape[0], q.shape[1]).transpose(0, 1)
-
-
 def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -146,7 +141,9 @@ def attend(
     options = {name: dense(value) for name, value in options.items()}
     result = operations().paged_attention_fwd(dense(rows), k_cache, v_cache, dense(tables), dense(lens), **options)
     out, lse = result if options["return_lse"] else (result, None)
-    return out.view(q.shape), None if lse is None else lse_of_rows(lse, q)
+    if lse is not None and q.dim() == 4:
+        lse = lse.view(lse.shape[0], q.shape[0], q.shape[1]).transpose(0, 1)
+    return out.view(q.shape), lse
 
 
 def attend_with_kvcache(

@@ -73,8 +73,13 @@ def open_saved(path: str | os.PathLike[str], identity: Callable[[], dict[str, st
 
 def load(file: SafetensorsFile, manager: BlockManager, caches: KVCaches) -> int:
     """Puts the pages of a file into the pool and the prefix cache; returns how many were new and had room."""
-    parents, indices, tokens = (_array(file, name) for name in ("parents", "salts", "tokens"))
-    kv = _kv(file, (len(parents), caches.num_caches, caches.page_bytes // caches.num_caches))
+    parents, indices, tokens = (
+        file.content(name).view("<i4").astype(np.int32) for name in ("parents", "salts", "tokens")
+    )
+    given, shape = file.entry("kv").shape, (len(parents), caches.num_caches, caches.page_bytes // caches.num_caches)
+    if given != shape:
+        raise CheckpointError(f"{file.path}: damaged: kv has shape {list(given)} but must have {list(shape)}")
+    kv = file.content("kv").reshape(shape)
     salts = _salts(file)
     pages = manager.import_cache(parents, indices, salts, tokens)
     (taken,) = np.nonzero(pages >= 0)
@@ -193,14 +198,3 @@ def _salts(file: SafetensorsFile) -> list[bytes]:
         return [bytes.fromhex(salt) for salt in json.loads(file.metadata["salts"])]
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: damaged: its salts are no list of hexadecimal strings") from error
-
-
-def _kv(file: SafetensorsFile, shape: tuple[int, ...]) -> np.ndarray:
-    given = tuple(file.entry("kv").shape)
-    if given != shape:
-        raise CheckpointError(f"{file.path}: damaged: kv has shape {list(given)} but must have {list(shape)}")
-    return file.content("kv").reshape(shape)
-
-
-def _array(file: SafetensorsFile, name: str) -> np.ndarray:
-    return file.content(name).view("<i4").astype(np.int32)

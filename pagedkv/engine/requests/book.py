@@ -287,7 +287,7 @@ def _obstacle(scheduler: Scheduler, seq: Sequence) -> str:
         return f"all {scheduler.max_num_seqs} places (max_num_seqs) are taken"
     if seq.retry_step > scheduler.step_number:
         return "another request computes the beginning of its prompt, which it will find in the cache"
-    if scheduler.queues.is_refused(seq):
+    if scheduler.queues.refused is seq:
         num_pages = -(-seq.num_tokens // manager.block_size)
         return (
             f"it needs up to {num_pages} pages, of which {manager.num_free_blocks} are free or cached, and "

@@ -8,28 +8,34 @@ reads it where this step's sampler left it. So the host may be one step behind t
 tokens of a launch may be read until the second launch after it.
 
 On a GPU a step is three things on one stream: a copy of the step's arrays, which lie side by side in pinned memory; the
-model, which is one CUDA graph where the step only decodes (see graphs.py); a copy of the sampled tokens to
-pinned memory, with an event after it.
+model, which is one CUDA graph where the step only decodes; a copy of the sampled tokens to pinned memory, with an event
+after it.
+
+A step that only decodes is padded to the next of some batch sizes, each of which has a graph from the embedding to the
+sampled token. A padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed
+have a graph that ends with the logits; it is captured after the first such step of its size.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from pagedkv import BlockManager, Event, Stream, Tensor, ops
+from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
-from .graphs import GRAPH_BYTES, SCRATCH_BYTES, DecodeGraphs, batch_sizes, filling_sizes
 from .step_memory import StepMemory
+
+GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
+SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +76,8 @@ class ModelRunner:
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans,
         )  # fmt: skip
-        self.graphs = DecodeGraphs(self.stream) if self.is_gpu and not enforce_eager else None
+        # By batch size, and whether it ends with the logits. They point to the arrays and to the pool.
+        self.graphs: dict[tuple[int, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
 
     # --- before the first step
 
@@ -110,7 +117,7 @@ class ModelRunner:
             for num_seqs in self.batch_sizes:
                 batch = self.memory.idle_decodes(num_seqs)
                 self.run(batch)  # so that an operation's first use, which may choose and allocate, is not captured
-                self.graphs.capture(batch, self._compute)
+                self._capture(batch)
                 if bar is not None:
                     bar.update()
         ops.reload_context(self.device)  # a launch is faster then than after all this
@@ -130,7 +137,7 @@ class ModelRunner:
                 self.move_pages(step)
                 batch = self.fill(step)
                 if self.graphs is not None and step.only_decodes:
-                    graph = self.graphs.find(len(batch.token_ids), needs_logits=batch.needs_logits)
+                    graph = self.graphs.get((len(batch.token_ids), batch.needs_logits))
                 if graph is not None:
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
@@ -145,7 +152,7 @@ class ModelRunner:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
             if self.graphs is not None and step.only_decodes and graph is None:
-                self.graphs.capture(batch, self._compute)  # for the next one; the GPU has this one to compute
+                self._capture(batch)  # for the next one; the GPU has this one to compute
         step.event = event
 
     def forget(self) -> None:
@@ -180,6 +187,14 @@ class ModelRunner:
         ops.take_sampled(batch.token_ids, self.sampler.sampled)
         self.sampler.compute(self.forward(batch, batch.last_tokens), batch)
 
+    def _capture(self, batch: Batch) -> None:
+        """Captures a step that only decodes and has run before. Nothing is computed."""
+        assert self.graphs is not None, "there are graphs"
+        graph = Graph()
+        with graph.capture(self.stream):
+            self._compute(batch)
+        self.graphs[len(batch.token_ids), batch.needs_logits] = graph
+
     def _compute_prompts(self, batch: Batch, step: Step) -> PromptOutputs:
         """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
         ops.take_sampled(batch.token_ids, self.sampler.sampled)
@@ -192,3 +207,18 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
+
+
+def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:
+    """The batch sizes that have graphs, those of filling_sizes among them. The last one is max_num_seqs."""
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), *filling}
+    return sorted(size for size in sizes if 0 < size < max_num_seqs) + [max_num_seqs]
+
+
+def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
+    """The sequences whose KV heads fill the GPU when attention has one, two or four CTAs on a multiprocessor.
+
+    One more begins another wave of CTAs, even if it is padding: 33 sequences of 8 heads, padded to 40, take up to 12 %
+    longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
+    """
+    return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]

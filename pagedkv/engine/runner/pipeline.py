@@ -73,7 +73,9 @@ class Pipeline:
             launched = time.perf_counter()
             if not is_committed:
                 self.scheduler.commit(step)
-            self._count_pages()
+            counters, manager = self.counters, self.scheduler.manager
+            counters.peak_used_blocks = max(counters.peak_used_blocks, manager.num_used_blocks)
+            counters.peak_shared_blocks = max(counters.peak_shared_blocks, manager.num_shared_blocks)
         self.counters.host_seconds += time.perf_counter() - launched + scheduled - start
 
     def collect(self) -> None:
@@ -91,11 +93,6 @@ class Pipeline:
         self._last_collect = now
         self._process(step, finished)
         self.counters.host_seconds += time.perf_counter() - now
-
-    def _count_pages(self) -> None:
-        counters, manager = self.counters, self.scheduler.manager
-        counters.peak_used_blocks = max(counters.peak_used_blocks, manager.num_used_blocks)
-        counters.peak_shared_blocks = max(counters.peak_shared_blocks, manager.num_shared_blocks)
 
     def _count(self, step: Step, seconds: float) -> None:
         """`seconds` since the tokens of the step before arrived."""

@@ -46,7 +46,8 @@ class Queues:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._logged: set[int] = set()  # levels
-        self._refused: tuple[Sequence, int] | None = None  # who did not fit, and how many pages were free then
+        self.refused: Sequence | None = None  # who did not fit, and ...
+        self._num_free = 0  # ... how many pages were free then
 
     # --- who waits
 
@@ -105,13 +106,9 @@ class Queues:
 
     # --- how a sequence begins to run
 
-    def is_refused(self, seq: Sequence) -> bool:
-        """Whether this sequence is the one that did not fit."""
-        return self._refused is not None and self._refused[0] is seq
-
     def was_refused(self, seq: Sequence) -> bool:
         """Whether it did not fit and no page was freed since. Then its prompt need not be hashed again."""
-        return self._refused is not None and self.is_refused(seq) and self.manager.num_free_blocks <= self._refused[1]
+        return self.refused is seq and self.manager.num_free_blocks <= self._num_free
 
     def waits_for_prefix(self, seq: Sequence, step_number: int) -> bool:
         """Whether a running sequence is computing pages that this one begins with."""
@@ -139,7 +136,7 @@ class Queues:
         except OutOfBlocks:
             if not num_running:
                 raise  # pages are held outside of the engine: there is nothing to wait for
-            self._refused = seq, self.manager.num_free_blocks
+            self.refused, self._num_free = seq, self.manager.num_free_blocks
             return False
         seq.num_in_pages = seq.num_tokens
         return True
@@ -230,7 +227,7 @@ class Queues:
 
     def clear(self) -> None:
         """Forgets all sequences; their pages are freed elsewhere."""
-        self.running, self.num_running, self._refused = [], Counter(), None
+        self.running, self.num_running, self.refused = [], Counter(), None
         self._priorities, self._waiting, self.num_waiting = [], {}, 0
 
     # --- a step's tokens

@@ -112,7 +112,9 @@ class Scheduler:
         if step is None:
             step = Step(swap_out=swapped)
             has_room = self._schedule_decodes(step)
-        self._append_known(step)
+        if step.known:
+            known = [step.sequences[i] for i in step.known]
+            self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
         if self.queues.num_waiting or len(self.queues.running) > step.num_decodes:
             self._schedule_prompts(step, has_room)
         if step.sequences:
@@ -179,11 +181,6 @@ class Scheduler:
             step.add_decodes(decodes, ids, ends)
         return has_room
 
-    def _append_known(self, step: Step) -> None:
-        if step.known:
-            known = [step.sequences[i] for i in step.known]
-            self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
-
     def _preempt_for_waiting(self) -> np.ndarray | None:
         """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
         host pages, if any."""
@@ -224,7 +221,7 @@ class Scheduler:
         return budget
 
     def _lacks_place(self, seq: Sequence) -> bool:
-        return len(self.queues.running) >= self.max_num_seqs or self.queues.is_refused(seq)
+        return len(self.queues.running) >= self.max_num_seqs or self.queues.refused is seq
 
     # --- after the launch
 

@@ -192,14 +192,11 @@ def _in_order(named: dict[str, Any]) -> dict[str, Any]:
     return {name: named[name] for name in NAMES if name in named} | named
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
-
-
 def _text(token: Any) -> str:
-    if not _is_token(token):
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
         raise ValueError(f"{token!r} is no token: neither a text nor a dict with a content")
-    return str(token["content"] if isinstance(token, dict) else token)
+    return text
 
 
 def _has_type(token: Any) -> bool:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .options import Commands, add_engine_options, at_least, engine_options, is_terminal, print_note
+from .options import Commands, add_engine_options, engine_options, integer, is_terminal, print_note
 
 NUM_REQUESTS, NUM_RUNS = {"gpu": 256, "cpu": 4}, {"gpu": 3, "cpu": 1}  # with 256 a CPU would take hours
 
@@ -19,9 +19,9 @@ def add(commands: Commands) -> None:
     shape = "a folder, or 0.6B, 1.7B, 4B, 8B: a Qwen3 of this size with random weights (default: 0.6B)"
     bench.add_argument("model", nargs="?", default="0.6B", help=shape)
     many = f"how many (default: {NUM_REQUESTS['gpu']}; on a CPU {NUM_REQUESTS['cpu']})"
-    bench.add_argument("--num-requests", type=at_least(1), help=many)
+    bench.add_argument("--num-requests", type=integer, help=many)
     runs = f"of the workload, after a few tokens of it to warm up (default: {NUM_RUNS['gpu']}; on a CPU 1)"
-    bench.add_argument("--runs", type=at_least(1), help=runs)
+    bench.add_argument("--runs", type=integer, help=runs)
     add_engine_options(bench, block_size=256)
     bench.set_defaults(run=run)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pagedkv
 
-from .options import Commands, add_engine_options, at_least, engine_options
+from .options import Commands, add_engine_options, engine_options, integer
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 
@@ -18,7 +18,7 @@ DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 def add(commands: Commands) -> None:
     text = "add numbers with the model inside the package, and say how fast"
     demo = commands.add_parser("demo", help=text, description=text)
-    demo.add_argument("--num-prompts", type=at_least(1), default=32, help="sums in the batch (default: 32)")
+    demo.add_argument("--num-prompts", type=integer, default=32, help="sums in the batch (default: 32)")
     demo.add_argument("--seed", type=int, default=0, help="chooses the numbers (default: 0)")
     add_engine_options(demo, "device")
     demo.set_defaults(run=run)

@@ -26,6 +26,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.models import ITEM_BYTES
 
 MAX_LEN = 1024  # of a prompt, and of its continuation
+NUM_TIMES, NUM_CALLS = 5, 10  # of what is timed
 BLOCK_SIZE = 256  # nano-vllm's own
 
 # Shapes of published models, by their size: hidden, intermediate, layers, query heads, KV heads, tied embeddings.
@@ -132,16 +133,16 @@ def _random(shape: tuple[int, ...], dtype: str) -> Tensor:
     return ops.asarray(values, dtype)
 
 
-def _seconds(function: Callable[[], object], device: str, repeats: int = 5, calls: int = 10) -> float:
+def _seconds(function: Callable[[], object], device: str) -> float:
     """Of one call: the median of several times, each of so many calls that launching them takes no extra time."""
     times = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(NUM_TIMES + 1):  # the first warms up
         ops.synchronize(device)
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(NUM_CALLS):
             function()
         ops.synchronize(device)
-        times.append((time.perf_counter() - start) / calls)
+        times.append((time.perf_counter() - start) / NUM_CALLS)
     return statistics.median(times[1:])
 
 

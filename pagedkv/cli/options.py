@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -45,14 +45,11 @@ class Parser(argparse.ArgumentParser):
 # --- options
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
-        return value
-
-    return integer
+def integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, names: tuple[str, ...], **defaults: object) -> None:

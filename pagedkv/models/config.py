@@ -87,7 +87,7 @@ def parse(raw: dict[str, Any], generation: dict[str, Any]) -> Qwen3Config:
         dtype=dtype,
         rope=parse_rope(raw, max_position_embeddings),
         windows=_parse_windows(raw),
-        eos_token_ids=_token_ids(raw, "eos_token_id") | _token_ids(generation, "eos_token_id"),
+        eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
     )
 
 
@@ -113,11 +113,11 @@ def _count(raw: dict[str, Any], name: str) -> int:
     return value
 
 
-def _token_ids(raw: dict[str, Any], name: str) -> frozenset[int]:
-    value = raw.get(name)
+def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
+    value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) for i in ids):
-        raise ValueError(f"{name} is {value!r} but must be an integer or a list of integers")
+        raise ValueError(f"eos_token_id is {value!r} but must be an integer or a list of integers")
     return frozenset(ids)
 
 

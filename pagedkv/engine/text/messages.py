@@ -47,21 +47,21 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def plain_messages(messages: object, name: str = "messages") -> Chat:
+def plain_messages(messages: object) -> Chat:
     """The messages as dicts without the keys that are None. Raises unless they are a list that is not empty, and each
     has a role. Thoughts are also found under the names that templates read."""
     messages = getattr(messages, "messages", messages)
     if isinstance(messages, (str, bytes)) or not isinstance(messages, SequenceOf):
-        raise TypeError(f"{name} is {messages!r} but must be a list of messages")
+        raise TypeError(f"messages is {messages!r} but must be a list of messages")
     if not messages:
-        raise ValueError(f"{name} is empty")
+        raise ValueError("messages is empty")
     chat = []
     for i, given in enumerate(messages):
         if not is_message(given):
-            raise TypeError(f"{name}[{i}] is {given!r} but must be a dict with role and content")
+            raise TypeError(f"messages[{i}] is {given!r} but must be a dict with role and content")
         message = {key: value for key, value in plain(given).items() if value is not None}
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"{name}[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
+            raise ValueError(f"messages[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
         thoughts = [message[key] for key in REASONING if key in message]
         if thoughts:
             message = {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}

@@ -119,17 +119,27 @@ def dense_batch(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return one_page_each(len(q), q), full(len(q), k.shape[1], q)
 
 
-def one_page_for_all(num_seqs: int, like: torch.Tensor) -> torch.Tensor:
-    """The block tables of sequences that follow each other in one tensor, the only page; key_starts say where."""
-    return torch.zeros((num_seqs, 1), dtype=torch.int32, device=like.device)
+def ragged_keys(
+    k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, lens: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Keys [total_k, kv_heads, head_dim] of sequences that follow each other, as paged_attention_fwd takes them: in the
+    only page, which all sequences share. lens: how many keys of each count; None: all."""
+    if k.shape[0] == 0:  # a page has at least one slot; this one is never read
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+    lens = cu_seqlens_k.diff() if lens is None else lens
+    tables = lens.new_zeros((len(cu_seqlens_k) - 1, 1), dtype=torch.int32)
+    return dict(
+        k_cache=dense(k)[None], v_cache=dense(v)[None], block_tables=tables, context_lens=lens,
+        key_starts=cu_seqlens_k[:-1],
+    )  # fmt: skip
 
 
 def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """paged_attention_fwd of q [batch, seqlen, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q.
@@ -139,7 +149,8 @@ def attend(
         k_cache = v_cache = k_cache.new_zeros((len(k_cache), 1, *k_cache.shape[2:]))
     rows = q.flatten(0, 1) if q.dim() == 4 else q
     options = {name: dense(value) for name, value in options.items()}
-    result = operations().paged_attention_fwd(dense(rows), k_cache, v_cache, dense(tables), dense(lens), **options)
+    pages = k_cache, v_cache, dense(block_tables), dense(context_lens)
+    result = operations().paged_attention_fwd(dense(rows), *pages, **options)
     out, lse = result if options["return_lse"] else (result, None)
     if lse is not None and q.dim() == 4:
         lse = lse.view(lse.shape[0], q.shape[0], q.shape[1]).transpose(0, 1)

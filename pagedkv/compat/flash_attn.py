@@ -23,8 +23,8 @@ from pagedkv.compat._attention import (
     attend,
     attend_with_kvcache,
     dense_batch,
-    one_page_for_all,
     padded,
+    ragged_keys,
     refuse,
     refuse_gradients,
     refuse_odd_heads,
@@ -110,16 +110,14 @@ def flash_attn_varlen_func(
     refuse(dropout_p=dropout_p)
     refuse_gradients(q=q, k=k, v=v)
     _check_head_dims(q, k, v)
-    num_seqs, head_dim, scale = len(cu_seqlens_q) - 1, q.shape[-1], _scale(softmax_scale, q)
+    head_dim, scale = q.shape[-1], _scale(softmax_scale, q)
     if block_table is None:
-        tables, starts = one_page_for_all(num_seqs, q), cu_seqlens_k[:-1]
-        q, k, v = padded(q), padded(k)[None], padded(v)[None]
+        q, keys = padded(q), ragged_keys(padded(k), padded(v), cu_seqlens_k)
     else:
         refuse_odd_heads("k", k)
-        tables, starts = block_table, None
+        keys = dict(k_cache=k, v_cache=v, block_tables=block_table, context_lens=cu_seqlens_k.diff())
     out, lse = attend(
-        q, k, v, tables, cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, key_starts=starts,
-        softmax_scale=scale, causal=causal,
+        q, **keys, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
     return _results(out, lse, head_dim)

@@ -24,7 +24,7 @@ from pagedkv.compat._attention import (
     attend_with_kvcache,
     dense,
     dense_batch,
-    one_page_for_all,
+    ragged_keys,
     refuse,
     refuse_gradients,
     refuse_odd_heads,
@@ -136,9 +136,8 @@ def flash_attn_varlen_func(
     refuse(seqused_q=seqused_q)
     refuse_gradients(q=q, k=k, v=v)
     out, lse = attend(
-        _widened(q), dense(k)[None], dense(v)[None], one_page_for_all(len(cu_seqlens_q) - 1, q),
-        cu_seqlens_k.diff() if seqused_k is None else seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        key_starts=cu_seqlens_k[:-1], softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        _widened(q), **ragged_keys(k, v, cu_seqlens_k, seqused_k), cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, num_splits=min(num_splits, MAX_SPLITS), return_lse=return_attn_probs,
         **_scales(k, q_descale, k_descale, v_descale),
     )  # fmt: skip

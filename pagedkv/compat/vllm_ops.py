@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pagedkv.compat.vllm_ops needs PyTorch (package torch), which is not installed") from error
 
-from pagedkv.compat._attention import dense, refuse
+from pagedkv.compat._attention import dense, ragged_keys, refuse
 
 __all__ = ["flash_attn_varlen_func", "reshape_and_cache_flash"]
 
@@ -174,9 +174,4 @@ def find_keys(
         return dict(k_cache=k, v_cache=v, block_tables=block_table, context_lens=seqused_k)
     if cu_seqlens_k is None:
         raise NotImplementedError("seqused_k: without block_table needs cu_seqlens_k, too")
-    if k.shape[0] == 0:  # a page has at least one slot; this one is never read
-        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
-    k, v = dense(k), dense(v)
-    lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    tables = lens.new_zeros(lens.shape[0], 1)
-    return dict(k_cache=k[None], v_cache=v[None], block_tables=tables, context_lens=lens, key_starts=cu_seqlens_k[:-1])
+    return ragged_keys(k, v, cu_seqlens_k, seqused_k)

@@ -106,24 +106,26 @@ def test_the_engine_goes_on_after_an_error(llm, monkeypatch, moment):  # noqa: F
     expected = [output.token_ids for output in generate(llm, prompts, GREEDY)]
     launch = llm._runner.launch
     for num_steps in range(1, 8):
-        steps = iter(range(num_steps))
+        steps, waits = iter(range(num_steps)), []
 
         class Failing:
-            def tokens(self):
+            def synchronize(self, waits=waits):
+                waits.append(self)
                 raise MemoryError("once")
 
         def fails_once(step, wait_for_tokens, steps=steps):
             is_last = next(steps, "over") == num_steps - 1
             if is_last and moment == "before the launch":
                 raise MemoryError("once")
-            launched = launch(step, wait_for_tokens)
+            launch(step, wait_for_tokens)
             if is_last and moment == "after the launch":
                 raise MemoryError("once")
-            return Failing() if is_last else launched
+            if is_last:
+                step.event = Failing()
 
         monkeypatch.setattr(llm._runner, "launch", fails_once)
         assert [output.token_ids for output in generate(llm, prompts, GREEDY)] == expected
-        assert next(steps, None) is None
+        assert next(steps, None) is None and len(waits) == (moment == "waiting for tokens")
         monkeypatch.undo()
         assert llm.manager.num_free_blocks == llm.manager.num_blocks and len(llm.manager) == 0
         llm.manager.check()

@@ -45,12 +45,11 @@ def engine(folder, device, *, behind=1, **options):
 
         def recorded(step, wait_for_tokens):
             unedited.clear()
-            launched = launch(step, wait_for_tokens)
+            launch(step, wait_for_tokens)
             ops.synchronize(device)
             rows = np.asarray(unedited[0] if unedited else host(runner.sampler.logits))
             for row, (seq, index) in enumerate(zip(step.receivers, step.sampled, strict=True)):
                 llm.logits[seq.id, step.starts[index] + step.lengths[index]] = rows[row].copy()
-            return launched
 
         runner.launch, runner.sampler.edit = recorded, recorded_edit
         yield llm

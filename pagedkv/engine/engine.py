@@ -23,9 +23,8 @@ from .cache import snapshot
 from .cache.pool import KVCaches, num_blocks_of, resize_pool
 from .options import KV_CACHE_DTYPES, EngineOptions, describe, find_device
 from .outputs import EngineStats, RequestOutput
-from .requests.mailbox import Mailbox
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
-from .requests.request import Receiver, Request
+from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Sequence, private_salt

@@ -96,10 +96,6 @@ class Chat:
     def reset(self) -> None:
         self.messages = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
 
-    @property
-    def has_history(self) -> bool:
-        return any(message["role"] == "assistant" for message in self.messages)
-
     def say(self, text: str) -> None:
         """Prints the answer as it grows. An interrupted one is kept as far as it came; one that fails is forgotten."""
         before, answer, note = list(self.messages), "", None
@@ -170,7 +166,8 @@ def _converse(chat: Chat, args: argparse.Namespace) -> None:
             except KeyboardInterrupt:
                 continue  # it ends this answer alone
             except OF_A_REQUEST as error:  # another message may work
-                help = "/reset forgets what was said" if chat.has_history else "a shorter message may fit"
+                has_history = any(message["role"] == "assistant" for message in chat.messages)
+                help = "/reset forgets what was said" if has_history else "a shorter message may fit"
                 is_too_long = "prompt tokens" in str(error)  # for max_model_len or the pool
                 print_error(args, f"{error}; {help}" if is_too_long else error)
 

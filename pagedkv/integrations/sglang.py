@@ -89,7 +89,8 @@ class PagedKVBackend(AttentionBackend):  # type: ignore[misc]
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """For a pass without a graph, or with a breakable one, between whose pieces attention runs."""
         mode = forward_batch.forward_mode
-        _check_mode(mode)
+        is_known = mode.is_decode_or_idle() or mode.is_extend_or_draft_extend_or_mixed()
+        _refuse([(not is_known, f"forward_mode {mode.name}")])
         if mode.is_idle():
             self.forward_metadata = None
             return
@@ -257,11 +258,6 @@ def _check_runner(runner: Any) -> None:
             (runner.kv_index_translator.is_translating, "enable_unified_memory"),
         )
     )
-
-
-def _check_mode(mode: Any) -> None:
-    is_known = mode.is_decode_or_idle() or mode.is_extend_or_draft_extend_or_mixed()
-    _refuse([(not is_known, f"forward_mode {mode.name}")])
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:

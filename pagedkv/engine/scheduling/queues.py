@@ -132,7 +132,9 @@ class Queues:
             if seq.is_swapped:
                 self._swap_in(seq, step)
             else:
-                self._allocate(seq)
+                num_hits = self.manager.allocate(seq.id, seq.tokens, salt=seq.salt)
+                seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last one is computed for its logits
+                seq.num_cached = num_hits if seq.num_cached < 0 else seq.num_cached
         except OutOfBlocks:
             if not num_running:
                 raise  # pages are held outside of the engine: there is nothing to wait for
@@ -140,12 +142,6 @@ class Queues:
             return False
         seq.num_in_pages = seq.num_tokens
         return True
-
-    def _allocate(self, seq: Sequence) -> None:
-        num_hits = self.manager.allocate(seq.id, seq.tokens, salt=seq.salt)
-        seq.num_computed = min(num_hits, seq.num_tokens - 1)  # the last token is computed for its logits, cached or not
-        if seq.num_cached < 0:
-            seq.num_cached = num_hits
 
     def _swap_in(self, seq: Sequence, step: Step) -> None:
         """Brings its KV back to the device, with room for the tokens that its pages do not hold yet."""

@@ -58,6 +58,10 @@ def draw_silu(d: Draw) -> dict:
     }
 
 
+def divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
 def draw_linear(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(10), d.size(20), d.size(40)
     nothing = dict.fromkeys(("gate_up", "rms_eps", "x_squares", "out_squares", "bias") if d.everything else ())
@@ -73,16 +77,18 @@ def draw_linear(d: Draw) -> dict:
         a |= d.some(out=lambda: d.output((rows, outputs // 2), dtype), add_to_out=lambda: d.one_of(False, 0))
         if "rms_eps" not in a:
             return nothing | a | d.some(bias=lambda: d.tensor((outputs,), dtype))
-        if width % 8 == 0:
-            squares = (x.astype(np.float64) ** 2).reshape(rows, width // 8, 8).sum(2)
+        if width:
+            count = d.one_of(*divisors(width))
+            squares = (x.astype(np.float64) ** 2).reshape(rows, count, width // count).sum(2)
             a |= d.some(x_squares=lambda: place(d.rng, squares.astype(np.float32), "float32", is_plain=True))
         return nothing | a
     a |= d.some(
         bias=lambda: d.tensor((outputs,), dtype), out=lambda: d.output((rows, outputs), d.one_of(dtype, "float32"))
     )
     a |= d.some(add_to_out=d.flag) if "out" in a else {}
-    if outputs % 8 == 0:
-        a |= d.some(out_squares=lambda: d.output((rows, outputs // 8), "float32", is_plain=True))
+    if outputs:
+        shape = rows, d.one_of(*divisors(outputs))
+        a |= d.some(out_squares=lambda: d.output(shape, "float32", is_plain=True))
     return nothing | a
 
 
@@ -94,7 +100,8 @@ def expect_linear(a) -> dict:
         out = product + (numbers(a.out) if a.add_to_out else 0)
         expected = {"out": near(out, dtype if a.out is None else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
         if a.out_squares is not None:
-            sums = (out**2).reshape(len(out), -1, 8).sum(2)
+            rows, count = a.out_squares.shape
+            sums = (out**2).reshape(rows, count, out.shape[1] // count).sum(2)
             tolerance = 8 * scale * oracle.tolerance(dtype) * (1 + sums.max(initial=0))
             expected["out_squares"] = Outcome(sums, tolerance, tolerance)
         return expected
@@ -169,6 +176,7 @@ DENSE_OPERATIONS = {
         draw_silu, lambda a: {"out": near(oracle.silu_and_mul(numbers(a.x), a.x.dtype), a.x.dtype, 2)}
     ),
     "linear": Operation(draw_linear, expect_linear),
+    "linear_squares": Operation(draw_algorithms, lambda a: {}, lambda a: ["return"]),
     "linear_algorithms": Operation(draw_algorithms, None),
     "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
     "Tensor.copy_": Operation(

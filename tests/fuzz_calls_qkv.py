@@ -126,9 +126,10 @@ def draw_rms(d: Draw, tokens: int, dtype: str) -> dict:
     """What rows are divided by, and perhaps the squares of it, as linear leaves them."""
     x = 1 + np.abs(d.floats((tokens, 40 if d.everything else d.one_of(1, 7, 40)), dtype)) // 1
     a = d.some(0.3, rms_of=lambda: place(d.rng, x, dtype))
-    if not a or x.shape[1] % 8:
+    if not a:
         return a
-    squares = (x.astype(np.float64) ** 2).reshape(tokens, 5, 8).sum(2)
+    count = d.one_of(*(n for n in (1, 5, 7, 20, 40) if x.shape[1] % n == 0))
+    squares = (x.astype(np.float64) ** 2).reshape(tokens, count, x.shape[1] // count).sum(2)
     return a | d.some(rms_squares=lambda: place(d.rng, squares.astype(np.float32), "float32", is_plain=True))
 
 

@@ -82,25 +82,30 @@ def test_gate_behind(rng, device, dtype, behind, shape):
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("width", [8, 64, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 64, 8), (3, 1024, 96), (16, 512, 1056), (8, 4096, 2048), (40, 520, 136), (112, 264, 1024),
-                                   (130, 256, 264)], ids=str)  # fmt: skip
-def test_squares_for_the_next_product(rng, device, dtype, shape):
+@pytest.mark.parametrize("shape", [(1, 64, 192), (3, 1024, 192), (16, 512, 1344), (8, 4096, 1920), (40, 520, 192), (112, 264, 960),
+                                   (130, 256, 192)], ids=str)  # fmt: skip
+def test_squares_for_the_next_product(rng, device, dtype, shape, width):
     """linear leaves those of what it stores, and the next product divides by them."""
     rows, _, outputs = shape
     x, weight, _ = make_case(rng, shape, dtype)
     before = oracle.rounded(rng.standard_normal((rows, outputs)), dtype)
-    squares = put(np.full((rows, outputs // 8), np.nan), device, "float32")
+    squares = put(np.full((rows, outputs // width), np.nan), device, "float32")
     out = put(before, device, dtype)
     ops.linear(put(x, device, dtype), put(weight, device, dtype), add_to_out=True, out=out, out_squares=squares)
     stored = get(out).astype(np.float64)
-    np.testing.assert_allclose(get(squares), (stored**2).reshape(rows, -1, 8).sum(2), rtol=1e-6)
+    np.testing.assert_allclose(get(squares), (stored**2).reshape(rows, -1, width).sum(2), rtol=1e-6)
     gate_up, weight = put(np.full((rows, 64), np.nan), device, dtype), make_case(rng, (0, outputs, 64), dtype)[1]
     out = ops.linear(out, put(weight, device, dtype), gate_up=gate_up, rms_eps=1e-5, x_squares=squares)
     product = oracle.over_rms(oracle.linear(stored, weight), stored, 1e-5)
     tolerance = 3 * oracle.tolerance(dtype)
     expected = oracle.silu_and_mul(oracle.rounded(product, dtype), dtype)
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_cpu_leaves_no_squares_in_passing():
+    assert ops.linear_squares(floats(1, 8), floats(64, 8), out=floats(1, 64)) == 0
 
 
 def test_rows_of_zeros_and_of_large_numbers_over_their_rms(device):
@@ -261,11 +266,14 @@ BUFFER = floats(6, 20)
     (lambda: ops.linear(BUFFER[:, :4], floats(4, 4), out=BUFFER[:, :4]), BufferError, "out: overlaps x"),
     (lambda: ops.linear(floats(2, 4), floats(4, 4), rms_eps=1e-6), ValueError, "rms_eps: needs gate_up, and no bias"),
     (lambda: ops.linear(floats(2, 8), floats(4, 8), x_squares=floats(2, 1)), ValueError, "x_squares: needs rms_eps"),
-    (lambda: ops.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=1e-6, x_squares=floats(2, 1)),
-     ValueError, "x_squares: rows of 4 have none: not a multiple of 8"),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=1e-6, x_squares=floats(2, 8)),
+     ValueError, "x_squares: dim 1 is 8 but must divide in_features, 4"),
+    (lambda: ops.linear(floats(2, 4), floats(4, 4), out_squares=floats(2, 0)),
+     ValueError, "out_squares: dim 1 is 0 but must divide out_features, 4"),
     (lambda: ops.linear(floats(2, 4), floats(8, 4), gate_up=floats(2, 8), out_squares=floats(2, 1)), ValueError,
      "out_squares: not with gate_up"),
-    (lambda: ops.linear(floats(2, 4), floats(16, 4), out_squares=floats(2, 3)), ValueError, "out_squares: dim 1 is 3 but an eighth of out_features has E=2"),
+    (lambda: ops.linear(floats(2, 4), floats(16, 4), out_squares=floats(2, 3)),
+     ValueError, "out_squares: dim 1 is 3 but must divide out_features, 16"),
     (lambda: ops.linear(floats(2, 4), floats(4, 4), floats(4), gate_up=floats(2, 4), rms_eps=1e-6),
      ValueError, "rms_eps: needs gate_up, and no bias"),
     (lambda: ops.linear(floats(2, 4), floats(4, 4), gate_up=floats(2, 4), rms_eps=-1.0), ValueError, "rms_eps is -1 but must be"),

@@ -56,9 +56,21 @@ def test_few_rows_with_poison_around(rng, shape, rows, dtype):
     np.testing.assert_allclose(get(ops.linear(*arguments)), expected, atol=tolerance, rtol=tolerance)
 
 
-def squares_of(x):
+def squares_of(x, width=8):
     """What linear leaves beside rows like these."""
-    return (x.astype(np.float64) ** 2).reshape(len(x), -1, 8).sum(2)
+    return (x.astype(np.float64) ** 2).reshape(len(x), -1, width).sum(2)
+
+
+@gpu
+@needs_gpu
+def test_squares_that_are_left_in_passing(rng):
+    """By Hopper's kernel. Its width is not the only one that works: see test_linear.py."""
+    for rows in (1, 8, 9, 16, 17, 112, 113):
+        for size, outputs in (1024, 1024), (2048, 1024), (1024, 1000), (1024, 1001):
+            x, weight = (pagedkv.empty(shape, "bfloat16", GPU) for shape in ((rows, size), (outputs, size)))
+            width = ops.linear_squares(x, weight, out=pagedkv.empty((rows, outputs), "bfloat16", GPU))
+            is_hoppers = 9 <= rows <= 112 and has_own_kernel(17, 1024, 1024)
+            assert width == (64 if is_hoppers and outputs % 64 == 0 else 0), (rows, outputs)
 
 
 @gpu
@@ -75,7 +87,7 @@ def test_weights_larger_than_the_rings(rng, shape, rows):
     np.testing.assert_allclose(get(out), before + oracle.linear(x, weight), atol=0.03, rtol=0.01)
     x = oracle.rounded(x * 10 ** rng.uniform(-3, 1.5, (rows, 1)), "bfloat16")
     gate_up = put(np.full((rows, outputs), np.nan), GPU, "bfloat16")
-    options = {"gate_up": gate_up, "rms_eps": 1e-5, "x_squares": put(squares_of(x), GPU, "float32")}
+    options = {"gate_up": gate_up, "rms_eps": 1e-5, "x_squares": put(squares_of(x, int(rng.choice([8, 2]))), GPU, "float32")}
     out = ops.linear(put(x, GPU, "bfloat16"), there, **options)
     product = oracle.over_rms(oracle.linear(x, weight), x, 1e-5)
     expected = oracle.silu_and_mul(oracle.rounded(product, "bfloat16"), "bfloat16")
@@ -118,7 +130,8 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, rows, hidden):
         pagedkv.empty((rows, n), "bfloat16", GPU) for n in (hidden, 4096, 2048, 6144, 3072)
     )
     stream, graph = Stream(GPU), Graph()
-    always, squares = {"weight_is_constant": True, "stream": stream}, pagedkv.empty((rows, hidden // 8), "float32", GPU)
+    width = ops.linear_squares(attention, weights[0]["o"], out=x) or 8
+    always, squares = {"weight_is_constant": True, "stream": stream}, pagedkv.empty((rows, hidden // width), "float32", GPU)
     behind = {"add_to_out": True, "out": x, "out_squares": squares, **always}
 
     def steps(after_each):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, save_pretrained
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.models.qwen3 import FEW_TOKENS
 from pagedkv.models.rope import Rope, cos_sin_table, parse_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -94,15 +91,14 @@ def assert_close(logits: np.ndarray, expected: np.ndarray, tolerance: float) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_at_every_position(tmp_path, rng, form):
+def test_logits_at_every_position(tmp_path, rng, monkeypatch, form):
     model = save_pretrained(tmp_path, **FORMS[form])
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 5, 50, 97)]
     for chunk in (8, 2048):
         with LLM(tmp_path, device="cpu", block_size=4, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
             poison(llm)
             if chunk == 8:  # as on a GPU: products leave squares for the next ones
-                squares = pagedkv.empty((FEW_TOKENS, llm._runner.buffers.residual.shape[1] // 8))
-                llm._runner.buffers = replace(llm._runner.buffers, squares=squares)
+                monkeypatch.setattr(ops, "linear_squares", lambda x, weight, out: 4)
             recorded = record_logits(llm)
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
         for seq_id, output in enumerate(outputs):

@@ -148,6 +148,7 @@ def use(q: npt.NDArray[Any], cache: npt.NDArray[Any], ints: npt.NDArray[np.int32
     memoryview(tensor)
     assert_type(ops.rms_norm(tensor, q), pagedkv.Tensor)
     assert_type(ops.token_logprobs(q, ints), tuple[Array, Array])
+    assert_type(ops.linear_squares(tensor, q, out=q), int)
     assert_type(ops.linear_algorithms(tensor, q, out=q), tuple[str, list[bytes]])
     assert_type(ops.paged_attention_fwd(q, cache, cache, ints, ints, return_lse=flag), Array | tuple[Array, Array])
     assert_type(pagedkv.ops.memory_info(), tuple[int, int])

@@ -263,15 +263,16 @@ static pk_status multiply(const pk_linear_args *args, pk_error *err)
 static void leave_squares(const pk_linear_args *args)
 {
     const pk_epilogue *to = &args->epilogue;
-    int64_t count = args->weight.out_features / 8, bytes = (int64_t)pk_dtype_bytes(to->out_dtype);
-    for (int64_t row = 0; row < args->x.num_rows; row++)
-        for (int64_t at = 0; at < count; at++) {
-            float values[8], sum = 0;
-            pk_cpu_row_to_f32(values, (const char *)to->out + (row * to->out_stride + at * 8) * bytes, to->out_dtype,
-                              8);
-            for (int i = 0; i < 8; i++) sum += values[i] * values[i];
-            to->squares[row * count + at] = sum;
+    int64_t width = args->weight.out_features / to->num_squares, bytes = (int64_t)pk_dtype_bytes(to->out_dtype);
+    for (int64_t i = 0; i < args->x.num_rows * to->num_squares; i++) {
+        const int64_t row = i / to->num_squares, first = i % to->num_squares * width;
+        to->squares[i] = 0;
+        for (int64_t at = first; at < first + width; at++) {
+            float value;
+            pk_cpu_row_to_f32(&value, (const char *)to->out + (row * to->out_stride + at) * bytes, to->out_dtype, 1);
+            to->squares[i] += value * value;
         }
+    }
 }
 
 pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)

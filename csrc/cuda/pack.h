@@ -180,8 +180,8 @@ __device__ static inline void pk_leave_squares(float *sums, const pk_rms_arg &rm
     for (int stand_in = thread; stand_in < THREADS; stand_in += num_threads) { /* by whole warps */
         float sum = 0, values[VEC];
         if (rms.squares) {
-            const int64_t count = rms.row_size / 8;
-            for (int64_t at = stand_in; at < count; at += THREADS) sum += rms.squares[row * count + at];
+            for (int64_t at = stand_in; at < rms.num_squares; at += THREADS)
+                sum += rms.squares[row * rms.num_squares + at];
         }
 #pragma unroll 4
         for (int64_t at = stand_in * VEC; at < rms.row_size && !rms.squares; at += THREADS * VEC) {

@@ -47,7 +47,8 @@ typedef struct {
     OP(merge_attention_states, pk_merge_args)                                          \
     OP(gather_rows, pk_gather_args) VIA(embedding)                                     \
     OP(rms_norm, pk_rms_norm_args) VIA(scale_columns)                                  \
-    OP(linear, pk_linear_args) VIA(linear_algorithms) VIA(use_linear_algorithm)        \
+    OP(linear, pk_linear_args) VIA(linear_squares)                                     \
+    VIA(linear_algorithms) VIA(use_linear_algorithm)                                   \
     OP(qk_norm_rope_store, pk_qk_norm_rope_store_args)                                 \
     OP(silu_and_mul, pk_silu_args)                                                     \
     OP(sample, pk_sample_args)                                                         \
@@ -76,7 +77,9 @@ typedef struct pk_backend {
     pk_status (*copy)(pk_device device, const pk_copy_args *args, pk_stream stream, pk_error *err);
     /* The rows of a plan for such a call, by shapes alone. 0: there is nothing to prepare. */
     pk_status (*count_plan_rows)(pk_device device, const pk_attention_args *args, int64_t *num_rows, pk_error *err);
-    bool (*linear_fuses)(pk_device device, const pk_linear_args *args); /* whether linear does what is_gated asks for */
+    /* Whether one kernel does all that the epilogue asks for, is_gated above all. Where it leaves sums of squares in
+     * passing, *width becomes the number of outputs of a sum. */
+    bool (*linear_fuses)(pk_device device, const pk_linear_args *args, int64_t *width);
     /* The index-th instance of all kernels that have a table of them; false after the last one. Needs no device. */
     bool (*kernel_instance)(int index, pk_kernel_instance *instance);
     /* The library's favourites for such a linear, or, where `near` is not NULL, that one's variants. */

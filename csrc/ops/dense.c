@@ -53,13 +53,11 @@ pk_status pk_expect_eps(const char *name, double eps, pk_error *err)
 pk_status pk_expect_squares(pk_env *env, const char *name, const pk_view *squares, char dim, const char *what,
                             int flags)
 {
-    int64_t size = pk_dim(env, dim);
-    if (size % 8)
-        return pk_fail(env->err, PK_ESHAPE, "%s: rows of %lld have none: not a multiple of 8", name, (long long)size);
-    env->size['E' - 'A'] = size / 8;
-    env->bound_by['E' - 'A'] = what;
     PK_EXPECT(env, name, squares, "T E", PK_ACCEPT_F32 | PK_DENSE | flags);
-    return PK_OK;
+    const int64_t size = pk_dim(env, dim), count = pk_dim(env, 'E');
+    if (count > 0 && size % count == 0) return PK_OK;
+    return pk_fail(env->err, PK_ESHAPE, "%s: dim 1 is %lld but must divide %s, %lld", name, (long long)count, what,
+                   (long long)size);
 }
 
 /* rms_norm, or scale_columns, which does not divide. */

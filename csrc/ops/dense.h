@@ -14,7 +14,8 @@ typedef struct pk_rms_arg {
     const void *x; /* [num_rows, row_size] of the operation's dtype */
     int64_t row_size, stride;
     float eps;
-    const float *squares; /* of x, [num_rows, row_size / 8], as linear leaves them; or NULL: they are taken from x */
+    const float *squares; /* of x, [num_rows, num_squares], as linear leaves them; or NULL: they are taken from x */
+    int64_t num_squares;
 } pk_rms_arg;
 
 /* embedding and gather_rows: out[t] = table[ids[t]] */

@@ -28,7 +28,7 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
         .x_stride = gate_up->stride[0],
         .out_stride = args->epilogue.out_stride,
         .rms = {args->epilogue.divides_by_rms ? args->x.data : NULL, args->weight.in_features, args->x.stride,
-                args->epilogue.rms_eps, args->x.squares},
+                args->epilogue.rms_eps, args->x.squares, args->x.num_squares},
         .dtype = args->x.dtype,
     };
     args->epilogue.out = gate_up->data;
@@ -63,12 +63,11 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     }
     if (call->x_squares) {
         if (!rms_eps) return pk_fail(err, PK_EVALUE, "x_squares: needs rms_eps");
-        PK_TRY(pk_expect_squares(&env, "x_squares", call->x_squares, 'K', "an eighth of in_features", 0));
+        PK_TRY(pk_expect_squares(&env, "x_squares", call->x_squares, 'K', "in_features", 0));
     }
     if (call->out_squares) {
         if (gate_up) return pk_fail(err, PK_EVALUE, "out_squares: not with gate_up");
-        PK_TRY(
-            pk_expect_squares(&env, "out_squares", call->out_squares, 'N', "an eighth of out_features", PK_WRITABLE));
+        PK_TRY(pk_expect_squares(&env, "out_squares", call->out_squares, 'N', "out_features", PK_WRITABLE));
     }
     if (call->adds_to_out && !out->is_given) return pk_fail(err, PK_EVALUE, "add_to_out: needs out");
     const pk_backend *backend;
@@ -81,14 +80,16 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     args.epilogue.is_gated = gate_up != NULL;
     args.epilogue.divides_by_rms = rms_eps != NULL;
     args.epilogue.rms_eps = rms_eps ? (float)*rms_eps : 0;
-    args.x.squares = call->x_squares ? call->x_squares->data : NULL;
-    args.epilogue.squares = call->out_squares ? call->out_squares->data : NULL;
-    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args)))
+    if (call->x_squares) args.x.squares = call->x_squares->data, args.x.num_squares = call->x_squares->shape[1];
+    if (call->out_squares)
+        args.epilogue.squares = call->out_squares->data, args.epilogue.num_squares = call->out_squares->shape[1];
+    int64_t width;
+    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args, &width)))
         return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
     return backend->linear(env.device, &args, stream, err);
 }
 
-/* Of a product whose algorithms are asked for. */
+/* Of a product that is asked about. */
 static pk_status read_product(const pk_linear_algorithm_call *call, pk_env *env, pk_linear_args *args, pk_error *err)
 {
     pk_env_init(env, err);
@@ -96,6 +97,20 @@ static pk_status read_product(const pk_linear_algorithm_call *call, pk_env *env,
     PK_EXPECT(env, "weight", call->weight, "N K", PK_SAME);
     PK_EXPECT(env, "out", call->out, "T N", PK_SAME | PK_ACCEPT_F32);
     *args = pk_linear_args_of(call->x, call->weight, call->out);
+    return PK_OK;
+}
+
+pk_status pk_linear_squares(pk_linear_squares_call *call, pk_stream stream, pk_error *err)
+{
+    (void)stream;
+    const pk_linear_algorithm_call product = {.x = call->x, .weight = call->weight, .out = call->out};
+    pk_env env;
+    pk_linear_args args;
+    const pk_backend *backend;
+    PK_TRY(read_product(&product, &env, &args, err));
+    PK_BACKEND_OP(env.device, linear, &backend, err);
+    call->width = 0;
+    if (backend->linear_fuses) backend->linear_fuses(env.device, &args, &call->width);
     return PK_OK;
 }
 

@@ -16,7 +16,8 @@ typedef struct pk_rows {
     const void *data;         /* [num_rows, in_features] */
     int64_t num_rows, stride; /* elements from row to row */
     pk_dtype dtype;
-    const float *squares; /* [num_rows, in_features / 8] or NULL, as the epilogue of another product left them */
+    const float *squares; /* [num_rows, num_squares] or NULL, as the epilogue of another product left them */
+    int64_t num_squares;
 } pk_rows;
 
 typedef struct pk_weight {
@@ -36,9 +37,10 @@ typedef struct pk_epilogue {
     void *out;        /* [num_rows, out_features] */
     int64_t out_stride;
     pk_dtype out_dtype; /* x's or PK_F32 */
-    /* [num_rows, out_features / 8] or NULL: the sum of the squares of each 8 outputs, as they are stored. Not where
-     * is_gated. */
+    /* [num_rows, num_squares] or NULL: each the sum of the squares of as many neighbouring outputs, as they are stored. Not
+     * where is_gated. */
     float *squares;
+    int64_t num_squares;
 } pk_epilogue;
 
 typedef struct pk_linear_args {
@@ -64,10 +66,15 @@ typedef struct pk_linear_call {
     const pk_view *bias;    /* optional, as are the next two */
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
-    const pk_view *x_squares, *out_squares; /* of 8 neighbours each; or NULL */
+    const pk_view *x_squares, *out_squares; /* or NULL */
     bool adds_to_out, weight_is_constant;
     pk_output *out;
 } pk_linear_call;
+
+typedef struct pk_linear_squares_call {
+    const pk_view *x, *weight, *out;
+    int64_t width; /* the result */
+} pk_linear_squares_call;
 
 typedef struct pk_linear_algorithm_call {
     const pk_view *x, *weight, *out;
@@ -77,6 +84,7 @@ typedef struct pk_linear_algorithm_call {
 
 pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err);
 /* As the backend's entries of these names. Nothing is queued. */
+pk_status pk_linear_squares(pk_linear_squares_call *call, pk_stream stream, pk_error *err);
 pk_status pk_linear_algorithms(pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
 pk_status pk_use_linear_algorithm(const pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
 

@@ -27,8 +27,8 @@ pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call,
     }
     if (call->rms_squares) {
         if (!call->rms_of) return pk_fail(err, PK_EVALUE, "rms_squares: needs rms_of");
-        PK_TRY(pk_expect_squares(env, "rms_squares", call->rms_squares, 'X', "an eighth of rms_of's dim 1", 0));
-        args->rms.squares = call->rms_squares->data;
+        PK_TRY(pk_expect_squares(env, "rms_squares", call->rms_squares, 'X', "rms_of's dim 1", 0));
+        args->rms.squares = call->rms_squares->data, args->rms.num_squares = call->rms_squares->shape[1];
     }
     PK_EXPECT(env, "cos_sin", call->cos_sin, "M D", PK_ACCEPT_F32 | PK_DENSE);
     PK_EXPECT(env, "positions", call->positions, "T", PK_ACCEPT_I32);

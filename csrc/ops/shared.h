@@ -49,7 +49,7 @@ pk_status pk_read_attention_call(pk_env *env, const pk_attention_call *call, con
                                  pk_attention_args *args);
 
 /* What a linear is of such tensors, which have been checked; everything optional is off. */
-/* Squares [T, an eighth of dim] as linear's epilogue leaves them; `what` names that size. */
+/* Sums of squares [T, any divisor of dim] as linear's epilogue leaves them; `what` names dim. */
 pk_status pk_expect_squares(pk_env *env, const char *name, const pk_view *squares, char dim, const char *what,
                             int flags);
 pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out);

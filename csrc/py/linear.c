@@ -20,10 +20,10 @@ const char py_linear_doc[] = PyDoc_STR(
     "    rms_eps: with gate_up, the rows of the product are divided by sqrt(mean(x^2) + rms_eps) of their row of x\n"
     "        first: the norm of a model whose weight is part of this one (see scale_columns). The product itself must\n"
     "        fit x's dtype.\n"
-    "    x_squares: with rms_eps, the out_squares [num_rows, in_features / 8] of the call that made x. Only with them\n"
-    "        does one kernel do all of it.\n"
-    "    out_squares: [num_rows, out_features / 8] float32, contiguous, takes the sum of the squares of each 8 outputs, as\n"
-    "        they are stored; not with gate_up. Up to 112 rows on a Hopper GPU, 16 on others, this costs nothing.\n"
+    "    x_squares: with rms_eps, the out_squares [num_rows, any] of the call that made x, which is read instead of x. More\n"
+    "        than 8 rows need them for one kernel to do all of it.\n"
+    "    out_squares: [num_rows, count] float32, contiguous, takes sums of the squares of out_features / count neighbouring\n"
+    "        outputs each, as they are stored; not with gate_up. See linear_squares.\n"
     "    add_to_out: True adds to a given out, before it is rounded.\n"
     "    weight_is_constant: True promises that nothing which is queued on the stream and not done yet writes the\n"
     "        weights. Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the\n"
@@ -35,6 +35,24 @@ const char py_linear_doc[] = PyDoc_STR(
 PY_OP(linear, P(FACTOR, x), P(TENSOR, weight), P(OPTIONAL, bias), P(OPTIONAL_WRITTEN, gate_up),
       P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares), P(OPTIONAL_WRITTEN, out_squares),
       P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P(OUTPUT, out));
+
+#undef CALL
+#define CALL pk_linear_squares_call
+const char py_linear_squares_doc[] = PyDoc_STR(
+    "linear_squares($module, x, weight, *, out)\n--\n\n"
+    "How many neighbouring outputs a sum of squares has that linear(x, weight, out=out) leaves in passing.\n"
+    "\n"
+    "Args:\n"
+    "    x, weight, out: those of linear.\n"
+    "\n"
+    "Returns:\n"
+    "    With out_squares [num_rows, out_features / this] the product takes as long as without: 64 for 9 to 112 rows on a\n"
+    "        Hopper GPU. Or 0: out_squares takes a kernel of its own.\n" PY_DOC_RAISES);
+static PyObject *width_of_squares(const void *call)
+{
+    return PyLong_FromLongLong(((const pk_linear_squares_call *)call)->width);
+}
+PY_OP_RETURNING(linear_squares, width_of_squares, P(TENSOR, x), P(TENSOR, weight), P(TENSOR, out));
 
 #undef CALL
 #define CALL pk_linear_algorithm_call

@@ -19,7 +19,7 @@ const char py_qk_norm_rope_store_doc[] = PyDoc_STR(
     "    rms_of: [num_tokens, any] of qkv's dtype: the rows of qkv are first divided by sqrt(mean(rms_of^2) + eps) of\n"
     "        theirs, which is what linear(hidden, weight) lacks of linear(rms_norm(hidden), weight), with hidden as\n"
     "        rms_of.\n"
-    "    rms_squares: [num_tokens, any / 8] float32, what linear left as rms_of's out_squares: rms_of is not read then.\n"
+    "    rms_squares: [num_tokens, any] float32, what linear left as rms_of's out_squares: rms_of is not read then.\n"
     "    eps: of all these norms.\n" PY_DOC_SCALES
     "    q_out: [num_tokens, num_q_heads, head_dim] contiguous; left out, a new tensor in qkv's framework.\n" PY_DOC_STREAM
     "\n"

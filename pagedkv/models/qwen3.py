@@ -27,7 +27,6 @@ from .spec import Batch
 from .weights import Checkpoint
 
 AnyCheckpoint = Checkpoint | DummyCheckpoint
-FEW_TOKENS = 112  # with more, linear needs a kernel of its own to leave squares (see out_squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +40,10 @@ class Buffers:
     attention: Tensor  # num_q_heads * head_dim
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
-    squares: Tensor | None = None  # float32 [FEW_TOKENS, hidden_size / 8], of residual, on a GPU
 
     def first(self, num_tokens: int) -> Buffers:
         """The same memory, cut to num_tokens rows."""
-        squares = None if self.squares is None or num_tokens > FEW_TOKENS else self.squares[:num_tokens]
-        rows = {name: getattr(self, name)[:num_tokens] for name in self.__slots__ if name != "squares"}
-        return Buffers(**rows, squares=squares)
+        return Buffers(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
 
     def only(self, tokens: Tensor) -> Buffers:
         """Buffers for these tokens alone, with their residual and attention, whose memory is swapped with that of
@@ -75,6 +71,19 @@ def fold(norm: Tensor, weight: Tensor) -> Tensor | None:
     return None
 
 
+def memory_for_squares(layer: Layer, buffers: Buffers) -> Tensor | None:
+    """For the squares of buffers.residual, where both products that add to it leave them in passing: in the memory of
+    normed, which is not needed at the same time."""
+    if buffers.residual.dtype == "float16":  # its norms are calls of their own (see fold)
+        return None
+    products = (buffers.attention, layer.attention.o_weight), (buffers.activation, layer.mlp.down_weight)
+    width, other = (ops.linear_squares(x, weight, out=buffers.residual) for x, weight in products)
+    if width == 0 or width != other:
+        return None
+    shape = num_tokens, count = len(buffers.normed), buffers.normed.shape[1] // width
+    return buffers.normed.view(buffers.normed.nbytes, "uint8")[: num_tokens * count * 4].view(shape, "float32")
+
+
 class Attention:
     def __init__(self, config: Qwen3Config, layer: int, checkpoint: AnyCheckpoint, cos_sin: Tensor) -> None:
         prefix = f"model.layers.{layer}.self_attn"
@@ -96,9 +105,11 @@ class Attention:
         self.k_norm = checkpoint.load(f"{prefix}.k_norm.weight", config.head_dim)
         self.cos_sin = cos_sin
 
-    def forward(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, *, have_squares: bool) -> None:
+    def forward(
+        self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, squares: Tensor | None
+    ) -> None:
         """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches.
-        have_squares: a product has left those of buffers.residual."""
+        squares: of buffers.residual, where a product has left them."""
         heads = (len(buffers.q), self.num_q_heads, self.head_dim)
         out = buffers.attention.view(heads)
         x = buffers.residual
@@ -117,7 +128,7 @@ class Attention:
             batch.block_tables,
             batch.context_lens,
             rms_of=x if self.norm is None else None,
-            rms_squares=buffers.squares if self.norm is None and have_squares else None,
+            rms_squares=squares if self.norm is None else None,
             eps=self.eps,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
@@ -127,13 +138,13 @@ class Attention:
             out=out,
         )
 
-    def project(self, buffers: Buffers) -> None:
-        """buffers.residual += buffers.attention, projected"""
+    def project(self, buffers: Buffers, squares: Tensor | None) -> None:
+        """buffers.residual += buffers.attention, projected; leaves its squares"""
         ops.linear(
             buffers.attention,
             self.o_weight,
             self.o_bias,
-            out_squares=buffers.squares,
+            out_squares=squares,
             add_to_out=True,
             weight_is_constant=True,
             out=buffers.residual,
@@ -150,8 +161,8 @@ class MLP:
         self.norm = fold(norm, self.gate_up_weight)
         self.down_weight = checkpoint.load(f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size)
 
-    def forward(self, buffers: Buffers) -> None:
-        """buffers.residual += mlp(norm(buffers.residual))"""
+    def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
+        """buffers.residual += mlp(norm(buffers.residual)); takes its squares and leaves them"""
         x = buffers.residual
         if self.norm is not None:
             x = ops.rms_norm(x, self.norm, self.eps, out=buffers.normed)
@@ -160,14 +171,14 @@ class MLP:
             self.gate_up_weight,
             gate_up=buffers.gate_up,
             rms_eps=self.eps if self.norm is None else None,
-            x_squares=buffers.squares if self.norm is None else None,
+            x_squares=squares if self.norm is None else None,
             weight_is_constant=True,
             out=buffers.activation,
         )
         ops.linear(
             buffers.activation,
             self.down_weight,
-            out_squares=buffers.squares,
+            out_squares=squares,
             add_to_out=True,
             weight_is_constant=True,
             out=buffers.residual,
@@ -200,11 +211,8 @@ class Qwen3:
         checkpoint.check_all_used(ignored if config.tie_word_embeddings else ignored - {"lm_head.weight"})
 
     def allocate_buffers(self, num_tokens: int) -> Buffers:
-        sizes, hidden_size = self.config.buffer_sizes, self.config.hidden_size
-        buffers = Buffers(*(ops.empty((num_tokens, size), self.dtype, self.device) for size in sizes))
-        if self.device == "cpu" or self.dtype == "float16" or hidden_size % 8:  # see fold
-            return buffers
-        return replace(buffers, squares=ops.empty((FEW_TOKENS, hidden_size // 8), "float32", self.device))
+        sizes = self.config.buffer_sizes
+        return Buffers(*(ops.empty((num_tokens, size), self.dtype, self.device) for size in sizes))
 
     def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
         heads, group = self.config.num_kv_heads, self.config.num_q_heads // self.config.num_kv_heads
@@ -234,12 +242,15 @@ class Qwen3:
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
+        left, squares = None, memory_for_squares(self.layers[0], used)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            layer.attention.forward(batch, k_cache, v_cache, used, have_squares=layer is not self.layers[0])
+            layer.attention.forward(batch, k_cache, v_cache, used, left)
             if last_tokens is not None and layer is self.layers[-1]:
                 used = buffers.only(last_tokens)
-            layer.attention.project(used)
-            layer.mlp.forward(used)
+                squares = memory_for_squares(layer, used)
+            layer.attention.project(used, squares)
+            layer.mlp.forward(used, squares)
+            left = squares
         return ops.rms_norm(used.residual, self.norm, self.eps, out=used.normed)
 
     def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:

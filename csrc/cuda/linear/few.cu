@@ -13,7 +13,7 @@
  * The time of a small weight is that of one kernel waiting for another. With `weight_is_constant`, as much of the
  * weight as the ring holds is therefore on its way before the previous kernel has ended, and the next kernel may start
  * early. What stands between two products is done here: gate and up meet in one tile, outputs are divided by the root
- * mean square of their row of x, whose squares the product before has left, and out may be added to.
+ * mean square of their row of x (the matrix unit squares x as it comes), and out may be added to.
  */
 #include "cuda/linear/few.h"
 
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
 {
     using few = few_cta<T, EIGHTS, WARPS>;
     extern __shared__ uint4 smem[];
-    __shared__ float squares_of[EIGHTS * 8][2];
+    __shared__ float squares_of[WARPS][EIGHTS * 8];
     const few cta(params, smem, squares_of);
     const pk_linear_args &args = params.args;
     const int warp = cta.warp, group = cta.group, quad = cta.quad, num_rows = cta.num_rows, num_blocks = cta.num_blocks,
@@ -58,8 +58,6 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
     for (int i = 0; i < (IS_SHALLOW ? params.num_slots : few::DEPTH); i++) copy_next();
     pk_wait_for_previous_kernel();
     if (args.epilogue.is_gated) pk_let_next_kernel_start();
-    float4 squares[2] = {};
-    if (args.epilogue.divides_by_rms) squares[0] = cta.load_squares(0), squares[1] = cta.load_squares(1);
 
     int slot = 0;
     for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
@@ -70,10 +68,11 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
             if (rows_of[p] >= num_rows || output >= num_outputs) continue;
             addends[p] = cta.addend_of(output, at);
         }
-        float acc[few::BLOCKS][EIGHTS][4] = {};
+        float acc[few::BLOCKS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
         for (int first = 0; first < cta.most_lines; first += few::AHEAD) {
             uint4 x_bits[few::AHEAD][2][EIGHTS];
             cta.load_x(x_bits, first);
+            if (args.epilogue.divides_by_rms) cta.add_squares(squares, x_bits, first);
 #pragma unroll
             for (int a = 0; a < few::AHEAD; a++) {
                 if (first + a >= num_lines) break;
@@ -98,15 +97,14 @@ __global__ void __launch_bounds__(WARPS * 32, MANY_WARPS / WARPS)
                 for (int n = 0; n < few::BLOCKS; n++)
                     if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
             }
+            if (quad == group / 2) squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
         }
-        if (args.epilogue.divides_by_rms && tile == (int)blockIdx.x) cta.add_squares_up(squares);
         __syncthreads();
         for (int p = 0; p < few::OUTPUTS; p++) {
             int row = rows_of[p];
             int64_t output = (int64_t)tile * width + columns_of[p], at = row * args.epilogue.out_stride + output;
-            const bool is_there = row < num_rows && output < num_outputs;
-            const float stored = is_there ? cta.write(at, row, columns_of[p], addends[p]) : 0;
-            if (args.epilogue.squares) cta.leave_squares(stored, row, output, is_there);
+            if (row >= num_rows || output >= num_outputs) continue;
+            cta.write(at, row, columns_of[p], addends[p]);
         }
     }
 }

@@ -16,7 +16,6 @@ struct few_cta {
     static constexpr int AHEAD = 2 / EIGHTS; /* lines of x that a warp loads at once; with 4 a step takes 7 % longer */
     static constexpr int BLOCKS = MAX_TILE / BLOCK;
     static constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS; /* of a thread */
-    static constexpr int THREADS_OF_ROW = THREADS / (EIGHTS * 8);                   /* which add its squares up */
 
     const linear_few_params &params;
     const pk_linear_args &args;
@@ -28,9 +27,10 @@ struct few_cta {
     int sums_stride;
     uint4 *ring; /* [num_slots][2 halves of a block][2 halves of a line][THREADS], from this thread's place on */
     float *sums; /* [WARPS][num_rows][sums_stride] */
-    float (&squares_of)[EIGHTS * 8][2]; /* of the rows of x, in two sums */
+    float (&squares_of)[WARPS][EIGHTS * 8]; /* of the rows of x */
 
-    __device__ __forceinline__ few_cta(const linear_few_params &params, uint4 *smem, float (&squares_of)[EIGHTS * 8][2])
+    __device__ __forceinline__ few_cta(const linear_few_params &params, uint4 *smem,
+                                       float (&squares_of)[WARPS][EIGHTS * 8])
         : params(params), args(params.args), squares_of(squares_of)
     {
         x = (const T *)args.x.data, weight = (const T *)args.weight.data, bias = (const T *)args.epilogue.bias;
@@ -84,24 +84,16 @@ struct few_cta {
             x_bits[a][p][i % EIGHTS] = is_inside ? *(const uint4 *)(x + row * args.x.stride + column) : uint4{};
         }
     }
-    /* Four of the sums of squares that the product before left of this thread's row of x. */
-    __device__ __forceinline__ float4 load_squares(int i) const
+    /* Multiplies every row by every row: the squares are on the diagonal. */
+    __device__ __forceinline__ void add_squares(float (&squares)[EIGHTS][4], const uint4 (&x_bits)[AHEAD][2][EIGHTS],
+                                                int first) const
     {
-        const int row = threadIdx.x / THREADS_OF_ROW, at = (threadIdx.x % THREADS_OF_ROW + i * THREADS_OF_ROW) * 4;
-        const bool is_there = row < num_rows && at < size / 8;
-        return is_there ? *(const float4 *)(args.x.squares + row * (size / 8) + at) : float4{};
-    }
-    /* All of them, of which the first were loaded early. */
-    __device__ __forceinline__ void add_squares_up(const float4 (&first)[2]) const
-    {
-        constexpr int LANES = THREADS_OF_ROW < 32 ? THREADS_OF_ROW : 32;
-        float sum = 0;
-        auto add = [&](const float4 &four) { sum += (four.x + four.y) + (four.z + four.w); };
-        for (const float4 &four : first) add(four);
-        for (int i = 2; i * THREADS_OF_ROW * 4 < size / 8; i++) add(load_squares(i));
-        for (int distance = LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        const int thread = threadIdx.x % THREADS_OF_ROW;
-        if (thread % LANES == 0) squares_of[threadIdx.x / THREADS_OF_ROW][thread / LANES] = sum;
+        for (int i = 0; i < AHEAD * 2 * EIGHTS; i++) {
+            if (first + i / (2 * EIGHTS) >= num_lines) break;
+            const uint4 &bits = x_bits[i / (2 * EIGHTS)][i / EIGHTS % 2][i % EIGHTS];
+            mma_16816<T>(squares[i % EIGHTS], {bits.x, 0, bits.y, 0}, {bits.x, bits.y});
+            mma_16816<T>(squares[i % EIGHTS], {bits.z, 0, bits.w, 0}, {bits.z, bits.w});
+        }
     }
     /* One slot of the ring (16 outputs by a line of the weight) times the same line of x. */
     __device__ __forceinline__ void multiply_block(float (&acc)[EIGHTS][4], const uint4 (&x_bits)[2][EIGHTS],
@@ -117,15 +109,16 @@ struct few_cta {
         }
     }
 
-    /* out[at], from the warps' sums at this row and column of the tile; returns what is stored. */
-    __device__ __forceinline__ float write(int64_t at, int row, int column, float addend) const
+    /* out[at], from the warps' sums at this row and column of the tile. */
+    __device__ __forceinline__ void write(int64_t at, int row, int column, float addend) const
     {
         const float *from = sums + row * sums_stride + column;
         const int warp_stride = num_rows * sums_stride;
         float sum = 0, scale = 1;
         for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
         if (args.epilogue.divides_by_rms) {
-            const float square = squares_of[row][0] + (THREADS_OF_ROW > 32 ? squares_of[row][1] : 0);
+            float square = 0;
+            for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
             scale = rsqrtf(square / size + args.epilogue.rms_eps);
         }
         sum = sum * scale + addend;
@@ -134,15 +127,10 @@ struct few_cta {
             for (int w = 0; w < WARPS; w++) up += from[w * warp_stride + width];
             sum = pk_round<T>(pk_silu<T>(gate)) * pk_round<T>(up * scale);
         }
-        if (args.epilogue.out_dtype == PK_F32) return ((float *)args.epilogue.out)[at] = sum;
-        return pk_to_float(((T *)args.epilogue.out)[at] = pk_from_float<T>(sum));
-    }
-    /* Eight neighbouring lanes have eight outputs of a row, or zeros. */
-    __device__ __forceinline__ void leave_squares(float stored, int row, int64_t output, bool is_there) const
-    {
-        float sum = stored * stored;
-        for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        if (is_there && output % 8 == 0) args.epilogue.squares[(row * (int64_t)num_outputs + output) / 8] = sum;
+        if (args.epilogue.out_dtype == PK_F32)
+            ((float *)args.epilogue.out)[at] = sum;
+        else
+            ((T *)args.epilogue.out)[at] = pk_from_float<T>(sum);
     }
 };
 

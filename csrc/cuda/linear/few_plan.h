@@ -36,7 +36,7 @@ static constexpr int sums_bytes(int warps, int64_t num_rows, int64_t blocks)
 /* Shared memory that a CTA may ask for beside the squares, which the kernel declares. */
 static constexpr int most_smem(const pk_cuda_card &card)
 {
-    return card.smem_per_cta - 2 * MAX_ROWS * (int)sizeof(float);
+    return card.smem_per_cta - MANY_WARPS * MAX_ROWS / 2 * (int)sizeof(float);
 }
 
 /* Takes the size of a tile that deals the weight most evenly to the SMs, and a ring as deep as the card has room for. */

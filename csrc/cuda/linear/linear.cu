@@ -42,27 +42,21 @@ __global__ void __launch_bounds__(256) linear_any_kernel(const pk_linear_args ar
     *out = pk_from_float<Out>(args.epilogue.adds_to_out ? pk_to_float(*out) + sum : sum);
 }
 
-/* The squares of an output that another library has made: a thread has eight. */
+/* The squares of an output whose kernel has not left them: a warp a sum. */
 template <typename Out>
 __global__ void __launch_bounds__(256) leave_squares_kernel(const pk_linear_args args)
 {
-    const int64_t count = args.weight.out_features / 8, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= count) return;
-    for (int64_t row = blockIdx.y; row < args.x.num_rows; row += gridDim.y) {
-        const Out *out = (const Out *)args.epilogue.out + row * args.epilogue.out_stride + at * 8;
-        float sum = 0;
-        for (int i = 0; i < 8; i++) sum += pk_to_float(out[i]) * pk_to_float(out[i]);
-        args.epilogue.squares[row * count + at] = sum;
-    }
+    const int64_t count = args.epilogue.num_squares, width = args.weight.out_features / count;
+    const int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, row = at / count;
+    if (row >= args.x.num_rows) return;
+    const Out *out = (const Out *)args.epilogue.out + row * args.epilogue.out_stride + (at - row * count) * width;
+    float sum = 0;
+    for (int64_t i = threadIdx.x % 32; i < width; i += 32) sum += pk_to_float(out[i]) * pk_to_float(out[i]);
+    sum = pk_sum_over_warp(sum);
+    if (threadIdx.x % 32 == 0) args.epilogue.squares[at] = sum;
 }
 
 // --- launchers
-
-/* For a thread a column, or a group of columns, of every row. */
-static dim3 grid_of_columns(const pk_linear_args *args, int64_t columns)
-{
-    return dim3((unsigned)pk_ceil_div(columns, 256), (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
-}
 
 static bool is_blas(const pk_linear_args *args)
 {
@@ -81,18 +75,14 @@ template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     bool by_blas = is_blas(args);
-    if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args))
-        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>,
-                              grid_of_columns(args, args->weight.out_features), dim3(256), 0, *args));
-    if (by_blas) {
-        PK_TRY(pk_cuda_linear_by_blas(args, call));
-    } else {
-        dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * args->weight.out_features, 8));
-        PK_TRY(pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args));
+    if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args)) {
+        dim3 grid((unsigned)pk_ceil_div(args->weight.out_features, 256),
+                  (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
+        PK_TRY(pk_cuda_launch(call, "fill_bias_kernel", fill_bias_kernel<T, Out>, grid, dim3(256), 0, *args));
     }
-    if (!args->epilogue.squares) return PK_OK;
-    return pk_cuda_launch(call, "leave_squares_kernel", leave_squares_kernel<Out>,
-                          grid_of_columns(args, args->weight.out_features / 8), dim3(256), 0, *args);
+    if (by_blas) return pk_cuda_linear_by_blas(args, call);
+    dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * args->weight.out_features, 8));
+    return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
 /* Or NULL, where cuBLASLt or a plain kernel answers. */
@@ -105,21 +95,37 @@ static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, 
 pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
     if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
-    if (auto launch_own = own_kernel(args, call.device)) return launch_own(args, call);
+    auto launch_own = own_kernel(args, call.device);
+    const int64_t num_squares = args->epilogue.squares ? args->epilogue.num_squares : 0;
+    const bool in_passing =
+        launch_own == pk_cuda_linear_sm90 && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
+    if (launch_own && (in_passing || num_squares == 0)) return launch_own(args, call);
+    pk_linear_args without_squares = *args;
+    without_squares.epilogue.squares = nullptr;
     return pk_for_float_dtype(call.err, args->x.dtype, [&](auto zero) {
         using T = decltype(zero);
-        if (args->epilogue.out_dtype == PK_F32) return launch<T, float>(args, call);
-        return launch<T, T>(args, call);
+        const bool is_f32 = args->epilogue.out_dtype == PK_F32;
+        if (launch_own)
+            PK_TRY(launch_own(&without_squares, call));
+        else
+            PK_TRY((is_f32 ? launch<T, float>(args, call) : launch<T, T>(args, call)));
+        if (num_squares == 0) return PK_OK;
+        const dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * num_squares, 8));
+        auto kernel = is_f32 ? leave_squares_kernel<float> : leave_squares_kernel<T>;
+        return pk_cuda_launch(call, "leave_squares_kernel", kernel, grid, dim3(256), 0, *args);
     });
 }
 
-bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args)
+bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args, int64_t *width)
 {
     pk_cuda_call call(device, nullptr, nullptr);
-    const bool have_squares =
-        !args->epilogue.divides_by_rms ||
-        (args->x.squares && args->weight.in_features % 32 == 0 && pk_are_multiples(16, args->x.squares));
-    return call.status == PK_OK && have_squares && own_kernel(args, call.device);
+    *width = 0;
+    if (call.status != PK_OK) return false;
+    auto launch_own = own_kernel(args, call.device);
+    if (launch_own != pk_cuda_linear_sm90) return launch_own;
+    if (args->weight.out_features % LINEAR_SM90_TILE == 0) *width = LINEAR_SM90_TILE;
+    return !args->epilogue.divides_by_rms ||
+           (args->x.squares && args->x.num_squares % 4 == 0 && pk_are_multiples(16, args->x.squares));
 }
 
 static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)

@@ -3,11 +3,11 @@
  *
  * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 112;
  * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
- * outputs are to be divided by a root mean square, another warpgroup adds up the squares that the product before has left.
- * So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA writes some of the rows: it gets
- * the other CTAs' sums of these rows and adds all of them in order. How many CTAs divide a tile depends on the weight
- * and on whether there are more than 48 rows. So on either side of that border a row's bits do not depend on the other
- * rows.
+ * outputs are to be divided by a root mean square, another warpgroup adds up the squares that the product before has
+ * left. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA
+ * writes some of the rows: it gets the other CTAs' sums of these rows and adds all of them in order. How many CTAs
+ * divide a tile depends on the weight and on whether there are more than 48 rows. So on either side of that border a
+ * row's bits do not depend on the other rows.
  *
  * As in few.cu, copies start before the previous kernel has ended, and some of the work between two products is
  * done here. Of up to 48 rows two CTAs have room on an SM, this kernel's and the next one's, which may start at once.
@@ -123,8 +123,8 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
            pk_are_multiples(4, args->epilogue.out_stride) && pk_are_multiples(out_bytes, args->epilogue.out);
 }
 
-/* The barriers have their own. */
-static constexpr int most_smem_on(const pk_cuda_card &card) { return card.smem_per_cta - 2048; }
+/* The barriers and the scales have their own; two CTAs have room on an SM. */
+static constexpr int most_smem_on(const pk_cuda_card &card) { return card.smem_per_cta - 3072; }
 
 template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)

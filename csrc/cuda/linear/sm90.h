@@ -7,7 +7,7 @@
 #include "cuda/sm90_ring.h"
 
 enum {
-    TILE = 64 /* outputs, or gate and up of half as many */,
+    TILE = LINEAR_SM90_TILE /* outputs, or gate and up of half as many */,
     LINE = 64 /* inputs of a swizzled row of 128 bytes */,
     STEP = 128 /* inputs of a stage */,
     WORKERS = 256 /* threads: the warpgroup that multiplies and the one that adds squares up; both write */,
@@ -152,21 +152,27 @@ struct sm90_cta {
         }
     }
     /* What the rows that this CTA writes are multiplied by, from the squares that the product before left: by the second
-     * warpgroup, eight lanes a row. */
+     * warpgroup, four lanes a row, whose loads for all rows are under way together. */
     __device__ __forceinline__ void fill_scales(float *scales, int first_row, int num_rows) const
     {
-        const int size = (int)args.weight.in_features, count = size / 8;
-#pragma unroll 2
-        for (int first = 0; first < num_rows; first += 16) {
-            const int row = first + threadIdx.x % 128 / 8;
-            float sum = 0;
-#pragma unroll 4
-            for (int at = lane % 8 * 4; at < count && row < num_rows; at += 32) {
-                const float4 four = *(const float4 *)(args.x.squares + (int64_t)(first_row + row) * count + at);
-                sum += (four.x + four.y) + (four.z + four.w);
-            }
-            for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-            if (lane % 8 == 0 && row < num_rows) scales[row] = rsqrtf(sum / (float)size + args.epilogue.rms_eps);
+        constexpr int GROUPS = (N + 31) / 32;
+        const int count = (int)args.x.num_squares, row_of_group = threadIdx.x % 128 / 4;
+        const float *squares = args.x.squares + (int64_t)(first_row + row_of_group) * count;
+        float sums[GROUPS] = {};
+#pragma unroll 1
+        for (int first = 0; first < count; first += 16) {
+            const int at = first + lane % 4 * 4;
+            float4 fours[GROUPS] = {};
+            for (int g = 0; g < GROUPS; g++)
+                if (row_of_group + g * 32 < num_rows && at < count)
+                    fours[g] = *(const float4 *)(squares + g * 32 * count + at);
+            for (int g = 0; g < GROUPS; g++) sums[g] += (fours[g].x + fours[g].y) + (fours[g].z + fours[g].w);
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            for (int distance = 1; distance < 4; distance *= 2) sums[g] += __shfl_xor_sync(~0u, sums[g], distance);
+            const int row = row_of_group + g * 32;
+            if (lane % 4 == 0 && row < num_rows)
+                scales[row] = rsqrtf(sums[g] / (float)(int)args.weight.in_features + args.epilogue.rms_eps);
         }
     }
     /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
@@ -238,7 +244,8 @@ struct sm90_writer {
                                                     (row_base + row) * args.epilogue.out_stride + output);
         }
     }
-    __device__ __forceinline__ void write_row(int row, int output, const pk_vec<T, 4> &before) const
+    /* Returns the sum of the squares of what is stored. */
+    __device__ __forceinline__ float write_row(int row, int output, const pk_vec<T, 4> &before) const
     {
         const float *own = sums + (row_base + row) * PITCH;
         float values[4] = {}, ups[4] = {};
@@ -266,27 +273,32 @@ struct sm90_writer {
             }
             write_4((T *)args.epilogue.out + to, values);
         }
-        if (args.epilogue.squares) leave_squares(values, row_base + row, output);
+        return values[0] * values[0] + values[1] * values[1] + values[2] * values[2] + values[3] * values[3];
     }
-    /* Of eight outputs as they are stored, which this lane and the next one have. */
-    __device__ __forceinline__ void leave_squares(const float (&stored)[4], int row, int output) const
+    /* Of two rows of a tile, TILE outputs, which half a warp has. */
+    __device__ __forceinline__ void leave_squares(float (&sums_of)[2], int row, int num_rows, int output) const
     {
-        float sum = 0;
-        for (float each : stored) sum += each * each;
-        sum += __shfl_xor_sync(3u << (cta.lane & 30), sum, 1);
-        if (output % 8 == 0) args.epilogue.squares[((int64_t)row * cta.num_outputs + output) / 8] = sum;
+        for (int distance = 1; distance < 16; distance *= 2)
+            for (float &sum : sums_of) sum += __shfl_xor_sync(~0u, sum, distance);
+        for (int i = 0; i < 2; i++, row += rows_apart)
+            if (column == 0 && row < num_rows)
+                args.epilogue.squares[(int64_t)(row_base + row) * args.epilogue.num_squares + output / TILE] =
+                    sums_of[i];
     }
-    /* `before` was loaded early for the first two rows. */
+    /* `before` was loaded early for the first two rows. The loop ends for all threads at once: where warps may part, the
+     * compiler moves each descriptor of a product through ordinary registers. */
     __device__ __forceinline__ void write_tile(pk_vec<T, 4> (&before)[2], int num_rows, int output) const
     {
 #pragma unroll 1
-        for (int first = first_row; first < num_rows; first += 2 * rows_apart) {
-            if (first != first_row) load_before(before, first, num_rows, output);
+        for (int begin = 0; begin < this->num_rows(); begin += 2 * rows_apart) {
+            const int first = begin + first_row;
+            if (begin > 0) load_before(before, first, num_rows, output);
+            float sums_of[2] = {};
             for (int i = 0; i < 2; i++) {
                 const int row = first + i * rows_apart;
-                if (row >= num_rows) break;
-                write_row(row, output, before[i]);
+                if (row < num_rows) sums_of[i] = write_row(row, output, before[i]);
             }
+            if (args.epilogue.squares) leave_squares(sums_of, first, num_rows, output);
         }
     }
 };

@@ -14,19 +14,28 @@ TOOLKITS = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/loca
 HEADERS = next((path for path in (Path(t) / "include" for t in TOOLKITS if t) if (path / "cuda_fp8.h").exists()), None)
 
 
+FUSING = "-O2", "-mfma", "-ffp-contract=fast"
+
+
+def can_fuse():
+    """Whether this CPU adds a product in one instruction."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and " fma " in info.read_text()
+
+
 def struct_of(*names):
     """A struct of so many int."""
     return type("Struct", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int) for name in names]})
 
 
-def load(folder, source, function):
+def load(folder, source, function, *more_options):
     """The function of that source; it returns None, or what went wrong. Skips the test where nothing can be compiled."""
     if COMPILER is None or HEADERS is None or not (ROOT / "csrc").exists():
         pytest.skip("a checkout, a C++ compiler and CUDA's headers are needed")
     library = folder / "emulated.so"
     options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-DPAGEDKV_WITH_CUDA", f"-I{ROOT / 'csrc'}", f"-I{HEADERS}"]
     sources = [ROOT / "tests" / source, ROOT / "csrc" / "pk.c"]
-    subprocess.run([COMPILER, *options, *sources, "-o", library], check=True)
+    subprocess.run([COMPILER, *options, *more_options, *sources, "-o", library], check=True)
     loaded = getattr(ctypes.CDLL(str(library)), function)
     loaded.restype = ctypes.c_char_p
 

@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 import pytest
 from cards import CARDS
-from emulated import load, struct_of
+from emulated import FUSING, can_fuse, load, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
 
@@ -136,6 +136,21 @@ def test_heads_are_taken_where_they_cost_no_place(plan_on_cpu, card):
             taken |= {(head_dim, is_fp8)} if batch.takes_heads else set()
     everything = {(head_dim, is_fp8) for head_dim in (64, 128, 256) for is_fp8 in (0, 1)}
     assert taken == (everything if card.smem_per_sm > 102_400 else {(64, 1)})
+
+
+@pytest.fixture(scope="module")
+def plan_by_fma(tmp_path_factory):
+    """Compiled so that products which are added to something may become one instruction, as a GPU's compiler does."""
+    if not can_fuse():
+        pytest.skip("this CPU has no such instruction")
+    return load(tmp_path_factory.mktemp("fma"), "plan_on_cpu.cpp", "plan_on_cpu", *FUSING)
+
+
+def test_the_compiler_does_not_choose_a_cut(plan_on_cpu, plan_by_fma, rng):
+    """A kernel that plans and one that has no plan are compiled apart, and cut alike all the same."""
+    for _ in range(1000):
+        batch, lens = draw(rng)
+        assert units_of(plan_on_cpu, batch, lens, False) == units_of(plan_by_fma, batch, lens, False)
 
 
 def test_contexts_of_nearly_two_to_the_31(plan_on_cpu, rng):

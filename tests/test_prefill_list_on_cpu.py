@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from emulated import load, struct_of
+from emulated import FUSING, can_fuse, load, struct_of
 
 COLUMNS = ("signature", "seq", "q_head", "first_token", "num_positions", "first_key", "context_len", "begin", "end",
            "part", "num_parts", "first_slot")  # fmt: skip
@@ -17,6 +17,21 @@ Batch = struct_of("num_seqs", "num_tokens", "max_seqlen_q", "num_kv_heads", "gro
 @pytest.fixture(scope="module")
 def list_on_cpu(tmp_path_factory):
     return load(tmp_path_factory.mktemp("list"), "prefill_list_on_cpu.cpp", "list_on_cpu")
+
+
+@pytest.fixture(scope="module")
+def list_by_fma(tmp_path_factory):
+    """Compiled so that products which are added to something may become one instruction, as a GPU's compiler does."""
+    if not can_fuse():
+        pytest.skip("this CPU has no such instruction")
+    return load(tmp_path_factory.mktemp("fma"), "prefill_list_on_cpu.cpp", "list_on_cpu", *FUSING)
+
+
+def test_the_compiler_does_not_choose_a_cut(list_on_cpu, list_by_fma, rng):
+    """A kernel that plans and one that lists its items itself are compiled apart, and cut alike all the same."""
+    for _ in range(200):
+        batch, starts, lens = draw_chunks(rng) if rng.integers(2) else draw(rng)
+        assert items_of(list_on_cpu, batch, starts, lens) == items_of(list_by_fma, batch, starts, lens)
 
 
 def items_of(list_on_cpu, batch, starts, lens):

@@ -67,7 +67,7 @@ struct decode_trial {
     /* From the last part's end until the sequence is done. */
     __device__ float steps_of_merging(float parts) const
     {
-        return ceilf(parts * (1.0f / MERGE_BATCH)) * shape.batch_steps + parts * shape.part_steps;
+        return fmaf(ceilf(parts * (1.0f / MERGE_BATCH)), shape.batch_steps, parts * shape.part_steps);
     }
 
     /* In steps, if all sequences are cut to this length; INFINITY where the plan has no rows for so many parts. */
@@ -77,8 +77,8 @@ struct decode_trial {
         for (unsigned left = __ballot_sync(~0u, classes.tiles > 0); left; left &= left - 1) {
             const int of = __ffs(left) - 1;
             const float tiles = __shfl_sync(~0u, classes.tiles, of), steps = __shfl_sync(~0u, classes.steps, of);
-            more += tiles * (parts_of(steps) - 1);
-            most_more += tiles * fminf(parts_of(classes.most_steps(of)) - 1, (steps + 1) * inverse);
+            more = fmaf(tiles, parts_of(steps) - 1, more);
+            most_more = fmaf(tiles, fminf(parts_of(classes.most_steps(of)) - 1, (steps + 1) * inverse), most_more);
         }
         makespan all((float)shape.slots);
         all.put(more, steps_of_part());
@@ -87,7 +87,7 @@ struct decode_trial {
             for (unsigned left = __ballot_sync(~0u, classes.tiles > 0); left; left &= left - 1) {
                 const int of = __ffs(left) - 1;
                 const float tiles = __shfl_sync(~0u, classes.tiles, of), steps = __shfl_sync(~0u, classes.steps, of);
-                const float parts = parts_of(steps), rest = fminf(steps, steps - (parts - 1) * length);
+                const float parts = parts_of(steps), rest = fminf(steps, fmaf(1 - parts, length, steps));
                 const bool is_cut = parts > 1, is_in_turn = (is_cut && 2 * rest <= length) == of_short_rests;
                 all.put(is_in_turn ? tiles : 0, rest + shape.start_steps + (is_cut ? shape.leave_steps : 0));
                 if (is_in_turn && is_cut) merged = fmaxf(merged, all.last + steps_of_merging(parts));
@@ -99,7 +99,7 @@ struct decode_trial {
     /* The same if `whole` sequences of so many steps stay whole, and only `left` are cut. */
     __device__ float of_left_over(float whole, float left, float num_steps, bool are_behind_all) const
     {
-        const float parts = parts_of(num_steps), more = left * (parts - 1), rest = num_steps - (parts - 1) * length;
+        const float parts = parts_of(num_steps), more = left * (parts - 1), rest = fmaf(1 - parts, length, num_steps);
         makespan all((float)shape.slots);
         if (!are_behind_all) all.put(more, steps_of_part());
         all.put(whole, num_steps + shape.start_steps);
@@ -121,7 +121,7 @@ __device__ static inline decode_cut choose_cut(const decode_shape &shape, const 
         return {share, 0, false, share};
     }
     const float most = fmaxf(1, __fdividef((float)longest * (float)shape.slots, (float)total));
-    const float parts = 1 + (most - 1) * ((float)lane * (1.0f / (CUTS_TRIED - 1)));
+    const float parts = fmaf(most - 1, (float)lane * (1.0f / (CUTS_TRIED - 1)), 1);
     /* A little less, so that what goes into it without a rest is not rounded up. */
     const int length = lane == 0 ? longest : (int)ceilf(__fdividef(0.999999f * (float)longest, parts));
     const float steps = decode_trial{shape, classes, (float)length, __frcp_rd((float)length)}.of_all();

@@ -4,6 +4,9 @@
  * Units are put in the order in which CTAs take them, all of one length at a time. Of the places we remember two levels:
  * those that got one unit less, exactly, and the mean of all others. So a step costs the same for any number of places,
  * and waves, what they leave over, and short units that share a place need no rules of their own.
+ *
+ * A call without a plan finds the same cuts as one with a plan. So a product that is added is written as fmaf: else each
+ * kernel is compiled with roundings of its own, which decide where two cuts are nearly as good.
  */
 #ifndef PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
 #define PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
@@ -30,17 +33,17 @@ struct makespan {
     __device__ void put(float count, float length)
     {
         const float turns = fminf(full_waves(count, num_low), floorf(__fdividef(high - low, length)));
-        low += turns * length, count -= turns * num_low; /* until the low places have caught up */
+        low = fmaf(turns, length, low), count = fmaf(-turns, num_low, count); /* until the low places have caught up */
         const float waves = full_waves(count, places);
-        low += waves * length, high += waves * length, count -= waves * places;
+        low = fmaf(waves, length, low), high = fmaf(waves, length, high), count = fmaf(-waves, places, count);
         if (count > 0 && count < num_low) {
             const float end = low + length, others = places - num_low;
-            high = __fdividef(count * end + others * high, count + others);
+            high = __fdividef(fmaf(count, end, others * high), count + others);
             num_low -= count, last = fmaxf(last, end);
         } else if (count > 0) { /* the low places are the last ones to end now, but for those that follow them */
             const float end = low + length, behind = count - num_low;
             low = high, last = fmaxf(last, behind > 0 ? high + length : end);
-            high = __fdividef(num_low * end + behind * (high + length), count);
+            high = __fdividef(fmaf(num_low, end, behind * (high + length)), count);
             num_low = places - count;
         }
         last = fmaxf(last, high);
@@ -51,7 +54,7 @@ struct makespan {
     __device__ float end(float lone_share) const
     {
         const float busy = fminf(thresholds::UNEVEN * __fdividef(places - num_low, places), 1);
-        return low + (high - low) * fmaxf(lone_share, busy) + (last - high) * lone_share;
+        return fmaf(last - high, lone_share, fmaf(high - low, fmaxf(lone_share, busy), low));
     }
 };
 

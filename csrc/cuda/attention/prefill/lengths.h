@@ -23,7 +23,8 @@ struct prefill_lengths {
         float count, twice; /* so many items, and twice the sum of their levels, each plus one */
         __device__ void add(int first, int end)
         {
-            count += (float)(end - first), twice += (float)(end - first) * (float)(first + end + 1);
+            const float number = (float)(end - first);
+            count += number, twice = fmaf(number, (float)(first + end + 1), twice);
         }
     };
 

@@ -19,20 +19,21 @@ struct prefill_parts {
     /* A CTA with 128 rows goes through it. */
     __host__ __device__ static float us_of_key(const pk_attention_args &args)
     {
-        return thresholds::KEY_US + thresholds::KEY_DIM_US * (float)args.head_dim;
+        return fmaf(thresholds::KEY_DIM_US, (float)args.head_dim, thresholds::KEY_US);
     }
 
     /* Whether any lengths are long enough, by what the host knows: so many items a CTA, at least, which see half of the
-     * longest prompt on average. Kernels that cut are slower for items that stay whole. */
-    static bool may_pay(const pk_attention_args &args, double items, bool is_planned)
+     * longest prompt on average. Kernels that cut are slower for items that stay whole. A plan plays no part: with one the
+     * bits are those of a call without. */
+    static bool may_pay(const pk_attention_args &args, double items)
     {
         using namespace thresholds;
         int64_t longest = args.max_blocks_per_seq * args.block_size;
         if (args.window_left >= 0 && args.window_left < longest) longest = args.window_left;
         double queries = (double)(args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q);
         double key_us = us_of_key(args), us = items * (0.5 * queries * key_us + START_US);
-        double least_us = CUTTING_US + CUTTING_DIM_US * (double)args.head_dim + (is_planned ? 0 : CUTTING_US_UNPLANNED);
-        return items <= MOST_WAVES_TO_CUT && (double)longest * key_us > us + least_us;
+        return items <= MOST_WAVES_TO_CUT &&
+               (double)longest * key_us > us + CUTTING_US + CUTTING_DIM_US * (double)args.head_dim;
     }
 
     /* Of an item; those of the level `whole_from` and higher ones stay whole. */
@@ -51,7 +52,7 @@ struct prefill_parts {
     }
 
     /* In us: an item of so many keys that stays whole, and a unit, which leaves its result behind if it is a part. */
-    __device__ static float us_of_whole(float keys, float key_us) { return keys * key_us + thresholds::START_US; }
+    __device__ static float us_of_whole(float keys, float key_us) { return fmaf(keys, key_us, thresholds::START_US); }
     __device__ static float us_of_unit(float keys, float key_us, bool is_part)
     {
         return us_of_whole(keys, key_us) + (is_part ? thresholds::LEAVE_US : 0);
@@ -62,7 +63,7 @@ struct prefill_parts {
     {
         float merged =
             __fdividef(parts, (float)batch.num_ctas) * (float)batch.args.head_dim; /* parts a CTA, and dims */
-        return thresholds::MERGE_US + thresholds::MERGE_PART_US * count + thresholds::MERGE_DIM_US * merged;
+        return fmaf(thresholds::MERGE_DIM_US, merged, fmaf(thresholds::MERGE_PART_US, count, thresholds::MERGE_US));
     }
 
     /* In us, with parts of at most `length` keys, of which the longest item has `count`, and if the first `whole` items
@@ -77,12 +78,12 @@ struct prefill_parts {
             const int of = __ffs(left) - 1;
             const float items = __shfl_sync(~0u, lengths.count, of), keys = __shfl_sync(~0u, lengths.mean, of);
             const float uncut = fminf(items, whole), parts = fmaxf(ceilf(keys * per_key), 1);
-            const float most_parts = fminf(ceilf(lengths.most_keys(batch, of) * per_key), keys * per_key + 1);
+            const float most_parts = fminf(ceilf(lengths.most_keys(batch, of) * per_key), fmaf(keys, per_key, 1));
             whole -= uncut;
             all.put(uncut, us_of_whole(keys, key_us));
             all.put((items - uncut) * parts, us_of_unit(__fdividef(keys, parts), key_us, parts > 1));
-            if (parts > 1) cut += (items - uncut) * parts;
-            if (most_parts > 1) room += (items - uncut) * most_parts;
+            if (parts > 1) cut = fmaf(items - uncut, parts, cut);
+            if (most_parts > 1) room = fmaf(items - uncut, most_parts, room);
         }
         if (room > (float)batch.parts.most_parts) return INFINITY;
         return all.end(1) + (cut > 0 ? us_of_merging(batch, count, cut) : 0);
@@ -113,7 +114,7 @@ struct prefill_parts {
         lowest_level = lengths.lowest_of_long;
         const float ctas = (float)batch.num_ctas, lane = (float)(threadIdx.x & 31);
         const float step = ceilf(__fdividef(ctas, 32 * lengths.items));
-        const float parts = lane * step + 1, length = length_of(lengths, parts, tile);
+        const float parts = fmaf(lane, step, 1), length = length_of(lengths, parts, tile);
         const float us = estimate(batch, lengths, 0, parts, length);
         const int best = lane_of_least(us);
         if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));

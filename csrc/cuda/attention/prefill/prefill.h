@@ -97,12 +97,11 @@ static inline int64_t most_items(const prefill_batch &batch)
 
 /* Whether items of so many rows are to be cut where that pays. With num_splits a row's arithmetic may not depend on the
  * batch. */
-static inline bool may_cut(const pk_attention_args &args, row_filter filter, int rows, int64_t num_ctas,
-                           bool is_planned)
+static inline bool may_cut(const pk_attention_args &args, row_filter filter, int rows, int64_t num_ctas)
 {
     int64_t group = args.num_q_heads / args.num_kv_heads, decode_tokens = args.num_seqs * (filter.min_rows / group);
     double items = (double)((args.num_tokens - decode_tokens) * args.num_q_heads) / rows; /* at least */
-    return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas, is_planned);
+    return !args.num_splits && prefill_parts::may_pay(args, items / (double)num_ctas);
 }
 
 /* How many CTAs and rows of a plan there are, and how those rows are signed. */

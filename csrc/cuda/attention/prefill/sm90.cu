@@ -230,9 +230,9 @@ static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64
 
 /* The instance for a call, and its batch: a plan must be made for the same ones. */
 static pk_status choose_instance(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                                 bool is_planned, const prefill_instance **instance, prefill_batch *batch)
+                                 const prefill_instance **instance, prefill_batch *batch)
 {
-    bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms, is_planned);
+    bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
     const bool is_tall = may_be_tall(*args, may_cut_items, call.device->num_sms);
     may_cut_items = may_cut_items && !is_tall;
     for (const prefill_instance &each : INSTANCES)
@@ -251,7 +251,7 @@ pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *args, row_filt
 {
     const prefill_instance *instance = nullptr;
     prefill_batch batch;
-    PK_TRY(choose_instance(args, filter, call, args->plan != nullptr, &instance, &batch));
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     return instance->launch(batch, call);
 }
 
@@ -260,7 +260,7 @@ pk_status pk_cuda_count_prefill_rows(const pk_attention_args *args, row_filter f
 {
     const prefill_instance *instance = nullptr;
     prefill_batch batch;
-    PK_TRY(choose_instance(args, filter, call, true, &instance, &batch));
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     *num_rows = batch.num_rows;
     return PK_OK;
 }
@@ -269,7 +269,7 @@ pk_status pk_cuda_plan_prefill(const pk_attention_args *args, row_filter filter,
 {
     const prefill_instance *instance = nullptr;
     prefill_batch batch;
-    PK_TRY(choose_instance(args, filter, call, true, &instance, &batch));
+    PK_TRY(choose_instance(args, filter, call, &instance, &batch));
     int tile = instance->shown.head_dim > 128 ? tiling<256, false>::tile : tiling<128, false>::tile;
     return pk_cuda_list_prefill_items(batch, instance->shown.variant == CUTS_ITEMS ? tile : 0, call);
 }

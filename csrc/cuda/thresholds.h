@@ -55,7 +55,7 @@ constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, 
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
 constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken, */
 constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
-constexpr int MOST_WAVES_TO_CUT = 16;     /* of items: with more the longest matters little */
+constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
 
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+from inspect import signature
 
 import pytest
 from checkpoints import EOS, write_model
@@ -14,6 +15,7 @@ from test_engine_threads import FINAL, answers, is_empty, known_answers, request
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
 from pagedkv.engine.async_engine import _Waker
+from pagedkv.engine.client import EngineClient
 from pagedkv.engine.scheduling.step import Step
 from pagedkv.engine.text.tokenizer import LONG_TEXT
 
@@ -30,6 +32,15 @@ def folder(tmp_path_factory):
 def llm(folder):
     with LLM(folder, **OPTIONS) as llm:
         yield llm
+
+
+def test_an_engine_is_a_client_of_itself():
+    """Whoever takes an EngineClient may be given an AsyncEngine: the same calls with the same parameters."""
+    calls = [name for name in vars(EngineClient) if not name.startswith("_")]
+    assert calls == ["generate", "embed", "abort", "stats", "health"] and EngineClient in AsyncEngine.__mro__
+    for name in calls:
+        assert vars(AsyncEngine)[name] is not vars(EngineClient)[name]
+        assert signature(vars(AsyncEngine)[name]) == signature(vars(EngineClient)[name])
 
 
 async def settled(engine: AsyncEngine) -> bool:

@@ -14,6 +14,7 @@ from inspect import signature
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from .client import EngineClient
 from .engine import EMBED, Engine
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt, read_prompt
@@ -66,7 +67,7 @@ class _Waker:
                 raise
 
 
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """Serves requests of coroutines, in any number of event loops.
 
         async with AsyncEngine("Qwen3-0.6B") as engine:

@@ -231,7 +231,7 @@ def test_an_import_within_a_function_would_be_found():
 
 
 def test_the_engine_names_no_family_of_models():
-    """Its code: families.py alone knows them. What people read may have a name as an example."""
+    """Its code: registry.py alone knows them. What people read may have a name as an example."""
     for module, path in PYTHON.items():
         if module.startswith("pagedkv.engine"):
             names = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Name, ast.Attribute))}

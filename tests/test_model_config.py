@@ -8,7 +8,7 @@ import pytest
 from checkpoints import TINY, write_model
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models.families import read_spec
+from pagedkv.models.registry import read_spec
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -28,8 +28,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pagedkv.engine.options import EngineOptions, find_device
-    from pagedkv.models.families import read_spec
     from pagedkv.models.hub import model_folder
+    from pagedkv.models.registry import read_spec
 
     from . import nano_bench
 

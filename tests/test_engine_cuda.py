@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, save_pretrained, write_model
+from model_oracle import poison, record_logits
 from test_demo_model import FOLDER as DEMO
 from test_demo_model import draw_short, draw_uniform, wrong_answers
-from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops

@@ -73,6 +73,8 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         raise NotImplementedError(f"dtype is {dtype!r}; supported are {', '.join(DTYPES)}")
     num_q_heads, hidden_size = count(raw, "num_attention_heads"), count(raw, "hidden_size")
     num_kv_heads = count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_q_heads
+    if raw.get("head_dim") is None and hidden_size % num_q_heads:
+        raise ValueError(f"hidden_size is {hidden_size}, no multiple of num_attention_heads {num_q_heads}: no head_dim")
     head_dim = hidden_size // num_q_heads if raw.get("head_dim") is None else count(raw, "head_dim")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads is {num_q_heads}, no multiple of num_key_value_heads {num_kv_heads}")

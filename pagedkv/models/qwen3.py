@@ -11,7 +11,14 @@ from .spec import Family
 KEYS = Keys(
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     read=("attention_bias", "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
-    defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from .files import read_json
 from .spec import Family, Model, Spec
 
-FAMILIES = {"qwen3": ".qwen3"}  # the module, by model_type
+FAMILIES = {"llama": ".llama", "mistral": ".mistral", "qwen2": ".qwen2", "qwen3": ".qwen3"}  # by model_type
 GROUP = "pagedkv.models"
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 

@@ -130,6 +130,20 @@ def test_one_file_of_another_name(tmp_path):
         LLM(folder, device="cpu")
 
 
+def test_the_format_of_mistral_alone(tmp_path):
+    """Beside other weights it is left alone, shards without an index included; alone it is refused by name."""
+    folder = write_model(tmp_path, "mistral")
+    expected = tokens_of(folder)
+    (folder / "params.json").write_text('{"dim": 64}')
+    (folder / "consolidated.safetensors").write_bytes(safetensors_bytes({"tok_embeddings.weight": np.zeros((97, 64), np.float32)}))
+    assert tokens_of(folder) == expected
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert tokens_of(folder) == expected
+    (folder / "weights.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"consolidated.safetensors but no model.safetensors: convert it"):
+        LLM(folder, device="cpu")
+
+
 def test_a_shard_without_its_index(tmp_path):
     folder = write_model(tmp_path)
     split_in_shards(folder, 2)

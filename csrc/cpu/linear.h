@@ -32,4 +32,8 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
+/* --- weights.c: rows of a quantised weight, `count` from `first` on, as [count, in_features] of PK_F32 or PK_BF16. Each
+ * value is rounded once, and not at all where its scale's product is exact. */
+void pk_cpu_decode_weight(void *to, pk_dtype dtype, const pk_weight *weight, int64_t first, int64_t count);
+
 #endif

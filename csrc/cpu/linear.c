@@ -6,6 +6,7 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/blas.h"
+#include "cpu/weights.h"
 
 #include <omp.h>
 #include <stdio.h>
@@ -163,7 +164,7 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 }
 
 /* Adds the bias, or what out holds, to a block of sums and writes it, rounded to out_dtype. */
-static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
+void pk_cpu_write_sums(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
 {
     float bias[MAX_OUTPUT_BLOCK];
     int64_t bytes = (int64_t)pk_dtype_bytes(args->x.dtype),
@@ -226,14 +227,14 @@ static void run_blocks(const pk_linear_args *args, const linear_plan *plan, cons
             .scratch = sums + plan->row_block * plan->output_block,
         };
         if (weight->scales) {
-            pk_cpu_decode_weight(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
+            pk_cpu_weights()->decode(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
             dot.weight = dot.scratch, dot.weight_stride = dot.size;
         }
         for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
             dot.x = x + row * x_stride * x_bytes(plan, args->x.dtype);
             dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
             plan->kernel(&dot);
-            write_block(args, &dot, row, first);
+            pk_cpu_write_sums(args, &dot, row, first);
         }
     }
 }
@@ -244,6 +245,7 @@ static pk_status multiply(const pk_linear_args *args, pk_error *err)
     if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->x.dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
     int num_threads = num_rows * args->weight.out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    if (pk_cpu_is_quantized_few(args)) return pk_cpu_linear_quantized(args, num_threads, err);
     linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;

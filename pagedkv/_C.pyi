@@ -349,6 +349,9 @@ def linear(
     weight: _Tensor,
     bias: _Tensor | None = None,
     *,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
     gate_up: _Tensor | None = None,
     rms_eps: float | None = None,
     x_squares: _Tensor | None = None,
@@ -358,11 +361,35 @@ def linear(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
-def linear_squares(x: _Tensor, weight: _Tensor, *, out: _Tensor) -> int: ...
+def linear_squares(
+    x: _Tensor,
+    weight: _Tensor,
+    *,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
+    out: _Tensor,
+) -> int: ...
 def linear_algorithms(
-    x: _Tensor, weight: _Tensor, *, near: bytes | None = None, out: _Tensor
+    x: _Tensor,
+    weight: _Tensor,
+    *,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
+    near: bytes | None = None,
+    out: _Tensor,
 ) -> tuple[str, list[bytes]]: ...
-def use_linear_algorithm(x: _Tensor, weight: _Tensor, algorithm: bytes, *, out: _Tensor) -> None: ...
+def use_linear_algorithm(
+    x: _Tensor,
+    weight: _Tensor,
+    algorithm: bytes,
+    *,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
+    out: _Tensor,
+) -> None: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
     logits: _T,
@@ -389,6 +416,9 @@ def sample_linear(
     positions: _Tensor,
     *,
     logits: _Tensor,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
     weight_is_constant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,

@@ -6,6 +6,7 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/blas.h"
+#include "cpu/weights.h"
 
 #include <omp.h>
 #include <stdio.h>
@@ -54,17 +55,17 @@ static int64_t min_onednn_rows(pk_dtype dtype) { return dtype == PK_BF16 && pk_c
  * anything else: an sgemm that refuses its arguments writes nothing and returns as ever. */
 static bool are_rows_apart(int64_t size, int64_t stride) { return size > 0 && stride >= size && stride <= INT32_MAX; }
 
-/* Not expanded, reversed or overlapping rows, nor rows of nothing. x is converted where it is not float32. */
+/* Not expanded, reversed or overlapping rows, nor rows of nothing. What is not float32 is converted. */
 static bool fits_sgemm(const pk_linear_args *args)
 {
-    return args->x.dtype != PK_F32 ? are_rows_apart(args->weight.in_features, args->weight.in_features)
-                                   : are_rows_apart(args->weight.in_features, args->x.stride) &&
-                                         are_rows_apart(args->weight.in_features, args->weight.stride);
+    const int64_t size = args->weight.in_features;
+    return are_rows_apart(size, args->x.dtype == PK_F32 ? args->x.stride : size) &&
+           are_rows_apart(size, args->weight.dtype == PK_F32 ? args->weight.stride : size);
 }
 
 static bool fits_onednn(const pk_linear_args *args)
 {
-    return are_rows_apart(args->weight.in_features, args->x.stride) &&
+    return !args->weight.scales && are_rows_apart(args->weight.in_features, args->x.stride) &&
            are_rows_apart(args->weight.in_features, args->weight.stride) &&
            are_rows_apart(args->weight.out_features, args->epilogue.out_stride);
 }
@@ -94,7 +95,8 @@ typedef enum { X_AS_IT_IS, X_IN_F32, X_IN_TILES } x_order;
 
 typedef struct {
     pk_dot_kernel kernel;
-    x_order x_order; /* that the kernel takes */
+    x_order x_order;       /* that the kernel takes */
+    pk_dtype weight_dtype; /* the same: the weight's, or what a quantised one is decoded to, a block at a time */
     bool is_sgemm;
     int64_t row_block, output_block;
 } linear_plan;
@@ -108,12 +110,14 @@ static int64_t block_rows(int64_t row_bytes)
     return larger(8, smaller(MAX_BLOCK, BLOCK_BYTES / larger(1, row_bytes) / 8 * 8));
 }
 
-static void choose_own_kernel(linear_plan *plan, pk_dtype dtype)
+static void choose_own_kernel(linear_plan *plan, const pk_linear_args *args)
 {
     plan->kernel = pk_dot_generic;
-    plan->x_order = dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32;
+    plan->x_order = args->x.dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32;
+    plan->weight_dtype = args->weight.scales ? PK_F32 : args->weight.dtype;
 #ifdef __x86_64__
-    bool is_bf16 = dtype == PK_BF16;
+    bool is_bf16 = args->x.dtype == PK_BF16 && pk_cpu_isa_level() >= PK_ISA_AVX2;
+    if (is_bf16) plan->weight_dtype = PK_BF16;
     if (is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX2) plan->x_order = X_AS_IT_IS;
     if (is_bf16 && pk_cpu_has_amx())
         plan->kernel = pk_dot_amx, plan->x_order = X_IN_TILES;
@@ -135,30 +139,32 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
     if (args->x.num_rows >= min_sgemm_rows(args->x.dtype) && fits_sgemm(args) && pk_cpu_find_sgemm())
         return (linear_plan){.kernel = pk_dot_sgemm,
+                             .weight_dtype = args->weight.scales ? PK_F32 : args->weight.dtype,
                              .x_order = args->x.dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32,
                              .is_sgemm = true,
                              .row_block = 2 * BLAS_BLOCK,
                              .output_block = BLAS_BLOCK};
     linear_plan plan = {0};
-    choose_own_kernel(&plan, args->x.dtype);
-    int64_t weight_bytes = args->weight.in_features * (int64_t)pk_dtype_bytes(args->weight.dtype);
+    choose_own_kernel(&plan, args);
+    const bool only_reads = args->x.num_rows <= FEW_ROWS && !args->weight.scales;
+    int64_t weight_bytes = args->weight.in_features * (int64_t)pk_dtype_bytes(plan.weight_dtype);
     int64_t share = args->weight.out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
         int64_t most = AMX_BLOCK_BYTES / larger(1, weight_bytes);
-        most = args->x.num_rows <= FEW_ROWS ? MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
+        most = only_reads ? MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
         plan.output_block = larger(PK_AMX_ROWS, smaller(share, most) / PK_AMX_ROWS * PK_AMX_ROWS);
         plan.row_block = MAX_BLOCK;
         return plan;
     }
     plan.output_block = block_rows(weight_bytes);
-    if (args->x.num_rows <= FEW_ROWS) /* reading is all: the longer, the better */
+    if (only_reads) /* which is all: the longer, the better */
         plan.output_block = larger(plan.output_block, smaller(share / 16 * 16, MAX_OUTPUT_BLOCK));
     plan.row_block = block_rows(args->weight.in_features * x_bytes(&plan, args->x.dtype));
     return plan;
 }
 
 /* Adds the bias, or what out holds, to a block of sums and writes it, rounded to out_dtype. */
-static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
+void pk_cpu_write_sums(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
 {
     float bias[MAX_OUTPUT_BLOCK];
     int64_t bytes = (int64_t)pk_dtype_bytes(args->x.dtype),
@@ -205,26 +211,30 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
 static void run_blocks(const pk_linear_args *args, const linear_plan *plan, const char *x, int64_t x_stride,
                        float *scratch, int64_t thread_floats, int num_threads)
 {
-    int64_t weight_bytes = (int64_t)pk_dtype_bytes(args->weight.dtype);
+    const pk_weight *weight = &args->weight;
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t first = 0; first < args->weight.out_features; first += plan->output_block) {
+    for (int64_t first = 0; first < weight->out_features; first += plan->output_block) {
         float *sums = scratch + omp_get_thread_num() * thread_floats;
         pk_dot_args dot = {
-            .weight = (const char *)args->weight.data + first * args->weight.stride * weight_bytes,
+            .weight = (const char *)weight->data + first * weight->stride * (int64_t)pk_dtype_bytes(weight->dtype),
             .sums = sums,
-            .num_outputs = smaller(plan->output_block, args->weight.out_features - first),
-            .size = args->weight.in_features,
+            .num_outputs = smaller(plan->output_block, weight->out_features - first),
+            .size = weight->in_features,
             .x_stride = x_stride,
-            .weight_stride = args->weight.stride,
+            .weight_stride = weight->stride,
             .sums_stride = plan->output_block,
-            .dtype = args->weight.dtype,
+            .dtype = plan->weight_dtype,
             .scratch = sums + plan->row_block * plan->output_block,
         };
+        if (weight->scales) {
+            pk_cpu_weights()->decode(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
+            dot.weight = dot.scratch, dot.weight_stride = dot.size;
+        }
         for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
             dot.x = x + row * x_stride * x_bytes(plan, args->x.dtype);
             dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
             plan->kernel(&dot);
-            write_block(args, &dot, row, first);
+            pk_cpu_write_sums(args, &dot, row, first);
         }
     }
 }
@@ -235,10 +245,11 @@ static pk_status multiply(const pk_linear_args *args, pk_error *err)
     if (num_rows == 0) return PK_OK; /* of however many outputs */
     if (num_rows >= min_onednn_rows(args->x.dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
     int num_threads = num_rows * args->weight.out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    if (pk_cpu_is_quantized_few(args)) return pk_cpu_linear_quantized(args, num_threads, err);
     linear_plan plan = make_plan(args, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     int64_t thread_floats = plan.row_block * plan.output_block;
-    if (plan.is_sgemm && args->x.dtype != PK_F32) thread_floats += plan.output_block * size;
+    if (args->weight.scales || (plan.is_sgemm && args->x.dtype != PK_F32)) thread_floats += plan.output_block * size;
     int64_t x_stride = args->x.stride, converted = 0; /* elements */
     if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
     if (plan.x_order == X_IN_TILES) {

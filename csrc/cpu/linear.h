@@ -32,4 +32,12 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
+/* linear.c: what an epilogue does with a block of sums, but for the gate and squares. */
+void pk_cpu_write_sums(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output);
+
+/* linear_quantized.c: whether few rows of x are multiplied with a quantised weight as it is; else a block of it is decoded
+ * before it is multiplied. */
+bool pk_cpu_is_quantized_few(const pk_linear_args *args);
+pk_status pk_cpu_linear_quantized(const pk_linear_args *args, int num_threads, pk_error *err);
+
 #endif

@@ -21,6 +21,7 @@ enum {
     PK_ACCEPT_F16 = 1 << PK_F16,
     PK_ACCEPT_BF16 = 1 << PK_BF16,
     PK_ACCEPT_F8 = 1 << PK_F8E4M3,
+    PK_ACCEPT_U8 = 1 << PK_U8,
     PK_ACCEPT_I32 = 1 << PK_I32,
     PK_ACCEPT_I64 = 1 << PK_I64,
     PK_ANY_FLOAT = PK_ACCEPT_F32 | PK_ACCEPT_F16 | PK_ACCEPT_BF16, /* binds env->dtype at first use */

@@ -4,15 +4,11 @@
 #include "ops/dense.h"
 #include "ops/shared.h"
 
-pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out)
+pk_linear_args pk_linear_args_of(const pk_view *x, const pk_weight *weight, const pk_view *out)
 {
     return (pk_linear_args){
         .x = {.data = x->data, .num_rows = x->shape[0], .stride = x->stride[0], .dtype = x->dtype},
-        .weight = {.data = weight->data,
-                   .out_features = weight->shape[0],
-                   .in_features = weight->shape[1],
-                   .stride = weight->stride[0],
-                   .dtype = weight->dtype},
+        .weight = *weight,
         .epilogue = {.out = out->data, .out_stride = out->stride[0], .out_dtype = out->dtype},
     };
 }
@@ -40,13 +36,14 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
 
 pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
 {
-    const pk_view *x = call->x, *weight = call->weight, *bias = call->bias, *gate_up = call->gate_up;
+    const pk_view *x = call->x, *bias = call->bias, *gate_up = call->gate_up;
     const double *rms_eps = call->rms_eps;
     pk_output *out = call->out;
+    pk_weight weight;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "weight", weight, "N K", PK_SAME);
+    PK_TRY(pk_expect_weight(&env, &call->weight, 'N', &weight));
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
     if (rms_eps) {
         PK_TRY(pk_expect_eps("rms_eps", *rms_eps, err));
@@ -73,7 +70,7 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
-    pk_linear_args args = pk_linear_args_of(x, weight, &out->view);
+    pk_linear_args args = pk_linear_args_of(x, &weight, &out->view);
     args.epilogue.bias = bias ? bias->data : NULL;
     args.weight.is_constant = call->weight_is_constant;
     args.epilogue.adds_to_out = call->adds_to_out;
@@ -94,9 +91,9 @@ static pk_status read_product(const pk_linear_algorithm_call *call, pk_env *env,
 {
     pk_env_init(env, err);
     PK_EXPECT(env, "x", call->x, "T K", PK_ANY_FLOAT);
-    PK_EXPECT(env, "weight", call->weight, "N K", PK_SAME);
+    PK_TRY(pk_expect_weight(env, &call->weight, 'N', &args->weight));
     PK_EXPECT(env, "out", call->out, "T N", PK_SAME | PK_ACCEPT_F32);
-    *args = pk_linear_args_of(call->x, call->weight, call->out);
+    *args = pk_linear_args_of(call->x, &args->weight, call->out);
     return PK_OK;
 }
 

@@ -20,11 +20,23 @@ typedef struct pk_rows {
     int64_t num_squares;
 } pk_rows;
 
+/* Of the rows' dtype, or quantised: then a value is (data - zero) * scale, with one scale for a block of block_rows x
+ * block_columns values (cut where the weight ends). PK_F8E4M3 has no zero. PK_U8 holds int4, two values a byte: 8
+ * neighbours of a row are a little-endian word of 32 bits, which has the i-th of them from bit PK_INT4_BIT[i] on, so that
+ * one mask takes a pair of them as the low bits of two halves. Its blocks are one row by a multiple of 8, and divide it. */
+// clang-format off
+#define PK_INT4_BIT {0, 16, 4, 20, 8, 24, 12, 28}
+// clang-format on
+enum { PK_INT4_WORD = 8 /* values */, PK_INT4_ZERO = 8 /* where there are no zeros */ };
 typedef struct pk_weight {
-    const void *data; /* [out_features, in_features] */
-    int64_t out_features, in_features, stride;
-    pk_dtype dtype;   /* today that of the rows */
-    bool is_constant; /* nothing that is queued on the stream writes it: it may be read early */
+    const void *data;                          /* [out_features, in_features]; int4: [out_features, in_features / 2] */
+    int64_t out_features, in_features, stride; /* the last in elements of data; int4: bytes */
+    pk_dtype dtype;
+    bool is_constant;   /* nothing that is queued on the stream writes any of it: it may be read early */
+    const void *scales; /* [out_features / block_rows, in_features / block_columns], rounded up; NULL: not quantised */
+    const uint8_t *zeros; /* the same of int4, or NULL */
+    int64_t scales_stride, zeros_stride, block_rows, block_columns;
+    pk_dtype scales_dtype; /* PK_F32; of int4 any of 16 bits, too */
 } pk_weight;
 
 /* What becomes of a row's sums, in this order. */
@@ -61,8 +73,15 @@ typedef struct pk_linear_choices {
     pk_linear_algorithm algorithms[32];
 } pk_linear_choices;
 
+/* A weight as it is given. */
+typedef struct pk_weight_call {
+    const pk_view *data, *scales, *zeros; /* without scales it is not quantised; zeros are optional */
+    int64_t block[2];                     /* rows and columns; -1: as many as divide the weight evenly */
+} pk_weight_call;
+
 typedef struct pk_linear_call {
-    const pk_view *x, *weight;
+    const pk_view *x;
+    pk_weight_call weight;
     const pk_view *bias;    /* optional, as are the next two */
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
@@ -72,12 +91,14 @@ typedef struct pk_linear_call {
 } pk_linear_call;
 
 typedef struct pk_linear_squares_call {
-    const pk_view *x, *weight, *out;
+    const pk_view *x, *out;
+    pk_weight_call weight;
     int64_t width; /* the result */
 } pk_linear_squares_call;
 
 typedef struct pk_linear_algorithm_call {
-    const pk_view *x, *weight, *out;
+    const pk_view *x, *out;
+    pk_weight_call weight;
     const pk_linear_algorithm *algorithm; /* to use; or whose variants are listed, NULL: the favourites */
     pk_linear_choices choices;            /* the result of linear_algorithms */
 } pk_linear_algorithm_call;

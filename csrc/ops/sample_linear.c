@@ -10,10 +10,10 @@ pk_status pk_sample_linear(const pk_sample_linear_call *call, pk_stream stream, 
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", call->x, "T K", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "weight", call->weight, "V K", PK_SAME);
+    PK_TRY(pk_expect_weight(&env, &call->weight, 'V', &args.linear.weight));
     PK_BACKEND_OP(env.device, sample_linear, &backend, err);
     PK_TRY(pk_read_sample_call(&env, &call->sample, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
-    args.linear = pk_linear_args_of(call->x, call->weight, call->sample.logits);
+    args.linear = pk_linear_args_of(call->x, &args.linear.weight, call->sample.logits);
     args.linear.weight.is_constant = call->weight_is_constant;
     return backend->sample_linear(env.device, &args, stream, err);
 }

@@ -17,7 +17,8 @@ typedef struct pk_sample_linear_args {
 } pk_sample_linear_args;
 
 typedef struct pk_sample_linear_call {
-    const pk_view *x, *weight;
+    const pk_view *x;
+    pk_weight_call weight;
     bool weight_is_constant;
     pk_sample_call sample; /* its logits are memory for the product; it has nothing optional */
 } pk_sample_linear_call;

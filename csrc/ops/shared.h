@@ -48,10 +48,14 @@ pk_status pk_expect_vocab_size(const pk_env *env, const char *name, int dim);
 pk_status pk_read_attention_call(pk_env *env, const pk_attention_call *call, const pk_backend **backend,
                                  pk_attention_args *args);
 
-/* What a linear is of such tensors, which have been checked; everything optional is off. */
+/* "weight" [`outputs`, K] of the env's dtype, or quantised, with "weight_scales" and what else belongs to them. */
+pk_status pk_expect_weight(pk_env *env, const pk_weight_call *call, char outputs, pk_weight *weight);
+
 /* Sums of squares [T, any divisor of dim] as linear's epilogue leaves them; `what` names dim. */
 pk_status pk_expect_squares(pk_env *env, const char *name, const pk_view *squares, char dim, const char *what,
                             int flags);
-pk_linear_args pk_linear_args_of(const pk_view *x, const pk_view *weight, const pk_view *out);
+
+/* What a linear is of such tensors, which have been checked; everything optional is off. */
+pk_linear_args pk_linear_args_of(const pk_view *x, const pk_weight *weight, const pk_view *out);
 
 #endif

@@ -58,7 +58,7 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "        multiplies by 0, and may give NaN to other queries of the same sequence.\n" PY_DOC_RAISES
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PY_OP(paged_attention_fwd, BATCH, P(OPTIONAL_DOUBLE, softmax_scale), P_AS(BOOL, causal, is_causal),
-      P_AS(WINDOW, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),
+      P_AS(PAIR, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),
       P(SCALE, k_scale), P(SCALE, v_scale), P(INT, num_splits), P(OPTIONAL, plan), P(BOOL, past_is_constant),
       P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
 
@@ -82,5 +82,5 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "        paged_attention_fwd refuses a plan for other shapes or lengths. What only the device can tell, such as\n"
     "        a row that was overwritten, it masks and records for check_errors(); until that has raised, other\n"
     "        results of the stream may be wrong.\n");
-PY_OP(plan_attention, BATCH, P_AS(BOOL, causal, is_causal), P_AS(WINDOW, window_size, window), P(INT, num_splits),
+PY_OP(plan_attention, BATCH, P_AS(BOOL, causal, is_causal), P_AS(PAIR, window_size, window), P(INT, num_splits),
       P(OUTPUT, out));

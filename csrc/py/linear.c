@@ -6,14 +6,23 @@
 
 #define CALL pk_linear_call
 const char py_linear_doc[] = PyDoc_STR(
-    "linear($module, x, weight, bias=None, *, gate_up=None, rms_eps=None, x_squares=None, out_squares=None, "
-    "add_to_out=False, weight_is_constant=False, out=None, stream=None)\n--\n\n"
+    "linear($module, x, weight, bias=None, *, weight_scales=None, weight_zeros=None, weight_block=None, "
+    "gate_up=None, rms_eps=None, x_squares=None, out_squares=None, add_to_out=False, weight_is_constant=False, "
+    "out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n"
     "\n"
     "Args:\n"
     "    x: [num_rows, in_features] float32, float16 or bfloat16.\n"
-    "    weight: [out_features, in_features] of x's dtype.\n"
+    "    weight: [out_features, in_features] of x's dtype, or quantised.\n"
     "    bias: [out_features] of x's dtype.\n"
+    "    weight_scales: of a quantised weight, [out_features, in_features] in blocks. A value is that of weight * the scale\n"
+    "        of its block. With a float8_e4m3fn weight float32, of blocks of any size. With a uint8 weight\n"
+    "        [out_features, in_features / 2], which holds int4, any float, [out_features, in_features / group]; a value\n"
+    "        is (int4 - zero) * scale. Each 8 neighbours of a row are a little-endian word of 32 bits, the i-th of them\n"
+    "        from bit (0, 16, 4, 20, 8, 24, 12, 28)[i] on.\n"
+    "    weight_zeros: [out_features, in_features / group] uint8, of int4; None: 8 everywhere.\n"
+    "    weight_block: (rows, columns) of the blocks; the last ones are cut where the weight ends. None, or -1 for one of\n"
+    "        them: as many as divide the weight evenly into as many blocks as weight_scales has.\n"
     "    gate_up: [num_rows, out_features] of x's dtype, memory for the product, without a bias: the result is then\n"
     "        silu_and_mul(product). What gate_up holds afterwards is undefined: few rows on a GPU do not need it,\n"
     "        because one kernel does all of it.\n"
@@ -32,18 +41,18 @@ const char py_linear_doc[] = PyDoc_STR(
     "Returns:\n"
     "    out, [num_rows, out_features] of x's dtype (a given one may be float32); with gate_up [num_rows,\n"
     "        out_features / 2].\n" PY_DOC_RAISES);
-PY_OP(linear, P(FACTOR, x), P(TENSOR, weight), P(OPTIONAL, bias), P(OPTIONAL_WRITTEN, gate_up),
+PY_OP(linear, P(FACTOR, x), P_WEIGHT, P(OPTIONAL, bias), P_WEIGHT_SCALES, P(OPTIONAL_WRITTEN, gate_up),
       P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares), P(OPTIONAL_WRITTEN, out_squares),
       P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P(OUTPUT, out));
 
 #undef CALL
 #define CALL pk_linear_squares_call
 const char py_linear_squares_doc[] = PyDoc_STR(
-    "linear_squares($module, x, weight, *, out)\n--\n\n"
+    "linear_squares($module, x, weight, *, weight_scales=None, weight_zeros=None, weight_block=None, out)\n--\n\n"
     "How many neighbouring outputs a sum of squares has that linear(x, weight, out=out) leaves in passing.\n"
     "\n"
     "Args:\n"
-    "    x, weight, out: those of linear.\n"
+    "    x, weight, weight_scales, weight_zeros, weight_block, out: those of linear.\n"
     "\n"
     "Returns:\n"
     "    With out_squares [num_rows, out_features / this] the product takes as long as without: 64 for 9 to 112 rows on a\n"
@@ -52,17 +61,18 @@ static PyObject *width_of_squares(const void *call)
 {
     return PyLong_FromLongLong(((const pk_linear_squares_call *)call)->width);
 }
-PY_OP_RETURNING(linear_squares, width_of_squares, P(TENSOR, x), P(TENSOR, weight), P(TENSOR, out));
+PY_OP_RETURNING(linear_squares, width_of_squares, P(TENSOR, x), P_WEIGHT, P_WEIGHT_SCALES, P(TENSOR, out));
 
 #undef CALL
 #define CALL pk_linear_algorithm_call
 const char py_linear_algorithms_doc[] = PyDoc_STR(
-    "linear_algorithms($module, x, weight, *, near=None, out)\n--\n\n"
+    "linear_algorithms($module, x, weight, *, weight_scales=None, weight_zeros=None, weight_block=None, "
+    "near=None, out)\n--\n\n"
     "Lists algorithms by which cuBLASLt could compute linear(x, weight, out=out). Nothing is computed. See\n"
     "tune_linear.\n"
     "\n"
     "Args:\n"
-    "    x, weight, out: those of linear.\n"
+    "    x, weight, weight_scales, weight_zeros, weight_block, out: those of linear.\n"
     "    near: None: cuBLASLt's favourites are listed, the first one first. An algorithm: its variants are listed,\n"
     "        which compute the same tiles in another order, or in other clusters; most are no favourites.\n"
     "\n"
@@ -83,11 +93,12 @@ static PyObject *list_algorithms(const void *call)
     }
     return list ? Py_BuildValue("(sN)", choices->library, list) : NULL;
 }
-PY_OP_RETURNING(linear_algorithms, list_algorithms, P(TENSOR, x), P(TENSOR, weight), P_AS(ALGORITHM, near, algorithm),
-                P(TENSOR, out));
+PY_OP_RETURNING(linear_algorithms, list_algorithms, P(TENSOR, x), P_WEIGHT, P_WEIGHT_SCALES,
+                P_AS(ALGORITHM, near, algorithm), P(TENSOR, out));
 
 const char py_use_linear_algorithm_doc[] = PyDoc_STR(
-    "use_linear_algorithm($module, x, weight, algorithm, *, out)\n--\n\n"
+    "use_linear_algorithm($module, x, weight, algorithm, *, weight_scales=None, weight_zeros=None, "
+    "weight_block=None, out)\n--\n\n"
     "Makes later calls like linear(x, weight, out=out) use this algorithm.\n"
     "\n"
     "Calls of the same shapes, strides, dtypes and alignment are like it, with any bias; where add_to_out is there, too,\n"
@@ -95,7 +106,7 @@ const char py_use_linear_algorithm_doc[] = PyDoc_STR(
     "algorithm of their own and come later for the first time.\n"
     "\n"
     "Args:\n"
-    "    x, weight, out: those of linear.\n"
+    "    x, weight, weight_scales, weight_zeros, weight_block, out: those of linear.\n"
     "    algorithm: bytes, from linear_algorithms.\n" PY_DOC_RAISES
     "        An algorithm that cuBLASLt does not accept for these arguments is a ValueError.\n");
-PY_OP(use_linear_algorithm, P(TENSOR, x), P(TENSOR, weight), P(ALGORITHM, algorithm), P(TENSOR, out));
+PY_OP(use_linear_algorithm, P(TENSOR, x), P_WEIGHT, P(ALGORITHM, algorithm), P_WEIGHT_SCALES, P(TENSOR, out));

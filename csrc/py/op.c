@@ -66,9 +66,9 @@ static int read_bool(const char *name, PyObject *object, double otherwise)
     return object ? py_bool_arg(name, object) : otherwise != 0;
 }
 
-static int read_window(const char *name, PyObject *object, int64_t *window)
+static int read_pair(const char *name, PyObject *object, int64_t *values)
 {
-    window[0] = window[1] = -1;
+    values[0] = values[1] = -1;
     if (!object) return 0;
     PyObject *pair = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
     if (!pair && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1; /* of its own iterator */
@@ -81,7 +81,7 @@ static int read_window(const char *name, PyObject *object, int64_t *window)
     for (int side = 0; side < 2 && result == 0; side++) {
         char element[32];
         PyOS_snprintf(element, sizeof element, "%s[%d]", name, side);
-        result = py_int64_arg(element, PyTuple_GetItem(pair, side), &window[side]);
+        result = py_int64_arg(element, PyTuple_GetItem(pair, side), &values[side]);
     }
     Py_XDECREF(pair);
     return result;
@@ -146,8 +146,8 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
             truth = read_bool(name, given, otherwise);
             *(bool *)field = truth > 0;
             return truth;
-        case PY_WINDOW:
-            return read_window(name, given, field);
+        case PY_PAIR:
+            return read_pair(name, isinf(otherwise) ? object : given, field);
         case PY_ALGORITHM:
             return read_algorithm(name, isinf(otherwise) ? object : given, field);
         case PY_OUTPUT:

@@ -27,7 +27,7 @@ typedef enum {
     PY_DOUBLE,          /* double */
     PY_OPTIONAL_DOUBLE, /* const double *; NULL for None */
     PY_BOOL,            /* bool */
-    PY_WINDOW,          /* int64_t[2] */
+    PY_PAIR,            /* int64_t[2]; -1 each for None where that is the default */
     PY_ALGORITHM,       /* const pk_linear_algorithm *, from bytes; NULL for None where that is the default */
     PY_OUTPUT,          /* pk_output *, which is returned: the given tensor, or for None a new one */
     PY_WANTS_OUTPUT     /* pk_output *, from a bool: a new one that is returned, too, or NULL */
@@ -65,6 +65,11 @@ PK_OPS(PY_DECLARE_OP, PY_DECLARE_VIA)
     {                                           \
 #name, PY_##kind, offsetof(CALL, field) \
     }
+/* A weight, and what belongs to it where it is quantised: fields of pk_weight_call. */
+#define P_WEIGHT P_AS(TENSOR, weight, weight.data)
+#define P_WEIGHT_SCALES                                                                       \
+    P_AS(OPTIONAL, weight_scales, weight.scales), P_AS(OPTIONAL, weight_zeros, weight.zeros), \
+        P_AS(PAIR, weight_block, weight.block)
 #define PY_OP(name, ...) PY_OP_RETURNING(name, NULL, __VA_ARGS__)
 #define PY_OP_RETURNING(name, result, ...)                                                                            \
     static const py_param name##_params[] = {__VA_ARGS__, {NULL, PY_TENSOR, 0}};                                      \

@@ -35,7 +35,7 @@ PY_OP(qkv_attention_fwd, P_AS(TENSOR, qkv, rope.qkv), P_AS(OPTIONAL, q_weight, r
       P_AS(TENSOR, block_tables, attention.block_tables), P_AS(TENSOR, context_lens, attention.context_lens),
       P_AS(OPTIONAL, rms_of, rope.rms_of), P_AS(OPTIONAL, rms_squares, rope.rms_squares), P_AS(DOUBLE, eps, rope.eps),
       P_AS(OPTIONAL, cu_seqlens_q, attention.cu_seqlens_q), P_AS(INT, max_seqlen_q, attention.max_seqlen_q),
-      P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(WINDOW, window_size, attention.window),
+      P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(PAIR, window_size, attention.window),
       P_AS(SCALE, k_scale, rope.k_scale), P_AS(SCALE, v_scale, rope.v_scale),
       P_AS(INT, num_splits, attention.num_splits), P_AS(OPTIONAL, plan, attention.plan),
       P_AS(BOOL, past_is_constant, attention.past_is_constant), P_AS(OUTPUT, out, attention.out));

@@ -6,8 +6,8 @@
 
 #define CALL pk_sample_linear_call
 const char py_sample_linear_doc[] = PyDoc_STR(
-    "sample_linear($module, x, weight, temperatures, seeds, positions, *, logits, weight_is_constant=False, out=None, "
-    "stream=None)\n--\n\n"
+    "sample_linear($module, x, weight, temperatures, seeds, positions, *, logits, weight_scales=None, "
+    "weight_zeros=None, weight_block=None, weight_is_constant=False, out=None, stream=None)\n--\n\n"
     "The tokens that sample takes of the logits x @ weight.T, accumulated in float32: the head of a model and the\n"
     "draw.\n"
     "\n"
@@ -15,15 +15,16 @@ const char py_sample_linear_doc[] = PyDoc_STR(
     "\n"
     "Args:\n"
     "    x: [num_rows, in_features] float32, float16 or bfloat16.\n"
-    "    weight: [vocab_size, in_features] of x's dtype.\n"
+    "    weight: [vocab_size, in_features] of x's dtype, or quantised: see linear.\n"
     "    temperatures, seeds, positions: one number per row, see sample.\n"
     "    logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where\n"
     "        one kernel of a GPU does all of it, no logits are ever in memory.\n"
-    "    weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
+    "    weight_scales, weight_zeros, weight_block, weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_rows] int32.\n" PY_DOC_RAISES
     "        What sample refuses is refused as there: by name on the CPU, with -1 and check_errors() on CUDA.\n");
-PY_OP(sample_linear, P(FACTOR, x), P(TENSOR, weight), P_AS(TENSOR, temperatures, sample.temperatures),
+PY_OP(sample_linear, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
       P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions),
-      P_AS(WRITTEN, logits, sample.logits), P(BOOL, weight_is_constant), P_AS(OUTPUT, out, sample.out));
+      P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),
+      P_AS(OUTPUT, out, sample.out));

@@ -88,6 +88,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 /* Or NULL, where cuBLASLt or a plain kernel answers. */
 static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
+    if (args->weight.scales) return nullptr;
     if (pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
     return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
 }
@@ -96,6 +97,8 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
     if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
     auto launch_own = own_kernel(args, call.device);
+    if (args->weight.scales && !launch_own)
+        return pk_fail(call.err, PK_EUNSUPPORTED, "linear: takes no quantised weights on a GPU");
     const int64_t num_squares = args->epilogue.squares ? args->epilogue.num_squares : 0;
     const bool in_passing =
         launch_own == pk_cuda_linear_sm90 && num_squares * LINEAR_SM90_TILE == args->weight.out_features;

@@ -230,7 +230,7 @@ const pk_cuda_kernel_table pk_cuda_sample_linear_kernels = pk_cuda_table(INSTANC
 
 static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 {
-    return pk_cuda_linear_fits_wgmma(&linear, device) && linear.x.num_rows <= MAX_ROWS &&
+    return !linear.weight.scales && pk_cuda_linear_fits_wgmma(&linear, device) && linear.x.num_rows <= MAX_ROWS &&
            linear.weight.out_features >= MIN_TOKENS && linear.weight.out_features <= 1 << 27;
 }
 

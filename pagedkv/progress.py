@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 def progress_bar(
-    total: int, desc: str, unit: str, *, is_shown: bool | None = None
+    total: int, desc: str, unit: str, *, is_shown: bool | None = None, is_scaled: bool = False
 ) -> AbstractContextManager[tqdm | None]:
     """A bar for `total` things, each of which is an update(); None where none is shown.
 
     is_shown: None: where stderr is a terminal
+    is_scaled: units are counted in thousands, millions, ...: bytes in GB/s
     """
     if is_shown is False:
         return nullcontext()
     disable = None if is_shown is None else False
     bar: AbstractContextManager[tqdm | None] = _bar_type()(
-        total=total, desc=desc, unit=unit, disable=disable, dynamic_ncols=True
+        total=total, desc=desc, unit=unit, unit_scale=is_scaled, disable=disable, dynamic_ncols=True
     )
     return bar
 

@@ -84,8 +84,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def safetensors_bytes(tensors: dict[str, np.ndarray], dtypes: dict[str, str] | None = None) -> bytes:
-    """The file format by hand. uint16 arrays are bfloat16 bits; `dtypes` overrides a name's dtype string."""
-    names = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
+    """The file format by hand. uint16 arrays are bfloat16 bits, uint8 those of float8_e4m3fn; `dtypes` overrides a name's dtype string."""
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "F8_E4M3", "int32": "I32", "int64": "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in tensors.items():

@@ -138,7 +138,8 @@ def test_what_fails_is_told_beside_what_does_not(capsys, tmp_path):
 def test_every_option_of_the_engine_is_one_here(capsys, tmp_path):
     """Those that are given reach it, and no others: its own defaults hold."""
     wanted = EngineOptions(
-        revision="main", device="cuda:1", load_format="dummy", dtype="float16", kv_cache_dtype="fp8", block_size=8,
+        revision="main", device="cuda:1", load_format="dummy", dtype="float16", quantization="fp8",
+        kv_cache_dtype="fp8", block_size=8,
         num_blocks=7, gpu_memory_utilization=0.5, enforce_eager=True, swap_space=9, max_num_seqs=3,
         max_num_batched_tokens=17, max_model_len=33, enable_prefix_caching=False, eviction="lru", seed=5,
     )  # fmt: skip

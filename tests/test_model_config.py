@@ -60,7 +60,7 @@ REFUSED = {
     "llama3 rope, factor": ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, ValueError, "scaling factor is 0.5 but must be at"),
     "partial rope": ({"partial_rotary_factor": 0.5}, NotImplementedError, "partial_rotary_factor"),
     "activation": ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act is 'gelu'"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, NotImplementedError, "quant_method is 'fp8'"),
+    "quantised": ({"quantization_config": {"quant_method": "quanto"}}, NotImplementedError, "quant_method is 'quanto'; supported are awq, "),
     "dtype": ({"dtype": "float64"}, NotImplementedError, "dtype is 'float64'"),
     "layer type": (
         {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "chunked_attention"]},
@@ -113,7 +113,7 @@ REFUSED = {
     "negative": ({"hidden_size": -1}, ValueError, "hidden_size is -1 but must be a positive integer"),
     "huge": ({"num_hidden_layers": 2**63}, ValueError, "num_hidden_layers is 9223372036854775808 but must be"),
     "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
-    "quantisation": ({"quantization_config": ["fp8"]}, ValueError, "'list' object has no attribute 'get'"),
+    "quantisation": ({"quantization_config": ["fp8"]}, ValueError, r"quantization_config is \['fp8'\] but must be an object"),
     "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import write_model
@@ -158,7 +159,7 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
         return 0, int(gib * GIB)
 
     monkeypatch.setattr(parts.ops, "memory_info", memory_info)
-    monkeypatch.setattr(parts, "Checkpoint", lambda *_: None)
+    monkeypatch.setattr(parts, "Checkpoint", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(parts, "load_model", lambda *_: None)
     monkeypatch.setattr(parts, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:

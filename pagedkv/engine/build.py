@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,9 +31,10 @@ from .text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def read_model(folder: Path, tokenizer: Tokenizer) -> Spec:
-    """What the folder says of the model, with the tokenizer's end of a sequence among the model's."""
-    spec = read_spec(folder)
+def read_model(folder: Path, tokenizer: Tokenizer, quantization: str | None = None) -> Spec:
+    """What the folder says of the model, with the tokenizer's end of a sequence among the model's, and its weights
+    quantised as is wanted."""
+    spec = read_spec(folder, quantization)
     ends = spec.eos_token_ids | tokenizer.eos_token_ids()
     return replace(spec, eos_token_ids=frozenset(i for i in ends if 0 <= i < spec.vocab_size))
 
@@ -59,14 +61,16 @@ def build(
     memory = _MemoryCount(device)
     start = time.perf_counter()
     is_dummy = options.load_format == "dummy"
-    checkpoint = DummyCheckpoint(dtype, device) if is_dummy else Checkpoint(folder, dtype, device)
+    where = dtype, device, spec.quantization
+    checkpoint = DummyCheckpoint(*where) if is_dummy else Checkpoint(folder, *where)
+    with closing(checkpoint):
+        model = load_model(spec, checkpoint, max_model_len)
     runner = ModelRunner(
-        spec, load_model(spec, checkpoint, max_model_len), kv_cache_dtype=kv_cache_dtype, device=device,
+        spec, model, kv_cache_dtype=kv_cache_dtype, device=device,
         block_size=options.block_size, max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
         enforce_eager=options.enforce_eager,
     )  # fmt: skip
-    checkpoint.finish()
     logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
     memory.count("weights and buffers")
     if device != "cpu":

@@ -58,7 +58,8 @@ class Engine:
         checked = EngineOptions(**options)
         self.device, self.folder = find_device(checked.device), model_folder(model, checked.revision)
         self.tokenizer = Tokenizer(self.folder)
-        self.config, self.default_params = read_model(self.folder, self.tokenizer), read_default_params(self.folder)
+        self.config = read_model(self.folder, self.tokenizer, checked.quantization)
+        self.default_params = read_default_params(self.folder)
         self.dtype = self.config.dtype if checked.dtype == "auto" else checked.dtype
         self.kv_cache_dtype = KV_CACHE_DTYPES[checked.kv_cache_dtype] or self.dtype
         self._core, self.memory, self._identity = build(

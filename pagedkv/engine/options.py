@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "float8_e4m3fn": "float
 CHOICES = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", *DTYPES),
+    "quantization": (None, "fp8"),
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "eviction": ("reuse", "lru"),
 }
@@ -34,6 +35,8 @@ class EngineOptions:
         load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
         dtype: of weights, activations and KV: "auto" (what config.json says), "float32", "float16" or "bfloat16", or
             one of these as PyTorch or NumPy has it
+        quantization: of the weights of all products but the head's: None: as the checkpoint has them; "fp8": 16-bit
+            ones become float8_e4m3fn with a scale for each block of 128 x 128 while they are loaded
         kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
             a GPU's decode spends reading it
         block_size: tokens per page; prompts share whole pages of their cache. With pages of 256 a GPU is 0.5 to 1 %
@@ -62,6 +65,7 @@ class EngineOptions:
     device: Any = "auto"
     load_format: str = "auto"
     dtype: Any = "auto"
+    quantization: Literal["fp8"] | None = None
     kv_cache_dtype: Any = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -83,7 +87,7 @@ class EngineOptions:
                 setattr(self, name, ops.empty(0, value).dtype)  # its name; raises for what is no dtype
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                right = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                right = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
                 raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):

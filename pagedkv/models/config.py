@@ -8,6 +8,7 @@ from typing import Any
 
 from . import DTYPES
 from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
+from .quantized import parse_quantization
 from .rope import Rope, parse_rope
 from .spec import KVLayer, Spec
 
@@ -96,6 +97,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "dtype": dtype,
         "rope": parse_rope(raw, max_position_embeddings),
         "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation),
+        "quantization": parse_quantization(raw),
     }
 
 
@@ -143,9 +145,6 @@ def _check_kind(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> None:
         raise NotImplementedError(f"auto_map is {code}: the model is computed by code of its own, which is not run")
     if raw.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise NotImplementedError(f"quantised weights (quantization_config.quant_method is {method!r})")
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:

@@ -23,6 +23,7 @@ from .layers import MLP, Attention, Block, GatedMLP, window_size
 from .linear import Linear, TensorSource, tune
 from .rope import cos_sin_table
 from .spec import Batch
+from .weight import Weight
 
 
 class Layer(NamedTuple):
@@ -60,7 +61,7 @@ class Decoder:
         self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
         self.norm = source.load("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self.head = Linear(self.embedding)
+            self.head = Linear(Weight(self.embedding))
         else:
             self.head = source.linear({"lm_head": config.vocab_size}, config.hidden_size)
         # A tied model may hold its head a second time.
@@ -112,7 +113,7 @@ class Decoder:
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
-        left, squares = None, memory_for_squares(self.layers[0], used)  # layers are alike so far
+        left, squares = None, memory_for_squares(self.layers[0], used)  # of the other layers, too, if they differ
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             layer.attention.forward(batch, k_cache, v_cache, used, left)
             if last_tokens is not None and layer is self.layers[-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -11,8 +11,12 @@ import pagedkv
 from pagedkv import ops
 
 from .linear import TensorSource
+from .spec import Quantization
+from .upload import Upload
+from .weight import Part, Weight
 
 POOL_SIZE = 4_194_301  # a prime: neighbouring tensors, and rows of one, hold different numbers
+DEVIATION, QUANTISED = 0.02, 4.6  # of the values; of those that are quantised, in units of their scale: all of int4
 
 
 class DummyCheckpoint(TensorSource):
@@ -21,15 +25,16 @@ class DummyCheckpoint(TensorSource):
     The values repeat after POOL_SIZE: drawing all those of a large model would take minutes.
     """
 
-    def __init__(self, dtype: str, device: str) -> None:
-        self.dtype, self.device = dtype, device
-        values = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32) * np.float32(0.02)
-        self.pool = self._upload(values)
+    def __init__(self, dtype: str, device: str, quantization: Quantization | None = None) -> None:
+        self.dtype, self.device, self.quantization = dtype, device, quantization
+        self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
+        self.pool = self._placed(self.normal * np.float32(DEVIATION))
+        self.upload = Upload(device)
         self.start = 0  # in the pool, of the next tensor
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         if name.endswith("norm.weight"):
-            return self._upload(np.ones(shape, np.float32))
+            return self._placed(np.ones(shape, np.float32))
         tensor = ops.empty(shape, self.dtype, self.device)
         flat, size = tensor.view(math.prod(shape)), math.prod(shape)
         done = 0
@@ -43,7 +48,28 @@ class DummyCheckpoint(TensorSource):
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         return self.load("+".join(rows), sum(rows.values()), *rest)
 
-    def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
+    def has(self, name: str) -> bool:
+        return False
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> pagedkv.Tensor:
+        """Of one of the dtypes. What is float is a scale, unless it is called weight."""
+        dtype = self.dtype if self.dtype in dtypes else next(iter(dtypes))
+        if dtype in ("int32", "uint8"):
+            bits = np.random.default_rng(0).integers(-(2**31), 2**31, shape, np.int32)
+            return ops.from_dlpack(bits if dtype == "int32" else bits.astype(np.uint8))
+        if dtype == "float8_e4m3fn":
+            return ops.asarray(np.resize(self.normal, shape) * np.float32(QUANTISED), dtype)
+        is_weight = name.endswith(".weight")
+        values = np.resize(self.normal, shape) if is_weight else np.full(shape, 1 / QUANTISED, np.float32)
+        return ops.asarray(values * np.float32(DEVIATION), dtype)
+
+    def error(self, name: str, message: str) -> Exception:
+        return ValueError(f"a dummy: tensor {name!r} {message}")
+
+    def place(self, parts: Sequence[Part]) -> Weight:
+        return self.upload.place(parts)
+
+    def _placed(self, values: np.ndarray) -> pagedkv.Tensor:
         return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts
 
     @staticmethod
@@ -51,9 +77,9 @@ class DummyCheckpoint(TensorSource):
         """As Checkpoint.fingerprint()."""
         return "dummy"
 
-    def finish(self) -> None:
-        """As Checkpoint.finish()."""
-        ops.synchronize(self.device)
+    def close(self) -> None:
+        """As Checkpoint.close()."""
+        self.upload.close()
 
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """No folder, so nothing in it that the model does not know."""

@@ -3,55 +3,82 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from pagedkv import Tensor, ops
+
+from . import DTYPES
+from .spec import Quantization
+from .weight import Part, Weight, part_of_view, stackable
 
 LARGE = 1 << 20  # bytes of a weight: with fewer, a product's time is that of a launch
 
 
 class Linear:
-    """x @ weight.T + bias: the only caller of linear and of its kin. weight: [out_features, in_features]; bias: None or
-    [out_features]. Weights are promised to be constant: a kernel may fetch them before its turn."""
+    """x @ weight.T + bias: the only caller of linear and of its kin. weight: [out_features, in_features], in parts of
+    different kinds where a checkpoint's ignore list divides what is one product here; bias: None or [out_features].
+    Weights are promised to be constant: a kernel may fetch them before its turn."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, *weights: Weight, bias: Tensor | None = None) -> None:
+        self.weights, self.bias = weights, bias
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes
+        return sum(weight.nbytes for weight in self.weights)
 
     @property
     def can_fold(self) -> bool:
         """Whether the norm before the product may become a division after it. A bias is added before that division. In
-        float16 a product of rows that are not yet divided may be too large."""
-        return self.bias is None and self.weight.dtype != "float16"
+        float16 a product of rows that are not yet divided may be too large. A scale is one for many columns."""
+        is_plain = len(self.weights) == 1 and not self.weights[0].is_quantised
+        return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
         """Multiplies a norm's weight into this one, in place. Returns the norm that must still run before the product,
         or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
-        ops.scale_columns(self.weight, norm, out=self.weight)
+        ops.scale_columns(self.weights[0].data, norm, out=self.weights[0].data)
         return None
 
-    def __call__(self, x: Tensor, *, out: Tensor, **options: Any) -> Tensor:
+    def __call__(self, x: Tensor, *, out: Tensor, gate_up: Tensor | None = None, **options: Any) -> Tensor:
         """options: see ops.linear."""
-        return ops.linear(x, self.weight, self.bias, weight_is_constant=True, out=out, **options)
+        if len(self.weights) == 1:
+            return self._multiply(x, self.weights[0], self.bias, gate_up=gate_up, out=out, **options)
+        product, start = out if gate_up is None else gate_up, 0
+        for weight in self.weights:
+            end = start + weight.out_features
+            bias = None if self.bias is None else self.bias[start:end]
+            self._multiply(x, weight, bias, out=product[:, start:end], **options)
+            start = end
+        return out if gate_up is None else ops.silu_and_mul(product, out=out)
+
+    @staticmethod
+    def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:
+        options |= weight.options
+        product: Tensor = ops.linear(x, weight.data, bias, weight_is_constant=True, **options)
+        return product
 
     def squares_width(self, x: Tensor, out: Tensor) -> int:
-        """See ops.linear_squares."""
-        return ops.linear_squares(x, self.weight, out=out)
+        """See ops.linear_squares. Several weights leave none."""
+        if len(self.weights) > 1:
+            return 0
+        return ops.linear_squares(x, self.weights[0].data, **self.weights[0].options, out=out)
 
     def sample(self, hidden: Tensor, *numbers: Tensor, logits: Tensor, out: Tensor) -> Tensor:
-        """Of a model's head: see spec.Model.sample."""
-        return ops.sample_linear(hidden, self.weight, *numbers, logits=logits, weight_is_constant=True, out=out)
+        """Of a model's head, which is one weight: see spec.Model.sample."""
+        (weight,) = self.weights
+        return ops.sample_linear(
+            hidden, weight.data, *numbers, logits=logits, weight_is_constant=True, **weight.options, out=out
+        )
 
 
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], **options: Any) -> None:
-    """See ops.tune_linear."""
-    ops.tune_linear([each.weight for each in linears if each.nbytes >= LARGE], num_rows, **options)
+    """See ops.tune_linear. There is nothing to choose for quantised weights."""
+    weights = [weight for each in linears for weight in each.weights]
+    dense = [weight.data for weight in weights if weight.nbytes >= LARGE and not weight.is_quantised]
+    ops.tune_linear(dense, num_rows, **options)
 
 
 class TensorSource(ABC):
@@ -59,6 +86,7 @@ class TensorSource(ABC):
 
     dtype: str
     device: str
+    quantization: Quantization | None = None  # in which form the weights of products are there
 
     @abstractmethod
     def load(self, name: str, *shape: int) -> Tensor:
@@ -69,15 +97,39 @@ class TensorSource(ABC):
         """Several tensors, each [rows, *rest], stacked along dimension 0: memory of its own."""
 
     @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor that need not be there."""
+
+    @abstractmethod
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
+        """The tensor as it is, on the host. It must have this shape and one of these dtypes."""
+
+    @abstractmethod
+    def error(self, name: str, message: str) -> Exception:
+        """To be raised for a tensor's content. The message says where it is and what is wrong."""
+
+    @abstractmethod
+    def place(self, parts: Sequence[Part]) -> Weight:
+        """The weight of parts of one kind, on the device."""
+
+    @abstractmethod
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if there is a tensor that was not loaded."""
 
     def linear(self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False) -> Linear:
         """One product for the projections of these names, which have so many outputs each."""
-        weights = {f"{name}.weight": count for name, count in rows.items()}
         biases = {f"{name}.bias": count for name, count in rows.items()}
         bias = self._joined(biases) if has_bias else None
-        return Linear(self._joined(weights, in_features), bias)
+        if self.quantization is None or not any(map(self.quantization.covers, rows)):
+            weights = {f"{name}.weight": count for name, count in rows.items()}
+            return Linear(Weight(self._joined(weights, in_features)), bias=bias)
+        parts = [self._part(name, count, in_features) for name, count in rows.items()]
+        return Linear(*map(self.place, stackable(parts)), bias=bias)
+
+    def _part(self, name: str, num_rows: int, in_features: int) -> Part:
+        if self.quantization is not None and self.quantization.covers(name):
+            return self.quantization.read(self, name, num_rows, in_features)
+        return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

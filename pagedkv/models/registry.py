@@ -6,12 +6,14 @@ spec.Family. Those that are listed here count first.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 from .files import read_json
+from .quantized import asked_for
 from .spec import Family, Model, Spec
 
 FAMILIES = {"llama": ".llama", "mistral": ".mistral", "qwen2": ".qwen2", "qwen3": ".qwen3"}  # by model_type
@@ -36,8 +38,8 @@ def find_family(model_type: Any) -> Family:
     return family
 
 
-def read_spec(folder: Path) -> Spec:
-    """Of config.json, and the EOS ids of generation_config.json where there is one."""
+def read_spec(folder: Path, quantization: str | None = None) -> Spec:
+    """Of config.json, and the EOS ids of generation_config.json where there is one; quantization: an option."""
     path = folder / "config.json"
     for name in ADAPTERS:
         if (folder / name).exists():
@@ -48,7 +50,8 @@ def read_spec(folder: Path) -> Spec:
         raise FileNotFoundError(f"{folder}: no config.json: not the folder of a model")
     raw, generation = read_json(path), read_json(folder / "generation_config.json", missing={})
     try:
-        return find_family(raw.get("model_type")).parse(raw, generation)
+        spec = find_family(raw.get("model_type")).parse(raw, generation)
+        return replace(spec, quantization=asked_for(quantization, spec.quantization))
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]!r}") from None
     except NotImplementedError as error:

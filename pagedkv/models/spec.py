@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from pagedkv import Tensor
 
 from . import ITEM_BYTES
+from .weight import Part
 
 
 class KVLayer(NamedTuple):
@@ -24,6 +25,25 @@ class KVLayer(NamedTuple):
     window: int = 0  # how many keys a query sees, its own included; 0: all
 
 
+class Quantization(ABC):
+    """How the weights of products are quantised in a checkpoint, or while it is loaded. Its repr() says all of it."""
+
+    name: str  # that of quantization_config.quant_method
+
+    @property
+    @abstractmethod
+    def stores(self) -> str:
+        """What the weights are in memory: "fp8", "int4", or both."""
+
+    @abstractmethod
+    def covers(self, name: str) -> bool:
+        """Whether the weight of the product of this name is quantised."""
+
+    @abstractmethod
+    def read(self, source: Any, name: str, num_rows: int, in_features: int) -> Part:
+        """Of a linear.TensorSource. Checks the shapes and dtypes of all that the product has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec(ABC):
     family: str  # its model_type: see registry.py
@@ -32,6 +52,7 @@ class Spec(ABC):
     max_position_embeddings: int
     dtype: str  # of the files
     eos_token_ids: frozenset[int] = frozenset()
+    quantization: Quantization | None = None
 
     @property
     @abstractmethod

@@ -12,8 +12,9 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -22,13 +23,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import pagedkv
-from pagedkv import Event, ops
+from pagedkv import ops
+from pagedkv.progress import progress_bar
 
-from . import ITEM_BYTES
+from . import DTYPES
 from .files import CheckpointError, find_weights, refuse_pointer
 from .linear import TensorSource
+from .spec import Quantization
+from .upload import Upload
+from .weight import Part, Weight
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Those that can be viewed, by their names in the format.
+VIEWED = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "U8": "uint8", "I32": "int32",
+    "I64": "int64",
+}  # fmt: skip
+FORMAT_NAMES = {ours: name for name, ours in VIEWED.items()}
 # Every dtype of the format, supported or not: the tensors must fill their file.
 ITEM_BITS = (
     {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -38,7 +48,6 @@ ITEM_BITS = (
     | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 )
 MAX_HEADER_BYTES = 100_000_000
-STAGING_BYTES = 32 << 20
 ROTARY = "rotary_emb.inv_freq"  # what the rotary table is made from, which old files hold beside config.json
 PIECE_BYTES = 16 << 20  # of a fingerprint: read by one thread at a time
 
@@ -144,15 +153,15 @@ class SafetensorsFile:
         entry = self.entry(name)
         return self.bytes[self.data_start + entry.begin : self.data_start + entry.end]
 
-    def tensor(self, name: str) -> pagedkv.Tensor:
-        """A view of one tensor in the dtype that the file has."""
+    def tensor(self, name: str, dtypes: Collection[str] = DTYPES) -> pagedkv.Tensor:
+        """A view of one tensor in the dtype that the file has, which must be one of these."""
         entry, data = self.entry(name), self.content(name)
-        if entry.dtype not in DTYPES:
-            where = f"{self.path}: tensor {name!r}"
-            raise NotImplementedError(f"{where} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
-        dtype = DTYPES[entry.dtype]
+        dtype = VIEWED.get(entry.dtype, entry.dtype)
+        if dtype not in dtypes:
+            where, names = f"{self.path}: tensor {name!r}", ", ".join(FORMAT_NAMES[each] for each in dtypes)
+            raise NotImplementedError(f"{where} has dtype {entry.dtype}; supported are {names}")
         # Unaligned data is allowed by the format, rare, and slow or wrong to compute on.
-        if (self.data_start + entry.begin) % ITEM_BYTES[dtype]:
+        if (self.data_start + entry.begin) % (ITEM_BITS[entry.dtype] // 8):
             data = data.copy()
         return ops.from_dlpack(data).view(entry.shape, dtype)
 
@@ -181,20 +190,23 @@ class Checkpoint(TensorSource):
     """The tensors of a model's folder by name, in one dtype and on one device.
 
     Every tensor of the folder must be loaded: check_all_used() finds those that the model does not know. On a GPU the
-    tensors are complete after finish(): the host reads the file while the GPU copies what was read before.
+    tensors are complete after finish(): the host reads the files while the GPU copies what was read before.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
+    def __init__(self, folder: Path, dtype: str, device: str, quantization: Quantization | None = None) -> None:
+        self.folder, self.dtype, self.device, self.quantization = folder, dtype, device, quantization
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
-        self._staging: list[tuple[pagedkv.Tensor, Event]] = []
+        self._upload = Upload(device)
+        self._progress = ExitStack()
+        num_bytes = sum(size for _, size, _ in self.stamps.values())
+        self._bar = self._progress.enter_context(progress_bar(num_bytes, "weights", "B", is_scaled=True))
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Waits until all that was loaded is on the device, and lets go of files of which no tensor is a view."""
-        ops.synchronize(self.device)
-        self._staging.clear()
+        self._upload.close()
+        self._progress.close()
         self.files.clear()
 
     def fingerprint(self) -> str:
@@ -207,58 +219,50 @@ class Checkpoint(TensorSource):
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         """The tensor, which must have this shape. It is the file's own memory where neither dtype nor device differ."""
-        view = self._view(name, shape)
+        view = self.view(name, shape, DTYPES)
         if view.dtype == self.dtype and self.device == "cpu":
             return view
-        return self._fill(ops.empty(shape, self.dtype, self.device), view)
+        return self._upload.copy(ops.empty(shape, self.dtype, self.device), view)
 
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         """Several tensors, each [rows, *rest], stacked along dimension 0: one projection instead of several."""
         stacked = ops.empty((sum(rows.values()), *rest), self.dtype, self.device)
         start = 0
         for name, count in rows.items():
-            self._fill(stacked[start : start + count], self._view(name, (count, *rest)))
+            self._upload.copy(stacked[start : start + count], self.view(name, (count, *rest), DTYPES))
             start += count
         return stacked
+
+    def place(self, parts: Sequence[Part]) -> Weight:
+        return self._upload.place(parts)
 
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)
         extra = [name for name in extra if not name.endswith(ROTARY)]
         if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(f"{self.files[extra[0]].path}: tensor {extra[0]!r}{more} is no part of the model")
+            more = f"and {len(extra) - 1} more are" if len(extra) > 1 else "is"
+            raise self.error(extra[0], f"{more} no part of the model")
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> pagedkv.Tensor:
+    def has(self, name: str) -> bool:
+        return name in self.files
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> pagedkv.Tensor:
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
         file = self.files[name]
-        view = file.tensor(name if name in file.entries else name.removeprefix("model."))
+        view = file.tensor(name if name in file.entries else name.removeprefix("model."), dtypes)
+        if view.shape == () and shape == (1,):
+            view = view.view(shape)
         if tuple(view.shape) != shape:
-            raise CheckpointError(
-                f"{file.path}: tensor {name!r} has shape {list(view.shape)} but the config says {list(shape)}"
-            )
+            raise self.error(name, f"has shape {list(view.shape)} but the config says {list(shape)}")
         self.used.add(name)
+        if self._bar is not None:
+            self._bar.update(view.nbytes)
         return view
 
-    def _fill(self, target: pagedkv.Tensor, view: pagedkv.Tensor) -> pagedkv.Tensor:
-        if self.device == "cpu":
-            return target.copy_(view)
-        if not self._staging:
-            self._staging = [
-                (ops.empty(STAGING_BYTES, "uint8", pinned=True), Event(device=self.device)) for _ in range(2)
-            ]
-        there, here = target.view(-1), view.view(-1)
-        count = STAGING_BYTES // ITEM_BYTES[self.dtype]
-        for start in range(0, len(here), count):
-            piece = here[start : start + count]
-            memory, event = self._staging[0]
-            event.synchronize()  # the copy before the last one is done
-            staged = memory.view(-1, self.dtype)[: len(piece)].copy_(piece)
-            there[start : start + len(piece)].copy_(staged)
-            event.record()
-            self._staging.reverse()
-        return target
+    def error(self, name: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.files[name].path}: tensor {name!r} {message}")
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:

@@ -1,0 +1,114 @@
+"""Weights of float8_e4m3fn: those of Qwen's FP8 checkpoints, and those that are made while a checkpoint is loaded.
+
+A file has `weight` [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up; the product of both is the value,
+whatever the name says. Activations stay in their dtype, or a kernel scales them by what they are ("dynamic").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedkv import Tensor, ops
+
+from .. import DTYPES
+from ..linear import TensorSource
+from ..spec import Quantization
+from ..weight import Part, Scales, part_of_view
+from .keys import WHERE, checked, names, names_part_of, one_of
+
+DTYPE = "float8_e4m3fn"
+LARGEST = 448.0
+BLOCK = (128, 128)
+
+
+def parse(raw: Mapping[str, Any]) -> Quantization:
+    checked(
+        raw,
+        "quant_method activation_scheme weight_block_size modules_to_not_convert",
+        {"fmt": ("e4m3",), "dequantize": (False,), "modules_to_convert": (), "scale_fmt": ("float",)},
+    )
+    one_of(raw, "activation_scheme", ("dynamic",), "dynamic")
+    return BlockFp8(block_of(raw, "weight_block_size", WHERE), names(raw, "modules_to_not_convert"))
+
+
+def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
+    value = raw.get(key)
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
+        return value[0], value[1]
+    raise NotImplementedError(f"{where}{key} is {value!r} but must be two positive integers")
+
+
+def num_blocks(num_rows: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-num_rows // block[0]), -(-in_features // block[1])
+
+
+def read_fp8(
+    source: TensorSource, name: str, shape: tuple[int, int], scale_name: str, scale_shape: tuple[int, ...],
+    block: tuple[int, int],
+) -> Part:  # fmt: skip
+    """The part of a weight and its scales as files have them; one scale becomes one of each row."""
+    weight = source.view(f"{name}.weight", shape, (DTYPE,))
+    given = source.view(f"{name}.{scale_name}", scale_shape, DTYPES)
+    counts = num_blocks(*shape, block)
+    scales = ops.empty(counts, "float32")
+    if len(given.view(-1)) == scales.nbytes // 4:
+        scales.copy_(given.view(counts))
+    else:
+        scales.copy_(ops.from_dlpack(np.full(counts, float(given.view(-1)[0]), np.float32)))
+    return part_of_view(weight, DTYPE, Scales(scales, block))
+
+
+@dataclass(frozen=True)
+class BlockFp8(Quantization):
+    block: tuple[int, int]
+    ignored: tuple[str, ...]
+    name = stores = "fp8"
+
+    def covers(self, name: str) -> bool:
+        return not names_part_of(name, self.ignored)
+
+    def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
+        shape = num_rows, in_features
+        return read_fp8(source, name, shape, "weight_scale_inv", num_blocks(*shape, self.block), self.block)
+
+
+@dataclass(frozen=True)
+class LoadedAsFp8(Quantization):
+    """Of weights that are not quantised in their files: all but the head's."""
+
+    name = stores = "fp8"
+
+    def covers(self, name: str) -> bool:
+        return name != "lm_head"
+
+    def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
+        weight = source.view(f"{name}.weight", (num_rows, in_features), DTYPES)
+        scales = np.empty(num_blocks(num_rows, in_features, BLOCK), np.float32)
+
+        def write(first: int, last: int, out: Tensor) -> None:
+            for row in range(first, last, BLOCK[0]):
+                end = min(row + BLOCK[0], last)
+                scales[row // BLOCK[0]] = quantise_rows(weight[row:end], out[row - first : end - first])
+
+        return Part(num_rows, in_features, DTYPE, write, BLOCK[0], Scales(ops.from_dlpack(scales), BLOCK))
+
+
+def quantise_rows(rows: Tensor, out: Tensor) -> np.ndarray:
+    """out = the rows of one row of blocks, divided by the scales that are returned: their largest is LARGEST then."""
+    num_rows, size = rows.shape
+    count = -(-size // BLOCK[1])
+    padded = np.zeros((num_rows, count * BLOCK[1]), np.float32)
+    values = ops.empty(rows.shape, "float32")
+    values.view(-1).copy_(rows.view(-1))  # in one dimension: by this thread alone
+    padded[:, :size] = values.numpy()
+    blocks = padded.reshape(num_rows, count, BLOCK[1])
+    largest = np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2)))
+    scales: np.ndarray = np.maximum(largest / np.float32(LARGEST), np.finfo(np.float32).tiny)  # zeros stay zeros
+    blocks /= scales[:, None]
+    values.numpy()[:] = padded[:, :size]
+    out.view(-1).copy_(values.view(-1))
+    return scales

@@ -1,0 +1,84 @@
+"""GPTQ: `qweight` int32 [K / 8, N] has words along the inputs, `qzeros` [K / group, N / 8] along the outputs; `scales`
+are [K / group, N], and `g_idx` int32 [K] is the group of each input. Version 1 stores zeros minus 1, "gptq_v2" as they
+are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import DTYPES
+from ..linear import TensorSource
+from ..spec import Quantization
+from ..weight import Part
+from .int4 import PER_WORD, dense_part, int4_part, transposed, unpacked, words, write_along_inputs
+from .keys import WHERE, checked, group_size, num_groups, one_of
+
+FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
+# What a library runs it with, and how it was made. desc_act and sym are in the tensors: in g_idx, and in the zeros.
+HARMLESS = """
+    desc_act sym static_groups true_sequential damp_percent damp_auto_increment act_group_aware mse meta quantizer
+    model_name_or_path model_file_base_name model_seqlen block_name_to_quantize module_name_preceding_first_block
+    batch_size pad_token_id max_input_length cache_block_outputs dataset tokenizer backend disable_exllama use_exllama
+    exllama_config use_cuda_fp16 offload_to_disk offload_to_disk_path uri
+"""
+
+
+def parse(raw: Mapping[str, Any]) -> Quantization:
+    checked(
+        raw,
+        "quant_method bits group_size checkpoint_format format lm_head",
+        {
+            "dynamic": ({},),
+            "is_marlin_format": (False,),
+            "modules_in_block_to_quantize": (),
+            "pack_dtype": ("int32",),
+            "adapter": ({},),
+            "rotation": (),
+        },
+        HARMLESS,
+    )
+    one_of(raw, "bits", (4,))
+    key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
+    added = FORMATS[one_of(raw, key, FORMATS, "gptq")]
+    if raw.get("format") not in (None, raw.get(key, "gptq")):
+        raise ValueError(f"{WHERE}checkpoint_format is {raw[key]!r} but format is {raw['format']!r}")
+    return Gptq(group_size(raw), added, one_of(raw, "lm_head", (False, True), False))
+
+
+@dataclass(frozen=True)
+class Gptq(Quantization):
+    group_size: int
+    added_to_zeros: int
+    has_head: bool
+    name, stores = "gptq", "int4"
+
+    def covers(self, name: str) -> bool:
+        return self.has_head or name != "lm_head"
+
+    def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
+        groups = num_groups(name, in_features, self.group_size, num_rows)
+        packed = words(source.view(f"{name}.qweight", (in_features // PER_WORD, num_rows), ("int32",))).T
+        packed_zeros = source.view(f"{name}.qzeros", (groups, num_rows // PER_WORD), ("int32",))
+        scales = transposed(source.view(f"{name}.scales", (groups, num_rows), DTYPES))
+        zeros = ((unpacked(words(packed_zeros)) + np.uint8(self.added_to_zeros)) & np.uint8(15)).T.copy()
+        of_inputs = groups_of_inputs(source, f"{name}.g_idx", in_features, groups)
+        if of_inputs is not None:
+            return dense_part(name, packed, scales, zeros, of_inputs, source.dtype)
+        return int4_part((num_rows, in_features), write_along_inputs(packed), scales, zeros)
+
+
+def groups_of_inputs(source: TensorSource, name: str, in_features: int, groups: int) -> np.ndarray | None:
+    """The group of each input, or None where neighbours have one."""
+    if not source.has(name):
+        return None
+    given = source.view(name, (in_features,), ("int32",)).numpy()
+    if (given == -1).all() or (given == np.arange(in_features) // (in_features // groups)).all():
+        return None  # -1: it was never set
+    if given.min() < 0 or given.max() >= groups:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise source.error(name, f"holds {wrong} but there are {groups} groups")
+    return given

@@ -1,0 +1,65 @@
+"""What the readers of quantised checkpoints share: keys of quantization_config, and lists of names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..config_keys import check_keys
+
+WHERE = "quantization_config."
+
+
+def checked(
+    raw: Mapping[str, Any],
+    read: str,
+    neutral: Mapping[str, tuple[Any, ...]],
+    harmless: str = "",
+    *,
+    where: str = WHERE,
+) -> None:
+    """Raises for a key that is not known, or has another value than the neutral ones (null is one)."""
+    check_keys(raw, read.split(), neutral, harmless.split(), where=where)
+
+
+def one_of(
+    raw: Mapping[str, Any], key: str, allowed: Collection[Any], default: Any = None, *, where: str = WHERE
+) -> Any:
+    """The value of a key that must have one of these."""
+    value = default if raw.get(key) is None else raw[key]
+    if isinstance(value, (list, dict)) or not any(value == each and type(value) is type(each) for each in allowed):
+        names = " or ".join(repr(each) for each in allowed)
+        raise NotImplementedError(f"{where}{key} is {value!r}; only {names} is supported")
+    return value
+
+
+def group_size(raw: Mapping[str, Any], *, where: str = WHERE) -> int:
+    """How many neighbours in a row share a scale; -1: all."""
+    value = raw.get("group_size")
+    if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and (value < 8 or value % 8)):
+        raise NotImplementedError(f"{where}group_size is {value!r} but must be a multiple of 8, or -1")
+    return value
+
+
+def names(raw: Mapping[str, Any], key: str, *, where: str = WHERE) -> tuple[str, ...]:
+    value = raw.get(key) or ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{where}{key} is {value!r} but must be a list of names")
+    return tuple(value)
+
+
+def names_part_of(name: str, entries: Collection[str]) -> bool:
+    """Whether one of the entries is the name, or neighbouring components of it: a block, or the last of its names.
+    "mlp.gate" names no part of "mlp.gate_proj"."""
+    return any(f".{entry.strip('.')}." in f".{name}." for entry in entries)
+
+
+def num_groups(name: str, in_features: int, size: int, num_rows: int) -> int:
+    """Of the inputs of a product, with int4 weights that a file packs in words of eight."""
+    if in_features % 8 or num_rows % 8:
+        raise NotImplementedError(f"{name}: [{num_rows}, {in_features}] of int4: only multiples of 8 are supported")
+    if size == -1:
+        return 1
+    if in_features % size:
+        raise NotImplementedError(f"{name}: {in_features} inputs are no multiple of {WHERE}group_size {size}")
+    return in_features // size

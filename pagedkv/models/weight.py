@@ -1,0 +1,112 @@
+"""A product's weight, and the rows of one on their way into it from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedkv import Tensor, ops
+
+INT4_ZERO = 8  # of a weight of int4 without zeros
+
+
+@dataclass(frozen=True)
+class Weight:
+    """[out_features, in_features] in one of the forms that ops.linear reads: in the dtype of x, or quantised, with
+    scales."""
+
+    data: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    block: tuple[int, int] | None = None  # rows and columns that share a scale
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.scales is not None
+
+    @property
+    def out_features(self) -> int:
+        return len(self.data)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ops.linear, besides `weight`."""
+        if not self.is_quantised:
+            return {}
+        return {"weight_scales": self.scales, "weight_zeros": self.zeros, "weight_block": self.block}
+
+
+class Scales(NamedTuple):
+    """Of a part, on the host."""
+
+    values: Tensor  # [num_rows, in_features] in blocks: float32, or of int4 any float
+    block: tuple[int, int]
+    zeros: np.ndarray | None = None  # uint8, of int4
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a weight that a checkpoint has under a name of their own."""
+
+    num_rows: int
+    row_size: int  # elements of the data
+    dtype: str  # the same
+    # Writes the data of rows first..last into a tensor on the host. Several threads may, of different rows.
+    write: Callable[[int, int, Tensor], None]
+    step: int = 1  # first and last are multiples, but for the end
+    scales: Scales | None = None  # complete when all rows were written
+    whole: Tensor | None = None  # the data, where nothing needs to be done to it
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Parts of one kind make one weight. (Their blocks may have different numbers of rows.)"""
+        return (self.dtype, *((self.scales.block[1], self.scales.values.dtype) if self.scales else ()))
+
+
+def part_of_view(view: Tensor, dtype: str, scales: Scales | None = None) -> Part:
+    """Of data [num_rows, row_size] that lie on the host as they are, but for a conversion to `dtype`."""
+
+    def write(first: int, last: int, out: Tensor) -> None:
+        out.view(-1).copy_(view[first:last].view(-1))  # in one dimension: by this thread alone
+
+    whole = view if view.dtype == dtype else None
+    return Part(len(view), view.shape[1], dtype, write, scales=scales, whole=whole)
+
+
+def stackable(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """The parts, neighbours of one kind together."""
+    for _, group in groupby(parts, key=lambda part: part.kind):
+        yield list(group)
+
+
+def stack_scales(parts: Sequence[Part]) -> Scales:
+    """Of quantised parts of one kind, one below the other. Where a part does not end with a block, the blocks become so
+    short that all do, and neighbours hold the same scale."""
+    if len(parts) == 1:
+        assert parts[0].scales is not None
+        return parts[0].scales
+    each = [part.scales for part in parts if part.scales is not None]
+    rows = math.gcd(*(scales.block[0] for scales in each), *(part.num_rows for part in parts[:-1]))
+    counts = [-(-part.num_rows // rows) for part in parts]
+    stacked = ops.empty((sum(counts), each[0].values.shape[1]), each[0].values.dtype)
+    start = 0
+    for scales, count in zip(each, counts, strict=True):
+        values, repeats = scales.values, scales.block[0] // rows
+        if repeats > 1:  # those of int4 have one row and never come here, so this is float32
+            values = ops.asarray(np.repeat(values.numpy(), repeats, axis=0)[:count])
+        stacked[start : start + count].copy_(values)
+        start += count
+    zeros = None
+    if any(scales.zeros is not None for scales in each):
+        none = [np.full(scales.values.shape, INT4_ZERO, np.uint8) for scales in each]
+        zeros = np.concatenate([full if s.zeros is None else s.zeros for s, full in zip(each, none, strict=True)])
+    return Scales(stacked, (rows, each[0].block[1]), zeros)

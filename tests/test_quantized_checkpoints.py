@@ -1,0 +1,445 @@
+"""Checkpoints of every format beside a model of the same weights in float32: logits at every position, greedy tokens,
+what is refused; and weights that are quantised while they are loaded."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+from checkpoints import random_weights, safetensors_bytes, tiny_config, write_model
+from model_oracle import assert_close, poison, record_logits
+from quantized_checkpoints import AWQ, FORMATS, GPTQ, QWEN, compressed, fp8, write_plain, write_quantised
+
+from pagedkv import LLM, SamplingParams, ops
+from pagedkv.models.files import CheckpointError
+from pagedkv.models.quantized import int4
+from pagedkv.models.registry import read_spec
+from pagedkv.models.upload import Upload
+from pagedkv.models.weight import Part, Scales, part_of_view, stack_scales
+from pagedkv.models.weights import Checkpoint
+
+POOL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "device": "cpu", "seed": 0}
+CASES = [(name, family) for name in FORMATS for family in ("qwen3", "qwen2")]  # qwen2: biases, and other head sizes
+PROMPT_LENS = (3, 40)
+
+
+def answers(folder, prompts, **options) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Greedy tokens, and the logits at all positions of the prompts and the tokens but the last."""
+    with LLM(folder, **POOL, **options) as llm:
+        poison(llm)
+        recorded = record_logits(llm)
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.error for output in outputs] == [None] * len(prompts)
+        logits = [np.concatenate([each for _, each in recorded[i]]) for i in range(len(prompts))]
+        return [output.token_ids for output in outputs], logits
+
+
+def assert_like(folder, plain, tolerance=1e-4, **options) -> None:
+    rng = np.random.default_rng(7)  # fixed: fresh prompts would meet a tie of two tokens some day
+    prompts = [rng.integers(97, size=n).tolist() for n in PROMPT_LENS]
+    tokens, logits = answers(folder, prompts, **options)
+    expected_tokens, expected = answers(plain, prompts, dtype="float32")
+    assert tokens == expected_tokens
+    for one, other in zip(logits, expected):
+        assert_close(one, other, tolerance)
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_logits_and_tokens(tmp_path, name, family):
+    values = write_quantised(tmp_path / "small", FORMATS[name], family)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family))
+
+
+KINDS = {  # of the weights of layer 0's qkv, and of its gate_up
+    "fp8": ([("float8_e4m3fn", (64, 128))], [("float8_e4m3fn", (32, 128))]),  # rows: what divides those of all parts
+    "fp8, tensor": ([("float8_e4m3fn", (1, 64))], [("float8_e4m3fn", (1, 64))]),
+    "packed, zeros": ([("uint8", (1, 32))], [("uint8", (1, 32))]),
+    "awq": ([("uint8", (1, 32))], [("uint8", (1, 32))]),
+    "gptq, channel": ([("uint8", (1, 64))], [("uint8", (1, 64))]),
+    "gptq, order": ([("float32", None)], [("float32", None)]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_in_memory(tmp_path, name):
+    """One weight for projections that are one product; no copy in float32."""
+    write_quantised(tmp_path, FORMATS[name])
+    with LLM(tmp_path, **POOL) as llm:
+        layer = llm._runner.model.layers[0]
+        for linear, expected in zip((layer.attention.qkv, layer.mlp.gate_up), KINDS[name]):
+            assert [(weight.data.dtype, weight.block) for weight in linear.weights] == expected
+            assert linear.can_fold == (name == "gptq, order")
+            (weight,) = linear.weights
+            assert linear.nbytes == sum(x.nbytes for x in (weight.data, weight.scales, weight.zeros) if x is not None)
+            assert (weight.zeros is not None) == (name in ("packed, zeros", "awq"))
+        assert llm.dtype == llm.config.dtype == "float32"
+        assert llm.config.quantization.stores == {"fp8": "fp8", "fp8, tensor": "fp8"}.get(name, "int4")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["fp8", "packed, zeros", "gptq, order"])
+def test_activations_of_16_bits(tmp_path, name, dtype):
+    """The dtype is that of config.json; weights are as exact as in float32, but for those that were dequantised."""
+    values = write_quantised(tmp_path / "small", FORMATS[name], dtype=dtype)
+    prompt = [np.random.default_rng(3).integers(97, size=40).tolist()]
+    _, (expected,) = answers(write_plain(tmp_path / "plain", values), prompt)
+    _, (logits,) = answers(tmp_path / "small", prompt)
+    assert_close(logits[:40], expected[:40], 0.15 if dtype == "bfloat16" else 0.02)
+
+
+# --- which weights are quantised
+
+IGNORED = {  # names that are not: as lists have them; and other entries, which name no product
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.k_proj", "mlp.gate", "model.layers.1.mlp", "up"]},
+    "packed": {"ignore": ["lm_head", "model.layers.0.self_attn.k_proj", "re:.*layers\\.1\\.mlp.*", "k_proj", "re:up_proj"]},
+    "fp8, tensor": {"ignore": ["re:lm_.*", "re:model.layers.0.self_attn.k_proj", "re:.*1.mlp.*_proj$"]},
+    "awq": {"modules_to_not_convert": ["layers.0.self_attn.k_proj", "layers.1.mlp"]},
+}
+PLAIN = ("layers.0.self_attn.k_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", IGNORED)
+def test_ignore_lists(tmp_path, name, family):
+    """Before projections are stacked: q, k and v of layer 0 are of two kinds, and layer 1 begins with folded norms."""
+    values = write_quantised(tmp_path / "small", FORMATS[name], family, plain=PLAIN, quantization=IGNORED[name])
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family))
+    with LLM(tmp_path / "small", **POOL) as llm:
+        kinds = [[weight.is_quantised for weight in linear.weights] for layer in llm._runner.model.layers
+                 for linear in (layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down)]  # fmt: skip
+        assert kinds == [[True, False, True], [True], [True], [True], [False], [False]]
+
+
+def test_gate_and_up_of_two_kinds(tmp_path):
+    lists = {"ignore": ["lm_head", "re:.*up_proj"]}
+    values = write_quantised(tmp_path / "small", FORMATS["packed"], "llama", plain=("up_proj",), quantization=lists, mlp_bias=True)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", mlp_bias=True))
+
+
+def test_groups_of_two_kinds(tmp_path):
+    """A name or a pattern counts before the class; each group has its format."""
+    config = compressed("int", 4, "group", "mixed-precision", group_size=32)
+    other = compressed("float", 8, "channel", "")["config_groups"]["group_0"]
+    config["config_groups"]["group_0"]["format"] = "pack-quantized"
+    config["config_groups"]["group_1"] = other | {"targets": ["re:.*(down|v)_proj"], "format": "float-quantized"}
+    int4_of, fp8_of = FORMATS["packed"].quantise, fp8((1, 0), "weight_scale")
+    with_int4 = write_quantised(tmp_path / "int4", FORMATS["packed"]._replace(config=config))
+    with_fp8 = write_quantised(tmp_path / "small", FORMATS["packed"]._replace(config=config, quantise=fp8_of))
+    names = [name for name in with_fp8 if name.endswith(("down_proj.weight", "v_proj.weight"))]
+    plain = with_int4 | {name: with_fp8[name] for name in names}
+
+    def mix(tensors):
+        for name in [name for name in with_int4 if name.endswith("_proj.weight") and name not in names]:
+            del tensors[name], tensors[f"{name}_scale"]
+            value = random_weights(tiny_config(vocab_size=104))[name].astype(np.float64)
+            tensors.update({f"{name.removesuffix('.weight')}.{k}": v for k, v in int4_of(value).tensors.items()})
+
+    write_quantised(tmp_path / "small", FORMATS["packed"]._replace(config=config, quantise=fp8_of), edit=mix)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", plain))
+
+
+@pytest.mark.parametrize("name", ["fp8, channel", "gptq, version 2"])
+def test_a_tied_head(tmp_path, name):
+    form = FORMATS[name]
+    values = write_quantised(tmp_path / "small", form, "llama", tie_word_embeddings=True)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", tie_word_embeddings=True))
+
+
+def test_a_scalar_and_scales_of_activations(tmp_path):
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = tensors[name].reshape(())
+            tensors[name.replace("weight_scale", "input_scale")] = np.ones(1, np.float32)
+
+    form = deepcopy(FORMATS["fp8, tensor"])
+    form.config["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    values = write_quantised(tmp_path / "small", form, edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values))
+
+
+# --- weights that are quantised while they are loaded
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_loaded_as_fp8(tmp_path, family):
+    """Beside weights that were quantised by the definition."""
+    form, folder = FORMATS["fp8, block"], write_model(tmp_path / "given", family, vocab_size=104)
+    values = write_quantised(tmp_path / "unused", form, family)
+    assert_like(folder, write_plain(tmp_path / "plain", values, family), quantization="fp8")
+    with LLM(folder, **POOL, quantization="fp8") as llm:
+        assert "LoadedAsFp8" in repr(llm.config)
+        assert [each.data.dtype for each in llm._runner.model.head.weights] == ["float32"]
+
+
+def test_blocks_of_zeros_and_of_tiny_numbers(tmp_path):
+    config = tiny_config()
+    weights = random_weights(config)
+    weights["model.layers.0.self_attn.q_proj.weight"][:] = 0
+    weights["model.layers.0.self_attn.v_proj.weight"] *= np.float32(1e-43)
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    with LLM(folder, **POOL, quantization="fp8") as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)[0].error is None
+        weight = llm._runner.model.layers[0].attention.qkv.weights[0]
+        assert np.isfinite(weight.scales.numpy()).all()
+        assert not ops.asarray(weight.data[:128], "float32").numpy().any()
+
+
+def test_what_was_asked_for_and_what_is_there(tmp_path):
+    for name in ("fp8", "fp8, tensor"):
+        write_quantised(tmp_path / name, FORMATS[name])
+        assert read_spec(tmp_path / name, "fp8") == read_spec(tmp_path / name)
+    for name in ("awq", "gptq", "packed"):
+        write_quantised(tmp_path / name, FORMATS[name])
+        with pytest.raises(ValueError, match="config.json: quantization is 'fp8' but the checkpoint's weights are .*: leave it None"):
+            LLM(tmp_path / name, device="cpu", quantization="fp8")
+    with pytest.raises(ValueError, match="quantization is 'int8' but must be None or fp8"):
+        LLM(tmp_path / "fp8", device="cpu", quantization="int8")
+
+
+def test_random_weights_of_every_kind(tmp_path):
+    for name, form in FORMATS.items():
+        write_quantised(tmp_path / name, form)
+    write_model(tmp_path / "plain")
+    for name, options in [*((name, {}) for name in FORMATS), ("plain", {"quantization": "fp8"})]:
+        with LLM(tmp_path / name, **POOL, load_format="dummy", dtype="bfloat16", **options) as llm:
+            (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, seed=1, ignore_eos=True), use_tqdm=False)
+            assert output.error is None and len({*output.token_ids}) > 3
+            weights = [weight for linear in llm._runner.model.layers[0].attention.into_new for weight in linear.weights]
+            assert all(weight.is_quantised for weight in weights)
+
+
+# --- what a saved cache belongs to
+
+
+@pytest.mark.parametrize("last", ["weight_scale_inv", "weight"])
+def test_a_saved_cache_of_other_scales(tmp_path, last):
+    def edit(tensors):
+        tensors[f"model.layers.1.mlp.up_proj.{last}"].view(np.uint8)[0, 0] ^= 1
+
+    write_quantised(tmp_path / "one", FORMATS["fp8"])
+    write_quantised(tmp_path / "other", FORMATS["fp8"], edit=edit)
+    with LLM(tmp_path / "one", **POOL) as llm:
+        llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.save_cache(tmp_path / "cache") > 0
+    with LLM(tmp_path / "other", **POOL) as llm, pytest.raises(CheckpointError, match="model is '[0-9a-f]+' but"):
+        llm.load_cache(tmp_path / "cache")
+
+
+def test_a_saved_cache_of_weights_that_were_not_quantised(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with LLM(folder, **POOL) as llm:
+        llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.save_cache(tmp_path / "cache") > 0
+    with LLM(folder, **POOL, quantization="fp8") as llm, pytest.raises(CheckpointError, match="config is '[0-9a-f]+' but"):
+        llm.load_cache(tmp_path / "cache")
+
+
+# --- what is refused
+
+GIVEN = "model.layers.1.mlp.up_proj"
+
+
+def without(last):
+    return lambda tensors: tensors.pop(f"{GIVEN}.{last}")
+
+
+def changed(last, change):
+    return lambda tensors: tensors.update({f"{GIVEN}.{last}": change(tensors[f"{GIVEN}.{last}"])})
+
+
+def of_half(array):
+    return np.ascontiguousarray(array[: len(array) // 2])
+
+
+def extra(last):
+    return lambda tensors: tensors.update({f"{GIVEN}.{last}": np.ones(1, np.float32)})
+
+
+DAMAGED = {
+    "no scale": ("fp8", without("weight_scale_inv"), "tensor '{}.weight_scale_inv' is missing"),
+    "a scale of another shape": (
+        "fp8", changed("weight_scale_inv", lambda x: np.ones((2, 1), np.float32)),
+        r"tensor '{}.weight_scale_inv' has shape \[2, 1\] but the config says \[1, 1\]",
+    ),
+    "a scale of integers": (
+        "fp8", changed("weight_scale_inv", lambda x: np.ones((1, 1), np.int32)),
+        "tensor '{}.weight_scale_inv' has dtype I32; supported are F32, F16, BF16",
+    ),
+    "a weight of 16 bits": (
+        "fp8", changed("weight", lambda x: np.zeros((96, 64), np.float16)), "tensor '{}.weight' has dtype F16; supported are F8_E4M3",
+    ),
+    "a weight of another shape": ("fp8, tensor", changed("weight", of_half), r"'{}.weight' has shape \[48, 64\] but"),
+    "an old scale": ("fp8", extra("weight_scale"), "tensor '{}.weight_scale' is no part of the model"),
+    "scales of blocks": (
+        "fp8, channel", changed("weight_scale", lambda x: x[:1].copy()), r"'{}.weight_scale' has shape \[1, 1\] but .* \[96, 1\]",
+    ),
+    "zeros without asymmetry": ("packed", extra("weight_zero_point"), "tensor '{}.weight_zero_point' is no part of the model"),
+    "no zeros": ("packed, zeros", without("weight_zero_point"), "tensor '{}.weight_zero_point' is missing"),
+    "another shape within": (
+        "packed", changed("weight_shape", lambda x: x + 1), r"tensor '{}.weight_shape' holds \[97, 65\] but the config says \[96, 64\]",
+    ),
+    "half of the groups": (
+        "packed", changed("weight_scale", lambda x: np.ascontiguousarray(x[:, :1])), r"has shape \[96, 1\] but the config says \[96, 2\]",
+    ),
+    "words of floats": (
+        "packed", changed("weight_packed", lambda x: x.view(np.float32)), "'{}.weight_packed' has dtype F32; supported are I32",
+    ),
+    "no zeros of awq": ("awq", without("qzeros"), "tensor '{}.qzeros' is missing"),
+    "rows of awq": ("awq", changed("qweight", of_half), r"tensor '{}.qweight' has shape \[32, 12\] but the config says \[64, 12\]"),
+    "a group too many": ("gptq", changed("g_idx", lambda x: x + 1), "tensor '{}.g_idx' holds 2 but there are 2 groups"),
+    "a group below 0": ("gptq", changed("g_idx", lambda x: x - 2), "tensor '{}.g_idx' holds -2 but there are 2 groups"),
+    "groups of other inputs": ("gptq", changed("g_idx", of_half), r"tensor '{}.g_idx' has shape \[32\] but the config says \[64\]"),
+    "scales of gptq": ("gptq", changed("scales", of_half), r"tensor '{}.scales' has shape \[1, 96\] but the config says \[2, 96\]"),
+    "a bias": ("gptq", extra("bias"), "tensor '{}.bias' is no part of the model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged(tmp_path, name):
+    form, edit, message = DAMAGED[name]
+    write_quantised(tmp_path, FORMATS[form], edit=edit)
+    with pytest.raises((CheckpointError, NotImplementedError), match=message.format(GIVEN.replace(".", r"\."))) as caught:
+        LLM(tmp_path, **POOL)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_lists_that_contradict_the_tensors(tmp_path):
+    listed = {"modules_to_not_convert": ["lm_head", GIVEN]}
+    write_quantised(tmp_path / "fp8", FORMATS["fp8"], quantization=listed)
+    with pytest.raises(NotImplementedError, match=f"tensor '{GIVEN}.weight' has dtype F8_E4M3; supported are F32, F16, BF16"):
+        LLM(tmp_path / "fp8", **POOL)
+    write_quantised(tmp_path / "awq", FORMATS["awq"], quantization=listed)
+    with pytest.raises(CheckpointError, match=f"tensor '{GIVEN}.weight' is missing"):
+        LLM(tmp_path / "awq", **POOL)
+    write_quantised(tmp_path / "plain", FORMATS["fp8"], plain=(GIVEN,))
+    with pytest.raises(NotImplementedError, match=f"tensor '{GIVEN}.weight' has dtype F32; supported are F8_E4M3"):
+        LLM(tmp_path / "plain", **POOL)
+
+
+def with_group(**changes):
+    config = compressed("int", 4, "group", "pack-quantized", group_size=32)
+    config["config_groups"]["group_0"] |= changes
+    return config
+
+
+def with_weights(kind="int", bits=4, strategy="group", form="pack-quantized", **changes):
+    return compressed(kind, bits, strategy, form, **({"group_size": 32} | changes))
+
+
+REFUSED = {
+    "method": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported are awq, compressed-tensors, fp8, gptq"),
+    "no method": ({"bits": 4}, "quant_method is None"),
+    "no object": ("awq", "quantization_config is 'awq' but must be an object"),
+    "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
+    "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
+    "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),
+    "e5m2": (QWEN | {"fmt": "e5m2"}, "fmt is 'e5m2'; only 'e4m3' is supported"),
+    "a new key": (QWEN | {"rotation_seed": 3}, "quantization_config.rotation_seed is 3, a setting that is not known"),
+    "names": (QWEN | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head' but must be a list of names"),
+    "awq, 8 bits": (AWQ | {"bits": 8}, "quantization_config.bits is 8; only 4 is supported"),
+    "awq, gemv": (AWQ | {"version": "gemv"}, "version is 'gemv'; only 'gemm'"),
+    "awq, no zeros": (AWQ | {"zero_point": False}, "zero_point is False; only True is supported"),
+    "awq, group": (AWQ | {"group_size": 12}, "group_size is 12 but must be a multiple of 8, or -1"),
+    "awq, no group": (AWQ | {"group_size": None}, "group_size is None but must be"),
+    "gptq, 8 bits": (GPTQ | {"bits": 8}, "quantization_config.bits is 8; only 4 is supported"),
+    "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; only 'gptq' or 'gptq_v2'"),
+    "gptq, two formats": (GPTQ | {"format": "gptq_v2"}, "checkpoint_format is 'gptq' but format is 'gptq_v2'"),
+    "gptq, by module": (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic is .*; only {} is supported"),
+    "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize is .*; only None"),
+    "int8": (with_weights(bits=8), "group_0.weights.num_bits is 8; only 4 is supported"),
+    "w8a8": (with_weights(bits=8, strategy="channel", form="int-quantized"), "num_bits is 8; only 4"),
+    "fp4": (with_weights("float", 4, form="nvfp4-pack-quantized"), "num_bits is 4; only 8 is supported"),
+    "w4a8": (with_group(input_activations={"num_bits": 8, "type": "int"}), "input_activations is .*; only None is supported"),
+    "another format": (with_weights(form="marlin-24"), "quantization_config.format is 'marlin-24'; only 'pack-quantized' is"),
+    "fp8 in groups": (with_weights("float", 8, form="float-quantized"), "strategy is 'group'; only 'tensor' or 'channel' or 'block'"),
+    "int4, tensor": (with_weights(strategy="tensor"), "strategy is 'tensor'; only 'group' or 'channel'"),
+    "dynamic weights": (with_weights(dynamic=True), "dynamic is True; only False is supported"),
+    "outputs": (with_group(output_activations={"num_bits": 8}), "output_activations is .*; only None is supported"),
+    "a key of a group": (with_group(rotation=1), "config_groups.group_0.rotation is 1, a setting that is not known"),
+    "a key of weights": (with_weights(rotation=1), "group_0.weights.rotation is 1, a setting that is not known"),
+    "a pattern": (with_group(targets=["re:("]), r"group_0.targets holds 're:\(', which is no pattern"),
+    "no groups": (with_group() | {"config_groups": {}}, "config_groups is {} but must be an object of objects"),
+    "kv scales": (with_group() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is .*; only None is supported"),
+    "sparsity": (with_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is .*; only {} or "),
+    "not compressed": (with_group() | {"quantization_status": "initialized"}, "quantization_status is 'initialized'; only"),
+    "transforms": (with_group() | {"transform_config": {"a": 1}}, "transform_config is {'a': 1}; only {} is supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_weights_are_read(tmp_path, name):
+    quantization, message = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(quantization_config=quantization)))
+    with pytest.raises((ValueError, NotImplementedError), match=message) as caught:
+        read_spec(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_groups_that_do_not_divide(tmp_path):
+    write_quantised(tmp_path, FORMATS["awq"], quantization={"group_size": 40})
+    with pytest.raises(NotImplementedError, match=r"q_proj: 64 inputs are no multiple of quantization_config.group_size 40"):
+        LLM(tmp_path, **POOL)
+
+
+# --- repacking and placing
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1032, 24), (136, 2056), (2056, 1032)])
+def test_repacking_in_tiles(rng, monkeypatch, shape):
+    """Tiles and pieces that end anywhere, against the definition of ops.linear."""
+    monkeypatch.setattr("pagedkv.models.upload.PIECE_BYTES", 7000)
+    q = rng.integers(16, size=shape).astype(np.uint32)
+    bits = np.array((0, 16, 4, 20, 8, 24, 12, 28), np.uint32)
+    expected = (q.reshape(len(q), -1, 8) << bits).sum(-1, dtype=np.uint32)
+    places = 4 * np.arange(8, dtype=np.uint32)
+    along = (q.reshape(len(q), -1, 8) << places).sum(-1, dtype=np.uint32)
+    across = (q.T.reshape(shape[1], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]] << places).sum(-1, dtype=np.uint32)
+    scales = ops.from_dlpack(np.ones((shape[0], 1), np.float32))
+    for write, step in (
+        (int4.write_along_inputs(along), 1), (int4.write_along_inputs(along.T.copy().T), 1), (int4.write_along_outputs(across), 8),
+    ):  # fmt: skip
+        weight = Upload("cpu").place([int4.int4_part(shape, write, scales, None, step=step)])
+        np.testing.assert_array_equal(weight.data.numpy().view(np.uint32), expected)
+
+
+def test_scales_of_stacked_parts(rng):
+    """Where parts end within a block, blocks become shorter; a scale holds for the same numbers as before."""
+    sizes, block, columns = (96, 32, 200), (128, 24), 100
+    parts, expected = [], []
+    for size in sizes:
+        scales = rng.random((-(-size // block[0]), -(-columns // block[1])), np.float32)
+        view = ops.empty((size, columns), "float8_e4m3fn")
+        parts.append(part_of_view(view, view.dtype, Scales(ops.from_dlpack(scales), block)))
+        expected.append(np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:size, :columns])
+    stacked = stack_scales(parts)
+    assert stacked.block == (32, 24)
+    values = np.repeat(np.repeat(stacked.values.numpy(), 32, 0), 24, 1)[: sum(sizes), :columns]
+    np.testing.assert_array_equal(values, np.concatenate(expected))
+    weight = Upload("cpu").place(parts)
+    assert weight.scales.strides == (8, 1) and weight.scales.shape == (11, 5)  # rows of scales begin at multiples of 4
+    np.testing.assert_array_equal(weight.scales.numpy(), stacked.values.numpy())
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr("pagedkv.models.upload.PIECE_BYTES", 64)
+
+    def write(first, last, out):
+        if first == 96:
+            raise ValueError("row 96")
+
+    upload = Upload("cpu")
+    with pytest.raises(ValueError, match="row 96"):
+        upload.place([Part(200, 16, "float32", write)])
+    upload.close()
+
+
+def test_one_weight_is_not_copied(tmp_path):
+    """On the CPU what needs no work stays in the file's memory."""
+    write_quantised(tmp_path, FORMATS["fp8"])
+    checkpoint = Checkpoint(tmp_path, "float32", "cpu", read_spec(tmp_path).quantization)
+    (weight,) = checkpoint.linear({f"{GIVEN}": 96}, 64).weights
+    assert weight.data.data_ptr() == checkpoint.view(f"{GIVEN}.weight", (96, 64), ("float8_e4m3fn",)).data_ptr()

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import random_weights, safetensors_bytes, tiny_config, write_model
 from model_oracle import assert_close, poison, record_logits
-from quantized_checkpoints import AWQ, FORMATS, GPTQ, QWEN, compressed, fp8, write_plain, write_quantised
+from quantized_checkpoints import AWQ, FORMATS, GPTQ, PROJECTIONS, QWEN, compressed, fp8, write_plain, write_quantised
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.files import CheckpointError
@@ -435,6 +436,24 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     with pytest.raises(ValueError, match="row 96"):
         upload.place([Part(200, 16, "float32", write)])
     upload.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_do_not_stay_in_memory(tmp_path, dtype):
+    """What was copied, or converted, is no memory of the process any more; a view is when it is read."""
+    folder = write_model(tmp_path, hidden_size=256, intermediate_size=2048)
+    size = (folder / "model.safetensors").stat().st_size
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps").read_text().split(str(folder / "model.safetensors"))[1].splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+    checkpoint = Checkpoint(folder, dtype, "cpu")
+    for name in [name for name in checkpoint.files if name.endswith(PROJECTIONS[-3:] + ("up_proj.weight",))]:
+        checkpoint.load_stacked({name: checkpoint.files[name].entry(name).shape[0]}, checkpoint.files[name].entry(name).shape[1])
+        assert resident() < size / 4
+    checkpoint.close()
 
 
 def test_one_weight_is_not_copied(tmp_path):

@@ -75,10 +75,10 @@ class SafetensorsFile:
             with open(path, "rb") as file:
                 stat = os.fstat(file.fileno())
                 self.stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns  # another one: another content
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
-        self.bytes = np.frombuffer(data, np.uint8)
+        self.bytes = np.frombuffer(self.mapping, np.uint8)
         header, self.data_start = self._read_header()
         self.entries = {name: self._read_entry(name, entry) for name, entry in header.items()}
         self._check_layout()
@@ -165,6 +165,14 @@ class SafetensorsFile:
             data = data.copy()
         return ops.from_dlpack(data).view(entry.shape, dtype)
 
+    def forget(self, name: str) -> None:
+        """The pages of a tensor are no memory of this process any more, until it reads them again."""
+        entry = self.entry(name)
+        begin = -(-(self.data_start + entry.begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self.data_start + entry.end - begin
+        if size > 0:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, size // mmap.PAGESIZE * mmap.PAGESIZE)
+
 
 def read_strict_json(text: str) -> Any:
     """JSON as the format's reference reads it: no NaN, no name twice; integers outside of 0..2**64-1 are floats."""
@@ -198,6 +206,7 @@ class Checkpoint(TensorSource):
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
+        self._views: list[tuple[SafetensorsFile, str]] = []  # whose tensors are about to be copied
         self._upload = Upload(device)
         self._progress = ExitStack()
         num_bytes = sum(size for _, size, _ in self.stamps.values())
@@ -222,7 +231,9 @@ class Checkpoint(TensorSource):
         view = self.view(name, shape, DTYPES)
         if view.dtype == self.dtype and self.device == "cpu":
             return view
-        return self._upload.copy(ops.empty(shape, self.dtype, self.device), view)
+        loaded = self._upload.copy(ops.empty(shape, self.dtype, self.device), view)
+        self._forget_views()
+        return loaded
 
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         """Several tensors, each [rows, *rest], stacked along dimension 0: one projection instead of several."""
@@ -231,10 +242,19 @@ class Checkpoint(TensorSource):
         for name, count in rows.items():
             self._upload.copy(stacked[start : start + count], self.view(name, (count, *rest), DTYPES))
             start += count
+        self._forget_views()
         return stacked
 
     def place(self, parts: Sequence[Part]) -> Weight:
-        return self._upload.place(parts)
+        weight = self._upload.place(parts)
+        self._forget_views()
+        return weight
+
+    def _forget_views(self) -> None:
+        """What was copied need not stay in memory, or all shards would."""
+        for file, name in self._views:
+            file.forget(name)
+        self._views.clear()
 
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
@@ -251,12 +271,14 @@ class Checkpoint(TensorSource):
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
         file = self.files[name]
-        view = file.tensor(name if name in file.entries else name.removeprefix("model."), dtypes)
+        entry = name if name in file.entries else name.removeprefix("model.")
+        view = file.tensor(entry, dtypes)
         if view.shape == () and shape == (1,):
             view = view.view(shape)
         if tuple(view.shape) != shape:
             raise self.error(name, f"has shape {list(view.shape)} but the config says {list(shape)}")
         self.used.add(name)
+        self._views.append((file, entry))
         if self._bar is not None:
             self._bar.update(view.nbytes)
         return view

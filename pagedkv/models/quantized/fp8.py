@@ -99,16 +99,14 @@ class LoadedAsFp8(Quantization):
 
 def quantise_rows(rows: Tensor, out: Tensor) -> np.ndarray:
     """out = the rows of one row of blocks, divided by the scales that are returned: their largest is LARGEST then."""
-    num_rows, size = rows.shape
-    count = -(-size // BLOCK[1])
-    padded = np.zeros((num_rows, count * BLOCK[1]), np.float32)
-    values = ops.empty(rows.shape, "float32")
-    values.view(-1).copy_(rows.view(-1))  # in one dimension: by this thread alone
-    padded[:, :size] = values.numpy()
-    blocks = padded.reshape(num_rows, count, BLOCK[1])
-    largest = np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2)))
-    scales: np.ndarray = np.maximum(largest / np.float32(LARGEST), np.finfo(np.float32).tiny)  # zeros stay zeros
-    blocks /= scales[:, None]
-    values.numpy()[:] = padded[:, :size]
-    out.view(-1).copy_(values.view(-1))
+    size = rows.shape[1]
+    given = ops.empty(rows.shape, "float32")
+    given.view(-1).copy_(rows.view(-1))  # in one dimension: by this thread alone
+    values = given.numpy()
+    largest = np.zeros(-(-size // BLOCK[1]) * BLOCK[1], np.float32)
+    largest[:size] = np.maximum(values.max(axis=0), -values.min(axis=0))
+    scales: np.ndarray = largest.reshape(-1, BLOCK[1]).max(axis=1) / np.float32(LARGEST)
+    np.maximum(scales, np.finfo(np.float32).tiny, out=scales)  # zeros stay zeros
+    values /= np.repeat(scales, BLOCK[1])[:size]
+    out.view(-1).copy_(given.view(-1))
     return scales

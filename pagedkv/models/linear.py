@@ -36,9 +36,30 @@ class Linear:
         ops.scale_columns(self.weight, norm, out=self.weight)
         return None
 
-    def __call__(self, x: Tensor, *, out: Tensor, **options: Any) -> Tensor:
-        """options: see ops.linear."""
-        return ops.linear(x, self.weight, self.bias, weight_is_constant=True, out=out, **options)
+    def product(
+        self,
+        x: Tensor,
+        *,
+        gate_up: Tensor | None = None,
+        rms_eps: float | None = None,
+        x_squares: Tensor | None = None,
+        out_squares: Tensor | None = None,
+        add_to_out: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See ops.linear."""
+        return ops.linear(
+            x,
+            self.weight,
+            self.bias,
+            gate_up=gate_up,
+            rms_eps=rms_eps,
+            x_squares=x_squares,
+            out_squares=out_squares,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            out=out,
+        )
 
     def squares_width(self, x: Tensor, out: Tensor) -> int:
         """See ops.linear_squares."""

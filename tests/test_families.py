@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import FAMILIES, VOCAB_SIZE, save_pretrained, write_model
+from checkpoints import FAMILIES, VOCAB_SIZE, save_pretrained, tiny_config, write_model
 from model_oracle import assert_close, oracle_logits, oracle_tokens, poison, record_logits
 
 from pagedkv import LLM, SamplingParams, ops
@@ -140,3 +140,30 @@ def test_what_a_layer_keeps(tmp_path, family, form):
     windows = {"qwen2/untied, window": [0, 7], "qwen2/bfloat16": [7, 0], "mistral/untied, window": [7, 7],
                "mistral/shards, wide window": [48, 48], "mistral/bfloat16": [2, 2, 2]}  # fmt: skip
     assert [layer.window for layer in spec.kv_layers] == windows.get(f"{family}/{form}", [0, 0])
+
+
+# Settings on which the KV of a prompt depends though the weights may be the same.
+CHANGES = {
+    "qwen2": [WINDOW | {"max_window_layers": 0}, WINDOW | {"max_window_layers": 1}, WINDOW | {"max_window_layers": 0, "sliding_window": 8}],
+    "llama": [{"rope_parameters": LLAMA3}] + [{"rope_parameters": LLAMA3 | {name: 3}} for name in list(LLAMA3)[1:]],
+    "mistral": [{"sliding_window": 7}, {"sliding_window": 8}],
+}
+COMMON_CHANGES = [{}, {"rms_norm_eps": 1e-5}, {"rope_parameters": YARN}, {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_a_fingerprint_for_each_way_to_compute(tmp_path, family):
+    def print_of(**changes) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **changes)))
+        return read_spec(tmp_path).fingerprint()
+
+    prints = [print_of(**changes) for changes in COMMON_CHANGES + CHANGES[family]]
+    assert len(set(prints)) == len(prints) and prints[0] == print_of(eos_token_id=5, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_random_weights_of_a_config_alone(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
+    with LLM(tmp_path, device="cpu", load_format="dummy", **POOL) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=30, seed=1, ignore_eos=True), use_tqdm=False)
+    assert len(set(output.token_ids)) > 15

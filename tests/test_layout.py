@@ -187,7 +187,8 @@ PYTHON = {
 
 
 def imports_of(module: str, text: str) -> set[str]:
-    """The modules of pagedkv that this one imports. `import_module` is for the facades."""
+    """The modules of pagedkv that this one imports. `import_module` is for the facades, and for
+    the registry of models, which no family imports."""
     package = module if PYTHON[module].name == "__init__.py" else module.rpartition(".")[0]
     nodes = list(ast.walk(ast.parse(text)))
     if module in FACADES:

@@ -6,7 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
-from checkpoints import TINY, random_weights, safetensors_bytes, split_in_shards, tensor_shapes, write_model
+from checkpoints import (
+    TINY,
+    random_weights,
+    safetensors_bytes,
+    split_in_shards,
+    tensor_shapes,
+    tiny_config,
+    write_model,
+)
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.models.weights import Checkpoint, CheckpointError, SafetensorsFile
@@ -177,6 +185,13 @@ def test_extra_tensor(tmp_path):
     (folder / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY) | extra))
     with pytest.raises(CheckpointError, match=r"safetensors: tensor 'model.layers.7.mlp.up_proj.weight' is no part"):
         LLM(folder, device="cpu")
+
+
+def test_old_files_hold_what_the_rotary_table_is_made_from(tmp_path):
+    folder, old = write_model(tmp_path, "llama"), "model.layers.1.self_attn.rotary_emb.inv_freq"
+    weights = random_weights(tiny_config("llama")) | {old: np.zeros(8, np.float32)}
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    LLM(folder, device="cpu").close()
 
 
 def test_a_tied_model_may_hold_its_head_twice(tmp_path):

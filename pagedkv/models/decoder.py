@@ -140,7 +140,7 @@ class Decoder:
             )
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        return self.head(hidden, out=out)
+        return self.head.product(hidden, out=out)
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor

@@ -33,7 +33,7 @@ class DummyCheckpoint(TensorSource):
         self.start = 0  # in the pool, of the next tensor
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
-        if name.endswith("norm.weight"):
+        if len(shape) == 1 and name.endswith(".weight"):  # a norm's
             return self._placed(np.ones(shape, np.float32))
         tensor = ops.empty(shape, self.dtype, self.device)
         flat, size = tensor.view(math.prod(shape)), math.prod(shape)

@@ -82,7 +82,7 @@ class Attention(Block):
         squares: of buffers.residual, where a product has left them."""
         is_folded = self.norm is None
         x = self.normed(buffers)
-        self.qkv(x, out=buffers.qkv)
+        self.qkv.product(x, out=buffers.qkv)
         ops.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
@@ -107,7 +107,7 @@ class Attention(Block):
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
-        self.output(buffers.attention, out_squares=squares, add_to_out=True, out=buffers.residual)
+        self.output.product(buffers.attention, out_squares=squares, add_to_out=True, out=buffers.residual)
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.output.squares_width(buffers.attention, buffers.residual)
@@ -134,14 +134,14 @@ class GatedMLP(MLP):
 
     def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
         is_folded = self.norm is None
-        self.gate_up(
+        self.gate_up.product(
             self.normed(buffers),
             gate_up=buffers.gate_up,
             rms_eps=self.eps if is_folded else None,
             x_squares=squares if is_folded else None,
             out=buffers.activation,
         )
-        self.down(buffers.activation, out_squares=squares, add_to_out=True, out=buffers.residual)
+        self.down.product(buffers.activation, out_squares=squares, add_to_out=True, out=buffers.residual)
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.down.squares_width(buffers.activation, buffers.residual)

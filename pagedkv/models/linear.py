@@ -42,43 +42,72 @@ class Linear:
         ops.scale_columns(self.weights[0].data, norm, out=self.weights[0].data)
         return None
 
-    def __call__(self, x: Tensor, *, out: Tensor, gate_up: Tensor | None = None, **options: Any) -> Tensor:
-        """options: see ops.linear."""
-        if len(self.weights) == 1:
-            return self._multiply(x, self.weights[0], self.bias, gate_up=gate_up, out=out, **options)
+    def product(
+        self,
+        x: Tensor,
+        *,
+        gate_up: Tensor | None = None,
+        rms_eps: float | None = None,
+        x_squares: Tensor | None = None,
+        out_squares: Tensor | None = None,
+        add_to_out: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See ops.linear."""
+        if len(self.weights) > 1:
+            assert rms_eps is None and out_squares is None  # see can_fold and squares_width
+            return self._products(x, gate_up, add_to_out, out)
+        return ops.linear(
+            x,
+            bias=self.bias,
+            **self.weights[0].arguments,
+            gate_up=gate_up,
+            rms_eps=rms_eps,
+            x_squares=x_squares,
+            out_squares=out_squares,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            out=out,
+        )
+
+    def _products(self, x: Tensor, gate_up: Tensor | None, add_to_out: bool, out: Tensor) -> Tensor:
+        """Each weight's, into its columns."""
         product, start = out if gate_up is None else gate_up, 0
         for weight in self.weights:
-            end = start + weight.out_features
+            end = start + len(weight.data)
             bias = None if self.bias is None else self.bias[start:end]
-            self._multiply(x, weight, bias, out=product[:, start:end], **options)
+            columns = product[:, start:end]
+            ops.linear(
+                x, bias=bias, **weight.arguments, add_to_out=add_to_out, weight_is_constant=True, out=columns
+            )
             start = end
         return out if gate_up is None else ops.silu_and_mul(product, out=out)
 
-    @staticmethod
-    def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:
-        options |= weight.options
-        product: Tensor = ops.linear(x, weight.data, bias, weight_is_constant=True, **options)
-        return product
-
     def squares_width(self, x: Tensor, out: Tensor) -> int:
         """See ops.linear_squares. Several weights leave none."""
-        if len(self.weights) > 1:
-            return 0
-        return ops.linear_squares(x, self.weights[0].data, **self.weights[0].options, out=out)
+        return ops.linear_squares(x, **self.weights[0].arguments, out=out) if len(self.weights) == 1 else 0
 
-    def sample(self, hidden: Tensor, *numbers: Tensor, logits: Tensor, out: Tensor) -> Tensor:
+    def sample(
+        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
+    ) -> Tensor:
         """Of a model's head, which is one weight: see spec.Model.sample."""
         (weight,) = self.weights
         return ops.sample_linear(
-            hidden, weight.data, *numbers, logits=logits, weight_is_constant=True, **weight.options, out=out
+            hidden,
+            temperatures=temperatures,
+            seeds=seeds,
+            positions=positions,
+            **weight.arguments,
+            logits=logits,
+            weight_is_constant=True,
+            out=out,
         )
 
 
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], **options: Any) -> None:
-    """See ops.tune_linear. There is nothing to choose for quantised weights."""
-    weights = [weight for each in linears for weight in each.weights]
-    dense = [weight.data for weight in weights if weight.nbytes >= LARGE and not weight.is_quantised]
-    ops.tune_linear(dense, num_rows, **options)
+    """See ops.tune_linear."""
+    weights = [weight for each in linears for weight in each.weights if weight.nbytes >= LARGE]
+    ops.tune_linear([weight.arguments for weight in weights], num_rows, **options)
 
 
 class TensorSource(ABC):

@@ -30,19 +30,20 @@ class Weight:
         return self.scales is not None
 
     @property
-    def out_features(self) -> int:
-        return len(self.data)
-
-    @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Of ops.linear, besides `weight`."""
+    def arguments(self) -> dict[str, Any]:
+        """Those of ops.linear, and of its kin."""
         if not self.is_quantised:
-            return {}
-        return {"weight_scales": self.scales, "weight_zeros": self.zeros, "weight_block": self.block}
+            return {"weight": self.data}
+        return {
+            "weight": self.data,
+            "weight_scales": self.scales,
+            "weight_zeros": self.zeros,
+            "weight_block": self.block,
+        }
 
 
 class Scales(NamedTuple):

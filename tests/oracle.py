@@ -169,7 +169,7 @@ def dequantized(weight, scales, block, zeros=None) -> np.ndarray:
     the blocks, or one number."""
     rows, columns = weight.shape
     spread = lambda x: np.repeat(np.repeat(np.asarray(x, np.float64), block[0], 0), block[1], 1)[:rows, :columns]
-    return (weight - (spread(zeros) if np.ndim(zeros) else zeros or 0)) * spread(scales)
+    return (np.asarray(weight, np.float64) - (spread(zeros) if np.ndim(zeros) else zeros or 0)) * spread(scales)
 
 
 def rotate_halves(x, cos_sin):

@@ -32,8 +32,11 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
-/* linear.c: what an epilogue does with a block of sums, but for the gate and squares. */
+/* linear_epilogue.c. A block of sums, with the bias, or what out holds, added, and rounded to out_dtype; then the squares
+ * of all that was written. */
+enum { PK_MAX_OUTPUT_BLOCK = 256 };
 void pk_cpu_write_sums(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output);
+void pk_cpu_leave_squares(const pk_linear_args *args);
 
 /* linear_quantized.c: whether few rows of x are multiplied with a quantised weight as it is; else a block of it is decoded
  * before it is multiplied. */

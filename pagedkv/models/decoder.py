@@ -98,9 +98,9 @@ class Decoder:
 
     def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
         blocks: list[Block] = [layer.attention for layer in self.layers] + [layer.mlp for layer in self.layers]
-        tune([each for block in blocks for each in block.into_new], num_tokens)
-        tune([each for block in blocks for each in block.into_residual], num_tokens, add_to_out=True)
-        tune([self.head], num_rows, out_dtype="float32")
+        tune([each for block in blocks for each in block.into_new], num_tokens, self.dtype)
+        tune([each for block in blocks for each in block.into_residual], num_tokens, self.dtype, add_to_out=True)
+        tune([self.head], num_rows, self.dtype, out_dtype="float32")
 
     def forward(
         self,

@@ -104,10 +104,10 @@ class Linear:
         )
 
 
-def tune(linears: Iterable[Linear], num_rows: Sequence[int], **options: Any) -> None:
+def tune(linears: Iterable[Linear], num_rows: Sequence[int], dtype: str, **options: Any) -> None:
     """See ops.tune_linear."""
     weights = [weight for each in linears for weight in each.weights if weight.nbytes >= LARGE]
-    ops.tune_linear([weight.arguments for weight in weights], num_rows, **options)
+    ops.tune_linear([weight.arguments for weight in weights], num_rows, dtype=dtype, **options)
 
 
 class TensorSource(ABC):

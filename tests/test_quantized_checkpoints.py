@@ -21,14 +21,15 @@ from pagedkv.models.upload import Upload
 from pagedkv.models.weight import Part, Scales, part_of_view, stack_scales
 from pagedkv.models.weights import Checkpoint
 
-POOL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "device": "cpu", "seed": 0}
+POOL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "seed": 0}
+CPU = POOL | {"device": "cpu"}
 CASES = [(name, family) for name in FORMATS for family in ("qwen3", "qwen2")]  # qwen2: biases, and other head sizes
 PROMPT_LENS = (3, 40)
 
 
-def answers(folder, prompts, **options) -> tuple[list[list[int]], list[np.ndarray]]:
+def answers(folder, prompts, device, **options) -> tuple[list[list[int]], list[np.ndarray]]:
     """Greedy tokens, and the logits at all positions of the prompts and the tokens but the last."""
-    with LLM(folder, **POOL, **options) as llm:
+    with LLM(folder, **POOL, device=device, enforce_eager=True, **options) as llm:
         poison(llm)
         recorded = record_logits(llm)
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -38,20 +39,20 @@ def answers(folder, prompts, **options) -> tuple[list[list[int]], list[np.ndarra
         return [output.token_ids for output in outputs], logits
 
 
-def assert_like(folder, plain, tolerance=1e-4, **options) -> None:
+def assert_like(folder, plain, device, **options) -> None:
     rng = np.random.default_rng(7)  # fixed: fresh prompts would meet a tie of two tokens some day
     prompts = [rng.integers(97, size=n).tolist() for n in PROMPT_LENS]
-    tokens, logits = answers(folder, prompts, **options)
-    expected_tokens, expected = answers(plain, prompts, dtype="float32")
+    tokens, logits = answers(folder, prompts, device, **options)
+    expected_tokens, expected = answers(plain, prompts, device, dtype="float32")
     assert tokens == expected_tokens
     for one, other in zip(logits, expected):
-        assert_close(one, other, tolerance)
+        assert_close(one, other, 1e-4)
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_logits_and_tokens(tmp_path, name, family):
+def test_logits_and_tokens(tmp_path, name, family, device):
     values = write_quantised(tmp_path / "small", FORMATS[name], family)
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family))
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family), device)
 
 
 KINDS = {  # of the weights of layer 0's qkv, and of its gate_up
@@ -68,7 +69,7 @@ KINDS = {  # of the weights of layer 0's qkv, and of its gate_up
 def test_what_is_in_memory(tmp_path, name):
     """One weight for projections that are one product; no copy in float32."""
     write_quantised(tmp_path, FORMATS[name])
-    with LLM(tmp_path, **POOL) as llm:
+    with LLM(tmp_path, **CPU) as llm:
         layer = llm._runner.model.layers[0]
         for linear, expected in zip((layer.attention.qkv, layer.mlp.gate_up), KINDS[name]):
             assert [(weight.data.dtype, weight.block) for weight in linear.weights] == expected
@@ -82,12 +83,12 @@ def test_what_is_in_memory(tmp_path, name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["fp8", "packed, zeros", "gptq, order"])
-def test_activations_of_16_bits(tmp_path, name, dtype):
+def test_activations_of_16_bits(tmp_path, name, dtype, device):
     """The dtype is that of config.json; weights are as exact as in float32, but for those that were dequantised."""
     values = write_quantised(tmp_path / "small", FORMATS[name], dtype=dtype)
     prompt = [np.random.default_rng(3).integers(97, size=40).tolist()]
-    _, (expected,) = answers(write_plain(tmp_path / "plain", values), prompt)
-    _, (logits,) = answers(tmp_path / "small", prompt)
+    _, (expected,) = answers(write_plain(tmp_path / "plain", values), prompt, device)
+    _, (logits,) = answers(tmp_path / "small", prompt, device)
     assert_close(logits[:40], expected[:40], 0.15 if dtype == "bfloat16" else 0.02)
 
 
@@ -104,23 +105,23 @@ PLAIN = ("layers.0.self_attn.k_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("name", IGNORED)
-def test_ignore_lists(tmp_path, name, family):
+def test_ignore_lists(tmp_path, name, family, device):
     """Before projections are stacked: q, k and v of layer 0 are of two kinds, and layer 1 begins with folded norms."""
     values = write_quantised(tmp_path / "small", FORMATS[name], family, plain=PLAIN, quantization=IGNORED[name])
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family))
-    with LLM(tmp_path / "small", **POOL) as llm:
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family), device)
+    with LLM(tmp_path / "small", **CPU) as llm:
         kinds = [[weight.is_quantised for weight in linear.weights] for layer in llm._runner.model.layers
                  for linear in (layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down)]  # fmt: skip
         assert kinds == [[True, False, True], [True], [True], [True], [False], [False]]
 
 
-def test_gate_and_up_of_two_kinds(tmp_path):
+def test_gate_and_up_of_two_kinds(tmp_path, device):
     lists = {"ignore": ["lm_head", "re:.*up_proj"]}
     values = write_quantised(tmp_path / "small", FORMATS["packed"], "llama", plain=("up_proj",), quantization=lists, mlp_bias=True)
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", mlp_bias=True))
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", mlp_bias=True), device)
 
 
-def test_groups_of_two_kinds(tmp_path):
+def test_groups_of_two_kinds(tmp_path, device):
     """A name or a pattern counts before the class; each group has its format."""
     config = compressed("int", 4, "group", "mixed-precision", group_size=32)
     other = compressed("float", 8, "channel", "")["config_groups"]["group_0"]
@@ -139,17 +140,17 @@ def test_groups_of_two_kinds(tmp_path):
             tensors.update({f"{name.removesuffix('.weight')}.{k}": v for k, v in int4_of(value).tensors.items()})
 
     write_quantised(tmp_path / "small", FORMATS["packed"]._replace(config=config, quantise=fp8_of), edit=mix)
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", plain))
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", plain), device)
 
 
 @pytest.mark.parametrize("name", ["fp8, channel", "gptq, version 2"])
-def test_a_tied_head(tmp_path, name):
+def test_a_tied_head(tmp_path, name, device):
     form = FORMATS[name]
     values = write_quantised(tmp_path / "small", form, "llama", tie_word_embeddings=True)
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", tie_word_embeddings=True))
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", tie_word_embeddings=True), device)
 
 
-def test_a_scalar_and_scales_of_activations(tmp_path):
+def test_a_scalar_and_scales_of_activations(tmp_path, device):
     def edit(tensors):
         for name in [name for name in tensors if name.endswith("weight_scale")]:
             tensors[name] = tensors[name].reshape(())
@@ -158,19 +159,19 @@ def test_a_scalar_and_scales_of_activations(tmp_path):
     form = deepcopy(FORMATS["fp8, tensor"])
     form.config["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
     values = write_quantised(tmp_path / "small", form, edit=edit)
-    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values))
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), device)
 
 
 # --- weights that are quantised while they are loaded
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_loaded_as_fp8(tmp_path, family):
+def test_loaded_as_fp8(tmp_path, family, device):
     """Beside weights that were quantised by the definition."""
     form, folder = FORMATS["fp8, block"], write_model(tmp_path / "given", family, vocab_size=104)
     values = write_quantised(tmp_path / "unused", form, family)
-    assert_like(folder, write_plain(tmp_path / "plain", values, family), quantization="fp8")
-    with LLM(folder, **POOL, quantization="fp8") as llm:
+    assert_like(folder, write_plain(tmp_path / "plain", values, family), device, quantization="fp8")
+    with LLM(folder, **CPU, quantization="fp8") as llm:
         assert "LoadedAsFp8" in repr(llm.config)
         assert [each.data.dtype for each in llm._runner.model.head.weights] == ["float32"]
 
@@ -182,7 +183,7 @@ def test_blocks_of_zeros_and_of_tiny_numbers(tmp_path):
     weights["model.layers.0.self_attn.v_proj.weight"] *= np.float32(1e-43)
     folder = write_model(tmp_path)
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
-    with LLM(folder, **POOL, quantization="fp8") as llm:
+    with LLM(folder, **CPU, quantization="fp8") as llm:
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)[0].error is None
         weight = llm._runner.model.layers[0].attention.qkv.weights[0]
         assert np.isfinite(weight.scales.numpy()).all()
@@ -206,7 +207,7 @@ def test_random_weights_of_every_kind(tmp_path):
         write_quantised(tmp_path / name, form)
     write_model(tmp_path / "plain")
     for name, options in [*((name, {}) for name in FORMATS), ("plain", {"quantization": "fp8"})]:
-        with LLM(tmp_path / name, **POOL, load_format="dummy", dtype="bfloat16", **options) as llm:
+        with LLM(tmp_path / name, **CPU, load_format="dummy", dtype="bfloat16", **options) as llm:
             (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, seed=1, ignore_eos=True), use_tqdm=False)
             assert output.error is None and len({*output.token_ids}) > 3
             weights = [weight for linear in llm._runner.model.layers[0].attention.into_new for weight in linear.weights]
@@ -223,19 +224,19 @@ def test_a_saved_cache_of_other_scales(tmp_path, last):
 
     write_quantised(tmp_path / "one", FORMATS["fp8"])
     write_quantised(tmp_path / "other", FORMATS["fp8"], edit=edit)
-    with LLM(tmp_path / "one", **POOL) as llm:
+    with LLM(tmp_path / "one", **CPU) as llm:
         llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
         assert llm.save_cache(tmp_path / "cache") > 0
-    with LLM(tmp_path / "other", **POOL) as llm, pytest.raises(CheckpointError, match="model is '[0-9a-f]+' but"):
+    with LLM(tmp_path / "other", **CPU) as llm, pytest.raises(CheckpointError, match="model is '[0-9a-f]+' but"):
         llm.load_cache(tmp_path / "cache")
 
 
 def test_a_saved_cache_of_weights_that_were_not_quantised(tmp_path):
     folder = write_model(tmp_path / "model")
-    with LLM(folder, **POOL) as llm:
+    with LLM(folder, **CPU) as llm:
         llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
         assert llm.save_cache(tmp_path / "cache") > 0
-    with LLM(folder, **POOL, quantization="fp8") as llm, pytest.raises(CheckpointError, match="config is '[0-9a-f]+' but"):
+    with LLM(folder, **CPU, quantization="fp8") as llm, pytest.raises(CheckpointError, match="config is '[0-9a-f]+' but"):
         llm.load_cache(tmp_path / "cache")
 
 
@@ -304,7 +305,7 @@ def test_damaged(tmp_path, name):
     form, edit, message = DAMAGED[name]
     write_quantised(tmp_path, FORMATS[form], edit=edit)
     with pytest.raises((CheckpointError, NotImplementedError), match=message.format(GIVEN.replace(".", r"\."))) as caught:
-        LLM(tmp_path, **POOL)
+        LLM(tmp_path, **CPU)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -312,13 +313,13 @@ def test_lists_that_contradict_the_tensors(tmp_path):
     listed = {"modules_to_not_convert": ["lm_head", GIVEN]}
     write_quantised(tmp_path / "fp8", FORMATS["fp8"], quantization=listed)
     with pytest.raises(NotImplementedError, match=f"tensor '{GIVEN}.weight' has dtype F8_E4M3; supported are F32, F16, BF16"):
-        LLM(tmp_path / "fp8", **POOL)
+        LLM(tmp_path / "fp8", **CPU)
     write_quantised(tmp_path / "awq", FORMATS["awq"], quantization=listed)
     with pytest.raises(CheckpointError, match=f"tensor '{GIVEN}.weight' is missing"):
-        LLM(tmp_path / "awq", **POOL)
+        LLM(tmp_path / "awq", **CPU)
     write_quantised(tmp_path / "plain", FORMATS["fp8"], plain=(GIVEN,))
     with pytest.raises(NotImplementedError, match=f"tensor '{GIVEN}.weight' has dtype F32; supported are F8_E4M3"):
-        LLM(tmp_path / "plain", **POOL)
+        LLM(tmp_path / "plain", **CPU)
 
 
 def with_group(**changes):
@@ -383,7 +384,7 @@ def test_refused_before_weights_are_read(tmp_path, name):
 def test_groups_that_do_not_divide(tmp_path):
     write_quantised(tmp_path, FORMATS["awq"], quantization={"group_size": 40})
     with pytest.raises(NotImplementedError, match=r"q_proj: 64 inputs are no multiple of quantization_config.group_size 40"):
-        LLM(tmp_path, **POOL)
+        LLM(tmp_path, **CPU)
 
 
 # --- repacking and placing

@@ -33,12 +33,17 @@ def test_the_workload_is_the_published_one():
 
 
 @pytest.mark.parametrize(
-    ("size", "kv_cache_dtype", "seconds"),
-    [("0.6B", "bfloat16", 3.52), ("8B", "bfloat16", 10.21), ("0.6B", "float8_e4m3fn", 1.99)],
+    ("size", "kv_cache_dtype", "quantization", "seconds"),
+    [
+        ("0.6B", "bfloat16", None, 3.52),
+        ("8B", "bfloat16", None, 10.21),
+        ("0.6B", "float8_e4m3fn", None, 1.99),
+        ("8B", "bfloat16", "fp8", 9.37),
+    ],
 )
-def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, seconds):
+def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, quantization, seconds):
     """Worked out apart from this code, at 4,540 GB/s and 790 TFLOP/s."""
-    config = read_spec(nano_bench.write_shape(size, tmp_path))
+    config = read_spec(nano_bench.write_shape(size, tmp_path), quantization)
     llm = SimpleNamespace(config=config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     floor = nano_bench.floor_seconds(llm, nano_bench.make_workload(), nano_bench.Ceiling(4.54e12, 790e12))
     assert floor == pytest.approx(seconds, abs=0.005)

@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
     with llm:
         floor = nano_bench.floor_seconds(llm, workload, ceiling)
         model = f"Qwen3 {args.model}" if is_shape else args.model
+        quantised = f", {' and '.join(llm.config.quantization.stores)} weights" if llm.config.quantization else ""
         shorter = f", of up to {most // 2:,} tokens each" * (most < 2 * nano_bench.MAX_LEN)
         print(f"""\
-model     {model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
+model     {model}, {llm.dtype}{quantised}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
 workload  {num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
 {workload.num_new_tokens:,} new tokens{shorter}
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured

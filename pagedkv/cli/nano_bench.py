@@ -29,6 +29,8 @@ MAX_LEN = 1024  # of a prompt, and of its continuation
 NUM_TIMES, NUM_CALLS = 5, 10  # of what is timed
 BLOCK_SIZE = 256  # nano-vllm's own
 
+QUANTISED_BYTES = {"fp8": 1, "int4": 0.5}  # of a weight, at least: without scales
+
 # Shapes of published models, by their size: hidden, intermediate, layers, query heads, KV heads, tied embeddings.
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, True),
@@ -154,11 +156,13 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
+    stores = config.quantization.stores if config.quantization else ()
+    weight_bytes = layers * min(map(QUANTISED_BYTES.__getitem__, stores), default=itemsize) + head * itemsize
     prompts, ends = list(map(len, workload.prompts)), workload.lengths
     linear = 0.0
     for step in range(1, max(ends)):  # the first token of each is the prompt's
         rows = sum(end > step for end in ends)
-        linear += max(itemsize * (layers + head) / ceiling.bytes_per_second, 2 * rows * (layers + head) / ceiling.flops)
+        linear += max(weight_bytes / ceiling.bytes_per_second, 2 * rows * (layers + head) / ceiling.flops)
     num_keys = sum(sum(range(n + 1, n + end)) for n, end in zip(prompts, ends, strict=True))
     attention = num_keys * config.num_layers * 2 * kv_size * ITEM_BYTES[llm.kv_cache_dtype] / ceiling.bytes_per_second
     pairs = sum(n * (n + 1) // 2 for n in prompts)

@@ -32,7 +32,7 @@ class Quantization(ABC):
 
     @property
     @abstractmethod
-    def stores(self) -> str:
+    def stores(self) -> tuple[str, ...]:
         """What the weights are in memory: "fp8", "int4", or both."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
 
 def asked_for(wanted: str | None, found: Quantization | None) -> Quantization | None:
     """wanted: None: as it was found; "fp8": 16-bit weights become float8 while they are loaded."""
-    if wanted is None or (found is not None and found.stores == wanted):
+    if wanted is None or (found is not None and found.stores == (wanted,)):
         return found
     if found is not None:
         raise ValueError(f"quantization is {wanted!r} but the checkpoint's weights are {found.name}: leave it None")

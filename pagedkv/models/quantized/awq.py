@@ -36,7 +36,7 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
 class Awq(Quantization):
     group_size: int
     ignored: tuple[str, ...]
-    name, stores = "awq", "int4"
+    name, stores = "awq", ("int4",)
 
     def covers(self, name: str) -> bool:
         return name != "lm_head" and not names_part_of(name, self.ignored)

@@ -117,8 +117,8 @@ class CompressedTensors(Quantization):
     name = "compressed-tensors"
 
     @property
-    def stores(self) -> str:
-        return " and ".join(sorted({NAMES[each.type] for each in self.schemes}))
+    def stores(self) -> tuple[str, ...]:
+        return tuple(sorted({NAMES[each.type] for each in self.schemes}))
 
     def covers(self, name: str) -> bool:
         return not _is_named(name, self.ignored) and self._scheme(name) is not None

@@ -66,7 +66,7 @@ def read_fp8(
 class BlockFp8(Quantization):
     block: tuple[int, int]
     ignored: tuple[str, ...]
-    name = stores = "fp8"
+    name, stores = "fp8", ("fp8",)
 
     def covers(self, name: str) -> bool:
         return not names_part_of(name, self.ignored)
@@ -80,7 +80,7 @@ class BlockFp8(Quantization):
 class LoadedAsFp8(Quantization):
     """Of weights that are not quantised in their files: all but the head's."""
 
-    name = stores = "fp8"
+    name, stores = "fp8", ("fp8",)
 
     def covers(self, name: str) -> bool:
         return name != "lm_head"

@@ -54,7 +54,7 @@ class Gptq(Quantization):
     group_size: int
     added_to_zeros: int
     has_head: bool
-    name, stores = "gptq", "int4"
+    name, stores = "gptq", ("int4",)
 
     def covers(self, name: str) -> bool:
         return self.has_head or name != "lm_head"

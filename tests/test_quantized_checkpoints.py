@@ -4,8 +4,10 @@ what is refused; and weights that are quantised while they are loaded."""
 from __future__ import annotations
 
 import json
+import threading
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,9 +52,12 @@ def assert_like(folder, plain, device, **options) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_logits_and_tokens(tmp_path, name, family, device):
+def test_logits_and_tokens(tmp_path, caplog, name, family, device):
     values = write_quantised(tmp_path / "small", FORMATS[name], family)
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family), device)
+    warnings = [each.getMessage() for each in caplog.records if each.name == "pagedkv.models.weights"]
+    assert len(warnings) == ("order" in name)  # one, not one for each weight
+    assert all("14 weights (model.layers.0.self_attn.q_proj is one)" in each for each in warnings)
 
 
 KINDS = {  # of the weights of layer 0's qkv, and of its gate_up
@@ -455,6 +460,80 @@ def test_shards_do_not_stay_in_memory(tmp_path, dtype):
         checkpoint.load_stacked({name: checkpoint.files[name].entry(name).shape[0]}, checkpoint.files[name].entry(name).shape[1])
         assert resident() < size / 4
     checkpoint.close()
+
+
+class LateGpu:
+    """Stands in for a GPU whose copies are done when the event behind them is waited for, or at the end: staging memory
+    that is written before would be copied."""
+
+    def __init__(self) -> None:
+        self.of_thread, self.events = threading.local(), []
+
+    def empty(self, shape, dtype="float32", device="cpu", *, pinned=False):
+        return LateTensor(self, ops.empty(shape, dtype)) if device == "gpu" else ops.empty(shape, dtype)
+
+    def event(self, device):
+        event = SimpleNamespace(copies=[])
+
+        def synchronize():
+            while event.copies:
+                target, source = event.copies.pop()
+                target.copy_(source)
+
+        def record():
+            event.copies += self.of_thread.copies
+            self.of_thread.copies = []
+
+        event.synchronize, event.record = synchronize, record
+        self.events.append(event)
+        return event
+
+    def synchronize(self, device):
+        for event in self.events:
+            event.synchronize()
+
+
+class LateTensor:
+    def __init__(self, gpu, tensor) -> None:
+        self.gpu, self.tensor = gpu, tensor
+        self.shape, self.dtype, self.nbytes = tensor.shape, tensor.dtype, tensor.nbytes
+
+    def __len__(self):
+        return len(self.tensor)
+
+    def __getitem__(self, key):
+        return LateTensor(self.gpu, self.tensor[key])
+
+    def view(self, *args):
+        return LateTensor(self.gpu, self.tensor.view(*args))
+
+    def copy_(self, source):
+        copies = vars(self.gpu.of_thread).setdefault("copies", [])
+        copies.append((self.tensor, source))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_staging_memory_is_not_written_too_soon(rng, monkeypatch, num_threads):
+    gpu = LateGpu()
+    fake = {"empty": gpu.empty, "synchronize": gpu.synchronize, "get_num_threads": lambda: num_threads, "from_dlpack": ops.from_dlpack}
+    monkeypatch.setattr("pagedkv.models.upload.ops", SimpleNamespace(**fake))
+    monkeypatch.setattr("pagedkv.models.upload.Event", gpu.event)
+    monkeypatch.setattr("pagedkv.models.upload.PIECE_BYTES", 1000)
+    upload, sizes, parts = Upload("gpu"), (96, 256, 40), []
+    values = [rng.integers(256, size=(size, 112), dtype=np.uint8) for size in sizes]
+    for each in values:
+        scales = Scales(ops.from_dlpack(rng.random((-(-len(each) // 32), 14), np.float32)), (32, 8))
+        parts.append(Part(*each.shape, "uint8", lambda first, last, out, each=each: out.copy_(each[first:last]), step=8, scales=scales))
+    row = ops.from_dlpack(rng.random((1, 3000), np.float32))  # rows that are longer than a piece
+    weight, whole = upload.place(parts), upload.copy(gpu.empty((1, 3000), device="gpu"), row)
+    long = upload.place([part_of_view(row, "float32")])
+    upload.close()
+    np.testing.assert_array_equal(weight.data.tensor.numpy(), np.concatenate(values))
+    expected = np.concatenate([part.scales.values.numpy() for part in parts])
+    np.testing.assert_array_equal(weight.scales.tensor.numpy()[: len(expected)], expected)
+    np.testing.assert_array_equal(whole.tensor.numpy(), row.numpy())
+    np.testing.assert_array_equal(long.data.tensor.numpy(), row.numpy())
+    assert len(gpu.events) == 2 * num_threads
 
 
 def test_one_weight_is_not_copied(tmp_path):

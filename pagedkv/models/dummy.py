@@ -30,6 +30,7 @@ class DummyCheckpoint(TensorSource):
         self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
         self.pool = self._placed(self.normal * np.float32(DEVIATION))
         self.upload = Upload(device)
+        self.dequantised = []
         self.start = 0  # in the pool, of the next tensor
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:

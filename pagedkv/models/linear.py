@@ -116,6 +116,7 @@ class TensorSource(ABC):
     dtype: str
     device: str
     quantization: Quantization | None = None  # in which form the weights of products are there
+    dequantised: list[str]  # those that could not stay as they were
 
     @abstractmethod
     def load(self, name: str, *shape: int) -> Tensor:
@@ -157,7 +158,10 @@ class TensorSource(ABC):
 
     def _part(self, name: str, num_rows: int, in_features: int) -> Part:
         if self.quantization is not None and self.quantization.covers(name):
-            return self.quantization.read(self, name, num_rows, in_features)
+            part = self.quantization.read(self, name, num_rows, in_features)
+            if part.scales is None:
+                self.dequantised.append(name)
+            return part
         return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:

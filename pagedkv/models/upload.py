@@ -85,9 +85,9 @@ class Upload:
     def _stage(self, piece: Tensor, write: Callable[[Tensor], object]) -> None:
         memory, event = self._staging.get()
         try:
+            event.synchronize()  # the copy from this memory before is done
             if memory.nbytes < piece.nbytes:
                 memory = ops.empty(piece.nbytes, "uint8", pinned=True)
-            event.synchronize()  # the copy from this memory before is done
             staged = memory[: piece.nbytes].view(piece.shape, piece.dtype)
             write(staged)
             piece.copy_(staged)

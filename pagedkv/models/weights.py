@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -47,6 +48,7 @@ ITEM_BITS = (
     | dict.fromkeys(("I32", "U32", "F32"), 32)
     | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 )
+logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 100_000_000
 ROTARY = "rotary_emb.inv_freq"  # what the rotary table is made from, which old files hold beside config.json
 PIECE_BYTES = 16 << 20  # of a fingerprint: read by one thread at a time
@@ -207,6 +209,7 @@ class Checkpoint(TensorSource):
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
         self._views: list[tuple[SafetensorsFile, str]] = []  # whose tensors are about to be copied
+        self.dequantised = []
         self._upload = Upload(device)
         self._progress = ExitStack()
         num_bytes = sum(size for _, size, _ in self.stamps.values())
@@ -214,6 +217,16 @@ class Checkpoint(TensorSource):
 
     def close(self) -> None:
         """Waits until all that was loaded is on the device, and lets go of files of which no tensor is a view."""
+        if self.dequantised:
+            logger.warning(
+                "%s: %d weights (%s is one) have groups in the order of activations (desc_act, actorder): they were "
+                "loaded as %s, several times as large",
+                self.folder,
+                len(self.dequantised),
+                self.dequantised[0],
+                self.dtype,
+            )
+            self.dequantised.clear()
         self._upload.close()
         self._progress.close()
         self.files.clear()

@@ -158,5 +158,5 @@ def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: 
             raise source.error(f"{name}.weight_shape", f"holds {list(given)} but the config says {list(shape)}")
     of_inputs = groups_of_inputs(source, f"{name}.weight_g_idx", shape[1], groups)
     if of_inputs is not None:
-        return dense_part(name, packed, scales, zeros, of_inputs, source.dtype)
+        return dense_part(packed, scales, zeros, of_inputs, source.dtype)
     return int4_part(shape, write_along_inputs(packed), scales, zeros)

@@ -67,7 +67,7 @@ class Gptq(Quantization):
         zeros = ((unpacked(words(packed_zeros)) + np.uint8(self.added_to_zeros)) & np.uint8(15)).T.copy()
         of_inputs = groups_of_inputs(source, f"{name}.g_idx", in_features, groups)
         if of_inputs is not None:
-            return dense_part(name, packed, scales, zeros, of_inputs, source.dtype)
+            return dense_part(packed, scales, zeros, of_inputs, source.dtype)
         return int4_part((num_rows, in_features), write_along_inputs(packed), scales, zeros)
 
 

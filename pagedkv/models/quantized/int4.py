@@ -7,7 +7,6 @@ tiles that a core's L2 holds.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +20,6 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the value at each place of a word of ops.lin
 TILE = 128  # words
 PER_WORD = 8
 
-logger = logging.getLogger("pagedkv.models")
 Words = np.ndarray  # uint32
 
 
@@ -123,17 +121,9 @@ def _transpose_places(values: Words, memory: Words) -> None:
         low ^= scratch
 
 
-def dense_part(
-    name: str, packed: Words, scales: Tensor, zeros: np.ndarray | None, groups: np.ndarray, dtype: str
-) -> Part:  # fmt: skip
+def dense_part(packed: Words, scales: Tensor, zeros: np.ndarray | None, groups: np.ndarray, dtype: str) -> Part:
     """Of inputs whose groups are no neighbours (`groups`, one of each input): the values themselves, since no product
     takes its inputs in another order. packed: [out_features, in_features / 8]."""
-    logger.warning(
-        "%s: its groups are in the order of activations (desc_act, actorder): it is loaded as %s, four or eight times "
-        "as large",
-        name,
-        dtype,
-    )
     factors = ops.asarray(scales, "float32").numpy()
     shape = packed.shape[0], packed.shape[1] * PER_WORD
 

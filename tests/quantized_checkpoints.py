@@ -83,7 +83,9 @@ def groups_of(w: np.ndarray, of_inputs: np.ndarray, zero: int | None) -> tuple[n
         part = w[:, of_inputs == group]
         low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
         scale = (np.maximum(high, -low) / 7.5 if zero is not None else (high - low) / 15).astype(np.float16)
-        offset = np.full(len(w), zero) if zero is not None else np.clip(np.round(-low / scale), 1, 15).astype(np.int64)
+        offset = np.full(len(w), zero) if zero is not None else np.clip(np.round(-low / scale), 0, 15).astype(np.int64)
+        if zero is None:
+            offset[::7], offset[1::7] = 0, 15  # the ends, whatever suits
         integers[:, of_inputs == group] = np.clip(np.round(part / scale[:, None]) + offset[:, None], 0, 15)
         scales.append(scale)
         zeros.append(offset)
@@ -118,7 +120,8 @@ def int4(layout: str, size: int, *, zero: int | None = 8, has_order: bool = Fals
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             tensors = {"qweight": packed(q.T, 1, order), "qzeros": packed(zeros.T, 1, order), "scales": scales.T.copy()}
         else:
-            tensors = {"qweight": packed(q.T, 0), "qzeros": packed((zeros.T - stored_less) % 16, 1), "scales": scales.T.copy()}
+            less = np.int32(stored_less * 0x11111111)  # the words as numbers: a zero of 0 borrows from its neighbour
+            tensors = {"qweight": packed(q.T, 0), "qzeros": packed(zeros.T, 1) - less, "scales": scales.T.copy()}
             tensors["g_idx"] = index
         return Matrix(tensors, values)
 

@@ -17,7 +17,7 @@ from quantized_checkpoints import AWQ, FORMATS, GPTQ, PROJECTIONS, QWEN, compres
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.files import CheckpointError
-from pagedkv.models.quantized import int4
+from pagedkv.models.quantized import int4, parse_quantization
 from pagedkv.models.registry import read_spec
 from pagedkv.models.upload import Upload
 from pagedkv.models.weight import Part, Scales, part_of_view, stack_scales
@@ -363,6 +363,7 @@ REFUSED = {
     "w4a8": (with_group(input_activations={"num_bits": 8, "type": "int"}), "input_activations is .*; only None is supported"),
     "another format": (with_weights(form="marlin-24"), "quantization_config.format is 'marlin-24'; only 'pack-quantized' is"),
     "fp8 in groups": (with_weights("float", 8, form="float-quantized"), "strategy is 'group'; only 'tensor' or 'channel' or 'block'"),
+    "a group of a channel": (with_weights(strategy="channel"), "weights.group_size is 32; only -1 or None is supported"),
     "int4, tensor": (with_weights(strategy="tensor"), "strategy is 'tensor'; only 'group' or 'channel'"),
     "dynamic weights": (with_weights(dynamic=True), "dynamic is True; only False is supported"),
     "outputs": (with_group(output_activations={"num_bits": 8}), "output_activations is .*; only None is supported"),
@@ -371,7 +372,7 @@ REFUSED = {
     "a pattern": (with_group(targets=["re:("]), r"group_0.targets holds 're:\(', which is no pattern"),
     "no groups": (with_group() | {"config_groups": {}}, "config_groups is {} but must be an object of objects"),
     "kv scales": (with_group() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is .*; only None is supported"),
-    "sparsity": (with_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is .*; only {} or "),
+    "sparsity": (with_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse-24-bitmask'; only 'dense'"),
     "not compressed": (with_group() | {"quantization_status": "initialized"}, "quantization_status is 'initialized'; only"),
     "transforms": (with_group() | {"transform_config": {"a": 1}}, "transform_config is {'a': 1}; only {} is supported"),
 }  # fmt: skip
@@ -384,6 +385,28 @@ def test_refused_before_weights_are_read(tmp_path, name):
     with pytest.raises((ValueError, NotImplementedError), match=message) as caught:
         read_spec(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_what_transformers_writes():
+    transformers = pytest.importorskip("transformers", reason="its own records are read")
+    kinds = {
+        "GPTQConfig": ({"bits": 4, "desc_act": True, "sym": False, "dataset": "c4", "tokenizer": "x"}, ("int4",)),
+        "AwqConfig": ({}, ("int4",)),
+        "FineGrainedFP8Config": ({}, ("fp8",)),
+    }
+    for name, (options, stores) in kinds.items():
+        raw = getattr(transformers, name)(**options).to_dict()
+        raw = json.loads(json.dumps(raw, default=lambda each: each.value))
+        found = parse_quantization({"quantization_config": raw})
+        assert found.stores == stores and found.covers("model.layers.0.mlp.up_proj") and not found.covers("lm_head")
+
+
+def test_what_llm_compressor_writes():
+    """Its files hold records of sparsity and observers."""
+    config = with_weights(actorder="static", observer="mse", observer_kwargs={"a": 1}, scale_dtype=None, zp_dtype=None)
+    config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured"}
+    config["transform_config"] = {}
+    assert parse_quantization({"quantization_config": config}).stores == ("int4",)
 
 
 def test_groups_that_do_not_divide(tmp_path):

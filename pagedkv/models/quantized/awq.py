@@ -12,20 +12,13 @@ from ..linear import TensorSource
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import ORDER, PER_WORD, int4_part, transposed, unpacked, words, write_along_outputs
-from .keys import checked, group_size, names, names_part_of, num_groups, one_of
+from .keys import HARMLESS, NEUTRAL, checked, group_size, names, names_part_of, num_groups, one_of
 
-# What a library runs it with, and how it was made.
-HARMLESS = """
-    backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse
-    desc_act meta model_file_base_name model_name_or_path static_groups sym true_sequential
-"""
-NEUTRAL = {
-    "checkpoint_format": ("gemm",), "dynamic": ({},), "format": ("gemm",), "lm_head": (False,), "pack_dtype": ("int32",)
-}  # fmt: skip
+FORMAT = {"checkpoint_format": ("gemm",), "format": ("gemm",), "lm_head": (False,)}
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
-    checked(raw, "quant_method bits group_size zero_point version modules_to_not_convert", NEUTRAL, HARMLESS)
+    checked(raw, "quant_method bits group_size zero_point version modules_to_not_convert", NEUTRAL | FORMAT, HARMLESS)
     one_of(raw, "bits", (4,), 4)
     one_of(raw, "zero_point", (True,), True)
     one_of(raw, "version", ("gemm", "GEMM"), "gemm")

@@ -46,16 +46,17 @@ class Scheme:
 def parse(raw: Mapping[str, Any]) -> Quantization:
     checked(
         raw,
-        "quant_method config_groups format ignore",
+        "quant_method config_groups format ignore sparsity_config",
         {
             "quantization_status": ("compressed", "frozen"),
             "kv_cache_scheme": (),
-            "sparsity_config": ({}, {"format": "dense"}),
             "transform_config": ({},),
             "dequantize": (False,),
         },
         "version global_compression_ratio run_compressed use_optimized_inference",
     )
+    if raw.get("sparsity_config"):
+        one_of(raw["sparsity_config"], "format", ("dense",), where=f"{WHERE}sparsity_config.")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
         raise ValueError(f"{WHERE}config_groups is {groups!r} but must be an object of objects")
@@ -79,10 +80,12 @@ def _parse_scheme(raw: Mapping[str, Any], group: Mapping[str, Any], where: str) 
         one_of(raw, "format", FORMATS[kind])
     is_symmetric = one_of(weights, "symmetric", (True,) if kind == "float" else (True, False), True, where=inside)
     strategy = one_of(weights, "strategy", STRATEGIES[kind], where=inside)
-    one_of(weights, "actorder", ("weight", "group", "static", "dynamic", None), where=inside)
+    one_of(weights, "actorder", ("weight", "group", "static", "dynamic", False, True, None), where=inside)
     _check_activations(group.get("input_activations"), kind, f"{where}input_activations")
     block = block_of(weights, "block_structure", inside) if strategy == "block" else (0, 0)
     size = group_size(weights, where=inside) if strategy == "group" else -1
+    if strategy != "group":
+        one_of(weights, "group_size", (-1, None), where=inside)
     return Scheme(_patterns(group, "targets", where), kind, strategy, size, block, not is_symmetric)
 
 

@@ -29,10 +29,17 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
     checked(
         raw,
         "quant_method activation_scheme weight_block_size modules_to_not_convert",
-        {"fmt": ("e4m3",), "dequantize": (False,), "modules_to_convert": (), "scale_fmt": ("float",)},
+        {
+            "dequantize": (False,),
+            "expert_dtype": ("fp8",),
+            "fmt": ("e4m3",),
+            "modules_to_convert": (),
+            "scale_fmt": ("float",),
+        },
     )
     one_of(raw, "activation_scheme", ("dynamic",), "dynamic")
-    return BlockFp8(block_of(raw, "weight_block_size", WHERE), names(raw, "modules_to_not_convert"))
+    ignored = names(raw, "modules_to_not_convert") if raw.get("modules_to_not_convert") is not None else ("lm_head",)
+    return BlockFp8(block_of(raw, "weight_block_size", WHERE), ignored)
 
 
 def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:

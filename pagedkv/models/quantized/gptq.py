@@ -15,32 +15,13 @@ from ..linear import TensorSource
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import PER_WORD, dense_part, int4_part, transposed, unpacked, words, write_along_inputs
-from .keys import WHERE, checked, group_size, num_groups, one_of
+from .keys import HARMLESS, NEUTRAL, WHERE, checked, group_size, num_groups, one_of
 
-FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
-# What a library runs it with, and how it was made. desc_act and sym are in the tensors: in g_idx, and in the zeros.
-HARMLESS = """
-    desc_act sym static_groups true_sequential damp_percent damp_auto_increment act_group_aware mse meta quantizer
-    model_name_or_path model_file_base_name model_seqlen block_name_to_quantize module_name_preceding_first_block
-    batch_size pad_token_id max_input_length cache_block_outputs dataset tokenizer backend disable_exllama use_exllama
-    exllama_config use_cuda_fp16 offload_to_disk offload_to_disk_path uri
-"""
+FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of zeros, borrows between them included
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
-    checked(
-        raw,
-        "quant_method bits group_size checkpoint_format format lm_head",
-        {
-            "dynamic": ({},),
-            "is_marlin_format": (False,),
-            "modules_in_block_to_quantize": (),
-            "pack_dtype": ("int32",),
-            "adapter": ({},),
-            "rotation": (),
-        },
-        HARMLESS,
-    )
+    checked(raw, "quant_method bits group_size checkpoint_format format lm_head", NEUTRAL, HARMLESS)
     one_of(raw, "bits", (4,))
     key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
     added = FORMATS[one_of(raw, key, FORMATS, "gptq")]
@@ -62,9 +43,9 @@ class Gptq(Quantization):
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)
         packed = words(source.view(f"{name}.qweight", (in_features // PER_WORD, num_rows), ("int32",))).T
-        packed_zeros = source.view(f"{name}.qzeros", (groups, num_rows // PER_WORD), ("int32",))
+        packed_zeros = words(source.view(f"{name}.qzeros", (groups, num_rows // PER_WORD), ("int32",)))
         scales = transposed(source.view(f"{name}.scales", (groups, num_rows), DTYPES))
-        zeros = ((unpacked(words(packed_zeros)) + np.uint8(self.added_to_zeros)) & np.uint8(15)).T.copy()
+        zeros = unpacked(packed_zeros + np.uint32(self.added_to_zeros)).T.copy()
         of_inputs = groups_of_inputs(source, f"{name}.g_idx", in_features, groups)
         if of_inputs is not None:
             return dense_part(packed, scales, zeros, of_inputs, source.dtype)

@@ -9,6 +9,24 @@ from ..config_keys import check_keys
 
 WHERE = "quantization_config."
 
+# Of GPTQ and AWQ: how weights were made, and what a library runs them with. What these say of the format is in the
+# tensors: desc_act in g_idx, sym in the zeros.
+HARMLESS = """
+    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
+    dataset desc_act disable_exllama do_fuse exllama_config fuse_max_seq_len max_input_length meta model_file_base_name
+    model_name_or_path model_seqlen module_name_preceding_first_block modules_to_fuse mse offload_to_disk
+    offload_to_disk_path pad_token_id quantizer static_groups sym tokenizer true_sequential uri use_cuda_fp16
+    use_exllama
+"""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "adapter": ({},),
+    "dynamic": ({},),
+    "is_marlin_format": (False,),
+    "modules_in_block_to_quantize": (),
+    "pack_dtype": ("int32",),
+    "rotation": (),
+}
+
 
 def checked(
     raw: Mapping[str, Any],

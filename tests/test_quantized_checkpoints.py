@@ -436,9 +436,10 @@ def test_repacking_in_tiles(rng, monkeypatch, shape):
         np.testing.assert_array_equal(weight.data.numpy().view(np.uint32), expected)
 
 
-def test_scales_of_stacked_parts(rng):
+@pytest.mark.parametrize(("sizes", "rows"), [((96, 32, 200), 32), ((128, 256, 100), 128), ((7, 3), 1), ((300,), 128)])
+def test_scales_of_stacked_parts(rng, sizes, rows):
     """Where parts end within a block, blocks become shorter; a scale holds for the same numbers as before."""
-    sizes, block, columns = (96, 32, 200), (128, 24), 100
+    block, columns = (128, 24), 100
     parts, expected = [], []
     for size in sizes:
         scales = rng.random((-(-size // block[0]), -(-columns // block[1])), np.float32)
@@ -446,11 +447,12 @@ def test_scales_of_stacked_parts(rng):
         parts.append(part_of_view(view, view.dtype, Scales(ops.from_dlpack(scales), block)))
         expected.append(np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:size, :columns])
     stacked = stack_scales(parts)
-    assert stacked.block == (32, 24)
-    values = np.repeat(np.repeat(stacked.values.numpy(), 32, 0), 24, 1)[: sum(sizes), :columns]
+    assert stacked.block == (rows, 24)
+    values = np.repeat(np.repeat(stacked.values.numpy(), rows, 0), 24, 1)[: sum(sizes), :columns]
     np.testing.assert_array_equal(values, np.concatenate(expected))
     weight = Upload("cpu").place(parts)
-    assert weight.scales.strides == (8, 1) and weight.scales.shape == (11, 5)  # rows of scales begin at multiples of 4
+    assert weight.scales.shape == (-(-sum(sizes) // rows), 5)
+    assert weight.scales.strides == (5 if rows == 1 else 8, 1)  # rows of scales of blocks begin at multiples of 4
     np.testing.assert_array_equal(weight.scales.numpy(), stacked.values.numpy())
 
 

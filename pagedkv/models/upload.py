@@ -15,6 +15,7 @@ from .weight import Part, Scales, Weight, stack_scales
 
 PIECE_BYTES = 4 << 20
 MAX_THREADS = 16
+Staging = SimpleQueue[tuple[Tensor, Event]]  # pinned memory, and the event behind the last copy from it
 SCALES_ALIGNMENT = 4  # columns: what a GPU's library wants of the rows of scales of 128 x 128 blocks
 
 
@@ -66,34 +67,21 @@ class Upload:
 
     def _write(self, target: Tensor, write: Callable[[int, int, Tensor], object], step: int) -> None:
         """The rows of a tensor, by pieces of about PIECE_BYTES."""
-        count = len(target)
+        count, staging = len(target), None if self.device == "cpu" else self._staging
         rows = max(1, PIECE_BYTES // max(1, target.nbytes // max(1, count)) // step) * step
 
         def write_piece(first: int) -> None:
             piece = target[first : first + rows]
-            if self.device == "cpu":
+            if staging is None:
                 write(first, first + len(piece), piece)
             else:
-                self._stage(piece, lambda out: write(first, first + len(piece), out))
+                _stage(staging, piece, lambda out: write(first, first + len(piece), out))
 
         if count <= rows:
             write_piece(0)
         else:
             for _ in self._threads.map(write_piece, range(0, count, rows)):
                 pass  # raises what a thread has raised
-
-    def _stage(self, piece: Tensor, write: Callable[[Tensor], object]) -> None:
-        memory, event = self._staging.get()
-        try:
-            event.synchronize()  # the copy from this memory before is done
-            if memory.nbytes < piece.nbytes:
-                memory = ops.empty(piece.nbytes, "uint8", pinned=True)
-            staged = memory[: piece.nbytes].view(piece.shape, piece.dtype)
-            write(staged)
-            piece.copy_(staged)
-            event.record()
-        finally:
-            self._staging.put((memory, event))
 
     @cached_property
     def _num_threads(self) -> int:
@@ -104,9 +92,9 @@ class Upload:
         return ThreadPoolExecutor(self._num_threads, "pagedkv weights")
 
     @cached_property
-    def _staging(self) -> SimpleQueue[tuple[Tensor, Event]]:
-        """Pinned memory, and the event behind the last copy from it: two for each thread."""
-        queue: SimpleQueue[tuple[Tensor, Event]] = SimpleQueue()
+    def _staging(self) -> Staging:
+        """Two for each thread."""
+        queue: Staging = SimpleQueue()
         for _ in range(2 * self._num_threads):
             queue.put((ops.empty(PIECE_BYTES, "uint8", pinned=True), Event(device=self.device)))
         return queue
@@ -118,3 +106,18 @@ class Upload:
             self._threads.shutdown()
         vars(self).pop("_threads", None)
         vars(self).pop("_staging", None)
+
+
+def _stage(staging: Staging, piece: Tensor, write: Callable[[Tensor], object]) -> None:
+    """Writes a piece of a GPU's tensor by way of pinned memory."""
+    memory, event = staging.get()
+    try:
+        event.synchronize()  # the copy from this memory before is done
+        if memory.nbytes < piece.nbytes:
+            memory = ops.empty(piece.nbytes, "uint8", pinned=True)
+        staged = memory[: piece.nbytes].view(piece.shape, piece.dtype)
+        write(staged)
+        piece.copy_(staged)
+        event.record()
+    finally:
+        staging.put((memory, event))

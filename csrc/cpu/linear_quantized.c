@@ -18,7 +18,7 @@ bool pk_cpu_is_quantized_few(const pk_linear_args *args)
 static void arrange_x(const pk_linear_args *args, float *to, int64_t stride, float *row)
 {
     const int64_t bytes = (int64_t)pk_dtype_bytes(args->x.dtype), size = args->weight.in_features;
-    for (int64_t r = 0; r < args->x.num_rows; r++) {
+    for (int64_t r = 0; r < args->x.num_rows && size > 0; r++) {
         const char *x = (const char *)args->x.data + r * args->x.stride * bytes;
         const bool is_int4 = args->weight.dtype == PK_U8;
         pk_cpu_row_to_f32(is_int4 ? row : to + r * stride, x, args->x.dtype, size);

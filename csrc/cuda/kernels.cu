@@ -8,6 +8,7 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_attention_prefill_sm90_kernels,
         &pk_cuda_attention_prefill_sm80_kernels,
         &pk_cuda_linear_few_kernels,
+        &pk_cuda_linear_few_quantised_kernels,
         &pk_cuda_linear_sm90_kernels,
         &pk_cuda_sample_linear_kernels,
         &pk_cuda_sample_kernels,

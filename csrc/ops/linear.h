@@ -18,6 +18,7 @@ typedef struct pk_rows {
     pk_dtype dtype;
     const float *squares; /* [num_rows, num_squares] or NULL, as the epilogue of another product left them */
     int64_t num_squares;
+    const float *scales; /* of rows that a backend has made e4m3, as its product wants them; else NULL */
 } pk_rows;
 
 /* Of the rows' dtype, or quantised: then a value is (data - zero) * scale, with one scale for a block of block_rows x

@@ -29,8 +29,8 @@ struct few_cta {
     int num_lines, most_lines;      /* of a tile: this warp's, and those of the warp that has most */
     int width, num_outputs;         /* outputs that are written: of a tile, and in all */
     int sums_stride;
-    uint4 *ring; /* [num_slots][2 halves of a block][PIECES][THREADS] */
-    float *sums; /* [WARPS][num_rows][sums_stride] */
+    uint4 *ring;                            /* [num_slots][2 halves of a block][PIECES][THREADS] */
+    float *sums;                            /* [WARPS][num_rows][sums_stride] */
     float (&squares_of)[WARPS][EIGHTS * 8]; /* of the rows of x */
 
     __device__ __forceinline__ few_cta(const linear_few_params &params, uint4 *smem,
@@ -127,7 +127,8 @@ struct few_16_bit : few_cta<T, EIGHTS, WARPS, pk_cuda_dtype_of<T>> {
     struct rows {
         uint4 bits[AHEAD][2][EIGHTS];
     };
-    struct scales {};
+    struct scales {
+    };
 
     __device__ __forceinline__ int place() const { return threadIdx.x; }
     __device__ __forceinline__ scales scales_of(int) const { return {}; }

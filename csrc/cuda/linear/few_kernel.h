@@ -132,8 +132,8 @@ static pk_status launch_few(const linear_few_params &params, const pk_cuda_call 
 template <typename few, bool IS_SHALLOW>
 static constexpr int few_smem_on(const pk_cuda_card &card)
 {
-    const int most = few::DEPTH * few::FORM.slot_bytes(few::WARPS) +
-                     sums_bytes(few::WARPS, few::EIGHTS * 8, MAX_TILE / BLOCK);
+    const int most =
+        few::DEPTH * few::FORM.slot_bytes(few::WARPS) + sums_bytes(few::WARPS, few::EIGHTS * 8, MAX_TILE / BLOCK);
     const bool has_room = most <= most_smem(card);
     if (IS_SHALLOW && has_room) return PK_NO_KERNEL;
     return has_room ? most : most_smem(card);

@@ -15,22 +15,14 @@ bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *args, const pk_c
 }
 
 static constexpr few_instance INSTANCES[] = {
-    instance_of_few<few_fp8<__nv_bfloat16, 1, MANY_WARPS>>,
-    instance_of_few<few_fp8<__nv_bfloat16, 2, MANY_WARPS>>,
-    instance_of_few<few_fp8<__nv_bfloat16, 1, FEW_WARPS>>,
-    instance_of_few<few_fp8<__nv_bfloat16, 2, FEW_WARPS>>,
-    instance_of_few<few_fp8<__half, 1, MANY_WARPS>>,
-    instance_of_few<few_fp8<__half, 2, MANY_WARPS>>,
-    instance_of_few<few_fp8<__half, 1, FEW_WARPS>>,
-    instance_of_few<few_fp8<__half, 2, FEW_WARPS>>,
-    instance_of_few<few_int4<__nv_bfloat16, 1, MANY_WARPS>>,
-    instance_of_few<few_int4<__nv_bfloat16, 2, MANY_WARPS>>,
-    instance_of_few<few_int4<__nv_bfloat16, 1, FEW_WARPS>>,
-    instance_of_few<few_int4<__nv_bfloat16, 2, FEW_WARPS>>,
-    instance_of_few<few_int4<__half, 1, MANY_WARPS>>,
-    instance_of_few<few_int4<__half, 2, MANY_WARPS>>,
-    instance_of_few<few_int4<__half, 1, FEW_WARPS>>,
-    instance_of_few<few_int4<__half, 2, FEW_WARPS>>,
+    instance_of_few<few_fp8<__nv_bfloat16, 1, MANY_WARPS>>,  instance_of_few<few_fp8<__nv_bfloat16, 2, MANY_WARPS>>,
+    instance_of_few<few_fp8<__nv_bfloat16, 1, FEW_WARPS>>,   instance_of_few<few_fp8<__nv_bfloat16, 2, FEW_WARPS>>,
+    instance_of_few<few_fp8<__half, 1, MANY_WARPS>>,         instance_of_few<few_fp8<__half, 2, MANY_WARPS>>,
+    instance_of_few<few_fp8<__half, 1, FEW_WARPS>>,          instance_of_few<few_fp8<__half, 2, FEW_WARPS>>,
+    instance_of_few<few_int4<__nv_bfloat16, 1, MANY_WARPS>>, instance_of_few<few_int4<__nv_bfloat16, 2, MANY_WARPS>>,
+    instance_of_few<few_int4<__nv_bfloat16, 1, FEW_WARPS>>,  instance_of_few<few_int4<__nv_bfloat16, 2, FEW_WARPS>>,
+    instance_of_few<few_int4<__half, 1, MANY_WARPS>>,        instance_of_few<few_int4<__half, 2, MANY_WARPS>>,
+    instance_of_few<few_int4<__half, 1, FEW_WARPS>>,         instance_of_few<few_int4<__half, 2, FEW_WARPS>>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_few_quantised_kernels = pk_cuda_table(INSTANCES);
 

@@ -62,14 +62,14 @@ struct few_fp8 : few_cta<T, EIGHTS, WARPS, PK_F8E4M3> {
             x.unscale[e][0] = x.unscale[e][1] = 1;
             if constexpr (IS_SCALED) {
                 const int exponent = exponent_of(bits);
-                const float scale = __uint_as_float((uint32_t)(268 - exponent) << 23); /* 2^14 over the power below it */
+                const float scale =
+                    __uint_as_float((uint32_t)(268 - exponent) << 23); /* 2^14 over the power below it */
                 for (int i = 0; i < 16; i++) {
                     const float2 two = pk_to_floats(((const __nv_bfloat162 *)bits)[i]);
                     ((uint32_t *)bits)[i] = pk_pack_pair<__half>(two.x * scale, two.y * scale);
                 }
                 const float unscale = __uint_as_float((uint32_t)(exponent - 14) << 23);
-                for (int i = 0; i < 2; i++)
-                    x.unscale[e][i] = __shfl_sync(~0u, unscale, (this->quad * 2 + i) * 4);
+                for (int i = 0; i < 2; i++) x.unscale[e][i] = __shfl_sync(~0u, unscale, (this->quad * 2 + i) * 4);
             }
             for (int i = 0; i < 4; i++) x.bits[i][e] = bits[i];
         }
@@ -129,8 +129,8 @@ struct few_int4 : few_cta<T, EIGHTS, WARPS, PK_U8> {
         const int part = this->first_column(first) / 32;
         x.column = part / parts(), x.part = part - x.column * parts();
         for (int i = 0; i < 4 * EIGHTS; i++)
-            x.bits[i / EIGHTS][i % EIGHTS] = this->load_8(
-                i % EIGHTS * 8 + this->group, this->first_column(first) + i / EIGHTS * 32 + this->quad * 8);
+            x.bits[i / EIGHTS][i % EIGHTS] = this->load_8(i % EIGHTS * 8 + this->group,
+                                                          this->first_column(first) + i / EIGHTS * 32 + this->quad * 8);
     }
 
     struct block_of_scales {
@@ -185,8 +185,7 @@ struct few_int4 : few_cta<T, EIGHTS, WARPS, PK_U8> {
                 words[half] = ring[((slot * 2 + half) * this->THREADS + j * 8 + this->group) * 4 + this->quad];
             for (int k = 0; k < 2; k++) {
                 uint32_t pairs[2][2];
-                for (int i = 0; i < 4; i++)
-                    pairs[i / 2][i % 2] = pair_of(words[i / 2], k * 2 + i % 2, now.zero[i / 2]);
+                for (int i = 0; i < 4; i++) pairs[i / 2][i % 2] = pair_of(words[i / 2], k * 2 + i % 2, now.zero[i / 2]);
                 for (int e = 0; e < EIGHTS; e++)
                     mma_16816<T>(sums[e], {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]},
                                  ((const uint2 *)&x.bits[j][e])[k]);

@@ -25,13 +25,13 @@ struct few_cta {
     const pk_linear_args &args;
     const T *x, *bias;
     int warp, lane, group, quad;
-    int num_rows, num_blocks, size; /* size: inputs */
-    int num_lines, most_lines;      /* of a tile: this warp's, and those of the warp that has most */
-    int width, num_outputs;         /* outputs that are written: of a tile, and in all */
-    int sums_stride;
-    uint4 *ring;                            /* [num_slots][2 halves of a block][PIECES][THREADS] */
-    float *sums;                            /* [WARPS][num_rows][sums_stride] */
-    float (&squares_of)[WARPS][EIGHTS * 8]; /* of the rows of x */
+    int num_rows, num_blocks, size;          /* size: inputs */
+    int num_lines, most_lines;               /* of a tile: this warp's, and those of the warp that has most */
+    int width, num_outputs;                  /* outputs that are written: of a tile, and in all */
+    int sums_stride, stride_bytes, last_row; /* the last two of the weight */
+    uint4 *ring;                             /* [num_slots][2 halves of a block][PIECES][THREADS] */
+    float *sums;                             /* [WARPS][num_rows][sums_stride] */
+    float (&squares_of)[WARPS][EIGHTS * 8];  /* of the rows of x */
 
     __device__ __forceinline__ few_cta(const linear_few_params &params, uint4 *smem,
                                        float (&squares_of)[WARPS][EIGHTS * 8])
@@ -46,34 +46,33 @@ struct few_cta {
         width = args.epilogue.is_gated ? params.tile / 2 : params.tile;
         num_outputs = (int)(args.epilogue.is_gated ? args.weight.out_features / 2 : args.weight.out_features);
         sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
+        stride_bytes = (int)args.weight.stride * (FORM.bits == 16 ? 2 : 1);
+        last_row = (int)args.weight.out_features - 1;
         sums = (float *)(smem + params.sums_at);
     }
 
-    /* The row of the weight that a tile's output is; -1 where there is none. */
-    __device__ __forceinline__ int weight_row(int tile, int output) const
+    /* The row of the weight that this thread has of the eight outputs from `first` of a tile on. Eight of a gated product
+     * are gates, in the first half of the tile, or ups. Where the weight has no more rows, it is the last one: what is made
+     * of it is not written. */
+    __device__ __forceinline__ int weight_row(int tile, int first) const
     {
-        int row = tile * params.tile + output;
-        if (args.epilogue.is_gated) /* the first half of a tile are gates */
-            row = tile * width + output + (output < width ? 0 : num_outputs - width);
-        return output < params.tile && row < args.weight.out_features ? row : -1;
+        return min(tile * width + group + first + (first < width ? 0 : num_outputs - width), last_row);
     }
     __device__ __forceinline__ int first_column(int line) const { return (line * WARPS + warp) * LINE; }
 
-    /* Starts this thread's share of the copies of 16 outputs by one line, to its place in the ring's slot. What lies beyond
-     * the weight becomes zeros. */
-    __device__ __forceinline__ void copy(int tile, int line, int block, int slot, int place) const
+    /* Starts this thread's share of the copies of 16 outputs by one line, to its place in the ring's slot. Behind the
+     * weight's last column there are zeros. */
+    __device__ __forceinline__ void copy(int tile, int line, int block, int slot, uint32_t place) const
     {
-        const char *weight = (const char *)args.weight.data;
         const int column = first_column(line) + quad * FORM.piece();
+        const char *at = (const char *)args.weight.data + column * FORM.bits / 8;
+        const uint32_t to = place + slot * (2 * PIECES * THREADS * 16);
+        int bytes[PIECES];
+        for (int p = 0; p < PIECES; p++) bytes[p] = column + p * 4 * FORM.piece() < size ? 16 : 0;
         for (int half = 0; half < 2; half++) {
-            const int row = weight_row(tile, block * BLOCK + half * 8 + group);
-            const char *from = weight + (row >= 0 ? row * args.weight.stride * (FORM.bits == 16 ? 2 : 1) : 0);
-            for (int p = 0; p < PIECES; p++) {
-                const int at = column + p * 4 * FORM.piece();
-                const bool is_inside = row >= 0 && at < size;
-                copy_async_16(smem_address(ring + ((slot * 2 + half) * PIECES + p) * THREADS + place),
-                              is_inside ? from + (int64_t)at * FORM.bits / 8 : weight, is_inside ? 16 : 0);
-            }
+            const char *from = at + (int64_t)weight_row(tile, block * BLOCK + half * 8) * stride_bytes;
+            for (int p = 0; p < PIECES; p++)
+                copy_async_16(to + (half * PIECES + p) * THREADS * 16, from + p * 64, bytes[p]);
         }
     }
 

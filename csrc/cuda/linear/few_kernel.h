@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
 
     /* Copies run ahead of the work, so they have their own place. */
     int copy_tile = num_lines > 0 ? blockIdx.x : params.num_tiles, copy_line = 0, copy_block = 0, copy_slot = 0;
-    const int place = cta.place();
+    const uint32_t place = smem_address(smem + cta.place());
     auto copy_next = [&]() {
         if (copy_tile < params.num_tiles) {
             cta.copy(copy_tile, copy_line, copy_block, copy_slot, place);

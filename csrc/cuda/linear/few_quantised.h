@@ -33,9 +33,8 @@ struct few_fp8 : few_cta<T, EIGHTS, WARPS, PK_F8E4M3> {
     {
         scales rows;
         for (int i = 0; i < this->BLOCKS * 2; i++) {
-            const int row = this->weight_row(tile, i * 8 + this->group);
-            rows.at[i / 2][i % 2] =
-                row < 0 ? -1 : row / (int)this->args.weight.block_rows * (int)this->args.weight.scales_stride;
+            const int block = this->weight_row(tile, i * 8) / (int)this->args.weight.block_rows;
+            rows.at[i / 2][i % 2] = block * (int)this->args.weight.scales_stride;
         }
         return rows;
     }
@@ -78,40 +77,45 @@ struct few_fp8 : few_cta<T, EIGHTS, WARPS, PK_F8E4M3> {
                                                    const scales &scales, int block) const
     {
         const uint4 *ring = this->ring + threadIdx.x;
-        float scale[2];
-        for (int half = 0; half < 2; half++) {
-            const int at = scales.at[block][half];
-            scale[half] = at < 0 ? 0 : ((const float *)this->args.weight.scales)[at + x.column];
-        }
-        float sums[EIGHTS][4] = {};
+        const float *from = (const float *)this->args.weight.scales + x.column;
+        const float scale[2] = {from[scales.at[block][0]], from[scales.at[block][1]]};
+        float sums[2][EIGHTS][4] = {}; /* a chain of instructions each */
         for (int p = 0; p < 2; p++) {
             const uint4 low = ring[(slot * 4 + p) * this->THREADS], high = ring[(slot * 4 + 2 + p) * this->THREADS];
             for (int i = 0; i < 4; i++) {
                 const uint2 a = fp8_to_f16(((const uint32_t *)&low)[i]), b = fp8_to_f16(((const uint32_t *)&high)[i]);
                 for (int e = 0; e < EIGHTS; e++) {
                     const uint2 pair = ((const uint2 *)&x.bits[p * 2 + i / 2][e])[i % 2];
-                    mma_16816<__half>(sums[e], {a.x, b.x, a.y, b.y}, pair);
+                    mma_16816<__half>(sums[p][e], {a.x, b.x, a.y, b.y}, pair);
                 }
             }
         }
         for (int e = 0; e < EIGHTS; e++)
-            for (int i = 0; i < 4; i++) acc[e][i] += scale[i / 2] * x.unscale[e][i % 2] * sums[e][i];
+            for (int i = 0; i < 4; i++)
+                acc[e][i] += scale[i / 2] * x.unscale[e][i % 2] * (sums[0][e][i] + sums[1][e][i]);
     }
 };
 
 /* int4: a thread copies 32 inputs, and a line is those of four threads: 128 inputs. Of each 32 of them the four threads
  * multiply 8 each, so that sums of 32 inputs can be parted. Therefore a thread reads what the others beside it have
- * copied, and it lies where eight of their pieces are in different banks. */
-template <typename T, int EIGHTS, int WARPS>
+ * copied, and it lies where eight of their pieces are in different banks.
+ *
+ * A value becomes the last bits of 128 (bfloat16) or 1,024 (float16), whose last bit is worth 1: one instruction for two.
+ * That number and the zero are taken off the sums, times the sum of the inputs, which a product by ones gives.
+ * PARTS: of 32 inputs, that always have scales in common: 1, or 4, a whole line. */
+template <typename T, int EIGHTS, int WARPS, int PARTS>
 struct few_int4 : few_cta<T, EIGHTS, WARPS, PK_U8> {
     using base = few_cta<T, EIGHTS, WARPS, PK_U8>;
     using base::base;
     static constexpr int AHEAD = 1;
-    /* 128 or 1,024, whose last bits are worth 1: with a value below 16 in place of them, that number more. */
-    static constexpr uint32_t OFFSET = std::is_same_v<T, __half> ? 0x64006400u : 0x43004300u;
+    static constexpr int PART = 32; /* inputs */
+    static constexpr bool IS_F16 = std::is_same_v<T, __half>;
+    static constexpr int OFFSET = IS_F16 ? 1024 : 128;
+    static constexpr uint32_t OFFSET_BITS = IS_F16 ? 0x64006400 : 0x43004300, ONES = IS_F16 ? 0x3c003c00 : 0x3f803f80;
     struct rows {
         uint4 bits[4][EIGHTS];
-        int column, part; /* of the scales, and of 32 inputs in its block */
+        float sums[4 / PARTS][EIGHTS][2]; /* of the inputs of rows 2 * quad (+ 1), for each PARTS */
+        int column, part;                 /* of the scales, and of the first part in its block */
     };
     using scales = few_scale_rows;
 
@@ -120,84 +124,78 @@ struct few_int4 : few_cta<T, EIGHTS, WARPS, PK_U8> {
     __device__ __forceinline__ scales scales_of(int tile) const
     {
         scales rows;
-        for (int i = 0; i < this->BLOCKS * 2; i++) rows.at[i / 2][i % 2] = this->weight_row(tile, i * 8 + this->group);
+        for (int i = 0; i < this->BLOCKS * 2; i++) rows.at[i / 2][i % 2] = this->weight_row(tile, i * 8);
         return rows;
     }
-    __device__ __forceinline__ int parts() const { return (int)this->args.weight.block_columns / 32; }
     __device__ __forceinline__ void load_x(rows &x, int first) const
     {
-        const int part = this->first_column(first) / 32;
-        x.column = part / parts(), x.part = part - x.column * parts();
+        const int parts = (int)this->args.weight.block_columns / PART, part = this->first_column(first) / PART;
+        x.column = part / parts, x.part = part - x.column * parts;
         for (int i = 0; i < 4 * EIGHTS; i++)
-            x.bits[i / EIGHTS][i % EIGHTS] = this->load_8(i % EIGHTS * 8 + this->group,
-                                                          this->first_column(first) + i / EIGHTS * 32 + this->quad * 8);
+            x.bits[i / EIGHTS][i % EIGHTS] = this->load_8(
+                i % EIGHTS * 8 + this->group, this->first_column(first) + i / EIGHTS * PART + this->quad * 8);
+        for (int i = 0; i < 4 / PARTS * EIGHTS; i++) {
+            float sums[4] = {};
+            for (int j = 0; j < PARTS; j++) {
+                const uint4 &bits = x.bits[i / EIGHTS * PARTS + j][i % EIGHTS];
+                mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {bits.x, bits.y});
+                mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {bits.z, bits.w});
+            }
+            x.sums[i / EIGHTS][i % EIGHTS][0] = sums[0], x.sums[i / EIGHTS][i % EIGHTS][1] = sums[1];
+        }
     }
 
-    struct block_of_scales {
-        float scale[2];
-        uint32_t zero[2]; /* twice, with the offset */
-    };
-    __device__ __forceinline__ block_of_scales load_scales(const int (&rows)[2], int column) const
+    /* The scale of a row's block, and its zero with the offset. */
+    __device__ __forceinline__ float2 load_scale(int row, int column) const
     {
         const pk_weight &weight = this->args.weight;
-        block_of_scales loaded;
-        for (int half = 0; half < 2; half++) {
-            const bool is_inside = rows[half] >= 0 && column * weight.block_columns < this->size;
-            const int64_t at = is_inside ? rows[half] * weight.scales_stride + column : 0;
-            float scale;
-            if (weight.scales_dtype == PK_F32)
-                scale = ((const float *)weight.scales)[at];
-            else if (weight.scales_dtype == PK_F16)
-                scale = pk_to_float(((const __half *)weight.scales)[at]);
-            else
-                scale = pk_to_float(((const __nv_bfloat16 *)weight.scales)[at]);
-            uint32_t zero = PK_INT4_ZERO;
-            if (weight.zeros && is_inside) zero = weight.zeros[rows[half] * weight.zeros_stride + column];
-            loaded.scale[half] = is_inside ? scale : 0;
-            loaded.zero[half] = OFFSET + zero * 0x10001u;
-        }
-        return loaded;
+        const uint16_t bits = ((const uint16_t *)weight.scales)[row * (int)weight.scales_stride + column];
+        const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
+        int zero = PK_INT4_ZERO;
+        if (weight.zeros) zero = weight.zeros[row * (int)weight.zeros_stride + column];
+        return {weight.scales_dtype == PK_F16 ? of_f16 : of_bf16, (float)(zero + OFFSET)};
     }
-    /* The i-th pair of a word's eight values, without the zero. */
-    __device__ static __forceinline__ uint32_t pair_of(uint32_t word, int i, uint32_t zero)
+    /* The i-th pair of a word's eight values, more by the offset. */
+    __device__ static __forceinline__ uint32_t pair_of(uint32_t word, int i, uint32_t offset)
     {
-        using pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-        const uint32_t bits = (word >> 4 * i & 0x000f000fu) | OFFSET;
-        const pair difference = __hsub2(*(const pair *)&bits, *(const pair *)&zero);
-        return *(const uint32_t *)&difference;
+        uint32_t pair;
+        asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(pair) : "r"(word >> 4 * i), "r"(offset)); /* (a & b) | c */
+        return pair;
     }
     __device__ __forceinline__ void multiply_block(float (&acc)[EIGHTS][4], const rows &x, int, int slot,
-                                                   const scales &scales, int block) const
+                                                   const scales &rows_of, int block) const
     {
-        const uint32_t *ring = (const uint32_t *)(this->ring + this->warp * 32);
+        const uint32_t *ring = (const uint32_t *)(this->ring + this->warp * 32 + this->group) + this->quad;
+        const int parts = (int)this->args.weight.block_columns / PART;
         int column = x.column, part = x.part;
-        block_of_scales now;
-        float sums[EIGHTS][4];
+        uint32_t offset;
+        asm("mov.b32 %0, %1;" : "=r"(offset) : "n"(OFFSET_BITS)); /* in a register, for pair_of */
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 4; j++) { /* 32 inputs */
-            if (j == 0 || part == 0) {
-                now = load_scales(scales.at[block], column);
-                for (int i = 0; i < EIGHTS * 4; i++) sums[i / 4][i % 4] = 0;
+        for (int first = 0; first < 4; first += PARTS) {
+            const float2 scales[2] = {load_scale(rows_of.at[block][0], column),
+                                      load_scale(rows_of.at[block][1], column)};
+            float sums[2][EIGHTS][4] = {}; /* a chain of instructions each */
+            for (int j = first; j < first + PARTS; j++) {
+                const uint32_t low = ring[((slot * 2) * this->THREADS + j * 8) * 4],
+                               high = ring[((slot * 2 + 1) * this->THREADS + j * 8) * 4];
+                for (int k = 0; k < 2; k++) {
+                    const uint32_t a[4] = {pair_of(low, k * 2, offset), pair_of(high, k * 2, offset),
+                                           pair_of(low, k * 2 + 1, offset), pair_of(high, k * 2 + 1, offset)};
+                    for (int e = 0; e < EIGHTS; e++) mma_16816<T>(sums[k][e], a, ((const uint2 *)&x.bits[j][e])[k]);
+                }
             }
-            uint32_t words[2];
-            for (int half = 0; half < 2; half++)
-                words[half] = ring[((slot * 2 + half) * this->THREADS + j * 8 + this->group) * 4 + this->quad];
-            for (int k = 0; k < 2; k++) {
-                uint32_t pairs[2][2];
-                for (int i = 0; i < 4; i++) pairs[i / 2][i % 2] = pair_of(words[i / 2], k * 2 + i % 2, now.zero[i / 2]);
-                for (int e = 0; e < EIGHTS; e++)
-                    mma_16816<T>(sums[e], {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]},
-                                 ((const uint2 *)&x.bits[j][e])[k]);
+            for (int i = 0; i < EIGHTS * 4; i++) {
+                const int e = i / 4, r = i % 4;
+                const float2 &scale = scales[r / 2];
+                acc[e][r] += scale.x * (sums[0][e][r] + sums[1][e][r] - scale.y * x.sums[first / PARTS][e][r % 2]);
             }
-            const bool is_end = ++part == parts();
-            if (is_end) part = 0, column++;
-            if (j < 3 && !is_end) continue;
-            for (int e = 0; e < EIGHTS; e++)
-                for (int i = 0; i < 4; i++) acc[e][i] += now.scale[i / 2] * sums[e][i];
+            if (PARTS == 1 && ++part == parts && column < last_column()) part = 0, column++;
         }
         __syncwarp(); /* before the slot is filled anew */
     }
+    /* Of the scales. Behind the weight's last input there are zeros, and the last scales are taken for them. */
+    __device__ __forceinline__ int last_column() const { return this->size / (int)this->args.weight.block_columns - 1; }
 };
 
 #endif

@@ -189,7 +189,7 @@ pk_status pk_cuda_linear_fp8(const pk_linear_args *args, const pk_cuda_call &cal
     for (int64_t first = 0, count; first < args->x.num_rows; first += count) {
         count = next_rows(args, args->x.num_rows - first);
         void *memory;
-        PK_TRY(pk_cuda_queries_of(call, (size_t)memory_for(args, count).bytes, &memory));
+        PK_TRY(pk_cuda_scratch_beside(call, (size_t)memory_for(args, count).bytes, &memory));
         pk_linear_args some = *args;
         some.x.num_rows = count;
         some.x.data = (const char *)args->x.data + first * args->x.stride * 2;

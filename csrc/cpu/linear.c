@@ -18,9 +18,9 @@ enum {
     AMX_BLOCK_BYTES = 1 << 19, /* CPUs with AMX have 2 MiB and more of L2 */
     MAX_AMX_BLOCK = 128,
     CACHE_LINE = 64,
-    FEW_ROWS = 16, /* no more than these wait for the weight, or nearly so */
+    FEW_ROWS = 16,                    /* no more than these wait for the weight, or nearly so */
     BLAS_BLOCK = PK_MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
-    PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */
+    PARALLEL_PRODUCTS = 1 << 18,      /* below this many multiplications one thread is done before a second one wakes */
 };
 static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 

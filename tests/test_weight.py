@@ -75,7 +75,7 @@ def test_product(rng, device, shape, kind, dtype):
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype, most", [("float32", 1e-6), ("float16", 2**-11), ("bfloat16", 2**-9)])
+@pytest.mark.parametrize("dtype, most", [("float32", 1e-6), ("float16", 2**-11), ("bfloat16", 2**-8)])
 @pytest.mark.parametrize("kind", ["float8 blocks", "float8 channels", "int4 128", "int4 64", "int4 row"])
 @pytest.mark.parametrize("rows", [1, 3, 40, 130])
 def test_the_error_is_that_of_the_activations_dtype(rng, device, rows, kind, dtype, most):
@@ -292,11 +292,12 @@ def test_every_instruction_set(lesser_isa):
 
 
 def in_float8(x: np.ndarray, part: int) -> np.ndarray:
-    """Each `part` neighbours of a row divided by their largest magnitude / 448, rounded to float8, and multiplied again."""
-    parts = x.reshape(len(x), -1, part)
+    """Each `part` neighbours of a row divided by their largest magnitude / 448, rounded to float8, and multiplied again: in
+    float32, since half a last place decides how a number is rounded."""
+    parts = x.reshape(len(x), -1, part).astype(np.float32)
     largest = np.abs(parts).max(2, keepdims=True)
-    scales = np.where(largest > 0, largest / 448, 1).astype(np.float32).astype(np.float64)
-    return (oracle.rounded(parts / scales, F8) * scales).reshape(x.shape)
+    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1))
+    return (oracle.rounded(parts * (np.float32(1) / scales), F8) * scales.astype(np.float64)).reshape(x.shape)
 
 
 @pytest.mark.gpu

@@ -358,6 +358,7 @@ def linear(
     out_squares: _Tensor | None = None,
     add_to_out: bool = False,
     weight_is_constant: bool = False,
+    quantize_x: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...

@@ -67,6 +67,7 @@ TYPES = {
     "add_to_out": "bool",
     "weight_block": "SymInt[2]?",
     "weight_is_constant": "bool",
+    "quantize_x": "bool",
     "interleaved": "bool",
     "q_at_start": "bool",
 }

@@ -106,7 +106,7 @@ def draw_linear(d: Draw) -> dict:
     a = {
         "x": place(d.rng, x, dtype, may_repeat=True, may_be_readonly=True),
         **weight,
-        **d.some(weight_is_constant=d.flag),
+        **d.some(weight_is_constant=d.flag, quantize_x=d.flag),
         **d.stream(),
     }
     if outputs % 2 == 0 and d.maybe(0.4):

@@ -121,7 +121,7 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (copy, dict(dst=ones(T, D), src=ones(T, D)), {"dst"}, {("dst", "src")}),
 ]  # fmt: skip
 NOT_TENSORS = {
-    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "weight_block", "max_seqlen_q", "softmax_scale", "causal",
+    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "quantize_x", "weight_block", "max_seqlen_q", "softmax_scale", "causal",
     "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)

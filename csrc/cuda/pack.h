@@ -22,6 +22,23 @@ __device__ static inline float2 pk_to_floats(__nv_bfloat162 x) /* by fewer instr
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
+/* Four e4m3 as four fp16: the lower two in x, the upper two in y. */
+__device__ static inline uint2 fp8_to_f16(uint32_t four)
+{
+    uint2 to;
+#if __CUDA_ARCH__ >= 890 /* where a register's halves are operands, and no shift is needed */
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(to.x), "=r"(to.y)
+        : "r"(four));
+#else
+    __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3);
+    __half2_raw high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
+    to = {(uint32_t)low.x | (uint32_t)low.y << 16, (uint32_t)high.x | (uint32_t)high.y << 16};
+#endif
+    return to;
+}
+
 /* 16 bytes from global to shared memory, all of them or the first few and zeros. */
 __device__ static inline void copy_async_16(uint32_t to, const void *from, int bytes)
 {

@@ -73,6 +73,7 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     pk_linear_args args = pk_linear_args_of(x, &weight, &out->view);
     args.epilogue.bias = bias ? bias->data : NULL;
     args.weight.is_constant = call->weight_is_constant;
+    args.x.may_be_e4m3 = call->quantizes_x;
     args.epilogue.adds_to_out = call->adds_to_out;
     args.epilogue.is_gated = gate_up != NULL;
     args.epilogue.divides_by_rms = rms_eps != NULL;

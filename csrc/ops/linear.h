@@ -18,6 +18,8 @@ typedef struct pk_rows {
     pk_dtype dtype;
     const float *squares; /* [num_rows, num_squares] or NULL, as the epilogue of another product left them */
     int64_t num_squares;
+    bool may_be_e4m3;    /* they may be rounded to it where the weight is of e4m3 */
+    const float *scales; /* of rows that a backend has rounded to it, as its product wants them; else NULL */
 } pk_rows;
 
 /* Of the rows' dtype, or quantised: then a value is (data - zero) * scale, with one scale for a block of block_rows x
@@ -86,7 +88,7 @@ typedef struct pk_linear_call {
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
     const pk_view *x_squares, *out_squares; /* or NULL */
-    bool adds_to_out, weight_is_constant;
+    bool adds_to_out, weight_is_constant, quantizes_x;
     pk_output *out;
 } pk_linear_call;
 

@@ -244,23 +244,6 @@ using kind_f16 = attention_kind<__half, false>;
 using kind_fp8 = attention_kind<__half, true>;
 using kind_fp8_in_bf16 = attention_kind<__nv_bfloat16, true>;
 
-/* Four e4m3 as four fp16: the lower two in x, the upper two in y. */
-__device__ static inline uint2 fp8_to_f16(uint32_t four)
-{
-    uint2 to;
-#if __CUDA_ARCH__ >= 890 /* where a register's halves are operands, and no shift is needed */
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-        : "=r"(to.x), "=r"(to.y)
-        : "r"(four));
-#else
-    __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3);
-    __half2_raw high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
-    to = {(uint32_t)low.x | (uint32_t)low.y << 16, (uint32_t)high.x | (uint32_t)high.y << 16};
-#endif
-    return to;
-}
-
 /* Keys or values of some tokens in shared memory, a row of D elements per token. */
 template <typename Kind, int D>
 struct cache_tile {

@@ -18,6 +18,15 @@ typedef struct pk_lt_preference_ *pk_lt_preference;
 
 enum { PK_LT_COMPUTE_F32 = 68, PK_LT_OP_T = 1 };
 enum { PK_LT_DESC_TRANSA = 3, PK_LT_DESC_EPILOGUE = 7 /* uint32_t */, PK_LT_DESC_BIAS = 8 /* its address */ };
+enum { PK_LT_DESC_A_SCALES = 17, PK_LT_DESC_B_SCALES, PK_LT_DESC_A_SCALING = 31, PK_LT_DESC_B_SCALING };
+/* What has a scale in float32: a row, 128 neighbours of a row, 128 x 128 of a matrix. From 12.9 on. */
+enum pk_lt_scaling {
+    PK_LT_SCALING_NONE = 0,
+    PK_LT_SCALING_ROWS = 3,
+    PK_LT_SCALING_PARTS = 4,
+    PK_LT_SCALING_BLOCKS = 5
+};
+enum { PK_LT_SCALING_VERSION = 120900 };
 enum { PK_LT_EPILOGUE_BIAS = 4 /* of out's dtype, added before out is rounded */ };
 enum {
     PK_LT_PREFERENCE_WORKSPACE = 1,   /* uint64_t */

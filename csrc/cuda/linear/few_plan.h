@@ -1,14 +1,13 @@
-/* few_plan.h - the shapes of few.cu: tiles, CTAs, and the ring of copies, by the weight and the card. */
+/* few_plan.h - the shapes of few_kernel.h: tiles, CTAs, and the ring of copies, by the weight and the card. */
 #ifndef PK_CUDA_LINEAR_FEW_PLAN_H
 #define PK_CUDA_LINEAR_FEW_PLAN_H
 
 #include "cuda/linear/linear.h"
 
 enum {
-    LINE = 64 /* inputs */,
     BLOCK = 16 /* outputs of an instruction */,
     MAX_TILE = 48 /* outputs */,
-    MAX_ROWS = 16, /* of a weight that is not small: half as many */
+    MAX_ROWS = 16, /* of a weight of 16 bits that is not small: half as many */
     SMALL = 100 << 10 /* bytes of a weight per SM */,
     /* A small weight has two CTAs per SM, of this product and the next, a larger one has one. */
     FEW_WARPS = 8,
@@ -20,13 +19,27 @@ struct linear_few_params {
     int tile, num_tiles;     /* outputs (of a gated product: gates and ups) */
     int num_slots, sums_at;  /* of the ring; where the sums lie in shared memory, in 16 bytes */
     int num_ctas, num_warps; /* of the grid, of a CTA */
-    bool is_shallow;         /* the ring has fewer slots than depth_of(), and copies for more */
+    bool is_shallow;         /* the ring has fewer slots than its depth, and copies for more */
     size_t smem_bytes;       /* of a CTA */
 };
 
-/* How many lines of 16 outputs each warp has in flight where there is room: 96 or 160 KB a CTA. */
-static constexpr int depth_of(int warps) { return warps == FEW_WARPS ? 6 : 5; }
-static constexpr int slot_bytes(int warps) { return warps * 32 * 4 * 16; }
+/* How a weight comes: in pieces of 16 bytes, of which a thread copies some in a row of the weight for each line. */
+struct few_form {
+    int bits;   /* of a value */
+    int pieces; /* of a thread in a row; a line has those of four threads */
+
+    constexpr int piece() const { return 128 / bits; } /* inputs */
+    constexpr int line() const { return 4 * pieces * piece(); }
+    /* Of 16 outputs by a line, for each warp. */
+    constexpr int slot_bytes(int warps) const { return warps * 32 * 2 * pieces * 16; }
+    /* How many of those each warp has in flight where there is room: 96 or 160 KB a CTA. */
+    constexpr int depth(int warps) const { return (warps == FEW_WARPS ? 6 : 5) * 2 / pieces; }
+};
+static constexpr few_form FEW_16_BIT = {16, 2}, FEW_FP8 = {8, 2}, FEW_INT4 = {4, 1};
+static constexpr few_form few_form_of(pk_dtype weight)
+{
+    return weight == PK_F8E4M3 ? FEW_FP8 : weight == PK_U8 ? FEW_INT4 : FEW_16_BIT;
+}
 /* Of all warps, for a tile of so many blocks: they lie behind the ring, or in its place. */
 static constexpr int sums_bytes(int warps, int64_t num_rows, int64_t blocks)
 {
@@ -43,8 +56,10 @@ static constexpr int most_smem(const pk_cuda_card &card)
 static inline linear_few_params plan_linear_few(const pk_linear_args *args, const pk_cuda_device *device)
 {
     linear_few_params params = {*args};
-    const bool is_small = args->weight.in_features * args->weight.out_features * 2 <= (int64_t)SMALL * device->num_sms;
-    const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = depth_of(warps);
+    const few_form form = few_form_of(args->weight.dtype);
+    const bool is_small =
+        args->weight.in_features * args->weight.out_features * form.bits / 8 <= (int64_t)SMALL * device->num_sms;
+    const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = form.depth(warps);
     int64_t best = INT64_MAX;
     int step = args->epilogue.is_gated ? 16 : 8;
     for (int tile = step; tile <= MAX_TILE; tile += step) {
@@ -54,14 +69,14 @@ static inline linear_few_params plan_linear_few(const pk_linear_args *args, cons
         params.tile = tile, params.num_tiles = (int)tiles, params.num_ctas = (int)pk_ceil_div(tiles, rounds);
     }
     int64_t blocks = pk_ceil_div(params.tile, BLOCK),
-            slots = blocks * pk_ceil_div(args->weight.in_features, LINE * warps);
+            slots = blocks * pk_ceil_div(args->weight.in_features, form.line() * warps);
     bool is_one_round = params.num_tiles <= params.num_ctas;
     int sums = sums_bytes(warps, args->x.num_rows, blocks); /* of a last tile lie where its copies were */
-    int room = (most_smem(device->card) - (is_one_round ? 0 : sums)) / slot_bytes(warps);
+    int room = (most_smem(device->card) - (is_one_round ? 0 : sums)) / form.slot_bytes(warps);
     int needed = is_one_round && slots < depth ? (int)slots : depth;
     params.is_shallow = room < needed;
     params.num_slots = params.is_shallow ? room : needed;
-    int copies = params.num_slots * slot_bytes(warps), behind = is_one_round ? 0 : copies;
+    int copies = params.num_slots * form.slot_bytes(warps), behind = is_one_round ? 0 : copies;
     params.sums_at = behind / 16;
     params.smem_bytes = behind + sums > copies ? behind + sums : copies;
     return params;

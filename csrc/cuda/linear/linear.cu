@@ -88,8 +88,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 /* Or NULL, where cuBLASLt or a plain kernel answers: a quantised weight is dequantised for them. */
 static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
-    if (args->weight.scales) return nullptr;
-    if (pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
+    if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
     return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
 }
 
@@ -132,12 +131,15 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
     return pk_for_float_dtype(call.err, args->x.dtype, [&](auto zero) {
         using T = decltype(zero);
         const bool is_f32 = args->epilogue.out_dtype == PK_F32;
+        const auto multiply = is_f32 ? launch<T, float> : launch<T, T>;
         if (launch_own)
             PK_TRY(launch_own(&without_squares, call));
-        else if (args->weight.scales)
-            PK_TRY(multiply_dequantized(&without_squares, call));
+        else if (!args->weight.scales)
+            PK_TRY(multiply(args, call));
+        else if (pk_cuda_linear_fp8_applies(args, call.device))
+            PK_TRY(pk_cuda_linear_fp8(args, call, multiply));
         else
-            PK_TRY((is_f32 ? launch<T, float>(args, call) : launch<T, T>(args, call)));
+            PK_TRY(multiply_dequantized(&without_squares, call));
         if (num_squares == 0) return PK_OK;
         const dim3 grid = pk_cuda_grid(pk_ceil_div(args->x.num_rows * num_squares, 8));
         auto kernel = is_f32 ? leave_squares_kernel<float> : leave_squares_kernel<T>;

@@ -9,12 +9,21 @@
 /* few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
+/* few_quantised.cu: what of it is the weight's in float8 or int4. */
+bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few_quantised;
 
 /* What the kernels of Hopper's matrix units have in common: whether they can read x and weight (of 16 bits, by bulk
  * tensor copies), and the map of a matrix of in_features, in boxes of 64 of them by so many rows. */
 bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
                              int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
+
+/* fp8.cu: many rows by a weight in e4m3 on Hopper. The rows become e4m3, too, each of them or each 128 neighbours with a
+ * scale of their own, as the weight has it, and cuBLASLt multiplies. `multiply` is called for some rows at a time. */
+bool pk_cuda_linear_fp8_applies(const pk_linear_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_linear_fp8(const pk_linear_args *args, const pk_cuda_call &call,
+                             pk_cuda_launcher<pk_linear_args> *multiply);
 
 /* plans.cu: cuBLASLt, where its arguments can say what the strides are. A bias is in `out` already, or is added
  * by cuBLASLt, where `out` holds something else and would be rounded in between. */

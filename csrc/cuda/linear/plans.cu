@@ -18,7 +18,8 @@ struct plan_key {
     uint32_t x_alignment, weight_alignment, out_alignment; /* bytes, up to 256 */
     int32_t device;
     pk_dtype dtype, out_dtype;
-    int64_t adds_bias;
+    int32_t adds_bias;
+    pk_lt_scaling scaling; /* of the weight */
 };
 static_assert(std::has_unique_object_representations_v<plan_key>, "compared as bytes");
 
@@ -58,7 +59,10 @@ static plan_key key_of(const pk_linear_args *args, const pk_cuda_device *device)
             device->index,
             args->x.dtype,
             args->epilogue.out_dtype,
-            pk_cuda_blas_adds_bias(args)};
+            pk_cuda_blas_adds_bias(args),
+            !args->x.scales                ? PK_LT_SCALING_NONE
+            : args->weight.block_rows == 1 ? PK_LT_SCALING_ROWS
+                                           : PK_LT_SCALING_BLOCKS};
 }
 
 /* The key's plan, else an empty slot, else the plan whose place a new one takes. */
@@ -84,7 +88,25 @@ static void destroy(plan *plan)
 
 static cudaDataType_t data_type_of(pk_dtype dtype)
 {
-    return dtype == PK_F32 ? CUDA_R_32F : dtype == PK_F16 ? CUDA_R_16F : CUDA_R_16BF;
+    return dtype == PK_F32      ? CUDA_R_32F
+           : dtype == PK_F16    ? CUDA_R_16F
+           : dtype == PK_F8E4M3 ? CUDA_R_8F_E4M3
+                                : CUDA_R_16BF;
+}
+
+static pk_status set_scales(pk_lt_desc desc, const void *weight, const void *x, pk_error *err)
+{
+    PK_LT(err, MatmulDescSetAttribute, desc, PK_LT_DESC_A_SCALES, &weight, sizeof weight);
+    PK_LT(err, MatmulDescSetAttribute, desc, PK_LT_DESC_B_SCALES, &x, sizeof x);
+    return PK_OK;
+}
+
+static pk_status set_scaling(pk_lt_desc desc, pk_lt_scaling scaling, pk_error *err)
+{
+    const int32_t of_weight = scaling, of_x = scaling == PK_LT_SCALING_BLOCKS ? PK_LT_SCALING_PARTS : scaling;
+    PK_LT(err, MatmulDescSetAttribute, desc, PK_LT_DESC_A_SCALING, &of_weight, sizeof of_weight);
+    PK_LT(err, MatmulDescSetAttribute, desc, PK_LT_DESC_B_SCALING, &of_x, sizeof of_x);
+    return set_scales(desc, handles, handles, err); /* some address, for the library's guess */
 }
 
 /* The library's guesses, the best one first. */
@@ -141,6 +163,7 @@ static pk_status make_plan(plan *plan, const plan_key *key, pk_error *err)
     PK_LT(err, MatmulDescCreate, &plan->desc, PK_LT_COMPUTE_F32, CUDA_R_32F);
     PK_LT(err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_TRANSA, &transposed, sizeof transposed);
     if (key->adds_bias) PK_LT(err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    if (key->scaling) PK_TRY(set_scaling(plan->desc, key->scaling, err));
     PK_LT(err, MatrixLayoutCreate, &plan->weight, type, (uint64_t)key->in_features, (uint64_t)key->out_features,
           key->weight_stride);
     PK_LT(err, MatrixLayoutCreate, &plan->x, type, (uint64_t)key->in_features, (uint64_t)key->num_rows, key->x_stride);
@@ -188,6 +211,7 @@ pk_status pk_cuda_linear_by_blas(const pk_linear_args *args, const pk_cuda_call 
     if (key.adds_bias)
         PK_LT(call.err, MatmulDescSetAttribute, plan->desc, PK_LT_DESC_BIAS, &args->epilogue.bias,
               sizeof args->epilogue.bias);
+    if (key.scaling) PK_TRY(set_scales(plan->desc, args->weight.scales, args->x.scales, call.err));
     PK_LT(call.err, Matmul, handles[key.device], plan->desc, &alpha, args->weight.data, plan->weight, args->x.data,
           plan->x, &beta, args->epilogue.out, plan->out, args->epilogue.out, plan->out, &plan->algo, scratch.data,
           PK_SCRATCH_BYTES, call.stream);

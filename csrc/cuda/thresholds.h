@@ -44,13 +44,11 @@ constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that
 constexpr float UNEVEN = 1.25f;   /* times the share of busy SMs: not spread evenly, they read as if more were busy */
 constexpr float START_US = 2.0f;  /* of a unit behind another, until its first step, or of prefill's item; */
 constexpr float LEAVE_US = 1.8f;  /* of a part, until it is left to be merged, in prefill, too; */
-constexpr float BATCH_US = 0.45f; /* until a batch of parts comes, in a round of threads that merge, */
-constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
-constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges */
+constexpr float MERGE_US = 0.9f;  /* for up to 17 parts, in a round of threads that merge */
 
 /* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
-constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
+constexpr float MERGE_KERNEL_US = 2.0f;                        /* the kernel that merges, */
 constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
 constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
 constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken, */

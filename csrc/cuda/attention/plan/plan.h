@@ -9,6 +9,7 @@
 #define PK_CUDA_ATTENTION_PLAN_H
 
 #include "cuda/attention/parts.h"
+#include "cuda/attention/plan/makespan.h"
 #include "cuda/divider.h"
 #include "ops/rope.h"
 
@@ -37,12 +38,8 @@ struct decode_shape {
     int most_steps;     /* of a sequence: the table has room for no more */
     bool has_few_steps; /* the table has room for no more of the smallest CTAs */
     bool are_whole;     /* a sequence is one unit: its number is the unit's */
-    float start_steps;  /* that take as long as the start of a CTA behind another, */
-    float leave_steps;  /* and as leaving a part to be merged */
-    float lone_share;   /* a step's time in a CTA that runs on alone, of its time beside all others */
     bool merges_apart;  /* another kernel merges parts; else the last CTA of a tile */
-    float batch_steps;  /* that take as long as the wait for a batch of parts to be merged, */
-    float part_steps;   /* and as the merging of one of them */
+    cutting_costs costs; /* in steps */
     int num_splits;     /* parts of every sequence, or 0 */
     int signature;      /* of what the rows of a plan depend on */
     row_filter filter;

@@ -85,18 +85,17 @@ static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, 
     shape->merges_apart = !shape->num_splits && is_alone && most_parts > MERGE_BATCH;
 }
 
-/* What starts and merges take, in steps of a CTA beside all others, and what a step takes that has little beside it. */
+/* In steps of a CTA beside all others. */
 static void fill_costs(const pk_attention_args *args, decode_shape *shape)
 {
     using namespace thresholds;
     int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
-    float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US, rounds = (float)merge_rounds(*shape);
+    float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US;
     float lone_us = shape->rows * shape->head_dim >= MANY_SUMS ? LONE_STEP_US_OF_MANY_SUMS : LONE_STEP_US;
-    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
-    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
-    shape->start_steps = START_US / step_us;
-    shape->leave_steps = LEAVE_US / step_us;
-    shape->lone_share = lone_us < step_us ? lone_us / step_us : 1;
+    float rounds = shape->merges_apart ? 0.25f : (float)merge_rounds(*shape);
+    shape->costs = {(float)shape->slots, (float)(shape->num_units - shape->num_segments), DECODE_STAGES,
+                    START_US / step_us, LEAVE_US / step_us, 0, rounds * MERGE_US / step_us, 0,
+                    lone_us < step_us ? lone_us / step_us : 1};
 }
 
 pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -107,7 +106,6 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     choose_merging(segments, slots, most_steps, shape);
-    fill_costs(args, shape);
     /* Rows take time even where they are empty (decode/NOTES.md #69a). So there are few where a place's share of all
      * steps is too short for it to take a second unit. */
     const bool are_long_shares = segments > 1 && segments * most_steps >= FEWEST_STEPS_OF_SHARE * slots;
@@ -130,6 +128,7 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     shape->num_segments = (int)segments;
     shape->num_units = (int)units;
     shape->max_slots = (int)parts;
+    fill_costs(args, shape);
     shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
                                      shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
                                      args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,

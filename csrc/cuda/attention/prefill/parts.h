@@ -63,7 +63,7 @@ struct prefill_parts {
     {
         float merged =
             __fdividef(parts, (float)batch.num_ctas) * (float)batch.args.head_dim; /* parts a CTA, and dims */
-        return fmaf(thresholds::MERGE_DIM_US, merged, fmaf(thresholds::MERGE_PART_US, count, thresholds::MERGE_US));
+        return fmaf(thresholds::MERGE_DIM_US, merged, fmaf(thresholds::MERGE_PART_US, count, thresholds::MERGE_KERNEL_US));
     }
 
     /* In us, with parts of at most `length` keys, of which the longest item has `count`, and if the first `whole` items
@@ -94,7 +94,7 @@ struct prefill_parts {
     {
         using namespace thresholds;
         if (lengths.items == 0 || lengths.items > MOST_WAVES_TO_CUT * (float)batch.num_ctas) return false;
-        return us_of_whole((float)lengths.longest, us_of_key(batch.args)) > MERGE_US + 2 * MERGE_PART_US;
+        return us_of_whole((float)lengths.longest, us_of_key(batch.args)) > MERGE_KERNEL_US + 2 * MERGE_PART_US;
     }
 
     /* Keys of a part where the longest item has so many. Borders of parts are multiples of `tile`. */

@@ -44,16 +44,10 @@ constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that
 constexpr float UNEVEN = 1.25f;   /* times the share of busy SMs: not spread evenly, they read as if more were busy */
 constexpr float START_US = 2.0f;  /* of a unit behind another, until its first step, or of prefill's item; */
 constexpr float LEAVE_US = 1.8f;  /* of a part, until it is left to be merged, in prefill, too; */
-constexpr float MERGE_US = 0.9f;  /* for up to 17 parts, in a round of threads that merge */
+constexpr float MERGE_US = 0.9f;  /* for up to 17 parts, in a round of threads that merge (#113) */
 
-/* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
+/* attention/prefill/prefill.h: how fast items are (prefill/NOTES.md #34). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
-constexpr float MERGE_KERNEL_US = 2.0f;                        /* the kernel that merges, */
-constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
-constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
-constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken, */
-constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
-constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
 
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

@@ -63,9 +63,14 @@ extern "C" const char *plans(batch_of_plans *it, const int *starts, const int *l
 #elif defined(PREFILL)
     prefill_batch batch;
     const row_filter filter = {it->min_rows, it->max_rows};
+#if __has_include("cuda/attention/prefill/parts.h") /* up to #114 */
     it->cuts = may_cut(args, filter, PREFILL_PART_ROWS, 132);
     if (make_prefill_batch(&args, filter, call, PREFILL_PART_ROWS, &batch) != PK_OK) return error.message;
     plan_prefill_rows(&batch, it->cuts);
+#else
+    it->cuts = may_cut(args, filter, 132);
+    if (make_prefill_batch(&args, filter, call, PREFILL_PART_ROWS, it->cuts, &batch) != PK_OK) return error.message;
+#endif
     it->num_rows = batch.num_rows;
     if (batch.num_rows > capacity) return "there is no room for the rows";
     batch.plan = (int4 *)rows;

@@ -67,7 +67,7 @@ __device__ static inline decode_cut choose_cut(const decode_shape &shape, int lo
     const int whole = are_left && lane > 0 ? num_longest - left : 0;
 
     const float most = fmaxf(1, __fdividef((float)longest * (float)shape.slots, (float)total));
-    const float parts = are_left ? (float)lane + 1 : fmaf(most - 1, (float)lane * (1.0f / (CUTS_TRIED - 1)), 1);
+    const float parts = are_left ? (float)lane + 1 : fmaf(most - 1, (float)lane * (1.0f / (PLAN_TRIALS - 1)), 1);
     /* A little less, so that what goes into it without a rest is not rounded up. */
     const int length = lane == 0 ? longest : (int)ceilf(__fdividef(0.999999f * (float)longest, parts));
     const cutting_trial trial = {shape.costs, its, (float)length, (float)whole, __frcp_rd((float)length)};

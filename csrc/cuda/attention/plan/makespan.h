@@ -16,7 +16,7 @@
 
 /* Lengths of sequences or items are divided into so many classes, the longest first: lane i has class i. */
 constexpr int PLAN_CLASSES = 8;
-constexpr int CUTS_TRIED = 32; /* a lane each */
+constexpr int PLAN_TRIALS = 32; /* a lane each */
 
 struct makespan {
     float places;

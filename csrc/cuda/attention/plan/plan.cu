@@ -6,7 +6,7 @@
 // --- kernels
 
 enum { THREADS = 512, LANES = 8 }; /* that list a sequence's units */
-static_assert(CUTS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
+static_assert(PLAN_TRIALS == 32 && UNIT_BUCKETS == 32, "a lane each");
 
 /* What the CTA's threads find out together. */
 struct shared_plan {

@@ -2,7 +2,7 @@
 #ifndef PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
 #define PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
 
-#include "cuda/attention/prefill/parts.h"
+#include "cuda/attention/prefill/lengths.h"
 
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
  * groups of 32 neighbouring sequences; in a group chunks (so that the keys in use stay in the L2 cache), those of the
@@ -31,9 +31,6 @@ struct prefill_schedule {
     int next_level;                            /* the next below it that has items, or -1 */
     int before, count;                         /* entries of a bundle above the run; items on each of its levels */
     int num_parts;                             /* of each of them */
-    int first_slot, num_slots; /* parts before the chunk; of a bundle: these follow each other in a chunk, */
-    int first_cut;             /* behind so many entries of a bundle */
-    int whole_from, num_long;  /* of CUTS: a level in the chunk, see prefill_parts; long items up to its end */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -48,8 +45,6 @@ struct prefill_schedule {
         before = count = num_levels = num_parts = 0;
         next_level = -1;
         num_bundles = batch.num_bundles;
-        first_slot = num_slots = first_cut = 0;
-        whole_from = num_long = 0;
     }
 
     /* The lane's sequence, and its items. */
@@ -109,7 +104,6 @@ struct prefill_schedule {
     {
         while (index - chunk_begin >= (before + num_levels * count * num_parts) * num_bundles) {
             before += num_levels * count * num_parts;
-            if (num_parts > 1) num_slots += num_levels * count * num_parts;
             num_levels = 0;
             if (next_level >= 0)
                 begin_run(batch, next_level);
@@ -125,7 +119,7 @@ struct prefill_schedule {
         item.q_head = by_bundle.y * batch.heads;
         item.part = by_part.y;
         item.num_parts = 1;
-        item.first_slot = first_slot + at - first_cut * num_bundles - item.part;
+        item.first_slot = index - item.part;
         if (CUTS && num_parts > 1) cut(item);
         return item;
     }
@@ -134,47 +128,24 @@ struct prefill_schedule {
     {
         if (next_chunk(batch) == 0) return false;
         chunk_begin += before * num_bundles;
-        first_slot += num_slots * num_bundles;
-        before = num_slots = 0;
+        before = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
-        if constexpr (CUTS) find_whole();
         if constexpr (!CUTS) { /* a chunk that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
             if (index - chunk_begin >= entries * num_bundles) before = entries, next_level = -1;
         }
         return true;
     }
-    /* From which level on the chunk's items stay whole, of those that do in any case. */
-    __device__ void find_whole()
-    {
-        auto count_from = [&](int level) {
-            int end = first_level + num_items, first = max(first_level, level);
-            return __reduce_add_sync(~0u, max(end - first, 0)) * num_bundles;
-        };
-        int room = parts.num_whole - num_long, low = parts.lowest_level, high = next_level + 1;
-        num_long += count_from(low);
-        whole_from = parts.num_whole && num_long <= parts.num_whole ? 0 : high; /* all of them, or none */
-        if (whole_from == 0 || room <= 0) return;
-        while (low < high) { /* the lowest level from which on there are no more than there is room for */
-            int level = (low + high) / 2;
-            if (count_from(level) <= room)
-                high = level;
-            else
-                low = level + 1;
-        }
-        whole_from = high;
-    }
     /* A run ends where a sequence's items begin or end, or have fewer parts. */
     __device__ void begin_run(const prefill_batch &batch, int highest)
     {
         level = highest;
-        num_parts = CUTS ? parts.count(batch, level, whole_from) : 1;
-        if (num_slots == 0) first_cut = before;
+        num_parts = CUTS ? parts.count(batch, level) : 1;
         int end = first_level + num_items;
         bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
         count = __popc(__ballot_sync(~0u, is_here));
         int lowest = __reduce_max_sync(~0u, is_here ? first_level : is_below ? end : 0);
-        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, whole_from, num_parts));
+        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, num_parts));
         num_levels = level - lowest + 1;
         next_level = __reduce_max_sync(~0u, num_items && first_level < lowest ? min(lowest, end) - 1 : -1);
     }

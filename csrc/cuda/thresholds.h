@@ -10,18 +10,9 @@
 namespace thresholds
 {
 
-/* attention/attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
-/* Query rows per sequence and KV head, up to which it is faster; twice as many where sequences do not fill the SMs. */
-constexpr int DECODE_ROWS = 16;
-constexpr int THIN_SHARE = 9; /* items of 128 rows: fewer than a ninth of the SMs, */
-/* and no more than this of rows * keys * head_dim (#24), of which prefill would cut its items; a quarter of it with more
- * than 128 dims (#35b) */
-constexpr double THIN_WORK = 2.5e8;
-constexpr int THIN_SHARE_SM80 = 3;    /* beside the prefill kernel for older GPUs: fewer than a third, */
-constexpr int THIN_KEYS_SM80 = 1024;  /* and a table for more keys than that */
-constexpr int SMALL_DIMS_AN_SM = 256; /* head_dim of all tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;       /* and a table for so many keys at most; */
-constexpr int MANY_DIMS_AN_SM = 112;  /* the same of full tiles, beyond 128 dims: more are prefill's (#43) */
+/* attention/attention.cu: decode or prefill for a batch (prefill/NOTES.md #23, #24, #35b, decode/NOTES.md #45). */
+constexpr int ITEM_TILES = 2;    /* tiles of 16 rows, which the decode kernel goes through while prefill does an item's */
+constexpr double SOONER = 1.2e8; /* rows * keys * head_dim of such tiles, before prefill begins; a quarter with 256 dims */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */

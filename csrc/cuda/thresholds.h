@@ -22,10 +22,9 @@ constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
  * few heads it does up to SM90_MAX_ROWS: the projection before it is an own kernel, which lets it start early
  * (linear/NOTES-sm90.md #20, #22, #29). */
 constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention/decode/decode.cu uses it, too */
-constexpr int MOST_SEQS_OVER_FP8 = 96, MOST_SEQS_OF_MORE_HEADS = 8;
+constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention/plan/shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
-constexpr int FILLED_THIRDS = 2;         /* of the places of CTAs, that equal parts fill */
 constexpr int FEW_PARTS = 8;             /* per tile of 8 rows: not worth CTAs of a whole SM */
 constexpr int FEW_STEPS = 16;            /* of the smallest CTAs: a start takes as long as three of them (#101) */
 constexpr int FEWEST_STEPS_OF_SHARE = 8; /* of a place: with fewer it takes no second unit (#78) */

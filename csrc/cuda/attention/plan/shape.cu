@@ -21,13 +21,12 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
     return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
 }
 
-/* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
- * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
- * CTAs would leave much of their first or third wave empty, those twice as large end sooner; but not with fp8, whose
- * steps are twice as long, nor where the table has room for a few steps only, because more waves start more often. Where
- * the table is too short for any cut: the largest CTAs that all run at once. Where the smallest do not all run at once,
- * SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend on
- * the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
+/* The largest CTAs that all run at once; but not where equal parts are few and of 8 rows: there is less to gain from fewer
+ * parts than from CTAs that find room beside those of the products before and after. Where the smallest CTAs would leave
+ * some of their first wave empty, those twice as large end sooner; but not with fp8, whose steps are twice as long, nor
+ * where the table has room for a few steps only, because two waves start twice. Where the smallest do not all run at
+ * once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend
+ * on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -39,20 +38,15 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     const int most_ctas = places_of(DECODE_FEWEST_WARPS, false);
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    auto waves_between = [&](int least_tenths, int most_tenths) {
-        return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
-    };
     shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
-    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && (waves_between(5, 10) || waves_between(22, 25));
+    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && segments < most_slots;
     int warps = shape->num_splits ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
     for (;; warps /= 2) {
         const int ctas = shape->ctas_per_sm = places_of(warps, false);
         slots = call.device->num_sms * ctas / heads;
-        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
-        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
-        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps;
-        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
-                       (is_never_cut && slots >= segments);
+        bool are_few_parts = ctas == 1 && shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS &&
+                             most_keys > DECODE_STAGES * shape->chunk * warps;
+        bool is_good = (slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half);
         if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
     }
     shape->step = shape->chunk * warps;

@@ -11,8 +11,9 @@ namespace thresholds
 {
 
 /* attention/attention.cu: decode or prefill for a batch (prefill/NOTES.md #23, #24, #35b, decode/NOTES.md #45). */
-constexpr int ITEM_TILES = 2;    /* tiles of 16 rows, which the decode kernel goes through while prefill does an item's */
-constexpr double SOONER = 1.2e8; /* rows * keys * head_dim of such tiles, before prefill begins; a quarter with 256 dims */
+constexpr int ITEM_TILES = 2; /* tiles of 16 rows, which the decode kernel goes through while prefill does an item's */
+constexpr double SOONER =
+    1.2e8; /* rows * keys * head_dim of such tiles, before prefill begins; a quarter with 256 dims */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
@@ -31,13 +32,14 @@ constexpr int FEWEST_STEPS_OF_SHARE = 8; /* of a place: with fewer it takes no s
 constexpr int MANY_SUMS = 16 * 256;      /* of a tile: */
 constexpr float LONE_STEP_US = 0.83f, LONE_STEP_US_OF_MANY_SUMS = 1.25f; /* of a CTA that runs on alone */
 constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that an SM reads beside all others */
-constexpr float UNEVEN = 1.25f;   /* times the share of busy SMs: not spread evenly, they read as if more were busy */
-constexpr float START_US = 2.0f;  /* of a unit behind another, until its first step, or of prefill's item; */
-constexpr float LEAVE_US = 1.8f;  /* of a part, until it is left to be merged, in prefill, too; */
-constexpr float MERGE_US = 0.9f;  /* for up to 17 parts, in a round of threads that merge (#113) */
+constexpr float UNEVEN = 1.25f;  /* times the share of busy SMs: not spread evenly, they read as if more were busy */
+constexpr float START_US = 2.0f; /* of a unit behind another, until its first step, or of prefill's item; */
+constexpr float LEAVE_US = 1.8f; /* of a part, until it is left to be merged, in prefill, too; */
+constexpr float MERGE_US = 0.9f; /* for up to 17 parts, in a round of threads that merge (#113) */
 
 /* attention/prefill/prefill.h: how fast items are (prefill/NOTES.md #34). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
+constexpr float DIMS_OF_ROUND = 32;                     /* of a part for each SM: they are merged in MERGE_US */
 
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

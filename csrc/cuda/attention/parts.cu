@@ -8,8 +8,8 @@
 enum {
     THREADS = 256,
     GROUPS = PARTS_GROUPS,
-    BATCH = 8,  /* parts that each of a group's threads loads at once */
-    CTAS = 2    /* an SM */
+    BATCH = 8, /* parts that each of a group's threads loads at once */
+    CTAS = 2   /* an SM */
 };
 
 // --- kernels

@@ -82,7 +82,10 @@ struct cutting_trial {
     const length_class &mine;
     float length, whole, per_length; /* rounded down: what goes into it without a rest has none */
 
-    __device__ float parts_of(float its) const { return its <= fmaxf(costs.uncut, length) ? 1 : ceilf(its * per_length); }
+    __device__ float parts_of(float its) const
+    {
+        return its <= fmaxf(costs.uncut, length) ? 1 : ceilf(its * per_length);
+    }
 
     template <typename Take>
     __device__ void for_classes(Take take) const

@@ -13,8 +13,8 @@ struct shared_plan {
     int num_tiles, longest, end_of_longest, num_units;
     int tiles[PLAN_CLASSES], steps[PLAN_CLASSES];
     decode_cut cut;
-    int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
-    int num_left; /* units that are parts */
+    int next_unit[UNIT_BUCKETS];     /* how many units a bucket has; then where its next one goes */
+    int num_left;                    /* units that are parts */
     planned_sequence first[THREADS]; /* the other ones are measured again at every look */
 };
 
@@ -61,8 +61,9 @@ struct decode_planner {
         __syncthreads();
         if (warp == 0) {
             const bool is_class = lane < PLAN_CLASSES;
-            const decode_cut cut = choose_cut(shape, longest, is_class ? shared.tiles[lane] : 0,
-                                              is_class ? shared.steps[lane] : 0, (int)args.num_seqs, shared.end_of_longest);
+            const decode_cut cut =
+                choose_cut(shape, longest, is_class ? shared.tiles[lane] : 0, is_class ? shared.steps[lane] : 0,
+                           (int)args.num_seqs, shared.end_of_longest);
             if (lane == 0) shared.cut = cut;
         }
         __syncthreads();
@@ -106,7 +107,8 @@ struct decode_planner {
             if (seq < args.num_seqs) it = sequence(seq);
             const sequence_units units(shape, shared.cut, seq, it);
             int first = 0, last = 0, first_part = 0; /* where both kinds of units begin */
-            if (of_lanes == 0 && units.num_tiles) last = atomicAdd(&shared.next_unit[units.bucket_of_last], units.num_tiles);
+            if (of_lanes == 0 && units.num_tiles)
+                last = atomicAdd(&shared.next_unit[units.bucket_of_last], units.num_tiles);
             if (of_lanes == 0 && units.num_first) {
                 first = atomicAdd(&shared.next_unit[shared.cut.bucket_of(shared.cut.length)], units.num_first);
                 first_part = atomicAdd(&shared.num_left, units.num_left());
@@ -115,7 +117,8 @@ struct decode_planner {
             first_part = __shfl_sync(~0u, first_part, lane - of_lanes);
 #pragma unroll 1
             for (int i = of_lanes; i < units.num_first + units.num_tiles; i += LANES)
-                put(i < units.num_first ? first + i : last + i - units.num_first, units.unit_of(it, seq, i, first_part));
+                put(i < units.num_first ? first + i : last + i - units.num_first,
+                    units.unit_of(it, seq, i, first_part));
         }
     }
 

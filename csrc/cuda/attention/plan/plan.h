@@ -25,23 +25,23 @@ struct alignas(16) attention_unit {
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;       /* padded: 64, 128 or 256 */
-    int rows;           /* of a tile: 8 or 16 */
-    int ctas_per_sm;    /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
-    bool is_crowded;    /* with more of the smallest CTAs than else; a warp's ring is smaller then */
-    int chunk, step;    /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;          /* query heads of a KV head */
-    int slots;          /* units that fill the machine once, per head */
-    int max_slots;      /* an upper bound of the parts, per head */
-    int num_segments;   /* at most, per head: tiles of all sequences */
-    int num_units;      /* rows of the plan */
-    int most_steps;     /* of a sequence: the table has room for no more */
-    bool has_few_steps; /* the table has room for no more of the smallest CTAs */
-    bool are_whole;     /* a sequence is one unit: its number is the unit's */
-    bool merges_apart;  /* another kernel merges parts; else the last CTA of a tile */
+    int head_dim;        /* padded: 64, 128 or 256 */
+    int rows;            /* of a tile: 8 or 16 */
+    int ctas_per_sm;     /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
+    bool is_crowded;     /* with more of the smallest CTAs than else; a warp's ring is smaller then */
+    int chunk, step;     /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;           /* query heads of a KV head */
+    int slots;           /* units that fill the machine once, per head */
+    int max_slots;       /* an upper bound of the parts, per head */
+    int num_segments;    /* at most, per head: tiles of all sequences */
+    int num_units;       /* rows of the plan */
+    int most_steps;      /* of a sequence: the table has room for no more */
+    bool has_few_steps;  /* the table has room for no more of the smallest CTAs */
+    bool are_whole;      /* a sequence is one unit: its number is the unit's */
+    bool merges_apart;   /* another kernel merges parts; else the last CTA of a tile */
     cutting_costs costs; /* in steps */
-    int num_splits;     /* parts of every sequence, or 0 */
-    int signature;      /* of what the rows of a plan depend on */
+    int num_splits;      /* parts of every sequence, or 0 */
+    int signature;       /* of what the rows of a plan depend on */
     row_filter filter;
 };
 

@@ -87,8 +87,14 @@ static void fill_costs(const pk_attention_args *args, decode_shape *shape)
     float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US;
     float lone_us = shape->rows * shape->head_dim >= MANY_SUMS ? LONE_STEP_US_OF_MANY_SUMS : LONE_STEP_US;
     float rounds = shape->merges_apart ? 1.0f / PARTS_GROUPS : (float)merge_rounds(*shape);
-    shape->costs = {(float)shape->slots, (float)(shape->num_units - shape->num_segments), DECODE_STAGES,
-                    START_US / step_us, LEAVE_US / step_us, 0, rounds * MERGE_US / step_us, 0,
+    shape->costs = {(float)shape->slots,
+                    (float)(shape->num_units - shape->num_segments),
+                    DECODE_STAGES,
+                    START_US / step_us,
+                    LEAVE_US / step_us,
+                    0,
+                    rounds * MERGE_US / step_us,
+                    0,
                     lone_us < step_us ? lone_us / step_us : 1};
 }
 

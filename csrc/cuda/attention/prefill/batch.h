@@ -7,9 +7,8 @@
 #include "cuda/attention/plan/makespan.h"
 #include "cuda/divider.h"
 
-constexpr int PREFILL_PART_ROWS = 128; /* of an item that may be cut */
+constexpr int PREFILL_PART_ROWS = 128;                       /* of an item that may be cut */
 constexpr size_t PREFILL_PARTS_BYTES = 4 * PK_SCRATCH_BYTES; /* with less, long chunks of 256 dims stay whole */
-constexpr float DIMS_OF_ROUND = 32; /* of a part on each SM, that are merged while CTAs of decode merge a round */
 
 struct prefill_batch {
     pk_attention_args args;

@@ -80,7 +80,8 @@ struct prefill_lengths {
         of_last = {pk_sum_over_warp(of_last.count), pk_sum_over_warp(of_last.twice)};
         if (lane == last) sums.count += of_last.count, sums.twice += of_last.twice;
         const float mean = sums.count > 0 ? __fdividef(0.5f * sums.twice, sums.count) * (float)batch.positions : 0;
-        mine = {sums.count * (float)batch.num_bundles, fminf(mean, (float)longest), (float)keys_of(batch, end_of_mine - 1)};
+        mine = {sums.count * (float)batch.num_bundles, fminf(mean, (float)longest),
+                (float)keys_of(batch, end_of_mine - 1)};
     }
 };
 

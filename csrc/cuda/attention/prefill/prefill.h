@@ -108,15 +108,22 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     batch->parts.make(scratch.counters + 2, scratch.data, most_parts, rows, (int)args->head_dim);
     using namespace thresholds;
     const float key_us = us_of_key(*args), round_us = MERGE_US * (float)args->head_dim / DIMS_OF_ROUND;
-    batch->costs = {(float)batch->num_ctas, (float)most_parts, 0, START_US / key_us, LEAVE_US / key_us,
-                    START_US / key_us, MERGE_US / PARTS_GROUPS / key_us, round_us / (float)batch->num_ctas / key_us, 1};
+    batch->costs = {(float)batch->num_ctas,
+                    (float)most_parts,
+                    0,
+                    START_US / key_us,
+                    LEAVE_US / key_us,
+                    START_US / key_us,
+                    MERGE_US / PARTS_GROUPS / key_us,
+                    round_us / (float)batch->num_ctas / key_us,
+                    1};
     if (!may_cut_items && items < batch->num_ctas) batch->num_ctas = (int)items;
     const int64_t num_rows = items > most_parts ? items : most_parts;
     batch->num_rows = (int)(num_rows < INT32_MAX ? num_rows : INT32_MAX);
     batch->plan = (int4 *)args->plan;
     batch->signature = pk_sign_plan(
-        {args->num_seqs, args->num_kv_heads, batch->heads, batch->positions, args->max_seqlen_q, args->num_tokens, num_rows,
-         filter.min_rows, filter.max_rows, args->window_left, args->window_right, args->head_dim,
+        {args->num_seqs, args->num_kv_heads, batch->heads, batch->positions, args->max_seqlen_q, args->num_tokens,
+         num_rows, filter.min_rows, filter.max_rows, args->window_left, args->window_right, args->head_dim,
          args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr, args->table_starts != nullptr});
     return PK_OK;
 }

@@ -66,12 +66,21 @@ struct length_class {
 
 /* What starts, ends and merges take, in the unit of the lengths, and how much room there is. */
 struct cutting_costs {
-    float places, room;       /* for units at once, and for more units than there are sequences or items */
-    float uncut;              /* what is no longer is never cut */
-    float start, leave;       /* of a unit, behind another; of a part, until it is left to be merged */
-    float merge, merge_batch; /* from then on, and for each MERGE_BATCH parts of one tile, */
-    float merge_part;         /* and for each of all parts */
-    float lone_share;         /* see makespan::end */
+    float places, room;        /* for units at once, and for more units than there are sequences or items */
+    float uncut;               /* what is no longer is never cut */
+    float start, leave;        /* of a unit, behind another; of a part, until it is left to be merged */
+    float merge_batch;         /* from then on, for each MERGE_BATCH parts of one tile, */
+    float kernel, kernel_part; /* or until a kernel of its own has started, and for each of all parts */
+    float lone_share;          /* see makespan::end */
+
+    /* The unit takes so long, and a tile is merged in so many rounds. */
+    cutting_costs(float places, float room, float unit_us, float rounds)
+        : places(places), room(room), uncut(0), kernel(0), kernel_part(0), lone_share(1)
+    {
+        start = thresholds::START_US / unit_us, leave = thresholds::LEAVE_US / unit_us;
+        merge_batch = rounds * thresholds::MERGE_US / unit_us;
+    }
+    cutting_costs() = default;
 };
 
 /* When all is done if what is longer than `length`, by each lane its own, has parts of that length and a rest, but for the
@@ -117,7 +126,7 @@ struct cutting_trial {
                 if (batches > 0) merged = fmaxf(merged, fmaf(batches, costs.merge_batch, all.last));
             });
         if (most_more > costs.room) return INFINITY;
-        const float by_kernel = cut > 0 ? fmaf(cut, costs.merge_part, costs.merge) : 0;
+        const float by_kernel = cut > 0 ? fmaf(cut, costs.kernel_part, costs.kernel) : 0;
         return all.end(costs.lone_share, costs.start) + fmaxf(merged - all.last, 0) + by_kernel;
     }
 };

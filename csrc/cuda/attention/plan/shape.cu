@@ -63,14 +63,6 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     return slots;
 }
 
-static int quads_of_tile(const decode_shape &shape) { return shape.rows * shape.head_dim / 4; }
-static int threads_of_cta(const decode_shape &shape) { return 32 * shape.step / shape.chunk; }
-/* That a CTA's threads take to merge a tile, a quad each. */
-static int64_t merge_rounds(const decode_shape &shape)
-{
-    return pk_ceil_div(quads_of_tile(shape), threads_of_cta(shape));
-}
-
 /* Who merges parts: the CTA that comes last, up to MERGE_BATCH of each tile, and else a kernel of its own. */
 static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, decode_shape *shape)
 {
@@ -86,16 +78,11 @@ static void fill_costs(const pk_attention_args *args, decode_shape *shape)
     int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
     float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US;
     float lone_us = shape->rows * shape->head_dim >= MANY_SUMS ? LONE_STEP_US_OF_MANY_SUMS : LONE_STEP_US;
-    float rounds = shape->merges_apart ? 1.0f / PARTS_GROUPS : (float)merge_rounds(*shape);
-    shape->costs = {(float)shape->slots,
-                    (float)(shape->num_units - shape->num_segments),
-                    DECODE_STAGES,
-                    START_US / step_us,
-                    LEAVE_US / step_us,
-                    0,
-                    rounds * MERGE_US / step_us,
-                    0,
-                    lone_us < step_us ? lone_us / step_us : 1};
+    int quads = shape->rows * shape->head_dim / 4, threads = 32 * shape->step / shape->chunk;
+    float rounds = shape->merges_apart ? 1.0f / PARTS_GROUPS : (float)pk_ceil_div(quads, threads);
+    shape->costs = {(float)shape->slots, (float)(shape->num_units - shape->num_segments), step_us, rounds};
+    shape->costs.uncut = DECODE_STAGES;
+    if (lone_us < step_us) shape->costs.lone_share = lone_us / step_us;
 }
 
 pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,

@@ -67,15 +67,14 @@ static inline int64_t most_items(const prefill_batch &batch)
     return (of_tokens < of_longest ? of_tokens : of_longest) * batch.num_bundles;
 }
 
-/* In us: a CTA with 128 rows goes through a key, and an item's part is left and merged by a kernel of its own. */
+/* In us: a CTA with 128 rows goes through a key, and all SMs merge a part for each of them. */
 static inline float us_of_key(const pk_attention_args &args)
 {
     return thresholds::KEY_US + thresholds::KEY_DIM_US * (float)args.head_dim;
 }
-static inline float us_of_part(const pk_attention_args &args)
+static inline float us_of_merging(const pk_attention_args &args)
 {
-    using namespace thresholds;
-    return 2 * START_US + LEAVE_US + MERGE_US * (float)args.head_dim / DIMS_OF_ROUND;
+    return thresholds::MERGE_US * (float)args.head_dim / thresholds::DIMS_OF_ROUND;
 }
 
 /* `rows`: of an item, at least the heads of a group. */
@@ -106,17 +105,9 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     const int64_t items = most_items(*batch), room = parts_bytes / parts_room::bytes(1, rows, (int)args->head_dim);
     const int64_t useful = PLAN_TRIALS * items + batch->num_ctas, most_parts = useful < room ? useful : room;
     batch->parts.make(scratch.counters + 2, scratch.data, most_parts, rows, (int)args->head_dim);
-    using namespace thresholds;
-    const float key_us = us_of_key(*args), round_us = MERGE_US * (float)args->head_dim / DIMS_OF_ROUND;
-    batch->costs = {(float)batch->num_ctas,
-                    (float)most_parts,
-                    0,
-                    START_US / key_us,
-                    LEAVE_US / key_us,
-                    START_US / key_us,
-                    MERGE_US / PARTS_GROUPS / key_us,
-                    round_us / (float)batch->num_ctas / key_us,
-                    1};
+    const float key_us = us_of_key(*args), ctas = (float)batch->num_ctas;
+    batch->costs = {ctas, (float)most_parts, key_us, 1.0f / PARTS_GROUPS};
+    batch->costs.kernel = batch->costs.start, batch->costs.kernel_part = us_of_merging(*args) / ctas / key_us;
     if (!may_cut_items && items < batch->num_ctas) batch->num_ctas = (int)items;
     const int64_t num_rows = items > most_parts ? items : most_parts;
     batch->num_rows = (int)(num_rows < INT32_MAX ? num_rows : INT32_MAX);
@@ -141,7 +132,8 @@ static inline bool may_cut(const pk_attention_args &args, row_filter filter, int
     double queries = (double)(args.num_tokens < args.max_seqlen_q ? args.num_tokens : args.max_seqlen_q);
     double us_of_item = 0.5 * queries * us_of_key(args) + thresholds::START_US;
     double saved_us = (double)longest * us_of_key(args) - rows / PREFILL_PART_ROWS / (double)num_ctas * us_of_item;
-    return !args.num_splits && saved_us > 2 * us_of_part(args);
+    double cost_us = 2 * thresholds::START_US + thresholds::LEAVE_US + us_of_merging(args);
+    return !args.num_splits && saved_us > 2 * cost_us;
 }
 
 /* A row of the table of either kernel. */

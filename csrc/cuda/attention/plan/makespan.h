@@ -50,8 +50,9 @@ struct makespan {
     }
 
     /* When all are done. Where fewer places are busy they have more of the bandwidth each, but not all of it, because they
-     * are not spread evenly; a place that is left alone takes `lone_share` of the time that it takes beside all others. */
-    __device__ float end(float lone_share, float start = 0) const
+     * are not spread evenly; a place that is left alone takes `lone_share` of the time that it takes beside all others.
+     * What the last units take to start is not shared. */
+    __device__ float end(float lone_share, float start) const
     {
         const float busy = fminf(thresholds::UNEVEN * __fdividef(places - num_low, places), 1);
         const float at_once = fminf(start, high - low);

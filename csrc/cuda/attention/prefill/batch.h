@@ -25,7 +25,7 @@ struct prefill_batch {
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
     parts_room parts;
-    cutting_costs costs; /* in keys; there is room for so many items and parts */
+    cutting_costs costs; /* in keys */
 
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
     __device__ bool is_beside_decode() const { return filter.min_rows > 0; }
@@ -43,7 +43,7 @@ struct prefill_item {
     int context_len;
     int begin, end; /* the keys that some position sees, of them those of the part */
     int part, num_parts;
-    int first_slot; /* of the item's first part among all parts: its place in the list */
+    int first_slot; /* of the item's first part among all parts */
 };
 
 __device__ static inline prefill_item prefill_end_of_list()

@@ -115,9 +115,7 @@ struct prefill_parts {
         const float step = ceilf(__fdividef((float)batch.num_ctas, PLAN_TRIALS * lengths.items));
         const float parts = fmaf((float)(threadIdx.x & 31), step, 1);
         const float length = ceilf(__fdividef((float)lengths.longest, parts * tile)) * tile;
-        cutting_costs costs = batch.costs;
-        costs.room -= lengths.items;
-        const int best = lane_of_least(cutting_trial{costs, lengths.mine, length, 0, __frcp_rd(length)}.end());
+        const int best = lane_of_least(cutting_trial{batch.costs, lengths.mine, length, 0, __frcp_rd(length)}.end());
         if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
     }
 };

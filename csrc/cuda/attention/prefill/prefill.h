@@ -103,13 +103,13 @@ static inline pk_status make_prefill_batch(const pk_attention_args *args, row_fi
     /* No chunks, which a CTA walks through one after the other. */
     if (batch->reads_keys_once()) batch->chunk_keys = INFINITY;
     const int64_t items = most_items(*batch), room = parts_bytes / parts_room::bytes(1, rows, (int)args->head_dim);
-    const int64_t useful = PLAN_TRIALS * items + batch->num_ctas, most_parts = useful < room ? useful : room;
+    const int64_t useful = 2 * (PLAN_TRIALS * items + batch->num_ctas), most_parts = useful < room ? useful : room;
     batch->parts.make(scratch.counters + 2, scratch.data, most_parts, rows, (int)args->head_dim);
     const float key_us = us_of_key(*args), ctas = (float)batch->num_ctas;
-    batch->costs = {ctas, (float)most_parts, key_us, 1.0f / PARTS_GROUPS};
+    batch->costs = {ctas, (float)(most_parts / 2), key_us, 1.0f / PARTS_GROUPS};
     batch->costs.kernel = batch->costs.start, batch->costs.kernel_part = us_of_merging(*args) / ctas / key_us;
     if (!may_cut_items && items < batch->num_ctas) batch->num_ctas = (int)items;
-    const int64_t num_rows = items > most_parts ? items : most_parts;
+    const int64_t num_rows = items + most_parts / 2; /* an item has half as many more of them as parts, at least */
     batch->num_rows = (int)(num_rows < INT32_MAX ? num_rows : INT32_MAX);
     batch->plan = (int4 *)args->plan;
     batch->signature = pk_sign_plan(

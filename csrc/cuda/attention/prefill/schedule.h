@@ -31,6 +31,8 @@ struct prefill_schedule {
     int next_level;                            /* the next below it that has items, or -1 */
     int before, count;                         /* entries of a bundle above the run; items on each of its levels */
     int num_parts;                             /* of each of them */
+    int first_slot, num_slots; /* parts before the chunk; of a bundle: these follow each other in a chunk, */
+    int first_cut;             /* behind so many entries of a bundle */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -45,6 +47,7 @@ struct prefill_schedule {
         before = count = num_levels = num_parts = 0;
         next_level = -1;
         num_bundles = batch.num_bundles;
+        first_slot = num_slots = first_cut = 0;
     }
 
     /* The lane's sequence, and its items. */
@@ -104,6 +107,7 @@ struct prefill_schedule {
     {
         while (index - chunk_begin >= (before + num_levels * count * num_parts) * num_bundles) {
             before += num_levels * count * num_parts;
+            if (num_parts > 1) num_slots += num_levels * count * num_parts;
             num_levels = 0;
             if (next_level >= 0)
                 begin_run(batch, next_level);
@@ -119,7 +123,7 @@ struct prefill_schedule {
         item.q_head = by_bundle.y * batch.heads;
         item.part = by_part.y;
         item.num_parts = 1;
-        item.first_slot = index - item.part;
+        item.first_slot = first_slot + at - first_cut * num_bundles - item.part;
         if (CUTS && num_parts > 1) cut(item);
         return item;
     }
@@ -128,7 +132,8 @@ struct prefill_schedule {
     {
         if (next_chunk(batch) == 0) return false;
         chunk_begin += before * num_bundles;
-        before = 0;
+        first_slot += num_slots * num_bundles;
+        before = num_slots = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
         if constexpr (!CUTS) { /* a chunk that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
@@ -141,6 +146,7 @@ struct prefill_schedule {
     {
         level = highest;
         num_parts = CUTS ? parts.count(batch, level) : 1;
+        if (num_slots == 0) first_cut = before;
         int end = first_level + num_items;
         bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
         count = __popc(__ballot_sync(~0u, is_here));

@@ -9,7 +9,7 @@ constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 
 struct planned_batch {
     int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
-    int num_sms, compute_capability, window_left;
+    int num_sms, compute_capability, window_left, num_queries, num_splits; /* of each sequence */
     int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole, ctas_per_sm, step, takes_heads,
         first_bad_kind; /* out */
 };
@@ -19,8 +19,8 @@ struct planned_batch {
 extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by_each_cta, int *rows, int capacity)
 {
     pk_attention_args args = {};
-    args.num_seqs = args.num_tokens = batch->num_seqs;
-    args.max_seqlen_q = 1;
+    args.num_seqs = batch->num_seqs, args.num_tokens = batch->num_seqs * batch->num_queries;
+    args.max_seqlen_q = batch->num_queries, args.num_splits = batch->num_splits;
     args.num_kv_heads = batch->num_kv_heads, args.num_q_heads = batch->num_kv_heads * batch->group;
     args.head_dim = batch->head_dim;
     args.block_size = batch->block_size, args.max_blocks_per_seq = batch->max_blocks_per_seq;

@@ -37,9 +37,9 @@ extern "C" const char *list_on_cpu(listed_batch *listed, const int *starts, cons
     emulated::host_call on_host(&device, &error);
     pk_cuda_call &call = on_host.call();
     prefill_batch batch;
-    if (make_prefill_batch(&args, {listed->min_rows, listed->max_rows}, call, PREFILL_PART_ROWS, &batch) != PK_OK)
+    if (make_prefill_batch(&args, {listed->min_rows, listed->max_rows}, call, PREFILL_PART_ROWS, listed->cut_tile > 0,
+                           &batch) != PK_OK)
         return error.message;
-    plan_prefill_rows(&batch, listed->cut_tile > 0);
     listed->num_rows = batch.num_rows, listed->most_parts = batch.parts.most_parts;
     listed->heads = batch.heads, listed->positions = batch.positions;
     if (batch.num_rows > capacity) return "there is no room for the rows";

@@ -13,13 +13,13 @@ from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
 
 class Batch(struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
-                      "num_sms", "compute_capability", "window_left",
+                      "num_sms", "compute_capability", "window_left", "num_queries", "num_splits",
                       "num_units", "max_slots", "slots", "is_crowded", "ctas_may_plan", "are_left_whole", "ctas_per_sm",
                       "step", "takes_heads", "first_bad_kind")):  # fmt: skip
     """On an H200, unless something else is said."""
 
     def __init__(self, **values):
-        super().__init__(**{"num_sms": 132, "compute_capability": 90, "window_left": -1} | values)
+        super().__init__(**{"num_sms": 132, "compute_capability": 90, "window_left": -1, "num_queries": 1} | values)
 
 
 
@@ -30,7 +30,7 @@ def plan_on_cpu(tmp_path_factory):
 
 def units_of(plan_on_cpu, batch, lens, by_each_cta):
     """The rows that are units; no others stand between them."""
-    rows = np.zeros((16 * len(lens) + 2000, len(COLUMNS)), np.int32)
+    rows = np.zeros((20 * batch.num_queries * len(lens) + 2000, len(COLUMNS)), np.int32)
     plan_on_cpu(batch, lens, int(by_each_cta), rows, len(rows))
     rows = rows[: batch.num_units]
     units = rows[rows[:, COLUMNS.index("num_parts")] != 0]
@@ -84,6 +84,30 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
             num_left_whole += batch.are_left_whole
     assert {1, 2, 3} <= numbers_of_parts and max(numbers_of_parts) > 20 and num_crowded > 5
     assert num_by_ctas > 30 and num_left_whole > 5
+
+
+def test_tiles_and_splits_cover_every_key_once(plan_on_cpu, rng):
+    """Several tiles of query rows for each sequence, and parts whose number depends on a sequence's length alone."""
+    num_cut = num_tiled = num_by_ctas = 0
+    for _ in range(150):
+        batch, lens = draw(rng)
+        batch.num_queries, batch.num_splits = int(rng.integers(1, 5)), int(rng.choice([0, 0, 1, 4, 16]))
+        lens = np.maximum(lens[: 1 + batch.num_seqs // 4], batch.num_queries)
+        batch.num_seqs = len(lens)
+        batch.max_blocks_per_seq = max(batch.max_blocks_per_seq, -(-int(lens.max()) // batch.block_size))
+        units = units_of(plan_on_cpu, batch, lens, False)
+        steps = STEPS["float8_e4m3fn" if batch.is_fp8 else "bfloat16"][batch.head_dim]
+        numbers = check_units(units, lens, [batch.num_queries] * batch.num_seqs, batch.group, steps)
+        check_places(units, batch.max_slots)
+        if batch.num_splits:
+            expected = {max(1, min(batch.num_splits, -(-n // batch.step) * batch.step // 1024)) for n in lens.tolist()}
+            assert max(numbers) <= max(expected) and (max(numbers) > 1) == (max(expected) > 1)
+        if batch.ctas_may_plan and not batch.are_left_whole:
+            assert without_places(units_of(plan_on_cpu, batch, lens, True)) == without_places(units)
+            num_by_ctas += 1
+        num_cut += max(numbers) > 1
+        num_tiled += any(unit["tile"] > 0 and unit["num_parts"] > 1 for unit in units)
+    assert num_cut > 20 and num_tiled > 2 and num_by_ctas > 40, (num_cut, num_tiled, num_by_ctas)
 
 
 def bytes_of_cta(batch):

@@ -10,18 +10,10 @@
 namespace thresholds
 {
 
-/* attention/attention.cu: a batch goes to the decode kernel as a whole (prefill/NOTES.md #19, decode/NOTES.md). */
-/* Query rows per sequence and KV head, up to which it is faster; twice as many where sequences do not fill the SMs. */
-constexpr int DECODE_ROWS = 16;
-constexpr int THIN_SHARE = 9; /* items of 128 rows: fewer than a ninth of the SMs, */
-/* and no more than this of rows * keys * head_dim (#24), of which prefill would cut its items; a quarter of it with more
- * than 128 dims (#35b) */
-constexpr double THIN_WORK = 2.5e8;
-constexpr int THIN_SHARE_SM80 = 3;    /* beside the prefill kernel for older GPUs: fewer than a third, */
-constexpr int THIN_KEYS_SM80 = 1024;  /* and a table for more keys than that */
-constexpr int SMALL_DIMS_AN_SM = 256; /* head_dim of all tiles of 16 rows that run at once, */
-constexpr int SMALL_KEYS = 256;       /* and a table for so many keys at most; */
-constexpr int MANY_DIMS_AN_SM = 112;  /* the same of full tiles, beyond 128 dims: more are prefill's (#43) */
+/* attention/attention.cu: decode or prefill for a batch (prefill/NOTES.md #23, #24, #35b, decode/NOTES.md #45). */
+constexpr int ITEM_TILES = 2; /* tiles of 16 rows, which the decode kernel goes through while prefill does an item's */
+constexpr double SOONER =
+    1.2e8; /* rows * keys * head_dim of such tiles, before prefill begins; a quarter with 256 dims */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */
@@ -31,31 +23,23 @@ constexpr int KEYS_OF_ITEMS = 512; /* and a table for so many keys at most */
  * few heads it does up to SM90_MAX_ROWS: the projection before it is an own kernel, which lets it start early
  * (linear/NOTES-sm90.md #20, #22, #29). */
 constexpr int FEW_HEADS = 2048; /* elements in all queries of a token; attention/decode/decode.cu uses it, too */
-constexpr int MOST_SEQS_OVER_FP8 = 96, MOST_SEQS_OF_MORE_HEADS = 8;
+constexpr int MOST_SEQS_OF_MORE_HEADS = 8;
 
 /* attention/plan/shape.cu: how large CTAs are, and which sequences are not cut (engine/NOTES.md, "A step beyond its keys"). */
-constexpr int FILLED_THIRDS = 2;         /* of the places of CTAs, that equal parts fill */
 constexpr int FEW_PARTS = 8;             /* per tile of 8 rows: not worth CTAs of a whole SM */
 constexpr int FEW_STEPS = 16;            /* of the smallest CTAs: a start takes as long as three of them (#101) */
 constexpr int FEWEST_STEPS_OF_SHARE = 8; /* of a place: with fewer it takes no second unit (#78) */
 constexpr int MANY_SUMS = 16 * 256;      /* of a tile: */
 constexpr float LONE_STEP_US = 0.83f, LONE_STEP_US_OF_MANY_SUMS = 1.25f; /* of a CTA that runs on alone */
 constexpr float BYTES_AN_SM_US = 34e3f;                                  /* that an SM reads beside all others */
-constexpr float UNEVEN = 1.25f;   /* times the share of busy SMs: not spread evenly, they read as if more were busy */
-constexpr float START_US = 2.0f;  /* of a unit behind another, until its first step, or of prefill's item; */
-constexpr float LEAVE_US = 1.8f;  /* of a part, until it is left to be merged, in prefill, too; */
-constexpr float BATCH_US = 0.45f; /* until a batch of parts comes, in a round of threads that merge, */
-constexpr float PART_US_OF_ROUND = 0.04f; /* and for each part (#75); */
-constexpr float BATCH_US_APART = 0.2f;    /* for a batch, where a kernel of its own merges */
+constexpr float UNEVEN = 1.25f;  /* times the share of busy SMs: not spread evenly, they read as if more were busy */
+constexpr float START_US = 2.0f; /* of a unit behind another, until its first step, or of prefill's item; */
+constexpr float LEAVE_US = 1.8f; /* of a part, until it is left to be merged, in prefill, too; */
+constexpr float MERGE_US = 0.9f; /* for up to 17 parts, in a round of threads that merge (#113) */
 
-/* attention/prefill/parts.h: what cutting items costs, and where it may pay (prefill/NOTES.md #15, #34, #49). */
+/* attention/prefill/prefill.h: how fast items are (prefill/NOTES.md #34). */
 constexpr float KEY_US = 5.2e-3f, KEY_DIM_US = 5.1e-5f; /* of an item's key, and per head_dim */
-constexpr float MERGE_US = 2.0f;                        /* the kernel that merges, */
-constexpr float MERGE_PART_US = 0.15f;                  /* per part of an item, */
-constexpr float MERGE_DIM_US = 3.5f / 128;              /* and per CTA's share of parts and head_dim */
-constexpr float CUTTING_US = 8;                         /* that cutting has to save, or its kernel is not taken, */
-constexpr float CUTTING_DIM_US = 6.0f / 128;            /* more of it per head_dim, */
-constexpr int MOST_WAVES_TO_CUT = 16;                   /* of items: with more the longest matters little */
+constexpr float DIMS_OF_ROUND = 32;                     /* of a part for each SM: they are merged in MERGE_US */
 
 /* attention/prefill/sm90.cu: three warpgroups with head_dim 64 (prefill/NOTES.md #13). */
 constexpr int TALL_QUERIES = 512; /* of the longest prompt, at least, */

@@ -22,6 +22,28 @@ static bool fits_tensor_cores(const pk_attention_args *args)
                             args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head);
 }
 
+/* Of so many query rows, at most, of all KV heads. */
+static int64_t count_tiles(const pk_attention_args *args, int64_t rows)
+{
+    int64_t group = args->num_q_heads / args->num_kv_heads;
+    int64_t of_tokens = pk_ceil_div(args->num_tokens * group, rows) + args->num_seqs;
+    int64_t of_longest = args->num_seqs * pk_ceil_div(args->max_seqlen_q * group, rows);
+    return (of_tokens < of_longest ? of_tokens : of_longest) * args->num_kv_heads;
+}
+
+/* The decode kernel starts sooner than prefill, by so much work in tiles of 16 rows. From then on an item of prefill takes
+ * as long as two tiles or more, because both have to wait for the keys. Elsewhere than on a Hopper it takes twice as long,
+ * and items are not cut where they are fewer than the SMs. */
+static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device *device, bool is_hopper, int64_t tiles,
+                             int64_t items)
+{
+    using namespace thresholds;
+    if (!is_hopper) items = 2 * (items < device->num_sms ? device->num_sms : items);
+    double keys = (double)(args->max_blocks_per_seq * args->block_size);
+    double more = (double)(tiles - ITEM_TILES * items) * 16 * keys * (double)args->head_dim;
+    return more <= (args->head_dim > 128 ? SOONER / 4 : SOONER);
+}
+
 attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
 {
     row_filter all = {0, INT64_MAX}, none = {0, 0};
@@ -40,34 +62,14 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     }
 
     using namespace thresholds;
-    /* The decode kernel starts in half the time of Hopper's prefill. It is faster for few rows, and for some more where
-     * too few sequences fill the machine without splitting their keys. It is faster for many rows in two cases: tiles of
-     * 128 rows leave most of the machine idle, and their keys are too few to be worth cutting; or all tiles of 16 rows
-     * run at once and see few keys. With 256 dims neither holds for few keys of so many rows that their tiles of 16 rows
-     * fill half of the machine. */
-    bool has_many_items = args->num_seqs * args->num_kv_heads >= device->num_sms;
-    int64_t rows = args->num_tokens * group, items = pk_ceil_div(rows, 128) * args->num_kv_heads;
-    int64_t full_tiles = pk_ceil_div(rows, 16) * args->num_kv_heads;
-    int64_t tiles = full_tiles + args->num_seqs * args->num_kv_heads; /* at most */
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    int64_t most_queries = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
-    double work = (double)(most_queries * args->num_q_heads * args->head_dim) * (double)most_keys;
-    double thin_work = args->head_dim > 128 ? THIN_WORK / 4 : THIN_WORK;
-    bool is_thin = is_hopper ? items * THIN_SHARE < device->num_sms && work <= thin_work
-                             : items * THIN_SHARE_SM80 < device->num_sms && most_keys > THIN_KEYS_SM80;
-    bool fills_half = is_hopper && args->head_dim > 128 &&
-                      full_tiles * args->head_dim > MANY_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
-    bool is_small =
-        is_hopper && tiles * args->head_dim <= SMALL_DIMS_AN_SM * device->num_sms && most_keys <= SMALL_KEYS;
-    if (most_rows <= (has_many_items ? DECODE_ROWS : 2 * DECODE_ROWS) || ((is_thin || is_small) && !fills_half) ||
-        !fits_prefill)
-        return {false, all, none, is_hopper};
+    int64_t items = count_tiles(args, 128), tiles = count_tiles(args, 16);
+    if (!fits_prefill || decode_is_sooner(args, device, is_hopper, tiles, items)) return {false, all, none, is_hopper};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or q has rows of padding: then prefill takes all. */
     bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
-    bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS &&
-                       items + args->num_seqs * args->num_kv_heads <= ITEMS_AN_SM * device->num_sms;
+    bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS && items <= ITEMS_AN_SM * device->num_sms;
     if (args->num_seqs == 1 || !args->cu_seqlens_q || are_all_long || fit_prefill) few = 0;
     return {false, {0, few}, {few, INT64_MAX}, is_hopper};
 }

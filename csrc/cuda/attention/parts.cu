@@ -7,9 +7,9 @@
 
 enum {
     THREADS = 256,
-    GROUPS = 4, /* threads that share four dims of a row, */
-    BATCH = 8,  /* and parts that each of them loads at once */
-    CTAS = 2    /* an SM */
+    GROUPS = PARTS_GROUPS,
+    BATCH = 8, /* parts that each of a group's threads loads at once */
+    CTAS = 2   /* an SM */
 };
 
 // --- kernels

@@ -7,6 +7,8 @@
 
 #include "cuda/attention/states.h"
 
+constexpr int PARTS_GROUPS = 4; /* threads of that kernel that share four dims of a row */
+
 /* Some query rows of a sequence whose keys were cut: row i is `first_row` + i of its `num_positions` * `heads`. */
 struct cut_rows {
     int seq, q_head, heads; /* from that one on, which share a KV head */

@@ -15,8 +15,7 @@ pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_
     int64_t group = is_decode ? args->num_q_heads / args->num_kv_heads : 0;
     using namespace thresholds;
     bool are_few_heads = args->num_q_heads * args->head_dim <= FEW_HEADS;
-    int most_of_few = args->cache_dtype == PK_F8E4M3 ? MOST_SEQS_OVER_FP8 : SM90_MAX_ROWS;
-    int most_seqs = are_few_heads ? most_of_few : MOST_SEQS_OF_MORE_HEADS;
+    int most_seqs = are_few_heads ? SM90_MAX_ROWS : MOST_SEQS_OF_MORE_HEADS;
     if (is_decode && args->num_seqs <= most_seqs && args->num_blocks * args->block_size <= INT32_MAX &&
         group <= decode_rows(group) && makes_heads(args->head_dim, decode_rows(group)) && are_heads_aligned(rope) &&
         have_heads_room(call.device->card, decode_head_dim(args->head_dim), (int)pk_dtype_bytes(args->cache_dtype),

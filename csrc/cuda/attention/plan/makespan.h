@@ -11,12 +11,12 @@
 #ifndef PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
 #define PK_CUDA_ATTENTION_PLAN_MAKESPAN_H
 
-#include "cuda/cuda.h"
+#include "cuda/attention/states.h"
 #include "cuda/thresholds.h"
 
 /* Lengths of sequences or items are divided into so many classes, the longest first: lane i has class i. */
 constexpr int PLAN_CLASSES = 8;
-constexpr int CUTS_TRIED = 32; /* a lane each */
+constexpr int PLAN_TRIALS = 32; /* a lane each */
 
 struct makespan {
     float places;
@@ -50,11 +50,85 @@ struct makespan {
     }
 
     /* When all are done. Where fewer places are busy they have more of the bandwidth each, but not all of it, because they
-     * are not spread evenly; a place that is left alone takes `lone_share` of the time that it takes beside all others. */
-    __device__ float end(float lone_share) const
+     * are not spread evenly; a place that is left alone takes `lone_share` of the time that it takes beside all others.
+     * What the last units take to start is not shared. */
+    __device__ float end(float lone_share, float start) const
     {
         const float busy = fminf(thresholds::UNEVEN * __fdividef(places - num_low, places), 1);
-        return fmaf(last - high, lone_share, fmaf(high - low, fmaxf(lone_share, busy), low));
+        const float at_once = fminf(start, high - low);
+        return fmaf(last - high, lone_share, fmaf(high - low - at_once, fmaxf(lone_share, busy), low + at_once));
+    }
+};
+
+/* Sequences or items of about one length, by each lane of a warp one class. */
+struct length_class {
+    float count, mean, longest;
+};
+
+/* What starts, ends and merges take, in the unit of the lengths, and how much room there is. */
+struct cutting_costs {
+    float places, room;        /* for units at once, and for more units than there are sequences or items */
+    float uncut;               /* what is no longer is never cut */
+    float start, leave;        /* of a unit, behind another; of a part, until it is left to be merged */
+    float merge_batch;         /* from then on, for each MERGE_BATCH parts of one tile, */
+    float kernel, kernel_part; /* or until a kernel of its own has started, and for each of all parts */
+    float lone_share;          /* see makespan::end */
+
+    /* The unit takes so long, and a tile is merged in so many rounds. */
+    cutting_costs(float places, float room, float unit_us, float rounds)
+        : places(places), room(room), uncut(0), kernel(0), kernel_part(0), lone_share(1)
+    {
+        start = thresholds::START_US / unit_us, leave = thresholds::LEAVE_US / unit_us;
+        merge_batch = rounds * thresholds::MERGE_US / unit_us;
+    }
+    cutting_costs() = default;
+};
+
+/* When all is done if what is longer than `length`, by each lane its own, has parts of that length and a rest, but for the
+ * first `whole` of the longest class. Those come first; then the parts, then rests and what is not cut. INFINITY: there is
+ * no room for so many parts. */
+struct cutting_trial {
+    const cutting_costs &costs;
+    const length_class &mine;
+    float length, whole, per_length; /* rounded down: what goes into it without a rest has none */
+
+    __device__ float parts_of(float its) const
+    {
+        return its <= fmaxf(costs.uncut, length) ? 1 : ceilf(its * per_length);
+    }
+
+    template <typename Take>
+    __device__ void for_classes(Take take) const
+    {
+        float not_cut = whole;
+        for (unsigned left = __ballot_sync(~0u, mine.count > 0); left; left &= left - 1, not_cut = 0) {
+            const int of = __ffs(left) - 1;
+            const float mean = __shfl_sync(~0u, mine.mean, of), parts = parts_of(mean);
+            take(__shfl_sync(~0u, mine.count, of) - not_cut, mean, __shfl_sync(~0u, mine.longest, of), parts);
+        }
+    }
+
+    __device__ float end() const
+    {
+        float more = 0, most_more = 0, cut = 0, merged = 0; /* parts that are no last ones; an upper bound; all parts */
+        for_classes([&](float count, float mean, float longest, float parts) {
+            more = fmaf(count, parts - 1, more), cut = parts > 1 ? fmaf(count, parts, cut) : cut;
+            most_more = fmaf(count, fminf(parts_of(longest) - 1, (mean + 1) * per_length), most_more);
+        });
+        makespan all(costs.places);
+        all.put(whole, __shfl_sync(~0u, mine.mean, 0) + costs.start);
+        all.put(more, length + costs.start + costs.leave);
+        for (int of_short = 0; of_short < 2; of_short++) /* rests, which come behind the longer ones */
+            for_classes([&](float count, float mean, float, float parts) {
+                const float rest = fminf(mean, fmaf(1 - parts, length, mean));
+                const bool is_cut = parts > 1, is_in_turn = (is_cut && 2 * rest <= length) == of_short;
+                all.put(is_in_turn ? count : 0, rest + costs.start + (is_cut ? costs.leave : 0));
+                const float batches = is_in_turn && is_cut ? ceilf(parts * (1.0f / MERGE_BATCH)) : 0;
+                if (batches > 0) merged = fmaxf(merged, fmaf(batches, costs.merge_batch, all.last));
+            });
+        if (most_more > costs.room) return INFINITY;
+        const float by_kernel = cut > 0 ? fmaf(cut, costs.kernel_part, costs.kernel) : 0;
+        return all.end(costs.lone_share, costs.start) + fmaxf(merged - all.last, 0) + by_kernel;
     }
 };
 

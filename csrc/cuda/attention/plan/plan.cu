@@ -5,28 +5,16 @@
 
 // --- kernels
 
-enum {
-    THREADS = 512,
-    WARPS = THREADS / 32,
-    ROWS_OF_A_THREAD = 4, /* of the plan: what has more is left to whole warps, */
-    MOST_LEFT = 64        /* if there is room */
-};
-static_assert(CUTS_TRIED == 32 && UNIT_BUCKETS == 32, "a lane each");
-
-/* A sequence's rows stand at two places in the plan: those of all parts but the last ones of its tiles, and those. */
-struct rows_of_sequence {
-    int seq, begin, begin_of_last, first_part;
-    sequence_parts parts;
-};
+enum { THREADS = 512, LANES = 8 }; /* that list a sequence's units */
+static_assert(PLAN_TRIALS == 32 && UNIT_BUCKETS == 32, "a lane each");
 
 /* What the CTA's threads find out together. */
 struct shared_plan {
-    int total, longest, end_of_longest, num_units;
-    int tiles[PLAN_CLASSES], steps[PLAN_CLASSES];
+    int num_tiles, longest, end_of_longest, num_units;
+    int tiles[32], steps[32]; /* of classes of lengths: a lane each */
     decode_cut cut;
-    int next_unit[UNIT_BUCKETS]; /* how many units a bucket has; then where its next one goes */
-    int num_places, num_left;
-    rows_of_sequence left[MOST_LEFT];
+    int next_unit[UNIT_BUCKETS];     /* how many units a bucket has; then where its next one goes */
+    int num_left;                    /* units that are parts */
     planned_sequence first[THREADS]; /* the other ones are measured again at every look */
 };
 
@@ -46,16 +34,16 @@ struct decode_planner {
 
     __device__ void measure_all() const
     {
-        int steps = 0, longest = 1;
+        int tiles = 0, longest = 1;
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
             planned_sequence it = measure(args, shape, seq, bad_id, true);
             if (seq < THREADS) shared.first[seq] = it;
-            steps += it.num_tiles * it.num_steps;
+            tiles += it.num_tiles;
             if (it.num_tiles) longest = max(longest, it.num_steps);
         }
-        steps = __reduce_add_sync(~0u, steps);
+        tiles = __reduce_add_sync(~0u, tiles);
         longest = __reduce_max_sync(~0u, longest);
-        if (lane == 0) atomicAdd(&shared.total, steps), atomicMax(&shared.longest, longest);
+        if (lane == 0) atomicAdd(&shared.num_tiles, tiles), atomicMax(&shared.longest, longest);
         __syncthreads();
     }
 
@@ -65,31 +53,27 @@ struct decode_planner {
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
             const planned_sequence it = sequence(seq);
             if (it.num_tiles == 0) continue;
-            const int its_class = length_classes::class_of(longest, it.num_steps);
+            const int its_class = class_of(longest, it.num_steps);
             atomicAdd(&shared.tiles[its_class], it.num_tiles);
             atomicAdd(&shared.steps[its_class], it.num_tiles * it.num_steps);
             if (its_class == 0) atomicMax(&shared.end_of_longest, seq + 1);
         }
         __syncthreads();
         if (warp == 0) {
-            const bool is_class = lane < PLAN_CLASSES;
-            const length_classes classes =
-                length_classes::of(longest, is_class ? shared.tiles[lane] : 0, is_class ? shared.steps[lane] : 0);
-            const decode_cut cut = choose_cut(shape, classes, (int)args.num_seqs, shared.total, shared.end_of_longest);
+            const decode_cut cut = choose_cut(shape, longest, shared.tiles[lane], shared.steps[lane],
+                                              (int)args.num_seqs, shared.end_of_longest);
             if (lane == 0) shared.cut = cut;
         }
         __syncthreads();
     }
 
-    __device__ sequence_parts parts_of(int seq) const { return {shape, shared.cut, seq, sequence(seq)}; }
-
     /* How many units each bucket has becomes where its first one goes. */
     __device__ void find_places() const
     {
         for (int seq = threadIdx.x; seq < args.num_seqs; seq += THREADS) {
-            const sequence_parts parts = parts_of(seq);
-            if (parts.num_first()) atomicAdd(&shared.next_unit[parts.bucket_of_first], parts.num_first());
-            if (parts.num_tiles) atomicAdd(&shared.next_unit[parts.bucket_of_last], parts.num_tiles);
+            const sequence_units units(shape, shared.cut, seq, sequence(seq));
+            if (units.num_first) atomicAdd(&shared.next_unit[shared.cut.bucket_of(shared.cut.length)], units.num_first);
+            if (units.num_tiles) atomicAdd(&shared.next_unit[units.bucket_of_last], units.num_tiles);
         }
         __syncthreads();
         if (warp == 0) {
@@ -110,59 +94,29 @@ struct decode_planner {
         unit.signature = pk_sign_row(shape.signature, at, unit);
         units[at] = unit;
     }
-    /* Every step-th of the rows, from row i on. */
-    __device__ void put_rows(const rows_of_sequence &rows, int i, int step) const
-    {
-        const planned_sequence it = sequence(rows.seq);
-        const int num_first = rows.parts.num_first();
-#pragma unroll 1
-        for (; i < num_first + rows.parts.num_tiles; i += step) {
-            bool is_last = i >= num_first;
-            int2 at = {i - num_first, rows.parts.num_parts - 1}; /* tile and part */
-            if (!is_last) at = divide_small(i, rows.parts.num_parts - 1);
-            put(is_last ? rows.begin_of_last + at.x : rows.begin + i,
-                rows.parts.unit_of(it, rows.seq, at.x, at.y, rows.first_part));
-        }
-    }
-
-    /* Finds the place of a sequence's rows. If they are many they are left to be written. */
-    __device__ rows_of_sequence place_rows(int seq) const
-    {
-        rows_of_sequence rows = {seq, 0, 0, 0, parts_of(seq)};
-        sequence_parts &parts = rows.parts;
-        int num_first = parts.num_first(), count = num_first + parts.num_tiles, left_at = MOST_LEFT;
-        if (count) rows.begin_of_last = atomicAdd(&shared.next_unit[parts.bucket_of_last], parts.num_tiles);
-        if (num_first) {
-            rows.begin = atomicAdd(&shared.next_unit[parts.bucket_of_first], num_first);
-            rows.first_part = atomicAdd(&shared.num_places, count);
-        }
-        if (count > ROWS_OF_A_THREAD) left_at = atomicAdd(&shared.num_left, 1);
-        if (left_at < MOST_LEFT) shared.left[left_at] = rows, parts.num_tiles = 0;
-        return rows;
-    }
-    /* A thread's rows, then what was left: groups of warps share it, the last warps first, which have no rows. */
-    __device__ void put_all(rows_of_sequence rows) const
-    {
-        const int num_left = min(shared.num_left, MOST_LEFT), groups = min(max(num_left, 1), WARPS);
-        const int from_end = WARPS - 1 - warp, group = from_end % groups, num_warps = (WARPS - 1 - group) / groups + 1;
-#pragma unroll 1
-        for (int i = group - groups; i < num_left; i += groups) {
-            if (i >= 0) rows = shared.left[i];
-            put_rows(rows, i >= 0 ? from_end / groups * 32 + lane : 0, i >= 0 ? num_warps * 32 : 1);
-        }
-    }
 
     __device__ void list_units() const
     {
-        for (int of_cta = 0; of_cta < args.num_seqs; of_cta += THREADS) { /* a sequence a thread */
-            int seq = of_cta + threadIdx.x;
-            rows_of_sequence rows = {};
-            __syncthreads(); /* what was left before has been written */
-            if (threadIdx.x == 0) shared.num_left = 0;
-            __syncthreads();
-            if (seq < args.num_seqs) rows = place_rows(seq);
-            __syncthreads();
-            put_all(rows);
+        const int of_lanes = threadIdx.x % LANES;
+#pragma unroll 1
+        for (int from = 0; from < args.num_seqs; from += THREADS / LANES) {
+            const int seq = from + (int)threadIdx.x / LANES;
+            planned_sequence it = {};
+            if (seq < args.num_seqs) it = sequence(seq);
+            const sequence_units units(shape, shared.cut, seq, it);
+            int first = 0, last = 0, first_part = 0; /* where both kinds of units begin */
+            if (of_lanes == 0 && units.num_tiles)
+                last = atomicAdd(&shared.next_unit[units.bucket_of_last], units.num_tiles);
+            if (of_lanes == 0 && units.num_first) {
+                first = atomicAdd(&shared.next_unit[shared.cut.bucket_of(shared.cut.length)], units.num_first);
+                first_part = atomicAdd(&shared.num_left, units.num_left());
+            }
+            first = __shfl_sync(~0u, first, lane - of_lanes), last = __shfl_sync(~0u, last, lane - of_lanes);
+            first_part = __shfl_sync(~0u, first_part, lane - of_lanes);
+#pragma unroll 1
+            for (int i = of_lanes; i < units.num_first + units.num_tiles; i += LANES)
+                put(i < units.num_first ? first + i : last + i - units.num_first,
+                    units.unit_of(it, seq, i, first_part));
         }
     }
 
@@ -183,15 +137,15 @@ __global__ void __launch_bounds__(THREADS)
     pk_wait_for_previous_kernel();
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
-        shared.total = shared.end_of_longest = shared.num_places = shared.num_units = 0, shared.longest = 1;
-    if (threadIdx.x < PLAN_CLASSES) shared.tiles[threadIdx.x] = shared.steps[threadIdx.x] = 0;
+        shared.num_tiles = shared.end_of_longest = shared.num_left = shared.num_units = 0, shared.longest = 1;
+    if (threadIdx.x < 32) shared.tiles[threadIdx.x] = shared.steps[threadIdx.x] = 0;
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = 0;
     __syncthreads();
 
     decode_planner planner = {
         args, shape, workspace.units, bad_id, shared, (int)threadIdx.x / 32, (int)threadIdx.x % 32};
     planner.measure_all();
-    if (shared.total) { /* else all sequences are prefill's, or there are none */
+    if (shared.num_tiles) { /* else all sequences are prefill's, or there are none */
         planner.choose_lengths();
         planner.find_places();
         planner.list_units();

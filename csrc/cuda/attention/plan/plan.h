@@ -9,6 +9,7 @@
 #define PK_CUDA_ATTENTION_PLAN_H
 
 #include "cuda/attention/parts.h"
+#include "cuda/attention/plan/makespan.h"
 #include "cuda/divider.h"
 #include "ops/rope.h"
 
@@ -24,27 +25,23 @@ struct alignas(16) attention_unit {
 
 /* What follows from shapes alone, and so is fixed at a graph's capture. */
 struct decode_shape {
-    int head_dim;       /* padded: 64, 128 or 256 */
-    int rows;           /* of a tile: 8 or 16 */
-    int ctas_per_sm;    /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
-    bool is_crowded;    /* with more of the smallest CTAs than else; a warp's ring is smaller then */
-    int chunk, step;    /* keys of a warp, and of a CTA, in one turn of the loop */
-    int group;          /* query heads of a KV head */
-    int slots;          /* units that fill the machine once, per head */
-    int max_slots;      /* an upper bound of the parts, per head */
-    int num_segments;   /* at most, per head: tiles of all sequences */
-    int num_units;      /* rows of the plan */
-    int most_steps;     /* of a sequence: the table has room for no more */
-    bool has_few_steps; /* the table has room for no more of the smallest CTAs */
-    bool are_whole;     /* a sequence is one unit: its number is the unit's */
-    float start_steps;  /* that take as long as the start of a CTA behind another, */
-    float leave_steps;  /* and as leaving a part to be merged */
-    float lone_share;   /* a step's time in a CTA that runs on alone, of its time beside all others */
-    bool merges_apart;  /* another kernel merges parts; else the last CTA of a tile */
-    float batch_steps;  /* that take as long as the wait for a batch of parts to be merged, */
-    float part_steps;   /* and as the merging of one of them */
-    int num_splits;     /* parts of every sequence, or 0 */
-    int signature;      /* of what the rows of a plan depend on */
+    int head_dim;        /* padded: 64, 128 or 256 */
+    int rows;            /* of a tile: 8 or 16 */
+    int ctas_per_sm;     /* the fewer, the fewer parts there are to merge; on a Hopper 1, 2 or 4, 5 or 6 if crowded */
+    bool is_crowded;     /* with more of the smallest CTAs than else; a warp's ring is smaller then */
+    int chunk, step;     /* keys of a warp, and of a CTA, in one turn of the loop */
+    int group;           /* query heads of a KV head */
+    int slots;           /* units that fill the machine once, per head */
+    int max_slots;       /* an upper bound of the parts, per head */
+    int num_segments;    /* at most, per head: tiles of all sequences */
+    int num_units;       /* rows of the plan */
+    int most_steps;      /* of a sequence: the table has room for no more */
+    bool has_few_steps;  /* the table has room for no more of the smallest CTAs */
+    bool are_whole;      /* a sequence is one unit: its number is the unit's */
+    bool merges_apart;   /* another kernel merges parts; else the last CTA of a tile */
+    cutting_costs costs; /* in steps */
+    int num_splits;      /* parts of every sequence, or 0 */
+    int signature;       /* of what the rows of a plan depend on */
     row_filter filter;
 };
 
@@ -123,17 +120,6 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
 /* Both of a call; makes the plan, where the caller gave none and CTAs do not plan for themselves. */
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace);
-
-/* What a decode kernel gets beside the arguments. */
-struct decode_params {
-    decode_shape shape;
-    decode_workspace workspace;
-    pk_cuda_bad_id *bad_id;
-    int ring_bytes; /* of a warp */
-    divider group, block_size, num_heads;
-    bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
-    pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
-};
 
 /* The first key that a sequence's steps count from. */
 __device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)

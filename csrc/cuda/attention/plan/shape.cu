@@ -21,13 +21,12 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
     return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
 }
 
-/* The largest CTAs that fill the machine with equal parts; but not where those are few and of 8 rows: there is less to
- * gain from fewer parts than from CTAs that find room beside those of the products before and after. Where the smallest
- * CTAs would leave much of their first or third wave empty, those twice as large end sooner; but not with fp8, whose
- * steps are twice as long, nor where the table has room for a few steps only, because more waves start more often. Where
- * the table is too short for any cut: the largest CTAs that all run at once. Where the smallest do not all run at once,
- * SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend on
- * the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
+/* The largest CTAs that all run at once; but not where equal parts are few and of 8 rows: there is less to gain from fewer
+ * parts than from CTAs that find room beside those of the products before and after. Where the smallest CTAs would leave
+ * some of their first wave empty, those twice as large end sooner; but not with fp8, whose steps are twice as long, nor
+ * where the table has room for a few steps only, because two waves start twice. Where the smallest do not all run at
+ * once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend
+ * on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -39,20 +38,15 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     const int most_ctas = places_of(DECODE_FEWEST_WARPS, false);
     int64_t heads = args->num_kv_heads, slots = 1, most_slots = call.device->num_sms * most_ctas / heads;
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    auto waves_between = [&](int least_tenths, int most_tenths) {
-        return 10 * segments > least_tenths * most_slots && 10 * segments < most_tenths * most_slots;
-    };
     shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
-    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && (waves_between(5, 10) || waves_between(22, 25));
+    bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && segments < most_slots;
     int warps = shape->num_splits ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
     for (;; warps /= 2) {
         const int ctas = shape->ctas_per_sm = places_of(warps, false);
         slots = call.device->num_sms * ctas / heads;
-        bool is_filled = slots > 0 && 3 * (slots / segments * segments) >= FILLED_THIRDS * slots;
-        bool are_few_parts = shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS;
-        bool is_never_cut = !shape->num_splits && most_keys <= DECODE_STAGES * shape->chunk * warps;
-        bool is_good = (is_filled && !(ctas == 1 && are_few_parts)) || (2 * ctas == most_ctas && ends_sooner_by_half) ||
-                       (is_never_cut && slots >= segments);
+        bool are_few_parts = ctas == 1 && shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS &&
+                             most_keys > DECODE_STAGES * shape->chunk * warps;
+        bool is_good = (slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half);
         if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
     }
     shape->step = shape->chunk * warps;
@@ -69,14 +63,6 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     return slots;
 }
 
-static int quads_of_tile(const decode_shape &shape) { return shape.rows * shape.head_dim / 4; }
-static int threads_of_cta(const decode_shape &shape) { return 32 * shape.step / shape.chunk; }
-/* That a CTA's threads take to merge a tile, a quad each. */
-static int64_t merge_rounds(const decode_shape &shape)
-{
-    return pk_ceil_div(quads_of_tile(shape), threads_of_cta(shape));
-}
-
 /* Who merges parts: the CTA that comes last, up to MERGE_BATCH of each tile, and else a kernel of its own. */
 static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, decode_shape *shape)
 {
@@ -85,18 +71,18 @@ static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, 
     shape->merges_apart = !shape->num_splits && is_alone && most_parts > MERGE_BATCH;
 }
 
-/* What starts and merges take, in steps of a CTA beside all others, and what a step takes that has little beside it. */
+/* In steps of a CTA beside all others. */
 static void fill_costs(const pk_attention_args *args, decode_shape *shape)
 {
     using namespace thresholds;
     int step_bytes = shape->step * 2 * shape->head_dim * (int)pk_dtype_bytes(args->cache_dtype);
-    float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US, rounds = (float)merge_rounds(*shape);
+    float step_us = (float)(step_bytes * shape->ctas_per_sm) / BYTES_AN_SM_US;
     float lone_us = shape->rows * shape->head_dim >= MANY_SUMS ? LONE_STEP_US_OF_MANY_SUMS : LONE_STEP_US;
-    shape->batch_steps = (shape->merges_apart ? BATCH_US_APART : BATCH_US * rounds) / step_us;
-    shape->part_steps = (shape->merges_apart ? 0 : PART_US_OF_ROUND * rounds) / step_us;
-    shape->start_steps = START_US / step_us;
-    shape->leave_steps = LEAVE_US / step_us;
-    shape->lone_share = lone_us < step_us ? lone_us / step_us : 1;
+    int quads = shape->rows * shape->head_dim / 4, threads = 32 * shape->step / shape->chunk;
+    float rounds = shape->merges_apart ? 1.0f / PARTS_GROUPS : (float)pk_ceil_div(quads, threads);
+    shape->costs = {(float)shape->slots, (float)(shape->num_units - shape->num_segments), step_us, rounds};
+    shape->costs.uncut = DECODE_STAGES;
+    if (lone_us < step_us) shape->costs.lone_share = lone_us / step_us;
 }
 
 pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
@@ -107,7 +93,6 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
     choose_merging(segments, slots, most_steps, shape);
-    fill_costs(args, shape);
     /* Rows take time even where they are empty (decode/NOTES.md #69a). So there are few where a place's share of all
      * steps is too short for it to take a second unit. */
     const bool are_long_shares = segments > 1 && segments * most_steps >= FEWEST_STEPS_OF_SHARE * slots;
@@ -130,6 +115,7 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     shape->num_segments = (int)segments;
     shape->num_units = (int)units;
     shape->max_slots = (int)parts;
+    fill_costs(args, shape);
     shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
                                      shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
                                      args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,

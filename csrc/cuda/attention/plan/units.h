@@ -7,38 +7,34 @@
 
 #include "cuda/attention/plan/lengths.h"
 
-constexpr int UNIT_BUCKETS = 32; /* of lengths: units of one are in no order */
 constexpr int MOST_SEQS_OF_A_WARP = 32;
 constexpr int LANES_AT_ONCE = 4; /* that a warp looks at one by one: what they have is under way together */
 
-/* The parts of a sequence, and where they stand in the order of units: first, in bucket 0, come all parts but the last
- * one of each tile. Then come those last parts and whole sequences, the longest first. Only the parts of a few sequences
- * that are left over may come behind them: in front, they would make as many whole ones start late (decode/NOTES.md #110). */
-struct sequence_parts {
-    int num_tiles, length, num_parts, bucket_of_first, bucket_of_last;
+/* The units of a sequence: all parts but the last ones of its tiles, then those. */
+struct sequence_units {
+    int num_tiles, num_parts, length, num_first, bucket_of_last;
 
-    sequence_parts() = default;
-    __device__ sequence_parts(const decode_shape &shape, const decode_cut &cut, int seq, const planned_sequence &it)
+    sequence_units() = default;
+    __device__ sequence_units(const decode_shape &shape, const decode_cut &cut, int seq, const planned_sequence &it)
     {
-        const int width = cut.longest_last / (UNIT_BUCKETS - 1) + 1;
-        length = max(cut.length_of(shape, seq, it.num_steps), 1);
         num_tiles = it.num_tiles;
+        length = max(cut.length_of(shape, seq, it.num_steps), 1);
         num_parts = divide_small(it.num_steps + length - 1, length).x;
-        bucket_of_first = cut.are_behind_all ? UNIT_BUCKETS - 1 : 0;
-        const int last = it.num_steps - (num_parts - 1) * length;
-        bucket_of_last = 1 + divide_small(max(cut.longest_last - last - (num_parts > 1), 0), width).x;
+        num_first = num_tiles * (num_parts - 1);
+        bucket_of_last = cut.bucket_of(it.num_steps - (num_parts - 1) * length);
     }
-    /* All units but the last ones of tiles. */
-    __device__ int num_first() const { return num_tiles * (num_parts - 1); }
+    __device__ int num_left() const { return num_first ? num_first + num_tiles : 0; } /* that are parts */
 
-    /* One of them, not signed yet. */
-    __device__ attention_unit unit_of(const planned_sequence &it, int seq, int tile, int part, int first_part) const
+    /* One of them, not signed yet. A tile's parts are left side by side. */
+    __device__ attention_unit unit_of(const planned_sequence &it, int seq, int number, int first_part) const
     {
-        attention_unit unit = {0, seq, tile, it.view.first_query, it.view.num_queries, it.view.context};
-        unit.first_step = part * length;
+        int2 at = {number - num_first, num_parts - 1}; /* tile and part */
+        if (at.x < 0) at = divide_small(number, num_parts - 1);
+        attention_unit unit = {0, seq, at.x, it.view.first_query, it.view.num_queries, it.view.context};
+        unit.first_step = at.y * length;
         unit.end_step = min(unit.first_step + length, it.num_steps);
-        unit.part = part, unit.num_parts = num_parts;
-        unit.first_slot = it.view.first_slot, unit.first_part = first_part + tile * num_parts;
+        unit.part = at.y, unit.num_parts = num_parts;
+        unit.first_slot = it.view.first_slot, unit.first_part = first_part + at.x * num_parts;
         return unit;
     }
 };
@@ -55,9 +51,8 @@ __device__ static inline T of_lane(T it, int lane)
 __device__ static inline decode_cut cut_of_warp(const decode_shape &shape, const planned_sequence &it, int num_seqs)
 {
     const int lane = (int)threadIdx.x % 32, all_steps = it.num_tiles * it.num_steps;
-    const int total = __reduce_add_sync(~0u, all_steps);
     const int longest = __reduce_max_sync(~0u, it.num_tiles ? it.num_steps : 1);
-    const int its_class = it.num_tiles ? length_classes::class_of(longest, it.num_steps) : PLAN_CLASSES;
+    const int its_class = it.num_tiles ? class_of(longest, it.num_steps) : PLAN_CLASSES;
     int tiles = 0, steps = 0;
     for (int i = 0; i < PLAN_CLASSES && longest > DECODE_STAGES; i++) {
         const int its_tiles = __reduce_add_sync(~0u, its_class == i ? it.num_tiles : 0);
@@ -65,7 +60,7 @@ __device__ static inline decode_cut cut_of_warp(const decode_shape &shape, const
         if (lane == i) tiles = its_tiles, steps = its_steps;
     }
     const int end_of_longest = 32 - __clz(__ballot_sync(~0u, its_class == 0));
-    return choose_cut(shape, length_classes::of(longest, tiles, steps), num_seqs, total, end_of_longest);
+    return choose_cut(shape, longest, tiles, steps, num_seqs, end_of_longest);
 }
 
 /* The same: the unit of that number. */
@@ -73,34 +68,26 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
                                                   int number, const decode_cut &cut)
 {
     const int lane = threadIdx.x % 32;
-    const sequence_parts parts(shape, cut, lane, it);
-    const int num_first = parts.num_first(), num_placed = num_first ? num_first + it.num_tiles : 0;
-    int first_before = num_first, placed_before = num_placed; /* so far with this lane's */
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        int its_first = __shfl_up_sync(~0u, first_before, distance);
-        int its_placed = __shfl_up_sync(~0u, placed_before, distance);
-        if (lane >= distance) first_before += its_first, placed_before += its_placed;
-    }
-    int last_before = cut.are_behind_all ? 0 : __shfl_sync(~0u, first_before, 31);
-    const int others_before = cut.are_behind_all ? __reduce_add_sync(~0u, it.num_tiles) : 0; /* of the first ones */
-    first_before -= num_first, placed_before -= num_placed;
+    const sequence_units units(shape, cut, lane, it);
+    const bool are_behind = units.bucket_of_last < cut.bucket_of(cut.length); /* first ones, behind its last ones */
+    int first_before = __reduce_add_sync(~0u, are_behind ? it.num_tiles : 0), left_before = 0;
+    int last_before = __reduce_add_sync(~0u, units.num_first);
+    if (are_behind) last_before = 0;
 #pragma unroll 1
-    for (int first = 0; first < num_seqs; first += LANES_AT_ONCE)
+    for (int from = 0; from < num_seqs; from += LANES_AT_ONCE)
 #pragma unroll
-        for (int other = first; other < first + LANES_AT_ONCE; other++) {
-            int its_bucket = __shfl_sync(~0u, parts.bucket_of_last, other);
-            int its_tiles = __shfl_sync(~0u, it.num_tiles, other);
-            if (its_bucket < parts.bucket_of_last || (its_bucket == parts.bucket_of_last && other < lane))
-                last_before += its_tiles;
+        for (int other = from; other < from + LANES_AT_ONCE; other++) {
+            const int bucket = __shfl_sync(~0u, units.bucket_of_last, other);
+            const int tiles = __shfl_sync(~0u, it.num_tiles, other), first = __shfl_sync(~0u, units.num_first, other);
+            if (bucket < units.bucket_of_last || (bucket == units.bucket_of_last && other < lane)) last_before += tiles;
+            if (other < lane && first > 0) first_before += first, left_before += first + tiles;
         }
-    const unsigned int among_first = number - others_before - first_before, among_last = number - last_before;
-    const bool is_first = among_first < (unsigned)num_first, is_last = among_last < (unsigned)it.num_tiles;
+    const unsigned int among_first = number - first_before, among_last = number - last_before;
+    const bool is_first = among_first < (unsigned)units.num_first, is_last = among_last < (unsigned)it.num_tiles;
     const int owner = __ffs(__ballot_sync(~0u, is_first || is_last)) - 1;
     if (owner < 0) return {};
-    int2 at = {(int)among_last, parts.num_parts - 1}; /* tile and part */
-    if (is_first) at = divide_small((int)among_first, parts.num_parts - 1);
-    return of_lane(parts.unit_of(it, lane, at.x, at.y, placed_before), owner);
+    const int its_number = is_first ? (int)among_first : units.num_first + (int)among_last;
+    return of_lane(units.unit_of(it, lane, its_number, left_before), owner);
 }
 
 /* A warp: the unit of that number of a batch without a plan. A lane has a sequence. */

@@ -4,9 +4,11 @@
 #define PK_CUDA_ATTENTION_PREFILL_BATCH_H
 
 #include "cuda/attention/parts.h"
+#include "cuda/attention/plan/makespan.h"
 #include "cuda/divider.h"
 
-constexpr int PREFILL_PART_ROWS = 128; /* of an item that may be cut */
+constexpr int PREFILL_PART_ROWS = 128;                       /* of an item that may be cut */
+constexpr size_t PREFILL_PARTS_BYTES = 4 * PK_SCRATCH_BYTES; /* with less, long chunks of 256 dims stay whole */
 
 struct prefill_batch {
     pk_attention_args args;
@@ -23,6 +25,7 @@ struct prefill_batch {
     int window_left, window_right; /* -1: unbounded */
     float chunk_keys;              /* whose K and V, of all heads, stay in the L2 cache while they are in use */
     parts_room parts;
+    cutting_costs costs; /* in keys */
 
     /* The decode kernel has been launched for the other sequences of the batch, and may still run. */
     __device__ bool is_beside_decode() const { return filter.min_rows > 0; }

@@ -1,4 +1,6 @@
-/* lengths.h - how many items of prefill there are of each length, counted on the device. */
+/* lengths.h - how many items of prefill there are of each length, counted on the device, and into how many parts those are
+ * cut that are too few to fill the machine.
+ */
 #ifndef PK_CUDA_ATTENTION_PREFILL_LENGTHS_H
 #define PK_CUDA_ATTENTION_PREFILL_LENGTHS_H
 
@@ -7,14 +9,10 @@
 /* Lengths are divided into classes of so many levels each. Lane i has class i; the first one has the longest items. */
 struct prefill_lengths {
     static constexpr int CLASSES = 16;
-    int levels;         /* the highest one, plus one */
-    int width;          /* of a class, in levels */
-    int longest;        /* keys of an item */
-    float items;        /* of all sequences */
-    float count, mean;  /* items of the lane's class, and the keys of one of them on average */
-    int lowest_of_long; /* level: from there on items are long; it is half of the highest one, or a little more */
-    int num_long;       /* so many are, */
-    int seqs_of_long;   /* of so many sequences */
+    int levels;        /* the highest one, plus one */
+    int longest;       /* keys of an item */
+    float items;       /* of all sequences */
+    length_class mine; /* in keys */
 
     struct level_range {
         int first, end;
@@ -33,11 +31,6 @@ struct prefill_lengths {
     {
         int keys = (level + 1) * batch.positions;
         return batch.window_left < 0 ? keys : min(keys, batch.window_left + 2 * batch.positions);
-    }
-    /* No item of the class has more. */
-    __device__ float most_keys(const prefill_batch &batch, int of_class) const
-    {
-        return (float)keys_of(batch, levels - of_class * width - 1);
     }
 
     /* Of a sequence's items. Its context is brought into its range, so that no sum goes wrong. */
@@ -70,29 +63,60 @@ struct prefill_lengths {
      * the others are looked at one by one, and each lane adds what is of its class. */
     __device__ void divide(const prefill_batch &batch)
     {
-        width = (levels + CLASSES - 1) / CLASSES;
-        const int lane = threadIdx.x & 31, classes_of_long = (levels - levels / 2) / width;
-        const int last = (levels - 1) / width, end_of_last = levels - last * width;
-        lowest_of_long = levels - classes_of_long * width, seqs_of_long = 0;
-        class_sums mine = {}, of_last = {};
+        const int lane = threadIdx.x & 31, width = (levels + CLASSES - 1) / CLASSES;
+        const int last = (levels - 1) / width, end_of_last = levels - last * width, end_of_mine = levels - lane * width;
+        class_sums sums = {}, of_last = {};
 #pragma unroll 1
         for (int seq = lane; seq - lane < batch.args.num_seqs; seq += 32) {
             level_range its = {0, 0};
             if (seq < batch.args.num_seqs) its = levels_of(batch, seq);
-            seqs_of_long += __popc(__ballot_sync(~0u, its.end > lowest_of_long));
             if (its.end <= end_of_last) of_last.add(its.first, its.end);
             for (unsigned left = __ballot_sync(~0u, its.end > end_of_last); left; left &= left - 1) {
-                const int owner = __ffs(left) - 1, end_of_mine = levels - lane * width;
+                const int owner = __ffs(left) - 1;
                 const int first = max(__shfl_sync(~0u, its.first, owner), end_of_mine - width);
-                mine.add(first, max(min(__shfl_sync(~0u, its.end, owner), end_of_mine), first));
+                sums.add(first, max(min(__shfl_sync(~0u, its.end, owner), end_of_mine), first));
             }
         }
         of_last = {pk_sum_over_warp(of_last.count), pk_sum_over_warp(of_last.twice)};
-        if (lane == last) mine.count += of_last.count, mine.twice += of_last.twice;
-        count = mine.count * (float)batch.num_bundles;
-        mean = mine.count > 0 ? __fdividef(0.5f * mine.twice, mine.count) * (float)batch.positions : 0;
-        mean = fminf(mean, (float)longest);
-        num_long = __reduce_add_sync(~0u, lane < classes_of_long ? (int)count : 0);
+        if (lane == last) sums.count += of_last.count, sums.twice += of_last.twice;
+        const float mean = sums.count > 0 ? __fdividef(0.5f * sums.twice, sums.count) * (float)batch.positions : 0;
+        mine = {sums.count * (float)batch.num_bundles, fminf(mean, (float)longest),
+                (float)keys_of(batch, end_of_mine - 1)};
+    }
+};
+
+/* Into how many parts items are cut. What they have in common is their level, so all items of a level have as many.
+ * Another kernel merges the parts. Lengths of parts are tried, a lane each, and the one with the least makespan is taken. */
+struct prefill_parts {
+    float per_key; /* 1 / keys of a part, rounded down, or 0: items stay whole */
+
+    __device__ int count(const prefill_batch &batch, int level) const
+    {
+        return max((int)ceilf((float)prefill_lengths::keys_of(batch, level) * per_key), 1);
+    }
+    /* The lowest level from which on items up to `level` have `parts`, or a higher one. */
+    __device__ int lowest_of_same(const prefill_batch &batch, int level, int parts) const
+    {
+        if (parts == 1) return 0;
+        int lowest = min(batch.by_positions.divide((int)__fdividef((float)(parts - 1), per_key)), level);
+        while (count(batch, lowest) < parts) lowest++;
+        return lowest;
+    }
+
+    /* One warp, with a number of parts of the longest item a lane: up to what fills the machine, if not more than 32.
+     * Borders of parts are multiples of `tile`. */
+    __device__ void choose(const prefill_batch &batch, float tile)
+    {
+        prefill_lengths lengths;
+        per_key = 0;
+        lengths.find_longest(batch);
+        if (lengths.items == 0) return;
+        lengths.divide(batch);
+        const float step = ceilf(__fdividef((float)batch.num_ctas, PLAN_TRIALS * lengths.items));
+        const float parts = fmaf((float)(threadIdx.x & 31), step, 1);
+        const float length = ceilf(__fdividef((float)lengths.longest, parts * tile)) * tile;
+        const int best = lane_of_least(cutting_trial{batch.costs, lengths.mine, length, 0, __frcp_rd(length)}.end());
+        if (best > 0) per_key = __frcp_rd(__shfl_sync(~0u, length, best));
     }
 };
 

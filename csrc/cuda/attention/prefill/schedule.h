@@ -2,7 +2,7 @@
 #ifndef PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
 #define PK_CUDA_ATTENTION_PREFILL_SCHEDULE_H
 
-#include "cuda/attention/prefill/parts.h"
+#include "cuda/attention/prefill/lengths.h"
 
 /* The list of items, walked forward; all lanes of one warp hold the same state but for their own sequence. The order:
  * groups of 32 neighbouring sequences; in a group chunks (so that the keys in use stay in the L2 cache), those of the
@@ -33,7 +33,6 @@ struct prefill_schedule {
     int num_parts;                             /* of each of them */
     int first_slot, num_slots; /* parts before the chunk; of a bundle: these follow each other in a chunk, */
     int first_cut;             /* behind so many entries of a bundle */
-    int whole_from, num_long;  /* of CUTS: a level in the chunk, see prefill_parts; long items up to its end */
 
     __device__ static void look_again(const prefill_batch &, const prefill_item &) {} /* see prefill_planned */
 
@@ -49,7 +48,6 @@ struct prefill_schedule {
         next_level = -1;
         num_bundles = batch.num_bundles;
         first_slot = num_slots = first_cut = 0;
-        whole_from = num_long = 0;
     }
 
     /* The lane's sequence, and its items. */
@@ -137,44 +135,23 @@ struct prefill_schedule {
         first_slot += num_slots * num_bundles;
         before = num_slots = 0;
         next_level = __reduce_max_sync(~0u, num_items ? first_level + num_items - 1 : -1);
-        if constexpr (CUTS) find_whole();
         if constexpr (!CUTS) { /* a chunk that ends before the entry is passed at once */
             int entries = __reduce_add_sync(~0u, num_items);
             if (index - chunk_begin >= entries * num_bundles) before = entries, next_level = -1;
         }
         return true;
     }
-    /* From which level on the chunk's items stay whole, of those that do in any case. */
-    __device__ void find_whole()
-    {
-        auto count_from = [&](int level) {
-            int end = first_level + num_items, first = max(first_level, level);
-            return __reduce_add_sync(~0u, max(end - first, 0)) * num_bundles;
-        };
-        int room = parts.num_whole - num_long, low = parts.lowest_level, high = next_level + 1;
-        num_long += count_from(low);
-        whole_from = parts.num_whole && num_long <= parts.num_whole ? 0 : high; /* all of them, or none */
-        if (whole_from == 0 || room <= 0) return;
-        while (low < high) { /* the lowest level from which on there are no more than there is room for */
-            int level = (low + high) / 2;
-            if (count_from(level) <= room)
-                high = level;
-            else
-                low = level + 1;
-        }
-        whole_from = high;
-    }
     /* A run ends where a sequence's items begin or end, or have fewer parts. */
     __device__ void begin_run(const prefill_batch &batch, int highest)
     {
         level = highest;
-        num_parts = CUTS ? parts.count(batch, level, whole_from) : 1;
+        num_parts = CUTS ? parts.count(batch, level) : 1;
         if (num_slots == 0) first_cut = before;
         int end = first_level + num_items;
         bool is_here = first_level <= level && level < end, is_below = num_items && end <= level;
         count = __popc(__ballot_sync(~0u, is_here));
         int lowest = __reduce_max_sync(~0u, is_here ? first_level : is_below ? end : 0);
-        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, whole_from, num_parts));
+        if constexpr (CUTS) lowest = max(lowest, parts.lowest_of_same(batch, level, num_parts));
         num_levels = level - lowest + 1;
         next_level = __reduce_max_sync(~0u, num_items && first_level < lowest ? min(lowest, end) - 1 : -1);
     }

@@ -391,7 +391,7 @@ pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *args, row_filt
     prefill_batch batch;
     for (const prefill_instance &each : INSTANCES)
         if (each.shown.reads == args->cache_dtype && each.shown.head_dim >= args->head_dim) {
-            PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, &batch));
+            PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, false, &batch));
             return each.launch(batch, call);
         }
     return pk_cuda_no_instance(call, "attention_prefill_sm80_kernel");

@@ -232,7 +232,7 @@ static bool may_be_tall(const pk_attention_args &args, bool may_cut_items, int64
 static pk_status choose_instance(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  const prefill_instance **instance, prefill_batch *batch)
 {
-    bool may_cut_items = may_cut(*args, filter, 128, call.device->num_sms);
+    bool may_cut_items = may_cut(*args, filter, call.device->num_sms);
     const bool is_tall = may_be_tall(*args, may_cut_items, call.device->num_sms);
     may_cut_items = may_cut_items && !is_tall;
     for (const prefill_instance &each : INSTANCES)
@@ -240,9 +240,7 @@ static pk_status choose_instance(const pk_attention_args *args, row_filter filte
             each.shown.head_dim == args->head_dim && (each.shown.variant == CUTS_ITEMS) == may_cut_items &&
             (each.shown.rows > 128) == is_tall) {
             *instance = &each;
-            PK_TRY(make_prefill_batch(args, filter, call, each.shown.rows, batch));
-            plan_prefill_rows(batch, may_cut_items);
-            return PK_OK;
+            return make_prefill_batch(args, filter, call, each.shown.rows, may_cut_items, batch);
         }
     return pk_cuda_no_instance(call, "attention_prefill_kernel");
 }

@@ -134,16 +134,20 @@ class SafetensorsFile:
                     "are no tensor's"
                 )
             end, before = entry.end, entry.name
-        num_bytes = len(self.bytes) - self.data_start
-        if end > num_bytes:
+        if end > self.num_bytes:
             raise CheckpointError(
                 f"{self.path}: tensor {before!r} ends at byte {self.data_start + end} "
                 f"but the file is truncated at {len(self.bytes)}"
             )
-        if end < num_bytes:
+        if end < self.num_bytes:
             raise CheckpointError(
-                f"{self.path}: bytes {end}..{num_bytes} of the data, after the last tensor, are no tensor's"
+                f"{self.path}: bytes {end}..{self.num_bytes} of the data, after the last tensor, are no tensor's"
             )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return len(self.bytes) - self.data_start
 
     def entry(self, name: str) -> Entry:
         if name not in self.entries:
@@ -212,7 +216,7 @@ class Checkpoint(TensorSource):
         self.dequantised = []
         self._upload = Upload(device)
         self._progress = ExitStack()
-        num_bytes = sum(size for _, size, _ in self.stamps.values())
+        num_bytes = sum(file.num_bytes for file in set(self.files.values()))
         self._bar = self._progress.enter_context(progress_bar(num_bytes, "weights", "B", is_scaled=True))
 
     def close(self) -> None:

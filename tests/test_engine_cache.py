@@ -21,7 +21,8 @@ from tiny_engine import by_hand, engine, generate
 import pagedkv
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
 from pagedkv.engine.cache import snapshot
-from pagedkv.models.weights import CheckpointError, SafetensorsFile
+from pagedkv.models.files import CheckpointError
+from pagedkv.models.safetensors import SafetensorsFile
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU = ("cpu", 1)

@@ -13,7 +13,8 @@ from checkpoints import TINY, random_weights, safetensors_bytes, split_in_shards
 from tiny_engine import GREEDY, engine, generate
 
 from pagedkv import LLM
-from pagedkv.models.weights import Checkpoint, CheckpointError
+from pagedkv.models.files import CheckpointError
+from pagedkv.models.weights import Checkpoint
 
 PROMPT = [5, 9, 5, 7, 5, 3, 5, 8] * 5
 CPU = ("cpu", 1)

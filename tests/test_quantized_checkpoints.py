@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from pagedkv.models.registry import read_spec
 from pagedkv.models.upload import Upload
 from pagedkv.models.weight import Part, Scales, part_of_view, stack_scales
 from pagedkv.models.weights import Checkpoint
+from pagedkv.progress import progress_bar
 
 POOL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "seed": 0}
 CPU = POOL | {"device": "cpu"}
@@ -467,6 +469,15 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     with pytest.raises(ValueError, match="row 96"):
         upload.place([Part(200, 16, "float32", write)])
     upload.close()
+
+
+def test_a_bar_counts_bytes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pagedkv.models.weights.progress_bar", partial(progress_bar, is_shown=True))
+    write_quantised(tmp_path, FORMATS["awq"])
+    LLM(tmp_path, **CPU).close()
+    last = capsys.readouterr().err.split("\r")[-1]
+    size = Checkpoint(tmp_path, "float32", "cpu").files["lm_head.weight"].num_bytes
+    assert "weights: 100%" in last and f"{size / 1000:.0f}k/{size / 1000:.0f}k" in last and "B/s" in last, last
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells")

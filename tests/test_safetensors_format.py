@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from checkpoints import safetensors_bytes
 
-from pagedkv.models.weights import CheckpointError, SafetensorsFile
+from pagedkv.models.files import CheckpointError
+from pagedkv.models.safetensors import SafetensorsFile
 
 
 def corrupt_header(data: bytes, change) -> bytes:

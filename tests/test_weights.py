@@ -17,7 +17,9 @@ from checkpoints import (
 )
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models.weights import Checkpoint, CheckpointError, SafetensorsFile
+from pagedkv.models.files import CheckpointError
+from pagedkv.models.safetensors import SafetensorsFile
+from pagedkv.models.weights import Checkpoint
 
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ import numpy as np
 
 from pagedkv import BlockManager
 from pagedkv.models.files import CheckpointError
-from pagedkv.models.weights import SafetensorsFile
+from pagedkv.models.safetensors import SafetensorsFile
 
 from .pool import KVCaches
 

@@ -67,6 +67,7 @@ class Linear:
             out_squares=out_squares,
             add_to_out=add_to_out,
             weight_is_constant=True,
+            quantize_x=self.weights[0].quantizes_x,
             out=out,
         )
 
@@ -76,9 +77,14 @@ class Linear:
         for weight in self.weights:
             end = start + len(weight.data)
             bias = None if self.bias is None else self.bias[start:end]
-            columns = product[:, start:end]
             ops.linear(
-                x, bias=bias, **weight.arguments, add_to_out=add_to_out, weight_is_constant=True, out=columns
+                x,
+                bias=bias,
+                **weight.arguments,
+                add_to_out=add_to_out,
+                weight_is_constant=True,
+                quantize_x=weight.quantizes_x,
+                out=product[:, start:end],
             )
             start = end
         return out if gate_up is None else ops.silu_and_mul(product, out=out)

@@ -57,7 +57,7 @@ class Upload:
         scales = stack_scales(parts)
         zeros = None if scales.zeros is None else self.placed(ops.from_dlpack(scales.zeros))
         values = self.placed(_padded(scales))[:, : scales.values.shape[1]]
-        return Weight(data, values, zeros, scales.block)
+        return Weight(data, values, zeros, scales.block, scales.quantizes_x)
 
     def placed(self, view: Tensor) -> Tensor:
         """A copy, or on the CPU the view itself."""

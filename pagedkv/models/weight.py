@@ -24,6 +24,7 @@ class Weight:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     block: tuple[int, int] | None = None  # rows and columns that share a scale
+    quantizes_x: bool = False  # see ops.linear's quantize_x
 
     @property
     def is_quantised(self) -> bool:
@@ -52,6 +53,7 @@ class Scales(NamedTuple):
     values: Tensor  # [num_rows, in_features] in blocks: float32, or of int4 any float
     block: tuple[int, int]
     zeros: np.ndarray | None = None  # uint8, of int4
+    quantizes_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Part:
     @property
     def kind(self) -> tuple[object, ...]:
         """Parts of one kind make one weight. (Their blocks may have different numbers of rows.)"""
-        return (self.dtype, *((self.scales.block[1], self.scales.values.dtype) if self.scales else ()))
+        return (self.dtype, *((self.scales.block[1], self.scales.values.dtype, self.scales.quantizes_x) if self.scales else ()))
 
 
 def part_of_view(view: Tensor, dtype: str, scales: Scales | None = None) -> Part:
@@ -110,4 +112,4 @@ def stack_scales(parts: Sequence[Part]) -> Scales:
     if any(scales.zeros is not None for scales in each):
         none = [np.full(scales.values.shape, INT4_ZERO, np.uint8) for scales in each]
         zeros = np.concatenate([full if s.zeros is None else s.zeros for s, full in zip(each, none, strict=True)])
-    return Scales(stacked, (rows, each[0].block[1]), zeros)
+    return Scales(stacked, (rows, each[0].block[1]), zeros, each[0].quantizes_x)

@@ -41,6 +41,7 @@ class Scheme:
     group_size: int  # int; -1: all inputs
     block: tuple[int, int]  # of the strategy "block"
     has_zeros: bool
+    quantizes_x: bool  # activations have 8 bits, too
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
@@ -86,7 +87,8 @@ def _parse_scheme(raw: Mapping[str, Any], group: Mapping[str, Any], where: str) 
     size = group_size(weights, where=inside) if strategy == "group" else -1
     if strategy != "group":
         one_of(weights, "group_size", (-1, None), where=inside)
-    return Scheme(_patterns(group, "targets", where), kind, strategy, size, block, not is_symmetric)
+    return Scheme(_patterns(group, "targets", where), kind, strategy, size, block, not is_symmetric,
+                  group.get("input_activations") is not None)  # fmt: skip
 
 
 def _check_activations(given: Any, kind: str, where: str) -> None:
@@ -144,7 +146,7 @@ def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: S
         source.view(f"{name}.input_scale", (1,), DTYPES)
     block = scheme.block if scheme.strategy == "block" else (1, shape[1])
     scale_shape = (1,) if scheme.strategy == "tensor" else num_blocks(*shape, block)
-    return read_fp8(source, name, shape, "weight_scale", scale_shape, block)
+    return read_fp8(source, name, shape, "weight_scale", scale_shape, block, scheme.quantizes_x)
 
 
 def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:

@@ -1,7 +1,8 @@
 """Weights of float8_e4m3fn: those of Qwen's FP8 checkpoints, and those that are made while a checkpoint is loaded.
 
 A file has `weight` [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up; the product of both is the value,
-whatever the name says. Activations stay in their dtype, or a kernel scales them by what they are ("dynamic").
+whatever the name says. The activations of few tokens stay in their dtype; those of many may be rounded to float8 by scales
+of their own ("dynamic"), where a GPU multiplies that faster.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def num_blocks(num_rows: int, in_features: int, block: tuple[int, int]) -> tuple
 
 def read_fp8(
     source: TensorSource, name: str, shape: tuple[int, int], scale_name: str, scale_shape: tuple[int, ...],
-    block: tuple[int, int],
+    block: tuple[int, int], quantizes_x: bool,
 ) -> Part:  # fmt: skip
     """The part of a weight and its scales as files have them; one scale becomes one of each row."""
     weight = source.view(f"{name}.weight", shape, (DTYPE,))
@@ -66,7 +67,7 @@ def read_fp8(
         scales.copy_(given.view(counts))
     else:
         scales.copy_(ops.from_dlpack(np.full(counts, float(given.view(-1)[0]), np.float32)))
-    return part_of_view(weight, DTYPE, Scales(scales, block))
+    return part_of_view(weight, DTYPE, Scales(scales, block, quantizes_x=quantizes_x))
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class BlockFp8(Quantization):
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         shape = num_rows, in_features
-        return read_fp8(source, name, shape, "weight_scale_inv", num_blocks(*shape, self.block), self.block)
+        return read_fp8(source, name, shape, "weight_scale_inv", num_blocks(*shape, self.block), self.block, True)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class LoadedAsFp8(Quantization):
                 end = min(row + BLOCK[0], last)
                 scales[row // BLOCK[0]] = quantise_rows(weight[row:end], out[row - first : end - first])
 
-        return Part(num_rows, in_features, DTYPE, write, BLOCK[0], Scales(ops.from_dlpack(scales), BLOCK))
+        return Part(num_rows, in_features, DTYPE, write, BLOCK[0], Scales(ops.from_dlpack(scales), BLOCK, quantizes_x=True))
 
 
 def quantise_rows(rows: Tensor, out: Tensor) -> np.ndarray:

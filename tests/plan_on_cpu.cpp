@@ -9,7 +9,7 @@ constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 
 struct planned_batch {
     int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
-    int num_sms, compute_capability, window_left, num_queries, num_splits; /* of each sequence */
+    int num_sms, compute_capability, window_left, num_queries, num_splits;               /* of each sequence */
     int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole, ctas_per_sm, step, takes_heads,
         first_bad_kind; /* out */
 };

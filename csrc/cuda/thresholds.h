@@ -11,9 +11,8 @@ namespace thresholds
 {
 
 /* attention/attention.cu: decode or prefill for a batch (prefill/NOTES.md #23, #24, #35b, decode/NOTES.md #45). */
-constexpr int ITEM_TILES = 2; /* tiles of 16 rows, which the decode kernel goes through while prefill does an item's */
-constexpr double SOONER =
-    1.2e8; /* rows * keys * head_dim of such tiles, before prefill begins; a quarter with 256 dims */
+constexpr int ITEM_TILES = 2;    /* tiles of 16 rows, which the decode kernel goes through while prefill does an item */
+constexpr double SOONER = 1.6e8; /* rows * keys * head_dim, before prefill begins; a quarter with 256 dims */
 
 /* Prefill takes sequences with one new token, too: one kernel instead of two (prefill/NOTES.md #35). */
 constexpr int ITEMS_AN_SM = 4;     /* at most, counted as if no two sequences shared one, */

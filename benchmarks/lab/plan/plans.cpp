@@ -19,7 +19,8 @@
 #endif
 
 struct batch_of_plans {
-    int num_seqs, num_tokens, max_seqlen_q, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
+    int num_seqs, num_tokens, max_seqlen_q, num_kv_heads, group, head_dim, is_fp8, block_size,
+        max_blocks_per_seq; /* in */
     int min_rows, max_rows; /* of the kernel in question; out for ROUTE: decode's limit, or 0 */
     int num_rows, slots, ctas_per_sm, step, rows, cuts, by_prefill; /* out */
 };
@@ -36,7 +37,8 @@ static pk_attention_args args_of(const batch_of_plans &it, const int *starts, co
     args.dtype = PK_BF16, args.cache_dtype = it.is_fp8 ? PK_F8E4M3 : PK_BF16;
     args.q_token_stride = args.out_token_stride = it.head_dim * args.num_q_heads;
     args.q_head_stride = args.out_head_stride = it.head_dim;
-    args.k_strides = args.v_strides = {it.block_size * it.num_kv_heads * it.head_dim, it.num_kv_heads * it.head_dim, it.head_dim};
+    args.k_strides =
+        args.v_strides = {it.block_size * it.num_kv_heads * it.head_dim, it.num_kv_heads * it.head_dim, it.head_dim};
     return args;
 }
 
@@ -82,7 +84,8 @@ extern "C" const char *plans(batch_of_plans *it, const int *starts, const int *l
 #else
     const attention_route route = choose_route(&args, &device);
     if (route.is_simple) return "it is the simple kernel's";
-    it->max_rows = (int)std::min<int64_t>(route.decode.max_rows, INT32_MAX), it->by_prefill = route.prefill.max_rows > 0;
+    it->max_rows = (int)std::min<int64_t>(route.decode.max_rows, INT32_MAX),
+    it->by_prefill = route.prefill.max_rows > 0;
 #endif
     return nullptr;
 }
@@ -96,11 +99,27 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
     return args->head_dim == 64 || args->head_dim == 128 || (args->head_dim == 256 && args->cache_dtype == args->dtype);
 }
 pk_status pk_cuda_attention_simple(const pk_attention_args *, const pk_cuda_call &) { return PK_ECUDA; }
-pk_status pk_cuda_attention_decode(const pk_attention_args *, row_filter, const pk_cuda_call &, const pk_qk_norm_rope_store_args *) { return PK_ECUDA; }
-pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *, row_filter, const pk_cuda_call &) { return PK_ECUDA; }
-pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *, row_filter, const pk_cuda_call &) { return PK_ECUDA; }
-pk_status pk_cuda_count_prefill_rows(const pk_attention_args *, row_filter, const pk_cuda_call &, int64_t *) { return PK_ECUDA; }
-pk_status pk_cuda_count_units(const pk_attention_args *, row_filter, const pk_cuda_call &, int64_t *) { return PK_ECUDA; }
+pk_status pk_cuda_attention_decode(const pk_attention_args *, row_filter, const pk_cuda_call &,
+                                   const pk_qk_norm_rope_store_args *)
+{
+    return PK_ECUDA;
+}
+pk_status pk_cuda_attention_prefill_sm80(const pk_attention_args *, row_filter, const pk_cuda_call &)
+{
+    return PK_ECUDA;
+}
+pk_status pk_cuda_attention_prefill_sm90(const pk_attention_args *, row_filter, const pk_cuda_call &)
+{
+    return PK_ECUDA;
+}
+pk_status pk_cuda_count_prefill_rows(const pk_attention_args *, row_filter, const pk_cuda_call &, int64_t *)
+{
+    return PK_ECUDA;
+}
+pk_status pk_cuda_count_units(const pk_attention_args *, row_filter, const pk_cuda_call &, int64_t *)
+{
+    return PK_ECUDA;
+}
 pk_status pk_cuda_plan_decode(const pk_attention_args *, row_filter, const pk_cuda_call &) { return PK_ECUDA; }
 pk_status pk_cuda_plan_prefill(const pk_attention_args *, row_filter, const pk_cuda_call &) { return PK_ECUDA; }
 #elif defined(PREFILL)

@@ -22,26 +22,18 @@ static bool fits_tensor_cores(const pk_attention_args *args)
                             args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head);
 }
 
-/* Of so many query rows, at most, of all KV heads. */
-static int64_t count_tiles(const pk_attention_args *args, int64_t rows)
-{
-    int64_t group = args->num_q_heads / args->num_kv_heads;
-    int64_t of_tokens = pk_ceil_div(args->num_tokens * group, rows) + args->num_seqs;
-    int64_t of_longest = args->num_seqs * pk_ceil_div(args->max_seqlen_q * group, rows);
-    return (of_tokens < of_longest ? of_tokens : of_longest) * args->num_kv_heads;
-}
-
-/* The decode kernel starts sooner than prefill, by so much work in tiles of 16 rows. From then on an item of prefill takes
- * as long as two tiles or more, because both have to wait for the keys. Elsewhere than on a Hopper it takes twice as long,
- * and items are not cut where they are fewer than the SMs. */
-static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device *device, bool is_hopper, int64_t tiles,
-                             int64_t items)
+/* The decode kernel starts sooner than prefill, by so much work for its tiles of 16 rows; two of them take no longer than an
+ * item of prefill, as both have to wait for the keys. The first token of each sequence does not count, as one that is
+ * alone is the decode kernel's in any case. Elsewhere than on a Hopper items are not cut, and their SMs are half as fast. */
+static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device *device, bool is_hopper)
 {
     using namespace thresholds;
-    if (!is_hopper) items = 2 * (items < device->num_sms ? device->num_sms : items);
+    int64_t group = args->num_q_heads / args->num_kv_heads, more = args->num_tokens - args->num_seqs;
+    int64_t longest = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
+    int64_t rows = (more > longest - 1 ? more : longest - 1) * args->num_q_heads;
     double keys = (double)(args->max_blocks_per_seq * args->block_size);
-    double more = (double)(tiles - ITEM_TILES * items) * 16 * keys * (double)args->head_dim;
-    return more <= (args->head_dim > 128 ? SOONER / 4 : SOONER);
+    return group * args->max_seqlen_q <= 16 * ITEM_TILES || (!is_hopper && rows < 128 / 2 * device->num_sms) ||
+           (double)(rows * args->head_dim) * keys <= (args->head_dim > 128 ? SOONER / 4 : SOONER);
 }
 
 attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
@@ -63,12 +55,12 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
 
     using namespace thresholds;
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
-    int64_t items = count_tiles(args, 128), tiles = count_tiles(args, 16);
-    if (!fits_prefill || decode_is_sooner(args, device, is_hopper, tiles, items)) return {false, all, none, is_hopper};
+    if (!fits_prefill || decode_is_sooner(args, device, is_hopper)) return {false, all, none, is_hopper};
 
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or q has rows of padding: then prefill takes all. */
     bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
+    int64_t items = (pk_ceil_div(args->num_tokens * group, 128) + args->num_seqs) * args->num_kv_heads;
     bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS && items <= ITEMS_AN_SM * device->num_sms;
     if (args->num_seqs == 1 || !args->cu_seqlens_q || are_all_long || fit_prefill) few = 0;
     return {false, {0, few}, {few, INT64_MAX}, is_hopper};

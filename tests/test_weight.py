@@ -133,7 +133,7 @@ def test_squares_of_what_is_stored(rng, device, rows, kind, dtype):
     given = weight.given(device)
     assert ops.linear_squares(x, **given, out=out) == 0
     ops.linear(x, **given, out=out, out_squares=squares)
-    np.testing.assert_allclose(get(squares), (get(out) ** 2).reshape(rows, 3, 64).sum(2), rtol=1e-6)
+    np.testing.assert_allclose(get(squares), (get(out) ** 2).reshape(rows, 3, 64).sum(2), rtol=4e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,12 +6,11 @@
 #include <omp.h>
 #include <stdlib.h>
 
-enum { MAX_ROWS_OF_INT4 = 2, MAX_ROWS_OF_F8 = 4, OUTPUTS = 64 /* of a block */, CACHE_LINE = 64 };
+enum { OUTPUTS = 64 /* of a block */, CACHE_LINE = 64 };
 
 bool pk_cpu_is_quantized_few(const pk_linear_args *args)
 {
-    const int64_t most = args->weight.dtype == PK_U8 ? MAX_ROWS_OF_INT4 : MAX_ROWS_OF_F8;
-    return args->weight.scales && args->x.num_rows <= most;
+    return args->weight.scales && args->x.num_rows <= pk_cpu_weights()->most_rows;
 }
 
 /* The rows of x, `stride` floats apart, as the kernels take them. */

@@ -16,6 +16,7 @@ typedef struct {
 } pk_weight_dot;
 
 typedef struct {
+    int most_rows; /* of x: up to so many, dot is faster than what decode makes of the weight, and a product with that */
     /* Of in_features elements: how many floats a row of x has in the order for int4, and writes one so. */
     int64_t (*int4_row_floats)(int64_t size);
     void (*int4_row)(float *to, const float *x, int64_t size);
@@ -24,12 +25,12 @@ typedef struct {
     void (*decode)(void *to, pk_dtype dtype, const pk_weight *weight, int64_t first, int64_t count);
 } pk_weight_kernels;
 
-extern const pk_weight_kernels pk_weights_generic, pk_weights_avx2, pk_weights_avx512, pk_weights_avx512bf16;
+extern const pk_weight_kernels pk_weights_generic, pk_weights_avx2, pk_weights_avx512, pk_weights_avx512vbmi;
 
 static inline const pk_weight_kernels *pk_cpu_weights(void)
 {
 #ifdef __x86_64__
-    if (pk_cpu_has_amx() || pk_cpu_has_fast_avx512bf16()) return &pk_weights_avx512bf16;
+    if (pk_cpu_has_avx512vbmi()) return &pk_weights_avx512vbmi;
     if (pk_cpu_isa_level() >= PK_ISA_AVX512) return &pk_weights_avx512;
     if (pk_cpu_isa_level() >= PK_ISA_AVX2) return &pk_weights_avx2;
 #endif

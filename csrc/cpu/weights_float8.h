@@ -132,4 +132,80 @@ PK_INLINE void decode_f8(void *to, const pk_dtype dtype, int64_t at, const uint8
     }
 }
 
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#define HAS_F8_TABLES
+enum {
+    F8_CODES = 128,          /* without the sign */
+    MIN_TABLE_VALUES = 1024, /* that a table is worth its making for */
+    MAX_TABLES = 32,         /* 8 KB */
+};
+
+/* What all codes mean in bf16: the low bytes and the high ones. */
+typedef struct {
+    __m512i low[2], high[2];
+} f8_table;
+
+PK_INLINE void f8_numbers(float numbers[F8_CODES])
+{
+    uint8_t codes[F8_CODES];
+    for (int i = 0; i < F8_CODES; i++) codes[i] = (uint8_t)i;
+    for (int i = 0; i < F8_CODES; i += VW) vf_store(numbers + i, vf_load_as(codes + i, PK_F8E4M3));
+}
+
+PK_INLINE f8_table f8_table_of(const float numbers[F8_CODES], float scale)
+{
+    f8_table table;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        __m256i low[2], high[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const float *from = numbers + i * 64 + half * 32;
+            const vf even = vf_load(from) * vf_set1(scale), odd = vf_load(from + VW) * vf_set1(scale);
+            const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+            low[half] = _mm512_cvtepi16_epi8(pairs), high[half] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(pairs, 8));
+        }
+        table.low[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low[0]), low[1], 1);
+        table.high[i] = _mm512_inserti64x4(_mm512_castsi256_si512(high[0]), high[1], 1);
+    }
+    return table;
+}
+
+/* 64 values. */
+PK_INLINE void f8_look_up(uint16_t *to, const uint8_t *from, const f8_table *table)
+{
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
+    const __m512i low = _mm512_permutex2var_epi8(table->low[0], codes, table->low[1]);
+    const __m512i size = _mm512_permutex2var_epi8(table->high[0], codes, table->high[1]);
+    const __m512i high = _mm512_xor_si512(size, _mm512_and_si512(codes, _mm512_set1_epi8((char)0x80)));
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+}
+
+/* Rows to bf16, all `count` of one row of blocks: up to MAX_TABLES blocks of one after the other, as they lie. */
+static void f8_rows_by_tables(uint16_t *to, const pk_weight *weight, int64_t first, int64_t count)
+{
+    const int64_t size = weight->in_features, columns = at_most(weight->block_columns, size);
+    float numbers[F8_CODES];
+    f8_table tables[MAX_TABLES];
+    f8_numbers(numbers);
+    for (int64_t start = 0, block = 0; start < size; start += MAX_TABLES * columns, block += MAX_TABLES) {
+        const int64_t end = at_most(start + MAX_TABLES * columns, size);
+        for (int64_t i = 0; i < MAX_TABLES && start + i * columns < end; i++)
+            tables[i] = f8_table_of(numbers, scale_at(weight, first, block + i));
+        for (int64_t r = 0; r < count; r++) {
+            const uint8_t *from = (const uint8_t *)weight->data + (first + r) * weight->stride;
+            const f8_table *table = tables;
+            for (int64_t at = start, next; at < end; at = next, table++) {
+                next = at_most(at + columns, end);
+                for (; at + 64 <= next; at += 64) f8_look_up(to + r * size + at, from + at, table);
+                if (at < next)
+                    decode_f8(to, PK_BF16, r * size + at, from + at, next - at, scale_at(weight, first, at / columns));
+            }
+        }
+    }
+}
+#endif
+
 #endif

@@ -8,7 +8,6 @@
 
 #include "cpu/weights_parts.h"
 
-typedef uint32_t vu __attribute__((vector_size(4 * VW)));
 enum { WORD = PK_INT4_WORD, WORD_BYTES = WORD / 2 };
 static const int VALUE_BITS[WORD] = PK_INT4_BIT;
 
@@ -43,7 +42,6 @@ PK_INLINE vf int4_values(vu words, const int place, const int4_zeros zeros)
     if (zeros.are_there && zeros.are_one) table -= zeros.zeros, is_left = false;
     values = _mm512_permutexvar_ps((__m512i)(words >> (4 * place)), table);
 #else
-    typedef int32_t vi __attribute__((vector_size(4 * VW)));
     const vi high = (vi)((words ^ 0x88888888u) << (28 - 4 * place)); /* of 4 bits, - 8, with their sign */
     values = __builtin_convertvector(high >> 28, vf);
 #endif
@@ -170,10 +168,13 @@ PK_INLINE void decode_int4(void *to, const pk_dtype dtype, int64_t at, const uin
                            float scale)
 {
     for (int64_t i = 0; i < count; i += WORD) {
-        const uint32_t word = word_at(from + i / 2);
-        float values[WORD];
-        for (int j = 0; j < WORD; j++) values[j] = ((float)(int)(word >> VALUE_BITS[j] & 15) - zero) * scale;
-        for (int j = 0; j < WORD; j += VW) store_as(to, dtype, at + i + j, vf_load(values + j), VW);
+        const vu words = (vu){0} + word_at(from + i / 2);
+        for (int j = 0; j < WORD; j += VW) {
+            vi places;
+            memcpy(&places, VALUE_BITS + j, sizeof places);
+            const vf numbers = __builtin_convertvector((vi)(words >> (vu)places & 15), vf);
+            store_as(to, dtype, at + i + j, (numbers - vf_set1(zero)) * vf_set1(scale), VW);
+        }
     }
 }
 #endif

@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(256) add_product_kernel(const pk_linear_args a
 bool pk_cuda_linear_fp8_applies(const pk_linear_args *args, const pk_cuda_device *device)
 {
     const pk_weight &weight = args->weight;
-    if (!args->x.may_be_e4m3 || weight.dtype != PK_F8E4M3 || args->x.dtype == PK_F32 || !device->has_sm90a) return false;
+    if (!args->x.may_be_e4m3 || weight.dtype != PK_F8E4M3 || args->x.dtype == PK_F32 || !device->has_sm90a)
+        return false;
     const bool is_by_rows = weight.block_rows == 1 && weight.block_columns >= weight.in_features;
     const bool is_by_blocks =
         weight.block_rows == PART && weight.block_columns == PART && weight.in_features % PART == 0 &&

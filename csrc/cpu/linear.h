@@ -32,6 +32,10 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
+/* --- linear.c: out = x @ weight.T + bias of each of some products that differ in x, its number of rows, weight's data and
+ * out alone, by one plan. No squares are left. */
+pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_error *err);
+
 /* --- weights.c: rows of a quantised weight, `count` from `first` on, as [count, in_features] of PK_F32 or PK_BF16. Each
  * value is rounded once, and not at all where its scale's product is exact. */
 void pk_cpu_decode_weight(void *to, pk_dtype dtype, const pk_weight *weight, int64_t first, int64_t count);

@@ -175,7 +175,7 @@ def expect_expert_linear(a) -> dict:
     if not a.gated:
         return {"out": near(out, dtype, scale * (30 if dtype == "float32" else 1) * (1 if a.weights is None else 4))}
     tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(out).max(initial=0))
-    gated = oracle.silu_and_mul(out.reshape(-1, out.shape[2]), "float32").reshape(*out.shape[:2], out.shape[2] // 2)
+    gated = oracle.silu_and_mul(out.reshape(a.experts.size, out.shape[2]), "float32").reshape(*out.shape[:2], out.shape[2] // 2)
     return {"out": Outcome(gated, tolerance, tolerance)}
 
 

@@ -10,6 +10,7 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_linear_few_kernels,
         &pk_cuda_linear_sm90_kernels,
         &pk_cuda_expert_few_kernels,
+        &pk_cuda_expert_grouped_kernels,
         &pk_cuda_sample_linear_kernels,
         &pk_cuda_sample_kernels,
         &pk_cuda_token_logprobs_kernels,

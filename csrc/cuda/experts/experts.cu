@@ -1,5 +1,5 @@
-/* experts.cu - mixture of experts: which experts a token has, and expert_linear: a kernel of its own for few tokens
- * (few.cu), and a plain one for everything. */
+/* experts.cu - mixture of experts: which experts a token has, and expert_linear: kernels of its own for few tokens
+ * (few.cu) and for any number on Hopper (grouped.cu), and a plain one for everything. */
 #include "cuda/experts/experts.h"
 #include "cuda/pack.h"
 #include "ops/sample.h"
@@ -134,6 +134,7 @@ pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda
     const pk_weight &weight = args->linear.weight;
     if (args->linear.x.num_rows == 0 || weight.out_features == 0) return PK_OK;
     if (pk_cuda_experts_few_applies(args)) return pk_cuda_experts_few(args, call);
+    if (pk_cuda_experts_grouped_applies(args, call.device)) return pk_cuda_experts_grouped(args, call);
     return pk_for_float_dtype(call.err, args->linear.x.dtype, [&](auto zero) {
         const int64_t rows = args->weights ? args->linear.x.num_rows : pk_num_pairs(args);
         const int64_t outputs = rows * (weight.out_features / (args->linear.epilogue.is_gated ? 2 : 1));

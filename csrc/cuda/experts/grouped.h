@@ -10,7 +10,7 @@ enum {
     GROUPED_LINE = 64,       /* inputs of a stage: a swizzled row of 128 bytes */
     GROUPED_BLOCK = 64,      /* rows of the weight: of a warpgroup's instruction */
     GROUPED_MAX_STAGES = 12, /* of the ring */
-    GROUPED_BEHIND = 2,      /* stages whose rows of x are under way, before the first of them is waited for */
+    GROUPED_MOST_BEHIND = 4, /* stages whose rows of x are under way, before the first of them is waited for */
 };
 
 /* N rows of x, that many warpgroups which multiply, and warps which copy. */
@@ -125,6 +125,8 @@ struct grouped_cta {
     }
     __device__ __forceinline__ void copy_all() const
     {
+        /* A stage is released when the next one is being multiplied: so two of them must have been shown. */
+        const int most_behind = min(num_stages - 2, (int)GROUPED_MOST_BEHIND);
         int stage = 0, parity = 1, shown = 0, num_behind = 0; /* shown: the stage whose x is waited for next */
         auto next_of = [&](int stage) { return stage + 1 == num_stages ? 0 : stage + 1; };
 #pragma unroll 1
@@ -137,8 +139,8 @@ struct grouped_cta {
                 barrier_wait(smem_address(&shared.empty[stage]), parity);
                 if (threadIdx.x == shape::WORKERS) copy_weight(group.expert, tile % params.num_blocks, step, stage);
                 copy_x(rows, step, stage);
-                if (num_behind == GROUPED_BEHIND) {
-                    copy_async_wait<GROUPED_BEHIND>();
+                if (num_behind == most_behind) {
+                    copy_async_wait(most_behind);
                     show_x(shown);
                     shown = next_of(shown);
                 } else {

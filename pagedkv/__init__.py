@@ -1,4 +1,4 @@
-"""Paged KV cache, paged attention and a Qwen3 engine in plain C and CUDA C.
+"""Paged KV cache, paged attention and an engine for language models in plain C and CUDA C.
 
 Three parts work alone: `BlockManager` (the page allocator), `store_kvcache` and `paged_attention_fwd`. `LLM` is an
 engine built on them. Arrays are exchanged by DLPack: objects of PyTorch, NumPy, CuPy and JAX are used in place.

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 folders for tests: written by hand (no torch), or by transformers itself."""
+"""Tiny random folders of models for tests: written by hand (no torch), or by transformers itself."""
 
 from __future__ import annotations
 
@@ -33,9 +33,26 @@ TINY = {
 }
 
 
+# By family, what its files have besides what TINY has of all, and the names of what a checkpoint of it holds.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "attention_bias": False},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+}
+
+
+def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
+    own = {key for each in FAMILIES.values() for key in each}
+    common = {key: value for key, value in TINY.items() if key not in own}
+    return common | {"model_type": family} | FAMILIES[family] | overrides
+
+
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a Qwen3 checkpoint must hold."""
-    hidden, middle, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    """What a checkpoint must hold."""
+    hidden, middle, family = config["hidden_size"], config["intermediate_size"], config["model_type"]
+    dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    qkv_bias = family == "qwen2" or config.get("attention_bias")
     q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
@@ -43,15 +60,16 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{layer}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
-        for name, rows in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
-            shapes[f"{layer}.self_attn.{name}.weight"] = (rows, hidden)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, q_size)
-        shapes |= {f"{layer}.mlp.{name}.weight": (middle, hidden) for name in ("gate_proj", "up_proj")}
-        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, middle)
-        if config["attention_bias"]:
-            for name, rows in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size), ("o_proj", hidden)):
-                shapes[f"{layer}.self_attn.{name}.bias"] = (rows,)
+        if family == "qwen3":
+            shapes |= {f"{layer}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", q_size, hidden, qkv_bias), ("self_attn.k_proj", kv_size, hidden, qkv_bias),
+            ("self_attn.v_proj", kv_size, hidden, qkv_bias), ("self_attn.o_proj", hidden, q_size, config.get("attention_bias")),
+            ("mlp.gate_proj", middle, hidden, config.get("mlp_bias")), ("mlp.up_proj", middle, hidden, config.get("mlp_bias")),
+            ("mlp.down_proj", hidden, middle, config.get("mlp_bias")),
+        ):  # fmt: skip
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            shapes |= {f"{layer}.{name}.bias": (rows,)} if has_bias else {}
     return shapes
 
 
@@ -92,10 +110,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_model(folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
-    """A folder with random weights, a tokenizer and the configuration TINY | overrides."""
+def write_model(
+    folder: Path, family: str = "qwen3", *, seed: int = 0, generation: dict[str, Any] | None = None, **overrides: Any
+) -> Path:
+    """A folder with random weights, a tokenizer and the configuration TINY, or that of another family, | overrides."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = TINY | overrides
+    config = tiny_config(family, **overrides)
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -118,19 +138,23 @@ def split_in_shards(folder: Path, count: int, seed: int = 0) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def save_pretrained(folder: Path, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+def save_pretrained(
+    folder: Path, family: str = "qwen3", *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Any:  # fmt: skip
     """A folder written by transformers' save_pretrained with a tokenizer beside it.
 
     Returns the oracle: transformers' model with these weights, computing in float32.
     """
-    torch = pytest.importorskip("torch", reason="the oracle is transformers' Qwen3, which needs torch")
-    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' own Qwen3")
-    config = {k: v for k, v in (TINY | overrides).items() if k not in ("architectures", "model_type", "dtype")}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
+    torch = pytest.importorskip("torch", reason="the oracle is transformers' model, which needs torch")
+    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' own model")
+    config = tiny_config(family, **overrides)
+    config = {key: value for key, value in config.items() if key not in ("architectures", "dtype")}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(("norm" in name) + 0.2 * torch.randn(parameter.shape, generator=generator))
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
-    return transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -24,7 +24,7 @@ import pagedkv
 from pagedkv import ops
 
 # Modules that check for several test files: an assertion that fails shows its values there, too.
-pytest.register_assert_rewrite("fake_model", "flashinfer_batches", "scheduled_engine")
+pytest.register_assert_rewrite("fake_model", "flashinfer_batches", "model_oracle", "scheduled_engine")
 
 # Tests start interpreters of their own, in any folder: these import the pagedkv that this one did.
 os.environ["PYTHONSAFEPATH"] = "1"

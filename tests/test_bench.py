@@ -13,7 +13,7 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.cli import main, nano_bench
 from pagedkv.cli.demo import DEMO_MODEL
 from pagedkv.models.dummy import POOL_SIZE, DummyCheckpoint
-from pagedkv.models.families import read_spec
+from pagedkv.models.registry import read_spec
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import nano_run

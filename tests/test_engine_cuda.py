@@ -9,14 +9,14 @@ import random
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, save_pretrained, write_model
+from model_oracle import poison, record_logits
 from test_demo_model import FOLDER as DEMO
 from test_demo_model import draw_short, draw_uniform, wrong_answers
-from test_qwen3 import poison, record_logits
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.engine.runner.model_runner import ModelRunner, batch_sizes, filling_sizes
-from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.decoder import Decoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,7 +126,7 @@ def logits_graphs(runner: ModelRunner) -> list[pagedkv.Graph | None]:
 def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
     """Each kind has graphs of its own; a size's graph of logits is captured once, behind the first step that wants it.
     Those of other steps may be anything."""
-    rng, sample = np.random.default_rng(6), Qwen3.sample
+    rng, sample = np.random.default_rng(6), Decoder.sample
     nothing = pagedkv.asarray(np.full((20, VOCAB_SIZE), np.nan, np.float32), device="cuda")
     ops.synchronize()
 
@@ -134,7 +134,7 @@ def test_steps_with_and_without_logits(folder, dtype, monkeypatch):
         sample(self, *args, logits=logits, out=out)
         logits.copy_(nothing[: len(logits)])
 
-    monkeypatch.setattr(Qwen3, "sample", sample_and_spoil)
+    monkeypatch.setattr(Decoder, "sample", sample_and_spoil)
     prompts = [rng.integers(VOCAB_SIZE, size=1 + i % 9).tolist() for i in range(30)]
     plain = [SamplingParams(temperature=i % 3 / 2, max_tokens=5 + i, seed=i, ignore_eos=True) for i in range(30)]
     filtered = SamplingParams(temperature=0.8, top_k=9, repetition_penalty=1.2, max_tokens=9, seed=1, ignore_eos=True)

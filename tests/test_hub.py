@@ -21,6 +21,10 @@ import pagedkv
 
 pytest.importorskip("huggingface_hub")
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
+UNNEEDED = (
+    "README.md", "pytorch_model.bin", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+    "consolidated.safetensors.index.json", "params.json", "tekken.json",
+)  # fmt: skip
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ANSWER = """
 import sys
@@ -42,7 +46,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir() if path.is_file()}
-        self.files |= {"README.md": b"not needed", "pytorch_model.bin": b"not needed"}
+        self.files |= dict.fromkeys(UNNEEDED, b"not needed")
         self.files |= {"checkpoint-9/model.safetensors": b"not needed", "modules.json": b"[]", "special_tokens_map.json": b"{}"}
         self.shards = {f"model-0000{i}-of-00002.safetensors": b"" for i in (1, 2)}
         index = {"weight_map": {f"tensor {i}": name for i, name in enumerate(self.shards)}}
@@ -134,7 +138,7 @@ def test_a_model_is_downloaded_once(hub, tmp_path):
     assert text == "46" and "%" in progress, "no progress bar"
     fetched = {each.rpartition("/")[2] for each in hub.asked if each.startswith("GET /demo")}
     assert {"model.safetensors", "modules.json", "special_tokens_map.json"} <= fetched
-    assert not fetched & {"README.md", "pytorch_model.bin"} and not any("checkpoint-9" in each for each in hub.asked)
+    assert not fetched & set(UNNEEDED) and not any("checkpoint-9" in each for each in hub.asked)
     before = len(hub.asked)
     assert ask("demo/model", tmp_path, hub.url, HF_HUB_OFFLINE="1")[0] == "46" and len(hub.asked) == before
     assert ask("demo/model", tmp_path, "http://127.0.0.1:9")[0] == "46", "the cache is enough without network"

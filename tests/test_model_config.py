@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints import TINY, write_model
+from checkpoints import FAMILIES, tiny_config, write_model
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models.families import read_spec
+from pagedkv.models.registry import read_spec
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
-def config_of(folder, remove: str | None = None, generation: dict | None = None, **changes) :
-    raw = {k: v for k, v in (TINY | changes).items() if k != remove}
+def config_of(folder, family: str = "qwen3", remove: str | None = None, generation: dict | None = None, **changes):
+    raw = {k: v for k, v in tiny_config(family, **changes).items() if k != remove}
     (folder / "config.json").write_text(json.dumps(raw))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -43,11 +47,17 @@ def test_eos_ids_of_both_files(tmp_path):
 
 REFUSED = {
     "moe": ({"model_type": "qwen3_moe"}, NotImplementedError, "model_type is 'qwen3_moe'"),
-    "llama3 rope": (
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+    "another rope": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}},
         NotImplementedError,
-        "rope type 'llama3'; supported are default, linear, yarn",
+        "rope type 'dynamic'; supported are default, linear, yarn, llama3",
     ),
+    "half of a llama3 rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ValueError, "no 'low_freq_factor'"),
+    "llama3 rope, key": ({"rope_scaling": LLAMA3 | {"beta_fast": 32}}, ValueError, "rope_scaling.beta_fast is 32, a setting"),
+    "llama3 rope, factors": (
+        {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ValueError, "low_freq_factor is 1.0 and high_freq_factor is 1.0",
+    ),
+    "llama3 rope, factor": ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, ValueError, "scaling factor is 0.5 but must be at"),
     "partial rope": ({"partial_rotary_factor": 0.5}, NotImplementedError, "partial_rotary_factor"),
     "activation": ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act is 'gelu'"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, NotImplementedError, "quant_method is 'fp8'"),
@@ -115,6 +125,75 @@ def test_refused_config(tmp_path, case):
         config_of(tmp_path, **changes)
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+REFUSED_BY_FAMILY = {  # what transformers passes over, or computes otherwise than the file says
+    "qwen2": {
+        "class": ({"architectures": ["Qwen3ForCausalLM"]}, NotImplementedError, "architectures holds 'Qwen3ForCausalLM'; supp"),
+        "no bias": ({"attention_bias": False}, NotImplementedError, "attention_bias is False; only True is supported"),
+        "MLP's bias": ({"mlp_bias": True}, NotImplementedError, "mlp_bias is True; only False is supported"),
+        "no window": ({"layer_types": [FULL, SLIDING]}, ValueError, "there is no window: use_sliding_window is None, sliding_window is 4"),
+        "norms": ({"use_qk_norm": True}, ValueError, "use_qk_norm is True, a setting that is not known here"),
+        "experts": ({"num_experts": 60}, NotImplementedError, "num_experts is 60"),
+        "heads": ({"hidden_size": 70}, ValueError, "hidden_size is 70, no multiple of num_attention_heads 4: no head_dim"),
+        "both directions": ({"is_causal": False}, NotImplementedError, "is_causal is False"),  # GTE-Qwen2 and its kin
+    },
+    "llama": {
+        "class": ({"architectures": ["LlamaForSequenceClassification"]}, NotImplementedError, "architectures holds 'LlamaForSeq"),
+        "window": ({"sliding_window": 4096}, NotImplementedError, "sliding_window is 4096; only None is supported"),
+        "windows": ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window is True; only False"),
+        "layer types": ({"layer_types": [FULL, SLIDING]}, ValueError, r"layer_types is \['full_attention', 'sliding_attention'\], a setting"),
+        "pairs": ({"rope_interleaved": True}, NotImplementedError, "rope_interleaved is True; only False is supported"),
+        "no rope": ({"no_rope_layers": [1, 0]}, ValueError, r"no_rope_layers is \[1, 0\], a setting that is not known here"),
+        "multipliers": ({"residual_multiplier": 0.2}, ValueError, "residual_multiplier is 0.2, a setting"),
+        "length beside the rope": ({"original_max_position_embeddings": 64}, ValueError, "original_max_position_embeddings is 64, a"),
+        "activation": ({"hidden_act": "relu2"}, NotImplementedError, "hidden_act is 'relu2'"),
+    },
+    "mistral": {
+        "class": ({"architectures": ["MixtralForCausalLM"]}, NotImplementedError, "architectures holds 'MixtralForCausalLM'"),
+        "window": ({"sliding_window": 0}, ValueError, "sliding_window is 0 but must be a positive integer"),
+        "window of text": ({"sliding_window": "4096"}, ValueError, "sliding_window is '4096' but must be"),
+        "no windows": ({"use_sliding_window": False}, NotImplementedError, "use_sliding_window is False; only True"),
+        "layers with windows": (
+            {"sliding_window": 8, "layer_types": [FULL, SLIDING]}, NotImplementedError,
+            "layer_types holds 'full_attention' but sliding_window is 8",
+        ),
+        "layers without": ({"layer_types": [SLIDING] * 2}, NotImplementedError, "layer_types holds 'sliding_attention' but sliding_window is None"),
+        "bias": ({"attention_bias": True}, NotImplementedError, "attention_bias is True; only False is supported"),
+        "experts": ({"num_local_experts": 8}, NotImplementedError, "num_local_experts is 8"),
+        "scale of queries": ({"llama_4_scaling": {"beta": 0.1}}, ValueError, "llama_4_scaling is {'beta': 0.1}, a setting"),
+        "Mistral's own file": ({"dim": 4096}, ValueError, "dim is 4096, a setting that is not known here"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case"), [(family, case) for family, cases in REFUSED_BY_FAMILY.items() for case in cases])
+def test_refused_by_a_family(tmp_path, family, case):
+    changes, error, message = REFUSED_BY_FAMILY[family][case]
+    with pytest.raises(error, match=f"config.json: .*{message}"):
+        config_of(tmp_path, family, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(tmp_path, family):
+    """Of each key that may be absent: its class there, given the rest."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "use_sliding_window": True, "num_hidden_layers": 30}
+    absent = {"num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "sliding_window", "max_window_layers",
+              "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_parameters", "hidden_act"}  # fmt: skip
+    raw = {key: value for key, value in tiny_config(family, **sizes).items() if key not in absent}
+    if family in ("llama", "mistral"):
+        del raw["use_sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours, theirs = read_spec(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.num_kv_heads == theirs.num_key_value_heads and ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings and ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    types = getattr(theirs, "layer_types", [SLIDING if family == "mistral" else FULL] * 30)
+    assert ours.windows == tuple(theirs.sliding_window if each == SLIDING else 0 for each in types)
+    assert ours.o_bias == getattr(theirs, "attention_bias", False) and ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+
+
 # What other people's tools leave in config.json, and what asks for nothing.
 RECORDS = {
     "transformers 4": {
@@ -136,6 +215,24 @@ RECORDS = {
         "use_bidirectional_attention": None, "partial_rotary_factor": 1.0, "unheard_of": None, "quantization_config": None,
     },
 }  # fmt: skip
+
+
+# The keys of published files, with smaller sizes.
+PUBLISHED = {
+    "qwen2": {"use_mrope": False, "use_sliding_window": False, "max_window_layers": 28, "sliding_window": 131072, "rope_theta": 1e6},
+    "llama": {
+        "pretraining_tp": 1, "rope_scaling": LLAMA3, "rope_theta": 5e5, "bos_token_id": 128000, "eos_token_id": [128001, 128009],
+        "is_llama_config": True, "rope_interleaved": False, "attention_dropout": 0.0,
+    },
+    "mistral": {"head_dim": None, "rope_theta": 1e6, "use_cache": True, "sliding_window": None, "bos_token_id": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_keys_are_known(tmp_path, family):
+    spec = config_of(tmp_path, family, remove="rope_parameters", torch_dtype="bfloat16", **PUBLISHED[family])
+    assert spec.family == family and spec.windows == (0, 0) and spec.rope.theta == PUBLISHED[family]["rope_theta"]
+    assert spec.rope.type == ("llama3" if family == "llama" else "default") and spec.head_dim == 16
 
 
 @pytest.mark.parametrize("tool", RECORDS)

@@ -12,8 +12,8 @@ import pytest
 from block_model import Model, OutOfPages
 from cases import PAGE_SIZES
 from checkpoints import VOCAB_SIZE, write_model
+from model_oracle import poison
 from pools import get, put
-from test_qwen3 import poison
 
 import pagedkv
 from pagedkv import LLM, BlockManager, OutOfBlocks, SamplingParams, ops

@@ -13,7 +13,7 @@ from checkpoints import ALPHABET, VOCAB_SIZE, write_model
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.models.qwen3 import Qwen3
+from pagedkv.models.decoder import Decoder
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,11 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-SAMPLE = Qwen3.sample
+SAMPLE = Decoder.sample
 
 
 def sample_and_leave_logits(self, hidden, *numbers, logits, out):
-    """Qwen3.sample need not leave them."""
+    """Decoder.sample need not leave them."""
     SAMPLE(self, hidden, *numbers, logits=logits, out=out)
     self.logits(hidden, out=logits)
 
@@ -34,7 +34,7 @@ def sample_and_leave_logits(self, hidden, *numbers, logits, out):
 def engine(folder, device, *, behind=1, **options):
     """One whose `logits` are those of each token, by the request's number and the token's position."""
     options = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "seed": 0} | options
-    with patch.object(Qwen3, "sample", sample_and_leave_logits), LLM(folder, device=device, **options) as llm:
+    with patch.object(Decoder, "sample", sample_and_leave_logits), LLM(folder, device=device, **options) as llm:
         runner, llm.logits = llm._runner, {}
         runner.num_behind = behind
         launch, edit, unedited = runner.launch, runner.sampler.edit, []

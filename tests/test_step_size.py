@@ -15,7 +15,7 @@ from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.runner.model_runner import GRAPH_BYTES, batch_sizes
 from pagedkv.models.dummy import DummyCheckpoint
-from pagedkv.models.families import load_model, read_spec
+from pagedkv.models.registry import load_model, read_spec
 
 GIB = 1 << 30
 VOCAB_SIZE = 151_936
@@ -64,7 +64,7 @@ def test_the_bytes_of_a_step(config):
     """Those that are allocated."""
     for dtype in ("float32", "bfloat16"):
         buffers = load_model(config, DummyCheckpoint(dtype, "cpu"), 8).allocate_buffers(10)
-        allocated = sum(getattr(buffers, name).nbytes for name in buffers.__slots__)
+        allocated = sum(tensor.nbytes for tensor in vars(buffers).values())
         assert StepSize(3, 10).num_bytes(config, dtype) == allocated + 3 * config.vocab_size * 4
 
 

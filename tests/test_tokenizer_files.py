@@ -233,6 +233,10 @@ DIFFERENCES = {
         lambda: (changed(byte_level(), normalizer={"type": "Lowercase"}), {"tokenizer_class": "Qwen2Tokenizer"}, {}),
         lambda: (changed(byte_level(), normalizer={"type": "Lowercase"}), {}, {}),
     ),
+    "the space before a text, which LlamaTokenizer leaves out where there is one": (
+        lambda: (pieces(), {"tokenizer_class": "LlamaTokenizer", "pad_token": X}, {}),
+        lambda: (pieces(), {"pad_token": X}, {}),
+    ),
     "without tokenizer_config.json, too": (lambda: (words(), None, {}), lambda: (words(), {}, {})),
     "all its added tokens are kept": (
         lambda: (byte_level(), {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {}, "eos_token": END}, {}),

@@ -6,7 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
-from checkpoints import TINY, random_weights, safetensors_bytes, split_in_shards, tensor_shapes, write_model
+from checkpoints import (
+    TINY,
+    random_weights,
+    safetensors_bytes,
+    split_in_shards,
+    tensor_shapes,
+    tiny_config,
+    write_model,
+)
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.models.weights import Checkpoint, CheckpointError, SafetensorsFile
@@ -130,6 +138,20 @@ def test_one_file_of_another_name(tmp_path):
         LLM(folder, device="cpu")
 
 
+def test_the_format_of_mistral_alone(tmp_path):
+    """Beside other weights it is left alone, shards without an index included; alone it is refused by name."""
+    folder = write_model(tmp_path, "mistral")
+    expected = tokens_of(folder)
+    (folder / "params.json").write_text('{"dim": 64}')
+    (folder / "consolidated.safetensors").write_bytes(safetensors_bytes({"tok_embeddings.weight": np.zeros((97, 64), np.float32)}))
+    assert tokens_of(folder) == expected
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert tokens_of(folder) == expected
+    (folder / "weights.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"consolidated.safetensors but no model.safetensors: convert it"):
+        LLM(folder, device="cpu")
+
+
 def test_a_shard_without_its_index(tmp_path):
     folder = write_model(tmp_path)
     split_in_shards(folder, 2)
@@ -163,6 +185,13 @@ def test_extra_tensor(tmp_path):
     (folder / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY) | extra))
     with pytest.raises(CheckpointError, match=r"safetensors: tensor 'model.layers.7.mlp.up_proj.weight' is no part"):
         LLM(folder, device="cpu")
+
+
+def test_old_files_hold_what_the_rotary_table_is_made_from(tmp_path):
+    folder, old = write_model(tmp_path, "llama"), "model.layers.1.self_attn.rotary_emb.inv_freq"
+    weights = random_weights(tiny_config("llama")) | {old: np.zeros(8, np.float32)}
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    LLM(folder, device="cpu").close()
 
 
 def test_a_tied_model_may_hold_its_head_twice(tmp_path):

@@ -28,8 +28,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pagedkv.engine.options import EngineOptions, find_device
-    from pagedkv.models.families import read_spec
     from pagedkv.models.hub import model_folder
+    from pagedkv.models.registry import read_spec
 
     from . import nano_bench
 
@@ -52,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
         llm = nano_bench.make_llm(folder, workload, **defaults | given | {"device": device})
     with llm:
         floor = nano_bench.floor_seconds(llm, workload, ceiling)
+        model = f"Qwen3 {args.model}" if is_shape else args.model
         shorter = f", of up to {most // 2:,} tokens each" * (most < 2 * nano_bench.MAX_LEN)
         print(f"""\
-model     Qwen3 {args.model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
+model     {model}, {llm.dtype}{", random weights" * is_shape}, KV {llm.kv_cache_dtype}, on {llm.device}
 workload  {num_requests} requests at once: {workload.num_prompt_tokens:,} prompt and \
 {workload.num_new_tokens:,} new tokens{shorter}
 device    {ceiling.bytes_per_second / 1e9:,.0f} GB/s and {ceiling.flops / 1e12:,.1f} TFLOP/s, measured

@@ -48,7 +48,7 @@ COMMANDS = "/reset forgets what was said, /quit leaves, /help says this"
 
 
 def add(commands: Commands) -> None:
-    text = "talk with a Qwen3 model of your own"
+    text = "talk with a model of your own"
     chat = commands.add_parser("chat", help=text, description=text, epilog=EXAMPLES)
     chat.add_argument("model", help=MODEL_HELP)
     help = "each gets one answer; -: stdin; none: all of stdin is one message, and a terminal a conversation"

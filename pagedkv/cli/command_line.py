@@ -72,7 +72,7 @@ def _refuse(args: argparse.Namespace, message: str) -> None:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="pagedkv", description="A paged KV cache, paged attention and a Qwen3 engine.")
+    parser = Parser(prog="pagedkv", description="A paged KV cache, paged attention and an engine for models.")
     parser.add_argument("--version", action="version", version=f"pagedkv {pagedkv.__version__}")
     names = ",".join(command.__name__.rpartition(".")[2] for command in COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")

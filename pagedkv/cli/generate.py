@@ -42,7 +42,7 @@ temperature and the like for this prompt alone; its answer is {"prompt", "text",
 
 
 def add(commands: Commands) -> None:
-    text = "continue prompts with a Qwen3 model of your own"
+    text = "continue prompts with a model of your own"
     generate = commands.add_parser("generate", help=text, description=text, epilog=EXAMPLES)
     generate.add_argument("model", help=MODEL_HELP)
     help = "one or several texts, served as one batch; -: stdin; none: what stdin has, unless it is a terminal"

@@ -14,8 +14,8 @@ from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
 from pagedkv.models import ITEM_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
-from pagedkv.models.families import load_model, read_spec
 from pagedkv.models.generation import read_generation
+from pagedkv.models.registry import buffer_bytes, load_model, read_spec
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 
@@ -147,7 +147,7 @@ class StepSize:
 
     def num_bytes(self, spec: Spec, dtype: str) -> int:
         """Of the model's buffers and of the logits: nearly all of the memory that grows with a step."""
-        buffers = self.max_num_batched_tokens * spec.buffer_size * ITEM_BYTES[dtype]
+        buffers = self.max_num_batched_tokens * buffer_bytes(spec, dtype)
         return buffers + self.max_num_seqs * spec.vocab_size * ITEM_BYTES["float32"]
 
 

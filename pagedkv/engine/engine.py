@@ -36,7 +36,7 @@ EMBED = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kin
 
 
 class Engine:
-    __doc__ = f"""Continuous batching for a Qwen3 folder in the Hugging Face layout.
+    __doc__ = f"""Continuous batching for the folder of a model in the Hugging Face layout (docs/models.md).
 
     Args:
         model: folder with config.json, safetensors and, for text, tokenizer.json; or a name on the Hugging Face hub,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 HARMLESS = """
-    base_model base_model_name_or_path finetuning_task id2label is_matryoshka label2id language license
+    base_model base_model_name_or_path finetuning_task id2label is_llama_config is_matryoshka label2id language license
     matryoshka_dimensions model_name name_or_path num_labels prefix problem_type sentence_transformers
     task_names task_specific_params tokenizer_class transformers.js_config transformers_version
 

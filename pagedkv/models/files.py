@@ -44,7 +44,7 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files with a model's weights, and which of them, by name, has a tensor (None: the only one). All are there.
 
     model.safetensors counts before an index, as in transformers: where both are there, the shards are older. Without
-    either, a single file of another name will do."""
+    either, a single file of another name will do, but for Mistral's own format, which has other names of tensors."""
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if path.exists():
         return [path], None
@@ -61,7 +61,8 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _only_file(folder: Path) -> Path:
-    paths, others = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
+    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    others = [*sorted(folder.glob("pytorch_model*.bin")), *sorted(folder.glob("consolidated*.safetensors"))]
     shard = SHARD.search(paths[0].name) if len(paths) == 1 else None
     if len(paths) == 1 and (shard is None or int(shard[1]) == 1):
         return paths[0]

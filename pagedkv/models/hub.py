@@ -16,7 +16,10 @@ FILES = [
     "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "*_Pooling/config.json",
     "sentence_bert_config.json", "adapter_config.json",
 ]  # fmt: skip
-IGNORED = ["*/*.safetensors", "*/*.safetensors.index.json"]  # of other formats, or saved while the model was trained
+IGNORED = [
+    "*/*.safetensors", "*/*.safetensors.index.json",  # of other formats, or saved while the model was trained
+    "consolidated*",  # the same weights a second time, in Mistral's own format
+]  # fmt: skip
 
 logger = logging.getLogger("pagedkv.engine")
 

@@ -24,6 +24,7 @@ KEYS = {
         "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim", "truncate",
     ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
 NEUTRAL = {"partial_rotary_factor": (1,), "extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
 
@@ -40,6 +41,8 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
@@ -56,10 +59,11 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     theta = _theta(raw, scaling)
     if kind == "default":
         return Rope(theta=theta)
+    if kind == "llama3":
+        return _llama3(scaling, theta, max_position_embeddings)
     original = scaling.get("original_max_position_embeddings") or max_position_embeddings
     factor = scaling.get("factor") or max_position_embeddings / original
-    if factor < 1:
-        raise ValueError(f"the rope scaling factor is {factor} but must be at least 1")
+    _check_factor(factor)
     if kind == "linear":
         return Rope("linear", theta, float(factor))
     return Rope(
@@ -72,6 +76,21 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
         _yarn_attention_factor(scaling, factor),
         bool(scaling.get("truncate", True)),
     )
+
+
+def _llama3(scaling: Mapping[str, Any], theta: float, max_position_embeddings: int) -> Rope:
+    """transformers, too, has no factors of its own where the file lacks them."""
+    factor, low, high = (float(scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    _check_factor(factor)
+    if not 0 < low < high:
+        raise ValueError(f"low_freq_factor is {low} and high_freq_factor is {high} but 0 < low < high must hold")
+    original = int(scaling.get("original_max_position_embeddings") or max_position_embeddings)
+    return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _check_factor(factor: float) -> None:
+    if factor < 1:
+        raise ValueError(f"the rope scaling factor is {factor} but must be at least 1")
 
 
 def _theta(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
@@ -108,13 +127,15 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """float32 [head_dim / 2]: the angle by which pair i turns from one position to the next."""
     exponents = (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)).astype(np.float64)
-    periods = (rope.theta**exponents).astype(np.float32)
+    periods = (np.float64(np.float32(rope.theta)) ** exponents).astype(np.float32)
     frequencies: np.ndarray = 1 / periods
     if rope.type == "linear":
         frequencies = frequencies / np.float32(rope.factor)
     elif rope.type == "yarn":
         kept = _yarn_kept(rope, head_dim)
         frequencies = 1 / (np.float32(rope.factor) * periods) * (1 - kept) + frequencies * kept
+    elif rope.type == "llama3":
+        frequencies = _llama3_frequencies(rope, frequencies)
     return frequencies
 
 
@@ -136,6 +157,19 @@ def _yarn_kept(rope: Rope, head_dim: int) -> np.ndarray:
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
     kept: np.ndarray = 1 - np.clip(ramp, 0, 1)
     return kept
+
+
+def _llama3_frequencies(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
+    """Llama 3.1's: pairs that turn at least high_freq_factor times within the original length keep their frequency,
+    those that turn less than low_freq_factor times are slowed down by the factor, and there is a ramp between them."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    factor = np.float32(rope.factor)
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    kept = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
+    ramp = (1 - kept) * frequencies / factor + kept * frequencies
+    is_slow, is_fast = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
+    scaled: np.ndarray = np.where(is_slow, frequencies / factor, np.where(is_fast, frequencies, ramp))
+    return scaled
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int) -> np.ndarray:

@@ -1,13 +1,13 @@
 """What an engine may know of a model, and what it calls: the same for every family of models.
 
-A family's own configuration is a Spec with more fields; families.py lists the families.
+A family's own configuration is a Spec with more fields; registry.py lists the families.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -21,11 +21,12 @@ class KVLayer(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    window: int = 0  # how many keys a query sees, its own included; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(ABC):
-    family: str  # a name in families.py
+    family: str  # its model_type: see registry.py
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
@@ -41,11 +42,6 @@ class Spec(ABC):
     def max_positions(self) -> int:
         """The largest max_model_len."""
         return self.max_position_embeddings
-
-    @property
-    @abstractmethod
-    def buffer_size(self) -> int:
-        """The numbers that a step keeps of each of its tokens while it is computed."""
 
     def page_bytes(self, kv_cache_dtype: str, block_size: int) -> int:
         """Of a page of the KV cache: keys and values of all layers."""
@@ -82,6 +78,13 @@ class Batch:
 class Model(Protocol):
     """A model on its device. It allocates nothing in a step."""
 
+    def __init__(self, spec: Any, source: Any, max_model_len: int) -> None:
+        """See registry.load_model."""
+
+    @classmethod
+    def buffer_bytes(cls, spec: Any, dtype: str) -> int:
+        """Of the memory of allocate_buffers(1) for activations of this dtype."""
+
     def allocate_buffers(self, num_tokens: int) -> Any:
         """Memory for steps of up to so many tokens."""
 
@@ -109,3 +112,8 @@ class Model(Protocol):
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
     ) -> Tensor:
         """The tokens that ops.sample draws from logits(hidden): int32 [num_rows]. `logits` is scratch memory."""
+
+
+class Family(NamedTuple):
+    parse: Callable[[dict[str, Any], dict[str, Any]], Spec]  # of config.json and generation_config.json
+    model: type[Model]

@@ -26,6 +26,7 @@ from pagedkv import Event, ops
 
 from . import ITEM_BYTES
 from .files import CheckpointError, find_weights, refuse_pointer
+from .linear import TensorSource
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Every dtype of the format, supported or not: the tensors must fill their file.
@@ -38,6 +39,7 @@ ITEM_BITS = (
 )
 MAX_HEADER_BYTES = 100_000_000
 STAGING_BYTES = 32 << 20
+ROTARY = "rotary_emb.inv_freq"  # what the rotary table is made from, which old files hold beside config.json
 PIECE_BYTES = 16 << 20  # of a fingerprint: read by one thread at a time
 
 
@@ -175,7 +177,7 @@ def read_strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite, parse_int=unsigned)
 
 
-class Checkpoint:
+class Checkpoint(TensorSource):
     """The tensors of a model's folder by name, in one dtype and on one device.
 
     Every tensor of the folder must be loaded: check_all_used() finds those that the model does not know. On a GPU the
@@ -210,7 +212,7 @@ class Checkpoint:
             return view
         return self._fill(ops.empty(shape, self.dtype, self.device), view)
 
-    def load_stacked(self, rows: dict[str, int], *rest: int) -> pagedkv.Tensor:
+    def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         """Several tensors, each [rows, *rest], stacked along dimension 0: one projection instead of several."""
         stacked = ops.empty((sum(rows.values()), *rest), self.dtype, self.device)
         start = 0
@@ -222,6 +224,7 @@ class Checkpoint:
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)
+        extra = [name for name in extra if not name.endswith(ROTARY)]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(f"{self.files[extra[0]].path}: tensor {extra[0]!r}{more} is no part of the model")

@@ -1,0 +1,147 @@
+"""A decoder: the model of which every family here is a form. The tokens of all sequences lie in one ragged batch
+[num_tokens, ...], and nothing is allocated in the loop.
+
+    x = embedding(ids)
+    every layer:    x += attention(norm(x));   x += mlp(norm(x))
+    logits = head(norm(x)[the last token of every sequence])
+
+x is called residual. linear can add to its output, so a layer whose norms are folded (see layers.py) is five calls, and
+with few tokens on a GPU five kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from pagedkv import Tensor, ops
+
+from . import ITEM_BYTES
+from .buffers import Buffers
+from .config import DecoderConfig
+from .layers import MLP, Attention, Block, GatedMLP, window_size
+from .linear import Linear, TensorSource, tune
+from .rope import cos_sin_table
+from .spec import Batch
+
+
+class Layer(NamedTuple):
+    attention: Attention
+    mlp: MLP
+
+
+def memory_for_squares(layer: Layer, buffers: Buffers) -> Tensor | None:
+    """For the squares of buffers.residual, where a norm is folded and both products that add to it leave them in
+    passing: in the memory of normed. A norm that is not folded writes there while nobody needs them."""
+    if all(block.norm is not None for block in layer):
+        return None
+    width, other = (block.squares_width(buffers) for block in layer)
+    if width == 0 or width != other:
+        return None
+    shape = num_tokens, count = len(buffers.normed), buffers.normed.shape[1] // width
+    return buffers.normed.view(buffers.normed.nbytes, "uint8")[: num_tokens * count * 4].view(shape, "float32")
+
+
+class Decoder:
+    """The whole model: see spec.Model. `max_model_len` is the size of the rotary table.
+
+    The names of tensors are those of the library transformers. A family with other names or blocks has its own
+    make_layer(), and names the kinds of its blocks.
+    """
+
+    blocks: ClassVar[tuple[type[Block], ...]] = (Attention, GatedMLP)
+
+    def __init__(self, config: DecoderConfig, source: TensorSource, max_model_len: int) -> None:
+        self.config, self.dtype, self.device = config, source.dtype, source.device
+        table = cos_sin_table(config.rope, config.head_dim, max_model_len)
+        cos_sin = ops.asarray(table, device=source.device)
+        self.eps = config.rms_norm_eps
+        self.embedding = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
+        self.norm = source.load("model.norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            self.head = Linear(self.embedding)
+        else:
+            self.head = source.linear({"lm_head": config.vocab_size}, config.hidden_size)
+        # A tied model may hold its head a second time.
+        source.check_all_used({"lm_head.weight"} if config.tie_word_embeddings else set())
+
+    def make_layer(self, index: int, source: TensorSource, cos_sin: Tensor) -> Layer:
+        config, name = self.config, f"model.layers.{index}"
+        kept, norm = config.kv_layers[index], f"{name}.input_layernorm"
+        attention = Attention(config, source, cos_sin, kept, name=f"{name}.self_attn", norm=norm)
+        mlp = GatedMLP(config, source, name=f"{name}.mlp", norm=f"{name}.post_attention_layernorm")
+        return Layer(attention, mlp)
+
+    @classmethod
+    def buffer_sizes(cls, config: DecoderConfig) -> dict[str, int]:
+        """The numbers of a token in each of the buffers."""
+        sizes = {"residual": config.hidden_size, "normed": config.hidden_size}
+        for block in cls.blocks:
+            sizes |= {name: max(size, sizes.get(name, 0)) for name, size in block.buffer_sizes(config).items()}
+        return sizes
+
+    @classmethod
+    def buffer_bytes(cls, config: DecoderConfig, dtype: str) -> int:
+        return sum(cls.buffer_sizes(config).values()) * ITEM_BYTES[dtype]
+
+    def allocate_buffers(self, num_tokens: int) -> Buffers:
+        sizes = self.buffer_sizes(self.config).items()
+        return Buffers({name: ops.empty((num_tokens, size), self.dtype, self.device) for name, size in sizes})
+
+    def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
+        heads, group = self.config.num_kv_heads, self.config.num_q_heads // self.config.num_kv_heads
+        num_rows = num_seqs * (1 + heads) + -(-num_tokens * group * (8 + heads) // 64) + 5120  # see plan_attention
+        windows = {window_size(layer.window) for layer in self.config.kv_layers}
+        return {window: ops.empty((num_rows, 12), "int32", self.device) for window in windows}
+
+    def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
+        blocks: list[Block] = [layer.attention for layer in self.layers] + [layer.mlp for layer in self.layers]
+        tune([each for block in blocks for each in block.into_new], num_tokens)
+        tune([each for block in blocks for each in block.into_residual], num_tokens, add_to_out=True)
+        tune([self.head], num_rows, out_dtype="float32")
+
+    def forward(
+        self,
+        batch: Batch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        buffers: Buffers,
+        last_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """After attention the last layer has last_tokens only."""
+        used = buffers.first(len(batch.token_ids))
+        ops.embedding(batch.token_ids, self.embedding, out=used.residual)
+        self._plan(batch, *caches[0], used)
+        left, squares = None, memory_for_squares(self.layers[0], used)  # layers are alike so far
+        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
+            layer.attention.forward(batch, k_cache, v_cache, used, left)
+            if last_tokens is not None and layer is self.layers[-1]:
+                used = buffers.only(last_tokens)
+                squares = memory_for_squares(layer, used)
+            layer.attention.project(used, squares)
+            layer.mlp.forward(used, squares)
+            left = squares
+        return ops.rms_norm(used.residual, self.norm, self.eps, out=used.normed)
+
+    def _plan(self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers) -> None:
+        q = self.layers[0].attention.heads(buffers.q)
+        for window, plan in batch.plans.items():
+            ops.plan_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_tables,
+                batch.context_lens,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q,
+                window_size=window,
+                out=plan,
+            )
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        return self.head.product(hidden, out=out)
+
+    def sample(
+        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
+    ) -> Tensor:
+        return self.head.sample(hidden, temperatures, seeds, positions, logits=logits, out=out)

@@ -1,0 +1,147 @@
+"""The blocks of a decoder's layers. A block holds its weights and writes into buffers that the caller owns.
+
+A block begins with a norm. It is no call of its own where it is folded into the first product (see Linear.fold): then
+the reader of that product divides by the root mean square. With few tokens it finds the squares of x where the product
+that made x has left them. What every block has is in Block; a kind of MLP needs forward() besides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from pagedkv import Tensor, ops
+
+from .buffers import Buffers
+from .config import DecoderConfig
+from .linear import Linear, TensorSource
+from .spec import Batch, KVLayer
+
+
+def window_size(num_keys: int) -> tuple[int, int]:
+    """window_size of attention for queries that see num_keys keys, their own included; 0: all."""
+    return (num_keys - 1, 0) if num_keys else (-1, -1)
+
+
+class Block(ABC):
+    """into_new, into_residual: its products, by whether they add to what is there, so that they can be tuned."""
+
+    into_new: tuple[Linear, ...]
+    into_residual: tuple[Linear, ...]
+
+    def __init__(self, config: DecoderConfig, source: TensorSource, norm: str, first: Linear) -> None:
+        """norm: the name of the norm before `first`."""
+        self.eps = config.rms_norm_eps
+        self.norm = first.fold(source.load(f"{norm}.weight", config.hidden_size))
+
+    @staticmethod
+    @abstractmethod
+    def buffer_sizes(config: DecoderConfig) -> dict[str, int]:
+        """The numbers of a token in each of the buffers that the block needs."""
+
+    @abstractmethod
+    def squares_width(self, buffers: Buffers) -> int:
+        """Of how many columns of buffers.residual the block leaves the sum of squares as one number; 0: of none."""
+
+    def normed(self, buffers: Buffers) -> Tensor:
+        """What the first product multiplies."""
+        if self.norm is None:
+            return buffers.residual
+        return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
+
+
+class Attention(Block):
+    def __init__(
+        self, config: DecoderConfig, source: TensorSource, cos_sin: Tensor, layer: KVLayer, *, name: str, norm: str
+    ) -> None:
+        self.num_q_heads, self.head_dim, self.cos_sin = config.num_q_heads, layer.head_dim, cos_sin
+        self.window = window_size(layer.window)
+        q_size, kv_size = config.num_q_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        rows = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self.qkv = source.linear(rows, config.hidden_size, has_bias=config.qkv_bias)
+        self.output = source.linear({f"{name}.o_proj": config.hidden_size}, q_size, has_bias=config.o_bias)
+        self.into_new, self.into_residual = (self.qkv,), (self.output,)
+        super().__init__(config, source, norm, self.qkv)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = source.load(f"{name}.q_norm.weight", layer.head_dim)
+            self.k_norm = source.load(f"{name}.k_norm.weight", layer.head_dim)
+
+    @staticmethod
+    def buffer_sizes(config: DecoderConfig) -> dict[str, int]:
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return {"qkv": q_size + 2 * kv_size, "q": q_size, "attention": q_size}
+
+    def heads(self, tensor: Tensor) -> Tensor:
+        """[num_tokens, num_q_heads, head_dim]"""
+        return tensor.view((len(tensor), self.num_q_heads, self.head_dim))
+
+    def forward(
+        self, batch: Batch, k_cache: Tensor, v_cache: Tensor, buffers: Buffers, squares: Tensor | None
+    ) -> None:
+        """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches.
+        squares: of buffers.residual, where a product has left them."""
+        is_folded = self.norm is None
+        x = self.normed(buffers)
+        self.qkv.product(x, out=buffers.qkv)
+        ops.qkv_attention_fwd(
+            buffers.qkv,
+            self.q_norm,
+            self.k_norm,
+            self.cos_sin,
+            batch.positions,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.context_lens,
+            rms_of=x if is_folded else None,
+            rms_squares=squares if is_folded else None,
+            eps=self.eps,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            window_size=self.window,
+            plan=batch.plans.get(self.window),
+            past_is_constant=True,
+            out=self.heads(buffers.attention),
+        )
+
+    def project(self, buffers: Buffers, squares: Tensor | None) -> None:
+        """buffers.residual += buffers.attention, projected; leaves its squares"""
+        self.output.product(buffers.attention, out_squares=squares, add_to_out=True, out=buffers.residual)
+
+    def squares_width(self, buffers: Buffers) -> int:
+        return self.output.squares_width(buffers.attention, buffers.residual)
+
+
+class MLP(Block):
+    @abstractmethod
+    def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
+        """buffers.residual += mlp(norm(buffers.residual)); takes its squares and leaves them"""
+
+
+class GatedMLP(MLP):
+    def __init__(self, config: DecoderConfig, source: TensorSource, *, name: str, norm: str) -> None:
+        size, has_bias = config.intermediate_size, config.mlp_bias
+        rows = {f"{name}.gate_proj": size, f"{name}.up_proj": size}
+        self.gate_up = source.linear(rows, config.hidden_size, has_bias=has_bias)
+        self.down = source.linear({f"{name}.down_proj": config.hidden_size}, size, has_bias=has_bias)
+        self.into_new, self.into_residual = (self.gate_up,), (self.down,)
+        super().__init__(config, source, norm, self.gate_up)
+
+    @staticmethod
+    def buffer_sizes(config: DecoderConfig) -> dict[str, int]:
+        return {"gate_up": 2 * config.intermediate_size, "activation": config.intermediate_size}
+
+    def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
+        is_folded = self.norm is None
+        self.gate_up.product(
+            self.normed(buffers),
+            gate_up=buffers.gate_up,
+            rms_eps=self.eps if is_folded else None,
+            x_squares=squares if is_folded else None,
+            out=buffers.activation,
+        )
+        self.down.product(buffers.activation, out_squares=squares, add_to_out=True, out=buffers.residual)
+
+    def squares_width(self, buffers: Buffers) -> int:
+        return self.down.squares_width(buffers.activation, buffers.residual)

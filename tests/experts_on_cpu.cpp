@@ -14,7 +14,8 @@ struct planned_experts {
 };
 
 /* entries: [pairs, 9], an expert and its pairs; groups: [most, 3]. */
-extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *experts, int *entries, int *groups, int32_t *order)
+extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *experts, int *entries, int *groups,
+                                      int32_t *order)
 {
     static expert_list list;
     const float weights[1] = {};

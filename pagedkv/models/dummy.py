@@ -43,6 +43,9 @@ class DummyCheckpoint(TensorSource):
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         return self.load("+".join(rows), sum(rows.values()), *rest)
 
+    def has(self, name: str) -> bool:
+        return True
+
     def _upload(self, values: np.ndarray) -> pagedkv.Tensor:
         return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts
 

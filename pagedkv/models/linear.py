@@ -70,6 +70,37 @@ class Linear:
         return ops.sample_linear(hidden, self.weight, *numbers, logits=logits, weight_is_constant=True, out=out)
 
 
+class ExpertLinear:
+    """The same of experts, weight [num_experts, out_features, in_features]: the only caller of expert_linear."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def product(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        *,
+        weights: Tensor | None = None,
+        gated: bool = False,
+        add_to_out: bool = False,
+        experts_are_constant: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See ops.expert_linear."""
+        return ops.expert_linear(
+            x,
+            self.weight,
+            experts,
+            weights=weights,
+            gated=gated,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            experts_are_constant=experts_are_constant,
+            out=out,
+        )
+
+
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], **options: Any) -> None:
     """See ops.tune_linear."""
     ops.tune_linear([each.weight for each in linears if each.nbytes >= LARGE], num_rows, **options)
@@ -90,6 +121,10 @@ class TensorSource(ABC):
         """Several tensors, each [rows, *rest], stacked along dimension 0: memory of its own."""
 
     @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+
+    @abstractmethod
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if there is a tensor that was not loaded."""
 
@@ -99,6 +134,17 @@ class TensorSource(ABC):
         biases = {f"{name}.bias": count for name, count in rows.items()}
         bias = self._joined(biases) if has_bias else None
         return Linear(self._joined(weights, in_features), bias)
+
+    def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
+        """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
+        whose name joins those of the projections, or of a tensor each."""
+        size = sum(rows.values())
+        stems = [each.removesuffix("_proj") for each in rows]
+        joined = f"{name}.{'_'.join(stems)}_proj"
+        if self.has(joined):
+            return ExpertLinear(self.load(joined, num_experts, size, in_features))
+        each = {f"{name}.{i}.{row}.weight": count for i in range(num_experts) for row, count in rows.items()}
+        return ExpertLinear(self.load_stacked(each, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

@@ -221,6 +221,9 @@ class Checkpoint(TensorSource):
             start += count
         return stacked
 
+    def has(self, name: str) -> bool:
+        return name in self.files
+
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)

@@ -12,8 +12,8 @@ from .linear import TensorSource
 from .spec import Family
 
 READ = """
-    attention_bias decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
-    num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef sliding_window
+    attention_bias decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob
+    num_experts num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef sliding_window
 """
 KEYS = Keys(
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),

@@ -33,7 +33,7 @@ struct expert_list {
         const int num_pairs = (int)pk_num_pairs(&args);
         if (threadIdx.x == 0) num_entries = has_bad = 0;
         for_pairs(num_pairs, [&](int pair) {
-            const int expert = args.experts[pair];
+            const int expert = __ldcg(&args.experts[pair]);
             firsts[pair] = expert >= 0 && expert < num_experts ? expert : num_experts;
             for (int i = 0; i < EXPERT_ROWS; i++) entries[pair].pairs[i] = -1;
         });

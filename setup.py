@@ -71,6 +71,7 @@ ISA_FLAGS = {
     "_avx2": "-mavx2 -mfma -mf16c -mbmi2",
     "_avx512": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
     "_avx512bf16": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
+    "_avx512vbmi": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mavx512vbmi",
     "_amx": "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 RELEASE_ARCHS = "8.0;9.0a;10.0;12.0+PTX"  # 8.6 and 8.9 run the code of 8.0

@@ -65,6 +65,7 @@ TYPES = {
     "eps": "float",
     "rms_eps": "float?",
     "add_to_out": "bool",
+    "weight_block": "SymInt[2]?",
     "weight_is_constant": "bool",
     "normalize": "bool",
     "gated": "bool",

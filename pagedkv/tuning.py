@@ -15,7 +15,7 @@ import re
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,16 @@ MARGIN = 1.03  # by which a variant must be faster: alone and in a step, speeds 
 NUM_RANDOM_ROWS = 256  # of x; later rows repeat them
 
 
+Layer = dict[str, Any]  # a weight as linear's arguments
+
+
 def tune_linear(
-    weights: Iterable[Any], num_rows: Iterable[int], *, out_dtype: Any = None, add_to_out: bool = False
+    weights: Iterable[Any],
+    num_rows: Iterable[int],
+    *,
+    dtype: Any = None,
+    out_dtype: Any = None,
+    add_to_out: bool = False,
 ) -> int:
     """Chooses the algorithm of linear(x, weight, out=out) for each of the weights and numbers of rows of x.
 
@@ -44,37 +52,43 @@ def tune_linear(
 
     Args:
         weights: [out_features, in_features] each, on one GPU; they are only read. Weights of the same shape and strides
-            are timed together, so give those of all layers.
+            are timed together, so give those of all layers. A quantised one is a mapping of linear's arguments, such as
+            {"weight": ..., "weight_scales": ...}; the algorithm is for the ranges of it that are dequantised.
         num_rows: the numbers of rows of x.
-        out_dtype: "float32" or a framework's, or None for the weights' dtype.
+        dtype: of x; None for the weights' dtype, which quantised ones do not have.
+        out_dtype: "float32" or a framework's, or None for that of x.
         add_to_out: what most calls will pass; the choice holds for both.
 
     Returns:
         How many products were measured. If the folder cannot be written, only this process knows the choices.
     """
-    alike = defaultdict(list)
-    for weight in map(ops.from_dlpack, weights):
-        if weight.device != "cpu":
-            alike[weight.shape, weight.strides, weight.dtype].append(weight)
+    alike: dict[Any, list[Layer]] = defaultdict(list)
+    for layer in map(_layer_of, weights):
+        if layer["weight"].device != "cpu":
+            alike[_kind_of(layer)].append(layer)
     rows, num_measured, known = sorted(set(num_rows)), 0, _Known()
-    for (shape, strides, dtype), layers in alike.items():
-        outputs, size = shape
-        stream = Stream(layers[0].device)
+    for layers in alike.values():
+        weight, is_quantized = layers[0]["weight"], "weight_scales" in layers[0]
+        if is_quantized and dtype is None:
+            raise ValueError("dtype: is that of x, which quantised weights do not say")
+        outputs, size = weight.shape[0], weight.shape[1] * (2 if weight.dtype == "uint8" else 1)
+        stream = Stream(weight.device)
         most, has_numbers = max(rows, default=0), False
-        all_x = ops.empty((most, size), dtype, layers[0].device)
-        all_out = ops.empty((most, outputs), out_dtype or dtype, layers[0].device)
+        all_x = ops.empty((most, size), dtype or weight.dtype, weight.device)
+        all_out = ops.empty((most, outputs), out_dtype or all_x.dtype, weight.device)
         for count in rows:
             x, out = all_x[:count], all_out[:count]
-            library, algorithms = ops.linear_algorithms(x, layers[0], out=out)
+            library, algorithms = ops.linear_algorithms(x, **layers[0], out=out)
             if not algorithms:
                 continue
-            product = f"{count} rows, weight {outputs}x{size} stride {strides[0]}, {dtype} to {out.dtype}"
+            product = f"{count} rows, weight {outputs}x{size} stride {weight.strides[0]}, {x.dtype} to {out.dtype}"
+            product += f", of {weight.dtype}" if is_quantized else ""
             product += ", added" if add_to_out else ""
             if not _use(x, layers[0], known.get(library, product), out):
                 if not has_numbers:
                     _fill(all_x)
                     has_numbers = True
-                num_cold = COLD_BYTES // max(layers[0].nbytes + x.nbytes + out.nbytes, 1)
+                num_cold = COLD_BYTES // max(weight.nbytes + x.nbytes + out.nbytes, 1)
                 some = layers[: max(MIN_CALLS, num_cold)]
                 best = _choose(stream, x, some, algorithms, out, add_to_out)
                 _use(x, layers[0], best, out)
@@ -84,10 +98,22 @@ def tune_linear(
     return num_measured
 
 
-def _use(x: Tensor, weight: Tensor, algorithm: bytes | None, out: Tensor) -> bool:
+def _layer_of(weight: Any) -> Layer:
+    given = weight if isinstance(weight, Mapping) else {"weight": weight}
+    is_tensor = {name: name != "weight_block" for name, value in given.items() if value is not None}
+    return {name: ops.from_dlpack(given[name]) if converts else given[name] for name, converts in is_tensor.items()}
+
+
+def _kind_of(layer: Layer) -> Any:
+    """What is the same of layers that are timed together."""
+    each = [(name, x.shape, x.strides, x.dtype) if isinstance(x, Tensor) else (name, *x) for name, x in layer.items()]
+    return tuple(sorted(each))
+
+
+def _use(x: Tensor, layer: Layer, algorithm: bytes | None, out: Tensor) -> bool:
     try:
         if algorithm is not None:
-            ops.use_linear_algorithm(x, weight, algorithm, out=out)
+            ops.use_linear_algorithm(x, algorithm=algorithm, **layer, out=out)
     except ValueError:  # the file may hold anything
         return False
     return algorithm is not None
@@ -103,21 +129,21 @@ def _fill(x: Tensor) -> None:
 
 
 def _choose(
-    stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Sequence[bytes], out: Tensor, add_to_out: bool
+    stream: Stream, x: Tensor, layers: Sequence[Layer], algorithms: Sequence[bytes], out: Tensor, add_to_out: bool
 ) -> bytes:
     """The fastest algorithm, or a variant of a fast one that is faster still by MARGIN."""
     times = _times(stream, x, layers, algorithms, out, add_to_out)
     favourites = sorted(times, key=times.__getitem__)[:NUM_FAVOURITES]
     if not favourites:
         return algorithms[0]
-    near = [each for one in favourites for each in ops.linear_algorithms(x, layers[0], near=one, out=out)[1]]
+    near = [each for one in favourites for each in ops.linear_algorithms(x, **layers[0], near=one, out=out)[1]]
     times = _times(stream, x, layers, dict.fromkeys(favourites + near), out, add_to_out)
     best = min(times, key=times.__getitem__)
     return favourites[0] if times.get(favourites[0], float("inf")) < MARGIN * times[best] else best
 
 
 def _times(
-    stream: Stream, x: Tensor, layers: Sequence[Tensor], algorithms: Iterable[bytes], out: Tensor, add_to_out: bool
+    stream: Stream, x: Tensor, layers: Sequence[Layer], algorithms: Iterable[bytes], out: Tensor, add_to_out: bool
 ) -> dict[bytes, float]:
     """Milliseconds of a graph of cold calls, for each algorithm that runs and is not hopeless."""
     graphs: dict[bytes, Graph] = {}
@@ -141,15 +167,15 @@ def _times(
     return {algorithm: statistics.median(each[1:]) for algorithm, each in times.items()}
 
 
-def _capture(stream: Stream, x: Tensor, layers: Sequence[Tensor], out: Tensor, add_to_out: bool) -> Graph | None:
+def _capture(stream: Stream, x: Tensor, layers: Sequence[Layer], out: Tensor, add_to_out: bool) -> Graph | None:
     """A graph of calls with the algorithm in use; None if it does not run."""
     graph = Graph()
     try:
         for adds in (False, add_to_out):  # loads what a capture cannot load, and puts numbers into out
-            ops.linear(x, layers[0], add_to_out=adds, out=out, stream=stream)
+            ops.linear(x, **layers[0], add_to_out=adds, out=out, stream=stream)
         with graph.capture(stream):
             for i in range(max(MIN_CALLS, len(layers))):
-                ops.linear(x, layers[i % len(layers)], add_to_out=add_to_out, out=out)
+                ops.linear(x, **layers[i % len(layers)], add_to_out=add_to_out, out=out)
     except CudaError:
         return None
     return graph

@@ -62,13 +62,50 @@ def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
+def draw_weight(d: Draw, outputs: int, width: int, dtype: str) -> tuple[dict, int]:
+    """One of x's dtype or a quantised one, with all that belongs to it, and the width, which int4 may change."""
+    if not d.maybe(0.4):
+        return {"weight": d.tensor((outputs, width), dtype), **d.some(0.1, weight_scales=lambda: None)}, width
+    columns = d.one_of(8, 16, 40, max(width, 1))
+    if d.everything or d.one_of(True, False):
+        columns = -(-columns // 8) * 8
+        groups = d.one_of(0, 1, 2, 3) if width == 0 else d.one_of(1, 2, 3)
+        width, block = groups * columns, (1, columns)
+        a = {"weight": d.array(d.rng.integers(0, 256, (outputs, width // 2)), "uint8")}
+        a |= {"weight_scales": d.tensor((outputs, groups), d.dtype(), 0.2)}
+        a |= d.some(weight_zeros=lambda: d.array(d.rng.integers(0, 17, (outputs, groups)), "uint8"))
+    else:
+        block = d.one_of(1, 2, 128, max(outputs, 1)), d.one_of(1, 3, columns)
+        blocks = -(-outputs // block[0]), -(-width // block[1])
+        a = {"weight": d.tensor((outputs, width), F8), "weight_scales": d.tensor(blocks, "float32")}
+    is_even = all(size % each == 0 for size, each in zip((outputs, width), block, strict=True))
+    if not is_even or outputs * width == 0 or d.maybe(0.5):
+        a["weight_block"] = d.one_of(tuple, list)(block)
+    return a, width
+
+
+def weight_of(a) -> np.ndarray:
+    """What the weight of a call stands for."""
+    weight = numbers(a.weight)
+    if a.weight_scales is None:
+        return weight
+    weight = oracle.unpacked_int4(weight) if a.weight.dtype == "uint8" else weight
+    scales, given = numbers(a.weight_scales), (-1, -1) if a.weight_block is None else a.weight_block
+    if weight.size == 0:
+        return weight.astype(np.float64)
+    block = [weight.shape[i] // scales.shape[i] if given[i] == -1 else int(given[i]) for i in range(2)]
+    zeros = 0 if a.weight.dtype == F8 else 8 if a.weight_zeros is None else numbers(a.weight_zeros)
+    return oracle.dequantized(weight, scales, block, zeros)
+
+
 def draw_linear(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(10), d.size(20), d.size(40)
+    weight, width = draw_weight(d, outputs, width, dtype)
     nothing = dict.fromkeys(("gate_up", "rms_eps", "x_squares", "out_squares", "bias") if d.everything else ())
     x = d.floats((rows, width), dtype)
     a = {
         "x": place(d.rng, x, dtype, may_repeat=True, may_be_readonly=True),
-        "weight": d.tensor((outputs, width), dtype),
+        **weight,
         **d.some(weight_is_constant=d.flag),
         **d.stream(),
     }
@@ -95,10 +132,11 @@ def draw_linear(d: Draw) -> dict:
 def expect_linear(a) -> dict:
     """The rounding of the product is felt behind the gate too; sums of K products have a size of about sqrt(K)."""
     dtype, scale = a.x.dtype, 2 + a.x.shape[1] ** 0.5
-    product = oracle.linear(numbers(a.x), numbers(a.weight), numbers(a.bias))
+    product = oracle.linear(numbers(a.x), weight_of(a), numbers(a.bias))
     if a.gate_up is None:
         out = product + (numbers(a.out) if a.add_to_out else 0)
-        expected = {"out": near(out, dtype if a.out is None else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
+        of_values = a.out is None or a.weight_scales is not None  # quantised ones may be rounded to x's dtype
+        expected = {"out": near(out, dtype if of_values else a.out.dtype, scale * (30 if dtype == "float32" else 1))}
         if a.out_squares is not None:
             rows, count = a.out_squares.shape
             sums = (out**2).reshape(rows, count, out.shape[1] // count).sum(2)
@@ -115,9 +153,10 @@ def expect_linear(a) -> dict:
 
 def draw_algorithms(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(), d.size(20), d.size(40)
+    weight, width = draw_weight(d, outputs, width, dtype)
     return {
         "x": d.tensor((rows, width), dtype),
-        "weight": d.tensor((outputs, width), dtype),
+        **weight,
         "out": d.output((rows, outputs), dtype),
     }
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+from fuzz_calls_dense import draw_weight, weight_of
 from fuzz_calls_memory import place
 from fuzz_calls_ops import Draw, Operation, Outcome, near, numbers
 
@@ -106,9 +107,10 @@ def expect_sample(a, logits=None, slack=1e-5) -> dict:
 
 def draw_sample_linear(d: Draw) -> dict:
     dtype, rows, vocab, width = d.dtype(), d.size(4), int(d.rng.integers(1, 60)), d.size(40)
+    weight, width = draw_weight(d, vocab, width, dtype)
     return {
         "x": d.tensor((rows, width), dtype),
-        "weight": d.tensor((vocab, width), dtype),
+        **weight,
         **draw_row_numbers(d, rows),
         "logits": d.output((rows, vocab), "float32"),
         **d.some(weight_is_constant=d.flag, out=lambda: d.output((rows,), "int32")),
@@ -119,7 +121,8 @@ def draw_sample_linear(d: Draw) -> dict:
 def expect_sample_linear(a) -> dict:
     for name in ("slots", "counts", "top_k", "top_p", "min_p", *PENALTIES):
         setattr(a, name, None)
-    return expect_sample(a, oracle.linear(numbers(a.x), numbers(a.weight)), 1e-3) | {
+    slack = 0.3 if a.weight_scales is not None and a.x.dtype == "bfloat16" else 1e-3  # each value is rounded
+    return expect_sample(a, oracle.linear(numbers(a.x), weight_of(a)), slack) | {
         "logits": Outcome(None, is_scratch=True)
     }
 

@@ -148,6 +148,30 @@ def linear(x, weight, bias=None):
     return product if bias is None else product + bias
 
 
+INT4_BITS = 0, 16, 4, 20, 8, 24, 12, 28  # where each of 8 neighbours begins in a little-endian word of 32 bits
+
+
+def packed_int4(values) -> np.ndarray:
+    """[rows, columns] of 0 to 15 as uint8 [rows, columns / 2]."""
+    words = np.zeros((len(values), values.shape[1] // 8), np.uint32)
+    for i, bit in enumerate(INT4_BITS):
+        words |= values[:, i::8].astype(np.uint32) << bit
+    return words.astype("<u4").view(np.uint8).reshape(len(values), values.shape[1] // 2)
+
+
+def unpacked_int4(packed) -> np.ndarray:
+    words = np.ascontiguousarray(packed, np.uint8).view("<u4")[..., None] >> np.array(INT4_BITS, np.uint32)
+    return (words & 15).reshape(len(packed), 2 * packed.shape[1])
+
+
+def dequantized(weight, scales, block, zeros=None) -> np.ndarray:
+    """weight [rows, columns], numbers of float8 or of int4, with a scale for each block of it, in float64. `zeros`: those of
+    the blocks, or one number."""
+    rows, columns = weight.shape
+    spread = lambda x: np.repeat(np.repeat(np.asarray(x, np.float64), block[0], 0), block[1], 1)[:rows, :columns]
+    return (np.asarray(weight, np.float64) - (spread(zeros) if np.ndim(zeros) else zeros or 0)) * spread(scales)
+
+
 def rotate_halves(x, cos_sin):
     """x [..., dim], cos_sin [..., dim]: cos of every pair (i, i + dim / 2), then sin."""
     (low, high), (cosine, sine) = np.split(x, 2, axis=-1), np.split(np.asarray(cos_sin, np.float64), 2, axis=-1)

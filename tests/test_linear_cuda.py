@@ -304,15 +304,30 @@ def test_tuning_is_kept_in_a_file(rng, tmp_path, monkeypatch):
     assert ops.tune_linear(layers, [200]) == 0, "this process knows it all the same"
 
 
+@gpu
+@needs_gpu
+def test_the_choice_for_a_quantised_weight(rng, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    scales = put(np.full((70, 1), 0.5), GPU, "float32")
+    for numbers in (np.zeros((70, 136), np.uint8), rng.integers(0, 256, (70, 136), np.uint8)):
+        weight = {"weight": put(numbers, GPU), "weight_scales": scales}
+        assert ops.tune_linear([weight] * 2, [200], dtype="bfloat16") == (0 if numbers.any() else 1)
+    x = oracle.rounded(rng.standard_normal((200, 272)), "bfloat16")
+    expected = oracle.linear(x, oracle.dequantized(oracle.unpacked_int4(numbers), get(scales), (1, 272), 8))
+    np.testing.assert_allclose(get(ops.linear(put(x, GPU, "bfloat16"), **weight)), expected, atol=0.5, rtol=1e-2)
+    with pytest.raises(ValueError, match="dtype: is that of x"):
+        ops.tune_linear([weight], [200])
+
+
 def test_what_is_chosen(monkeypatch):
     """The library's fastest, unless what is near a fast one is faster by more than a measurement errs."""
     times = {b"a": 10.0, b"b": 11.0, b"c": 12.0, b"d": 13.0, b"e": 14.0, b"x": 9.8, b"y": 9.0}
     near_a = {b"a": [b"a", b"x"]}
     monkeypatch.setattr(tuning, "_times", lambda _s, _x, _l, algorithms, *_: {each: times[each] for each in algorithms})
-    monkeypatch.setattr(tuning.ops, "linear_algorithms", lambda _x, _w, near, out: ("", neighbours.get(near, [])))
+    monkeypatch.setattr(tuning.ops, "linear_algorithms", lambda _x, weight, near, out: ("", neighbours.get(near, [])))
 
     def choose():
-        return tuning._choose(None, None, [None], [b"c", b"a", b"b", b"e", b"d"], None, False)
+        return tuning._choose(None, None, [{"weight": None}], [b"c", b"a", b"b", b"e", b"d"], None, False)
 
     neighbours = near_a
     assert choose() == b"a", "2 % are too little"
@@ -327,6 +342,8 @@ def test_what_is_chosen(monkeypatch):
 def test_the_cpu_has_no_choice(rng):
     x = np.zeros((2, 3), np.float32)
     assert ops.tune_linear([x], [1, 2]) == 0
+    quantized = {"weight": np.zeros((8, 4), np.uint8), "weight_scales": np.ones((8, 1), np.float32), "weight_zeros": None, "weight_block": (1, 8)}
+    assert ops.tune_linear([quantized], [1, 2], dtype="bfloat16") == 0
     with pytest.raises(NotImplementedError, match="linear_algorithms"):
         ops.linear_algorithms(x, x, out=np.zeros((2, 2), np.float32))
     with pytest.raises(NotImplementedError, match="use_linear_algorithm"):

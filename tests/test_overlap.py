@@ -103,6 +103,8 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
                                              out=ones(T, 4)), {"gate_up", "out"}, set()),
     (partial(ops.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8),
                                                     out_squares=ones(T, 1)), {"out", "out_squares"}, set()),
+    (ops.linear, dict(x=ones(T, 8), weight=np.ones((8, 4), U8), weight_scales=ones(8, 1), weight_zeros=np.ones((8, 1), U8), out=ones(T, 8)),
+     {"out"}, set()),
     (ops.route_experts, dict(logits=ones(T, V), out_experts=np.zeros((T, 2), I32), out_weights=ones(T, 2)),
      {"out_experts", "out_weights"}, set()),
     (ops.expert_linear, dict(x=ones(T, 2, D), weight=ones(3, 8, D), experts=np.ones((T, 2), I32), weights=ones(T, 2), out=ones(T, 8)),
@@ -113,6 +115,8 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
                           repetition_penalties=ones(T), presence_penalties=ones(T), frequency_penalties=ones(T),
                           counts=np.zeros((T, V), I32), slots=upto(T)), {"counts", "out"}, set()),
     (ops.sample_linear, dict(x=ones(T, D), weight=ones(V, D), **rows(), logits=ones(T, V)), {"logits", "out"}, set()),
+    (ops.sample_linear, dict(x=ones(T, 8), weight=np.ones((V, 4), U8), weight_scales=ones(V, 1), weight_zeros=np.ones((V, 1), U8), **rows(),
+                             logits=ones(T, V)), {"logits", "out"}, set()),
     (ops.count_tokens, dict(prompt_ids=upto(4), output_ids=upto(5, I64), counts=np.zeros(V, I32)), {"counts"}, set()),
     (ops.token_logprobs, dict(logits=ones(T, V), token_ids=upto(T), num_best=np.array(3), out_ids=np.zeros((T, 4), I32),
                                   out=ones(T, 4)), {"out_ids", "out"}, set()),
@@ -121,7 +125,8 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (copy, dict(dst=ones(T, D), src=ones(T, D)), {"dst"}, {("dst", "src")}),
 ]  # fmt: skip
 NOT_TENSORS = {
-    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "normalize", "gated", "experts_are_constant", "max_seqlen_q", "softmax_scale", "causal",
+    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "weight_block", "normalize", "gated", "experts_are_constant",
+    "max_seqlen_q", "softmax_scale", "causal",
     "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)
@@ -151,7 +156,7 @@ def call(operation: Callable, tensors: dict) -> object:
     """Lists are put together, and numbers and fp8 tensors made of what stands for them."""
     arguments: dict = {}
     for name, value in tensors.items():
-        if value.dtype == U8:
+        if value.dtype == U8 and value.ndim == 4:
             value = pagedkv.from_dlpack(value.reshape(-1)).view(value.shape, "float8_e4m3fn")
         if name.endswith("]"):
             arguments.setdefault(name.partition("[")[0], []).append(value)

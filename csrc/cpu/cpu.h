@@ -34,7 +34,8 @@ const char *pk_cpu_isa(void);
 typedef enum { PK_ISA_GENERIC, PK_ISA_AVX2, PK_ISA_AVX512 } pk_isa;
 pk_isa pk_cpu_isa_level(void);
 bool pk_cpu_is_intel(void);
-/* What some CPUs of PK_ISA_AVX512 have, too. PAGEDKV_CPU_ISA=avx512 turns both off. */
+/* What some CPUs of PK_ISA_AVX512 have, too. PAGEDKV_CPU_ISA=avx512 turns all of it off. */
+bool pk_cpu_has_avx512vbmi(void);      /* and AVX512_BF16 */
 bool pk_cpu_has_fast_avx512bf16(void); /* faster than fp32 */
 bool pk_cpu_has_amx(void);             /* for bf16; the first call asks Linux to let this process use it */
 

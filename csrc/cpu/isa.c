@@ -79,6 +79,15 @@ bool pk_cpu_has_fast_avx512bf16(void)
 #endif
 }
 
+bool pk_cpu_has_avx512vbmi(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    return may_go_beyond_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#else
+    return false;
+#endif
+}
+
 #ifdef __x86_64__
 static bool may_use_tiles;
 

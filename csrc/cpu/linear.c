@@ -6,6 +6,7 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/blas.h"
+#include "cpu/weights.h"
 
 #include <omp.h>
 #include <stdio.h>
@@ -17,10 +18,9 @@ enum {
     AMX_BLOCK_BYTES = 1 << 19, /* CPUs with AMX have 2 MiB and more of L2 */
     MAX_AMX_BLOCK = 128,
     CACHE_LINE = 64,
-    FEW_ROWS = 16, /* no more than these wait for the weight, or nearly so */
-    MAX_OUTPUT_BLOCK = 256,
-    BLAS_BLOCK = MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
-    PARALLEL_PRODUCTS = 1 << 18,   /* below this many multiplications one thread is done before a second one wakes */
+    FEW_ROWS = 16,                    /* no more than these wait for the weight, or nearly so */
+    BLAS_BLOCK = PK_MAX_OUTPUT_BLOCK, /* the same for a BLAS, which packs both anew for every call */
+    PARALLEL_PRODUCTS = 1 << 18,      /* below this many multiplications one thread is done before a second one wakes */
 };
 static const int64_t NEVER = INT64_MAX; /* of a number of rows */
 
@@ -150,40 +150,16 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
     int64_t share = args->weight.out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
         int64_t most = AMX_BLOCK_BYTES / larger(1, weight_bytes);
-        most = only_reads ? MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
+        most = only_reads ? PK_MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
         plan.output_block = larger(PK_AMX_ROWS, smaller(share, most) / PK_AMX_ROWS * PK_AMX_ROWS);
         plan.row_block = MAX_BLOCK;
         return plan;
     }
     plan.output_block = block_rows(weight_bytes);
     if (only_reads) /* which is all: the longer, the better */
-        plan.output_block = larger(plan.output_block, smaller(share / 16 * 16, MAX_OUTPUT_BLOCK));
+        plan.output_block = larger(plan.output_block, smaller(share / 16 * 16, PK_MAX_OUTPUT_BLOCK));
     plan.row_block = block_rows(args->weight.in_features * x_bytes(&plan, args->x.dtype));
     return plan;
-}
-
-/* Adds the bias, or what out holds, to a block of sums and writes it, rounded to out_dtype. */
-static void write_block(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output)
-{
-    float bias[MAX_OUTPUT_BLOCK];
-    int64_t bytes = (int64_t)pk_dtype_bytes(args->x.dtype),
-            out_bytes = (int64_t)pk_dtype_bytes(args->epilogue.out_dtype);
-    if (args->epilogue.bias)
-        pk_cpu_row_to_f32(bias, (const char *)args->epilogue.bias + first_output * bytes, args->x.dtype,
-                          dot->num_outputs);
-    for (int64_t r = 0; r < dot->num_rows; r++) {
-        float *row = dot->sums + r * dot->sums_stride;
-        if (args->epilogue.bias)
-            for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += bias[i];
-        char *out =
-            (char *)args->epilogue.out + ((first_row + r) * args->epilogue.out_stride + first_output) * out_bytes;
-        if (args->epilogue.adds_to_out) {
-            float before[MAX_OUTPUT_BLOCK];
-            pk_cpu_row_to_f32(before, out, args->epilogue.out_dtype, dot->num_outputs);
-            for (int64_t i = 0; i < dot->num_outputs; i++) row[i] += before[i];
-        }
-        pk_cpu_row_from_f32(out, args->epilogue.out_dtype, row, dot->num_outputs);
-    }
 }
 
 /* Writes x in the plan's order, to rows that are x_stride elements apart. */
@@ -222,14 +198,14 @@ static void run_block(const pk_linear_args *args, const linear_plan *plan, int64
         .scratch = sums + plan->row_block * plan->output_block,
     };
     if (args->x.num_rows > 0 && weight->scales) {
-        pk_cpu_decode_weight(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
+        pk_cpu_weights()->decode(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
         dot.weight = dot.scratch, dot.weight_stride = dot.size;
     }
     for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
         dot.x = (const char *)args->x.data + row * args->x.stride * x_bytes(plan, args->x.dtype);
         dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
         plan->kernel(&dot);
-        write_block(args, &dot, row, first);
+        pk_cpu_write_sums(args, &dot, row, first);
     }
 }
 
@@ -300,30 +276,16 @@ pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_err
     if (is_onednns && pk_cpu_onednn_linear(each)) return PK_OK;
     const int64_t products = num_rows * each->weight.out_features * each->weight.in_features;
     int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    if (count == 1 && pk_cpu_is_quantized_few(each)) return pk_cpu_linear_quantized(each, num_threads, err);
     linear_plan plan = make_plan(most, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     return multiply_by_plan(each, count, &plan, num_threads, err);
-}
-
-static void leave_squares(const pk_linear_args *args)
-{
-    const pk_epilogue *to = &args->epilogue;
-    int64_t width = args->weight.out_features / to->num_squares, bytes = (int64_t)pk_dtype_bytes(to->out_dtype);
-    for (int64_t i = 0; i < args->x.num_rows * to->num_squares; i++) {
-        const int64_t row = i / to->num_squares, first = i % to->num_squares * width;
-        to->squares[i] = 0;
-        for (int64_t at = first; at < first + width; at++) {
-            float value;
-            pk_cpu_row_to_f32(&value, (const char *)to->out + (row * to->out_stride + at) * bytes, to->out_dtype, 1);
-            to->squares[i] += value * value;
-        }
-    }
 }
 
 pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
     PK_TRY(pk_cpu_multiply_each(args, 1, err));
-    if (args->epilogue.squares) leave_squares(args);
+    if (args->epilogue.squares) pk_cpu_leave_squares(args);
     return PK_OK;
 }

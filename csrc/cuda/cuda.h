@@ -170,9 +170,9 @@ struct pk_cuda_lock {
  * kept until the stream is destroyed, because graphs point to it. Graphs have another piece than the calls that are not
  * captured, for they may be replayed on any stream. Two of them that were captured on one stream share it, and must not
  * be replayed at the same time. */
-enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20 };
+enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20, PK_SCRATCH_ALIGNMENT = 256 };
 /* Kernels that run beside each other have pieces of their own. */
-enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_QUERIES };
+enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_BESIDE };
 struct pk_cuda_scratch {
     unsigned int *counters;
     void *data;
@@ -180,8 +180,8 @@ struct pk_cuda_scratch {
 pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch, size_t bytes = PK_SCRATCH_BYTES,
                              pk_scratch_use use = PK_SCRATCH_COMMON);
 
-/* Memory beside that, for the queries of a call that is made of two operations. */
-pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data);
+/* Memory beside that, for what a call that is made of two operations leaves in between: queries, a dequantised weight. */
+pk_status pk_cuda_scratch_beside(const pk_cuda_call &call, size_t bytes, void **data);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);

@@ -9,11 +9,11 @@ struct scratch_piece {
     const void *thread; /* of a per-thread default stream, which all threads call by one name; else NULL */
     bool is_of_graphs;
     pk_scratch_use use;
-    pk_cuda_scratch scratch;   /* one allocation, the counters first; there are none before queries */
+    pk_cuda_scratch scratch;   /* one allocation, the counters first; there are none before what lies beside */
     size_t bytes;              /* of its data */
     unsigned int num_failures; /* of the device, when its counters were set to zero */
 
-    size_t counter_bytes() const { return use == PK_SCRATCH_QUERIES ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int); }
+    size_t counter_bytes() const { return use == PK_SCRATCH_BESIDE ? 0 : PK_SCRATCH_COUNTERS * sizeof(unsigned int); }
     bool is_of_stream(const scratch_piece &other) const { return stream == other.stream && thread == other.thread; }
     bool serves(const scratch_piece &wanted) const
     {
@@ -96,12 +96,12 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
     return find_piece(call, use, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
 }
 
-pk_status pk_cuda_queries_of(const pk_cuda_call &call, size_t bytes, void **data)
+pk_status pk_cuda_scratch_beside(const pk_cuda_call &call, size_t bytes, void **data)
 {
     pk_cuda_scratch scratch = {};
     size_t room = 1 << 20; /* doubled, so that what is outgrown and kept is less than what is in use */
     while (room < bytes) room *= 2;
-    PK_TRY(find_piece(call, PK_SCRATCH_QUERIES, room, &scratch));
+    PK_TRY(find_piece(call, PK_SCRATCH_BESIDE, room, &scratch));
     *data = scratch.data;
     return PK_OK;
 }

@@ -147,7 +147,7 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
             *(bool *)field = truth > 0;
             return truth;
         case PY_PAIR:
-            return read_pair(name, given, field);
+            return read_pair(name, isinf(otherwise) ? object : given, field);
         case PY_ALGORITHM:
             return read_algorithm(name, isinf(otherwise) ? object : given, field);
         case PY_OUTPUT:

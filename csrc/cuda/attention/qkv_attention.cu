@@ -27,7 +27,7 @@ pk_status pk_cuda_qkv_attention_fwd(const pk_qkv_attention_args *both, const pk_
     pk_qk_norm_rope_store_args with_q = *rope;
     pk_attention_args of_q = *args;
     size_t bytes = (size_t)(args->num_tokens * args->num_q_heads * args->head_dim) * pk_dtype_bytes(args->dtype);
-    PK_TRY(pk_cuda_queries_of(call, bytes, &with_q.q_out));
+    PK_TRY(pk_cuda_scratch_beside(call, bytes, &with_q.q_out));
     of_q.q = with_q.q_out;
     PK_TRY(pk_cuda_qk_norm_rope_store(&with_q, call));
     return pk_cuda_paged_attention_fwd(&of_q, call);

@@ -85,7 +85,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
-/* Or NULL, where cuBLASLt or a plain kernel answers. */
+/* Or NULL, where cuBLASLt or a plain kernel answers: a quantised weight is dequantised for them. */
 static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
     if (args->weight.scales) return nullptr;
@@ -93,12 +93,36 @@ static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, 
     return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
 }
 
+/* The product with some rows of a quantised weight, once they lie at `weight`. */
+static pk_linear_args dequantized_range(const pk_linear_args *args, int64_t first, int64_t count, const void *weight)
+{
+    const pk_epilogue &to = args->epilogue;
+    pk_linear_args range = *args;
+    range.weight = {weight, count, args->weight.in_features, args->weight.in_features, args->x.dtype};
+    range.epilogue.out = (char *)to.out + first * (int64_t)pk_dtype_bytes(to.out_dtype);
+    if (to.bias) range.epilogue.bias = (const char *)to.bias + first * (int64_t)pk_dtype_bytes(args->x.dtype);
+    return range;
+}
+
+static pk_status multiply_dequantized(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    const int64_t rows = args->weight.out_features, at_once = pk_cuda_dequantized_rows(args);
+    const size_t bytes = (size_t)(at_once * args->weight.in_features) * pk_dtype_bytes(args->x.dtype);
+    void *weight;
+    PK_TRY(pk_cuda_scratch_beside(call, bytes, &weight));
+    for (int64_t first = 0; first < rows; first += at_once) {
+        const int64_t count = first + at_once < rows ? at_once : rows - first;
+        const pk_linear_args range = dequantized_range(args, first, count, weight);
+        PK_TRY(pk_cuda_dequantize(args, first, count, weight, call));
+        PK_TRY(pk_cuda_linear(&range, call));
+    }
+    return PK_OK;
+}
+
 pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 {
     if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
     auto launch_own = own_kernel(args, call.device);
-    if (args->weight.scales && !launch_own)
-        return pk_fail(call.err, PK_EUNSUPPORTED, "linear: takes no quantised weights on a GPU");
     const int64_t num_squares = args->epilogue.squares ? args->epilogue.num_squares : 0;
     const bool in_passing =
         launch_own == pk_cuda_linear_sm90 && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
@@ -110,6 +134,8 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
         const bool is_f32 = args->epilogue.out_dtype == PK_F32;
         if (launch_own)
             PK_TRY(launch_own(&without_squares, call));
+        else if (args->weight.scales)
+            PK_TRY(multiply_dequantized(&without_squares, call));
         else
             PK_TRY((is_f32 ? launch<T, float>(args, call) : launch<T, T>(args, call)));
         if (num_squares == 0) return PK_OK;
@@ -131,9 +157,16 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args, int64_t 
            (args->x.squares && args->x.num_squares % 4 == 0 && pk_are_multiples(16, args->x.squares));
 }
 
-static bool has_choice(const pk_linear_args *args, const pk_cuda_device *device)
+/* Whether cuBLASLt answers; `args` becomes the product that it is asked for. Of a quantised weight that is the one with
+ * the first range, in scratch memory that need not be there yet. */
+static bool has_choice(pk_linear_args *args, const pk_cuda_device *device)
 {
-    return args->x.num_rows > 0 && args->weight.out_features > 0 && is_blas(args) && !own_kernel(args, device);
+    if (args->x.num_rows == 0 || args->weight.out_features == 0 || own_kernel(args, device)) return false;
+    if (args->weight.scales) {
+        const void *scratch = (const void *)PK_SCRATCH_ALIGNMENT;
+        *args = dequantized_range(args, 0, pk_cuda_dequantized_rows(args), scratch);
+    }
+    return is_blas(args) && !own_kernel(args, device);
 }
 
 pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args, const pk_linear_algorithm *near,
@@ -146,7 +179,8 @@ pk_status pk_cuda_linear_algorithms(pk_device device, const pk_linear_args *args
     PK_CUDA(err, cudaGetDeviceProperties(&properties, device.index));
     snprintf(choices->library, sizeof choices->library, "%.80s, cuBLASLt %zu", properties.name, pk_lt.GetVersion());
     choices->count = 0;
-    return has_choice(args, call.device) ? pk_cuda_linear_list(args, call, near, choices) : PK_OK;
+    pk_linear_args product = *args;
+    return has_choice(&product, call.device) ? pk_cuda_linear_list(&product, call, near, choices) : PK_OK;
 }
 
 pk_status pk_cuda_use_linear_algorithm(pk_device device, const pk_linear_args *args,
@@ -155,6 +189,7 @@ pk_status pk_cuda_use_linear_algorithm(pk_device device, const pk_linear_args *a
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
     PK_TRY(pk_cublaslt_load(err));
-    if (!has_choice(args, call.device)) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
-    return pk_cuda_linear_choose(args, call, algorithm);
+    pk_linear_args product = *args;
+    if (!has_choice(&product, call.device)) return pk_fail(err, PK_EVALUE, "algorithm: none is used for such a call");
+    return pk_cuda_linear_choose(&product, call, algorithm);
 }

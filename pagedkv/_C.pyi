@@ -391,6 +391,27 @@ def use_linear_algorithm(
     weight_block: tuple[int, int] | None = None,
     out: _Tensor,
 ) -> None: ...
+def route_experts(
+    logits: _Tensor,
+    *,
+    normalize: bool = False,
+    out_experts: _Tensor,
+    out_weights: _Tensor,
+    stream: _Stream = None,
+) -> None: ...
+def expert_linear(
+    x: _T,
+    weight: _Tensor,
+    experts: _Tensor,
+    *,
+    weights: _Tensor | None = None,
+    gated: bool = False,
+    add_to_out: bool = False,
+    weight_is_constant: bool = False,
+    experts_are_constant: bool = False,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
     logits: _T,

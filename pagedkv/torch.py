@@ -68,6 +68,9 @@ TYPES = {
     "weight_block": "SymInt[2]?",
     "weight_is_constant": "bool",
     "quantize_x": "bool",
+    "normalize": "bool",
+    "gated": "bool",
+    "experts_are_constant": "bool",
     "interleaved": "bool",
     "q_at_start": "bool",
 }
@@ -110,6 +113,12 @@ def product(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return (a["x"].new_empty(a["x"].shape[0], num_columns if a["gate_up"] is None else num_columns // 2),)
 
 
+def of_experts(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    num_outputs = a["weight"].shape[1] // (2 if a["gated"] else 1)
+    chosen = () if a["weights"] is not None else (a["experts"].shape[1],)
+    return (a["x"].new_empty(a["x"].shape[0], *chosen, num_outputs),)
+
+
 def tokens(name: str) -> Fake:
     return lambda a: (a[name].new_empty(a[name].shape[0], dtype=torch.int32),)
 
@@ -136,6 +145,8 @@ OPERATIONS = {
     "rms_norm": Operation(like("x"), writes=("residual",)),
     "scale_columns": Operation(like("x")),
     "linear": Operation(product, writes=("gate_up", "out_squares")),
+    "route_experts": Operation(outs=(), writes=("out_experts", "out_weights")),
+    "expert_linear": Operation(of_experts),
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
     "sample": Operation(tokens("logits"), writes=("counts",)),
     "sample_linear": Operation(tokens("x"), writes=("logits",)),

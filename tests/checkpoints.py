@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "attention_bias": False, "num_experts": 6,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 
 
@@ -48,9 +50,19 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     return common | {"model_type": family} | FAMILIES[family] | overrides
 
 
+def mlp_shapes(config: dict[str, Any]) -> list[tuple[str, int, int, bool]]:
+    hidden, middle, has_bias = config["hidden_size"], config["intermediate_size"], bool(config.get("mlp_bias"))
+    names = ["mlp"]
+    if config["model_type"] == "qwen3_moe":  # without dense layers
+        names, middle = [f"mlp.experts.{i}" for i in range(config["num_experts"])], config["moe_intermediate_size"]
+    parts = (("gate_proj", middle, hidden), ("up_proj", middle, hidden), ("down_proj", hidden, middle))
+    router = [("mlp.gate", config["num_experts"], hidden, False)] if names != ["mlp"] else []
+    return router + [(f"{name}.{part}", rows, columns, has_bias) for name in names for part, rows, columns in parts]
+
+
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """What a checkpoint must hold."""
-    hidden, middle, family = config["hidden_size"], config["intermediate_size"], config["model_type"]
+    hidden, family = config["hidden_size"], config["model_type"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     qkv_bias = family == "qwen2" or config.get("attention_bias")
     q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -60,13 +72,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        if family == "qwen3":
+        if family.startswith("qwen3"):
             shapes |= {f"{layer}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
         for name, rows, columns, has_bias in (
             ("self_attn.q_proj", q_size, hidden, qkv_bias), ("self_attn.k_proj", kv_size, hidden, qkv_bias),
             ("self_attn.v_proj", kv_size, hidden, qkv_bias), ("self_attn.o_proj", hidden, q_size, config.get("attention_bias")),
-            ("mlp.gate_proj", middle, hidden, config.get("mlp_bias")), ("mlp.up_proj", middle, hidden, config.get("mlp_bias")),
-            ("mlp.down_proj", hidden, middle, config.get("mlp_bias")),
+            *mlp_shapes(config),
         ):  # fmt: skip
             shapes[f"{layer}.{name}.weight"] = (rows, columns)
             shapes |= {f"{layer}.{name}.bias": (rows,)} if has_bias else {}

@@ -161,6 +161,63 @@ def draw_algorithms(d: Draw) -> dict:
     }
 
 
+# --- mixture of experts
+
+
+def at_least_one(d: Draw, most: int) -> int:
+    return int(d.rng.integers(1, most + 1))
+
+
+def draw_route(d: Draw) -> dict:
+    rows, experts = d.size(), at_least_one(d, 40)
+    shape = rows, at_least_one(d, min(experts, 32))
+    return {
+        "logits": d.tensor((rows, experts), d.dtype(), 3),
+        "out_experts": d.output(shape, "int32", is_plain=True),
+        "out_weights": d.output(shape, "float32", is_plain=True),
+        **d.some(normalize=d.flag),
+        **d.stream(),
+    }
+
+
+def expect_route(a) -> dict:
+    experts, weights = oracle.route_experts(numbers(a.logits), a.out_experts.shape[1], bool(a.normalize))
+    return {"out_experts": Outcome(experts), "out_weights": near(weights, "float32", 4)}
+
+
+def draw_expert_linear(d: Draw) -> dict:
+    dtype, rows, outputs, width = d.dtype(), d.size(), d.size(20), d.size(40)
+    experts, chosen = at_least_one(d, 9), at_least_one(d, 4)
+    is_summed = d.maybe(0.5)
+    a = {
+        "x": d.tensor((rows, chosen, width) if is_summed else (rows, width), dtype),
+        "weight": d.tensor((experts, outputs, width), dtype),
+        "experts": d.array(d.rng.integers(0, experts, (rows, chosen)), is_plain=True),
+        **d.some(weight_is_constant=d.flag, experts_are_constant=d.flag),
+        **d.stream(),
+    }
+    if is_summed:
+        a |= {"weights": d.tensor((rows, chosen), "float32", is_plain=True, may_repeat=False)}
+        a |= d.some(out=lambda: d.output((rows, outputs), dtype), gated=lambda: d.one_of(False, 0))
+        return a | (d.some(add_to_out=d.flag) if "out" in a else {})
+    is_gated = outputs % 2 == 0 and d.maybe(0.5)
+    a |= {"gated": True} if is_gated else {}
+    return a | d.some(out=lambda: d.output((rows, chosen, outputs // 2 if is_gated else outputs), dtype))
+
+
+def expect_expert_linear(a) -> dict:
+    """As of linear."""
+    dtype, scale = a.x.dtype, 2 + a.x.shape[-1] ** 0.5
+    out = oracle.expert_linear(numbers(a.x), numbers(a.weight), numbers(a.experts), numbers(a.weights))
+    if a.add_to_out:
+        out = out + numbers(a.out)
+    if not a.gated:
+        return {"out": near(out, dtype, scale * (30 if dtype == "float32" else 1) * (1 if a.weights is None else 4))}
+    tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(out).max(initial=0))
+    gated = oracle.silu_and_mul(out.reshape(a.experts.size, out.shape[2]), "float32").reshape(*out.shape[:2], out.shape[2] // 2)
+    return {"out": Outcome(gated, tolerance, tolerance)}
+
+
 # --- copies
 
 
@@ -218,6 +275,8 @@ DENSE_OPERATIONS = {
     "linear_squares": Operation(draw_algorithms, lambda a: {}, lambda a: ["return"]),
     "linear_algorithms": Operation(draw_algorithms, None),
     "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
+    "route_experts": Operation(draw_route, expect_route, lambda a: []),
+    "expert_linear": Operation(draw_expert_linear, expect_expert_linear),
     "Tensor.copy_": Operation(
         draw_copy_, lambda a: {"self": Outcome(converted(numbers(a.src), a.self.dtype))}, lambda a: ["self"]
     ),

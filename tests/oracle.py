@@ -231,6 +231,26 @@ def append_kvcache(key, value, k_cache, v_cache, block_tables, cache_lens, *, ca
     return *caches, out, slots
 
 
+# --- mixture of experts
+
+
+def route_experts(logits, num_chosen: int, normalize: bool = False):
+    """The experts [tokens, num_chosen] of the greatest logits, the lowest first of equals, and softmax(logits) of them."""
+    logits = np.asarray(logits, np.float64)
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :num_chosen]
+    weights = np.exp(np.take_along_axis(logits - log_sum_exp(logits, 1)[:, None], experts, 1))
+    return experts, weights / weights.sum(1, keepdims=True) if normalize else weights
+
+
+def expert_linear(x, weight, experts, weights=None):
+    """x [tokens, in], or with weights [tokens, chosen, in]; weight [experts, out, in], of which only what is used is read."""
+    num_tokens, num_chosen = experts.shape
+    products = np.zeros((num_tokens, num_chosen, weight.shape[1]))
+    for t, j in np.ndindex(num_tokens, num_chosen):
+        products[t, j] = weight[experts[t, j]] @ (x[t] if weights is None else x[t, j])
+    return products if weights is None else (products * np.asarray(weights)[..., None]).sum(1)
+
+
 # --- sampling
 
 

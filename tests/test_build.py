@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cards import CARDS
+from test_experts_plan import LIST
 from test_linear_few_plan import SQUARES
 
 from pagedkv import ops
@@ -299,9 +300,11 @@ def test_no_kernel_takes_more_shared_memory_than_a_card_has():
             if most + asked > card.smem_per_cta:
                 beyond[each["kernel"], each["variant"], each["reads"], each["head_dim"], card.arch] = most, asked
     assert beyond == {}
-    for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "sample_kernel"):
+    for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "expert_few_kernel",
+                   "sample_kernel"):  # fmt: skip
         assert {arch for name, arch in asked_for if name == kernel} == {card.arch for card in CARDS}
     assert all(size > 0 for name, size in declared.items() if "sm90a_probe_kernel" in name)  # how a Hopper's code is known
     few = max(size for name, size in declared.items() if "17linear_few_kernelI" in name)
     assert few == SQUARES  # what plans of it count on
+    assert max(size for name, size in declared.items() if "17expert_few_kernelI" in name) == LIST  # the same
     assert all(size == 0 for name, size in declared.items() if "attention_decode_kernelI" in name)  # the same

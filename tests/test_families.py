@@ -7,7 +7,15 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import FAMILIES, VOCAB_SIZE, save_pretrained, tiny_config, write_model
+from checkpoints import (
+    FAMILIES,
+    VOCAB_SIZE,
+    random_weights,
+    safetensors_bytes,
+    save_pretrained,
+    tiny_config,
+    write_model,
+)
 from model_oracle import assert_close, oracle_logits, oracle_tokens, poison, record_logits
 
 from pagedkv import LLM, SamplingParams, ops
@@ -42,7 +50,14 @@ FORMS = {  # prompts are longer than the windows
         "shards, wide window": {**SHARDS, "sliding_window": 48, "num_key_value_heads": 4},
         "bfloat16": {"dtype": "bfloat16", "sliding_window": 2, "num_hidden_layers": 3},
     },
+    "qwen3_moe": {
+        "tied, sums to 1": {"tie_word_embeddings": True, "norm_topk_prob": True},
+        "untied, dense layers": {"mlp_only_layers": [0, 3], "num_hidden_layers": 4, "num_experts_per_tok": 3, "num_key_value_heads": 1},
+        "shards, every second": {**SHARDS, "decoder_sparse_step": 2, "num_hidden_layers": 3, "norm_topk_prob": True, "num_experts": 9},
+        "bfloat16": {"dtype": "bfloat16", "num_experts_per_tok": 1, "attention_bias": True, "mlp_only_layers": [1]},
+    },
 }  # fmt: skip
+ALL_EXPERTS = {"qwen3_moe": {"num_experts_per_tok": 6}}  # rounding cannot choose others
 CASES = [(family, form) for family, forms in FORMS.items() for form in forms]
 POOL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8}
 
@@ -95,13 +110,35 @@ def test_greedy_tokens(tmp_path, device, family, form):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FORMS)
 def test_half_precision_is_close(tmp_path, rng, device, family, dtype):
-    model = save_pretrained(tmp_path, family, dtype=dtype)
+    model = save_pretrained(tmp_path, family, dtype=dtype, **ALL_EXPERTS.get(family, {}))
     prompt = rng.integers(VOCAB_SIZE, size=40).tolist()
     with LLM(tmp_path, device=device, **POOL, enforce_eager=True) as llm:
         assert llm.dtype == dtype
         ((_, logits),) = logits_of(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
     # Weights and inputs of the products are rounded to 8 or 11 bits, which the logits share with the oracle's weights.
     assert_close(logits, oracle_logits(model, prompt), 0.1 if dtype == "bfloat16" else 0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_one_tensor(tmp_path, rng, dtype):
+    """As transformers 5 holds them in memory, and some files do: the same tokens as from a tensor for each expert."""
+    apart, joined = write_model(tmp_path / "apart", "qwen3_moe"), write_model(tmp_path / "joined", "qwen3_moe")
+    config = tiny_config("qwen3_moe")
+    weights = random_weights(config)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([weights.pop(f"{name}.{i}.{part}_proj.weight") for i in range(config["num_experts"])])
+            for part in ("gate", "up", "down")
+        )
+        weights |= {f"{name}.gate_up_proj": np.concatenate([gate, up], 1), f"{name}.down_proj": down}
+    (joined / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 60)]
+    params, answers = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), []
+    for folder in (apart, joined):
+        with LLM(folder, dtype=dtype, **POOL) as llm:
+            answers.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[0] == answers[1]
 
 
 ROTARY = [  # head_dim, and rope_scaling with its theta: the files of Llama 3.1 8B and 3.2 1B, and the corners
@@ -139,7 +176,7 @@ def test_what_a_layer_keeps(tmp_path, family, form):
     assert {layer[:2] for layer in spec.kv_layers} == {(raw["num_key_value_heads"], dim)}
     windows = {"qwen2/untied, window": [0, 7], "qwen2/bfloat16": [7, 0], "mistral/untied, window": [7, 7],
                "mistral/shards, wide window": [48, 48], "mistral/bfloat16": [2, 2, 2]}  # fmt: skip
-    assert [layer.window for layer in spec.kv_layers] == windows.get(f"{family}/{form}", [0, 0])
+    assert [layer.window for layer in spec.kv_layers] == windows.get(f"{family}/{form}", [0] * raw["num_hidden_layers"])
 
 
 # Settings on which the KV of a prompt depends though the weights may be the same.
@@ -147,6 +184,7 @@ CHANGES = {
     "qwen2": [WINDOW | {"max_window_layers": 0}, WINDOW | {"max_window_layers": 1}, WINDOW | {"max_window_layers": 0, "sliding_window": 8}],
     "llama": [{"rope_parameters": LLAMA3}] + [{"rope_parameters": LLAMA3 | {name: 3}} for name in list(LLAMA3)[1:]],
     "mistral": [{"sliding_window": 7}, {"sliding_window": 8}],
+    "qwen3_moe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}],
 }
 COMMON_CHANGES = [{}, {"rms_norm_eps": 1e-5}, {"rope_parameters": YARN}, {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}]
 

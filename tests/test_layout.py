@@ -53,6 +53,7 @@ BELOW = {
     "cuda/attention/decode": {"", "ops", "cuda", "cuda/attention", "cuda/attention/plan"},
     "cuda/attention/prefill": {"", "ops", "cuda", "cuda/attention", "cuda/attention/plan"},
     "cuda/linear": {"", "ops", "cuda"},
+    "cuda/experts": {"", "ops", "cuda", "cuda/linear"},
     "cuda/sample": {"", "ops", "cuda", "cuda/linear"},
     "py": {"", "ops", "block_manager"},
 }

@@ -46,7 +46,7 @@ def test_eos_ids_of_both_files(tmp_path):
 
 
 REFUSED = {
-    "moe": ({"model_type": "qwen3_moe"}, NotImplementedError, "model_type is 'qwen3_moe'"),
+    "moe": ({"model_type": "mixtral"}, NotImplementedError, "model_type is 'mixtral'"),
     "another rope": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}},
         NotImplementedError,
@@ -163,6 +163,17 @@ REFUSED_BY_FAMILY = {  # what transformers passes over, or computes otherwise th
         "scale of queries": ({"llama_4_scaling": {"beta": 0.1}}, ValueError, "llama_4_scaling is {'beta': 0.1}, a setting"),
         "Mistral's own file": ({"dim": 4096}, ValueError, "dim is 4096, a setting that is not known here"),
     },
+    "qwen3_moe": {
+        "window": ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window is True; only False is supported"),
+        "no experts": ({"num_experts": 0}, ValueError, "num_experts is 0 but must be a positive integer"),
+        "two numbers of experts": ({"num_local_experts": 8}, ValueError, "num_experts is 6 but num_local_experts is 8"),
+        "many experts": ({"num_experts": 1025}, NotImplementedError, "num_experts is 1025; at most 1024"),
+        "more than there are": ({"num_experts_per_tok": 7}, NotImplementedError, "num_experts_per_tok is 7, of 6 experts; at most 6"),
+        "many at once": ({"num_experts": 64, "num_experts_per_tok": 33}, NotImplementedError, "is 33, of 64 experts; at most 32"),
+        "a shared expert": ({"shared_expert_intermediate_size": 64}, ValueError, "shared_expert_intermediate_size is 64, a setting"),
+        "layers of text": ({"mlp_only_layers": ["0"]}, ValueError, r"mlp_only_layers is \['0'\] but must be a list of integers"),
+        "step": ({"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step is 0 but must be a positive integer"),
+    },
 }  # fmt: skip
 
 
@@ -181,7 +192,7 @@ def test_defaults_are_those_of_transformers(tmp_path, family):
     absent = {"num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "sliding_window", "max_window_layers",
               "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_parameters", "hidden_act"}  # fmt: skip
     raw = {key: value for key, value in tiny_config(family, **sizes).items() if key not in absent}
-    if family in ("llama", "mistral"):
+    if family in ("llama", "mistral", "qwen3_moe"):
         del raw["use_sliding_window"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours, theirs = read_spec(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
@@ -225,6 +236,10 @@ PUBLISHED = {
         "is_llama_config": True, "rope_interleaved": False, "attention_dropout": 0.0,
     },
     "mistral": {"head_dim": None, "rope_theta": 1e6, "use_cache": True, "sliding_window": None, "bos_token_id": 1},
+    "qwen3_moe": {
+        "head_dim": 16, "rope_theta": 1e6, "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": True,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+    },
 }  # fmt: skip
 
 

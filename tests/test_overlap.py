@@ -105,6 +105,10 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
                                                     out_squares=ones(T, 1)), {"out", "out_squares"}, set()),
     (ops.linear, dict(x=ones(T, 8), weight=np.ones((8, 4), U8), weight_scales=ones(8, 1), weight_zeros=np.ones((8, 1), U8), out=ones(T, 8)),
      {"out"}, set()),
+    (ops.route_experts, dict(logits=ones(T, V), out_experts=np.zeros((T, 2), I32), out_weights=ones(T, 2)),
+     {"out_experts", "out_weights"}, set()),
+    (ops.expert_linear, dict(x=ones(T, 2, D), weight=ones(3, 8, D), experts=np.ones((T, 2), I32), weights=ones(T, 2), out=ones(T, 8)),
+     {"out"}, set()),
     (ops.silu_and_mul, dict(x=ones(T, 2 * D), out=ones(T, D)), {"out"}, set()),
     (ops.take_sampled, dict(token_ids=-upto(T), sampled=upto(T)), {"token_ids"}, set()),
     (ops.sample, dict(logits=ones(T, V), **rows(), top_k=upto(T), top_p=ones(T), min_p=ones(T),
@@ -121,7 +125,8 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (copy, dict(dst=ones(T, D), src=ones(T, D)), {"dst"}, {("dst", "src")}),
 ]  # fmt: skip
 NOT_TENSORS = {
-    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "quantize_x", "weight_block", "max_seqlen_q", "softmax_scale", "causal",
+    "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "quantize_x", "weight_block", "normalize", "gated",
+    "experts_are_constant", "max_seqlen_q", "softmax_scale", "causal",
     "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)

@@ -29,6 +29,10 @@ CALLS = {
     "silu_and_mul": lambda t: ops.silu_and_mul(t(0, 16)),
     "linear": lambda t: ops.linear(t(0, 8), t(16, 8)),
     "linear, gated": lambda t: ops.linear(t(0, 8), t(16, 8), gate_up=t(0, 16), rms_eps=1e-6),
+    "route_experts": lambda t: ops.route_experts(t(0, 5), out_experts=t(0, 2, dtype=np.int32), out_weights=t(0, 2)),
+    "expert_linear": lambda t: ops.expert_linear(t(0, 8), t(5, 16, 8), t(0, 2, dtype=np.int32)),
+    "expert_linear, summed": lambda t: ops.expert_linear(
+        t(0, 2, 8), t(5, 16, 8), t(0, 2, dtype=np.int32), weights=t(0, 2)),
     "qk_norm_rope_store": lambda t: ops.qk_norm_rope_store(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),
     "qkv_attention_fwd": lambda t: ops.qkv_attention_fwd(

@@ -182,74 +182,110 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
     }
 }
 
-/* x is as the plan's kernel takes it; scratch is for each thread a block of sums, then weights. */
-static void run_blocks(const pk_linear_args *args, const linear_plan *plan, const char *x, int64_t x_stride,
-                       float *scratch, int64_t thread_floats, int num_threads)
+/* A block of outputs, from the first on, of all rows; x is as the plan's kernel takes it. */
+static void run_block(const pk_linear_args *args, const linear_plan *plan, int64_t first, float *sums)
 {
     const pk_weight *weight = &args->weight;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t first = 0; first < weight->out_features; first += plan->output_block) {
-        float *sums = scratch + omp_get_thread_num() * thread_floats;
-        pk_dot_args dot = {
-            .weight = (const char *)weight->data + first * weight->stride * (int64_t)pk_dtype_bytes(weight->dtype),
-            .sums = sums,
-            .num_outputs = smaller(plan->output_block, weight->out_features - first),
-            .size = weight->in_features,
-            .x_stride = x_stride,
-            .weight_stride = weight->stride,
-            .sums_stride = plan->output_block,
-            .dtype = plan->weight_dtype,
-            .scratch = sums + plan->row_block * plan->output_block,
-        };
-        if (weight->scales) {
-            pk_cpu_weights()->decode(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
-            dot.weight = dot.scratch, dot.weight_stride = dot.size;
-        }
-        for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
-            dot.x = x + row * x_stride * x_bytes(plan, args->x.dtype);
-            dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
-            plan->kernel(&dot);
-            pk_cpu_write_sums(args, &dot, row, first);
-        }
+    pk_dot_args dot = {
+        .weight = (const char *)weight->data + first * weight->stride * (int64_t)pk_dtype_bytes(weight->dtype),
+        .sums = sums,
+        .num_outputs = smaller(plan->output_block, weight->out_features - first),
+        .size = weight->in_features,
+        .x_stride = args->x.stride,
+        .weight_stride = weight->stride,
+        .sums_stride = plan->output_block,
+        .dtype = plan->weight_dtype,
+        .scratch = sums + plan->row_block * plan->output_block,
+    };
+    if (args->x.num_rows > 0 && weight->scales) {
+        pk_cpu_weights()->decode(dot.scratch, dot.dtype, weight, first, dot.num_outputs);
+        dot.weight = dot.scratch, dot.weight_stride = dot.size;
+    }
+    for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
+        dot.x = (const char *)args->x.data + row * args->x.stride * x_bytes(plan, args->x.dtype);
+        dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
+        plan->kernel(&dot);
+        pk_cpu_write_sums(args, &dot, row, first);
     }
 }
 
-static pk_status multiply(const pk_linear_args *args, pk_error *err)
+/* `scratch` is for each thread a block of sums, then weights. */
+static void run_blocks(const pk_linear_args *each, int64_t count, const linear_plan *plan, float *scratch,
+                       int64_t thread_floats, int num_threads)
 {
-    int64_t size = args->weight.in_features, num_rows = args->x.num_rows;
-    if (num_rows == 0) return PK_OK; /* of however many outputs */
-    if (num_rows >= min_onednn_rows(args->x.dtype) && fits_onednn(args) && pk_cpu_onednn_linear(args)) return PK_OK;
-    int num_threads = num_rows * args->weight.out_features * size > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
-    if (pk_cpu_is_quantized_few(args)) return pk_cpu_linear_quantized(args, num_threads, err);
-    linear_plan plan = make_plan(args, num_threads);
-    if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
-    int64_t thread_floats = plan.row_block * plan.output_block;
-    if (args->weight.scales || (plan.is_sgemm && args->x.dtype != PK_F32)) thread_floats += plan.output_block * size;
-    int64_t x_stride = args->x.stride, converted = 0; /* elements */
-    if (plan.x_order == X_IN_F32) x_stride = size, converted = num_rows * size;
-    if (plan.x_order == X_IN_TILES) {
-        x_stride = pk_cpu_round_up(size, PK_AMX_STEP);
-        converted = pk_cpu_round_up(num_rows, PK_AMX_LINES) * x_stride;
+    const int64_t blocks = (each->weight.out_features + plan->output_block - 1) / plan->output_block;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
+    for (int64_t i = 0; i < count * blocks; i++)
+        run_block(&each[i / blocks], plan, i % blocks * plan->output_block,
+                  scratch + omp_get_thread_num() * thread_floats);
+}
+
+/* Elements of x, converted to the plan's order; 0 where it is read as it is. */
+static int64_t converted_x(const pk_linear_args *args, const linear_plan *plan, int64_t *x_stride)
+{
+    const int64_t size = args->weight.in_features;
+    *x_stride = plan->x_order == X_IN_TILES ? pk_cpu_round_up(size, PK_AMX_STEP) : size;
+    if (plan->x_order == X_AS_IT_IS) return 0;
+    return *x_stride *
+           (plan->x_order == X_IN_TILES ? pk_cpu_round_up(args->x.num_rows, PK_AMX_LINES) : args->x.num_rows);
+}
+
+static pk_status multiply_by_plan(const pk_linear_args *each, int64_t count, const linear_plan *plan, int num_threads,
+                                  pk_error *err)
+{
+    const int64_t size = each->weight.in_features, bytes = x_bytes(plan, each->x.dtype);
+    int64_t thread_floats = plan->row_block * plan->output_block, converted = 0, x_stride, num_rows = 0;
+    if (each->weight.scales || (plan->is_sgemm && each->x.dtype != PK_F32)) thread_floats += plan->output_block * size;
+    for (int64_t i = 0; i < count; i++) {
+        converted += pk_cpu_round_up(converted_x(&each[i], plan, &x_stride) * bytes, CACHE_LINE);
+        num_rows += each[i].x.num_rows;
     }
-    int64_t scratch_bytes = num_threads * thread_floats * 4 + converted * x_bytes(&plan, args->x.dtype);
+    const int64_t args_bytes = pk_cpu_round_up(count * (int64_t)sizeof *each, CACHE_LINE);
+    const int64_t scratch_bytes = args_bytes + converted + num_threads * thread_floats * 4;
     char *scratch = aligned_alloc(CACHE_LINE, (size_t)pk_cpu_round_up(scratch_bytes, CACHE_LINE));
     if (!scratch)
         return pk_fail(err, PK_ENOMEM, "linear: cannot allocate scratch for %lld x %lld", (long long)num_rows,
                        (long long)size);
-    char *x = scratch; /* begins with a cache line, or each line of a tile would lie in two */
-    if (converted) convert_x(args, &plan, x, x_stride, num_threads);
-    float *sums = (float *)(scratch + converted * x_bytes(&plan, args->x.dtype));
-    if (plan.is_sgemm) pk_cpu_sgemm_begin();
-    run_blocks(args, &plan, converted ? x : args->x.data, x_stride, sums, thread_floats, num_threads);
-    if (plan.is_sgemm) pk_cpu_sgemm_end();
+    pk_linear_args *args = (pk_linear_args *)scratch; /* with x in the plan's order */
+    char *x = scratch + args_bytes; /* begins with a cache line, or each line of a tile would lie in two */
+    for (int64_t i = 0; i < count; i++) {
+        args[i] = each[i];
+        const int64_t elements = converted_x(&each[i], plan, &x_stride);
+        if (elements == 0) continue;
+        convert_x(&each[i], plan, x, x_stride, num_threads);
+        args[i].x.data = x, args[i].x.stride = x_stride;
+        x += pk_cpu_round_up(elements * bytes, CACHE_LINE);
+    }
+    if (plan->is_sgemm) pk_cpu_sgemm_begin();
+    run_blocks(args, count, plan, (float *)(scratch + args_bytes + converted), thread_floats, num_threads);
+    if (plan->is_sgemm) pk_cpu_sgemm_end();
     free(scratch);
     return PK_OK;
+}
+
+pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_error *err)
+{
+    int64_t num_rows = 0;
+    const pk_linear_args *most = each; /* of rows: the plan is good for these */
+    for (int64_t i = 0; i < count; i++) {
+        num_rows += each[i].x.num_rows;
+        if (each[i].x.num_rows > most->x.num_rows) most = &each[i];
+    }
+    if (num_rows == 0) return PK_OK; /* of however many outputs */
+    const bool is_onednns = count == 1 && num_rows >= min_onednn_rows(each->x.dtype) && fits_onednn(each);
+    if (is_onednns && pk_cpu_onednn_linear(each)) return PK_OK;
+    const int64_t products = num_rows * each->weight.out_features * each->weight.in_features;
+    int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
+    if (count == 1 && pk_cpu_is_quantized_few(each)) return pk_cpu_linear_quantized(each, num_threads, err);
+    linear_plan plan = make_plan(most, num_threads);
+    if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
+    return multiply_by_plan(each, count, &plan, num_threads, err);
 }
 
 pk_status pk_cpu_linear(pk_device device, const pk_linear_args *args, pk_stream stream, pk_error *err)
 {
     (void)device, (void)stream;
-    PK_TRY(multiply(args, err));
+    PK_TRY(pk_cpu_multiply_each(args, 1, err));
     if (args->epilogue.squares) pk_cpu_leave_squares(args);
     return PK_OK;
 }

@@ -32,6 +32,10 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
+/* linear.c: out = x @ weight.T + bias of each of some products that differ in x, its number of rows, weight's data and out
+ * alone, by one plan. No squares are left. */
+pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_error *err);
+
 /* linear_epilogue.c. A block of sums, with the bias, or what out holds, added, and rounded to out_dtype; then the squares
  * of all that was written. */
 enum { PK_MAX_OUTPUT_BLOCK = 256 };

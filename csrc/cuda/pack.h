@@ -160,6 +160,12 @@ struct pk_packed {
     }
 };
 
+/* The number of which it is pk_ordered. */
+__device__ static inline float pk_from_ordered(uint32_t key)
+{
+    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+}
+
 /* The sum of the values of a warp's threads, the same bits in all of them. */
 __device__ static inline float pk_sum_over_warp(float value)
 {

@@ -49,6 +49,8 @@ typedef struct {
     OP(rms_norm, pk_rms_norm_args) VIA(scale_columns)                                  \
     OP(linear, pk_linear_args) VIA(linear_squares)                                     \
     VIA(linear_algorithms) VIA(use_linear_algorithm)                                   \
+    OP(route_experts, pk_route_args)                                                   \
+    OP(expert_linear, pk_expert_linear_args)                                           \
     OP(qk_norm_rope_store, pk_qk_norm_rope_store_args)                                 \
     OP(silu_and_mul, pk_silu_args)                                                     \
     OP(sample, pk_sample_args)                                                         \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pagedkv import Tensor, ops
 
@@ -22,6 +23,15 @@ class Buffers:
     # Of GatedMLP.
     gate_up: Tensor  # 2 * intermediate_size
     activation: Tensor  # intermediate_size
+
+    # Of Experts.
+    router_logits: Tensor  # num_experts, float32
+    experts: Tensor  # num_chosen, int32
+    expert_weights: Tensor  # num_chosen, float32
+    expert_activation: Tensor  # num_chosen * expert_size
+
+    # Of others: the model's.
+    DTYPES: ClassVar = {"router_logits": "float32", "experts": "int32", "expert_weights": "float32"}
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         vars(self).update(tensors)

@@ -17,6 +17,7 @@ READ = """
     model_type num_attention_heads num_hidden_layers num_key_value_heads quantization_config rms_norm_eps
     rope_parameters rope_scaling rope_theta tie_word_embeddings torch_dtype vocab_size
 """
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # of ops.route_experts
 KINDS = ("full_attention", "sliding_attention")  # of layer_types
 
 
@@ -55,6 +56,17 @@ class DecoderConfig(Spec):
         """Files of transformers 4 scale the rotary embedding without raising max_position_embeddings."""
         scaled = int(self.rope.original_max_position_embeddings * self.rope.factor) if self.rope.type == "yarn" else 0
         return max(self.max_position_embeddings, scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DecoderConfig):
+    """Of a decoder with layers whose MLP is experts."""
+
+    has_experts: tuple[bool, ...]  # by layer
+    num_experts: int
+    num_chosen: int  # of a token
+    expert_size: int  # their intermediate_size
+    normalizes: bool  # a token's weights are divided by their sum
 
 
 def checked(raw: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
@@ -98,6 +110,26 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "rope": parse_rope(raw, max_position_embeddings),
         "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation),
         "quantization": parse_quantization(raw),
+    }
+
+
+def experts_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ExpertsConfig that all families have alike. transformers 5 spells the number of experts otherwise."""
+    name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    num_experts, num_chosen = count({"num_local_experts": 128, **raw}, name), count(raw, "num_experts_per_tok")
+    if num_experts != (raw.get("num_local_experts") or num_experts):
+        raise ValueError(f"num_experts is {num_experts} but num_local_experts is {raw['num_local_experts']}")
+    if num_experts > MOST_EXPERTS:
+        raise NotImplementedError(f"{name} is {num_experts}; at most {MOST_EXPERTS} are supported")
+    if num_chosen > (most := min(num_experts, MOST_CHOSEN)):
+        raise NotImplementedError(
+            f"num_experts_per_tok is {num_chosen}, of {num_experts} experts; at most {most} are supported"
+        )
+    return {
+        "num_experts": num_experts,
+        "num_chosen": num_chosen,
+        "expert_size": count(raw, "moe_intermediate_size"),
+        "normalizes": bool(raw.get("norm_topk_prob", False)),
     }
 
 

@@ -12,7 +12,7 @@ with few tokens on a GPU five kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from pagedkv import Tensor, ops
 
@@ -46,11 +46,9 @@ def memory_for_squares(layer: Layer, buffers: Buffers) -> Tensor | None:
 class Decoder:
     """The whole model: see spec.Model. `max_model_len` is the size of the rotary table.
 
-    The names of tensors are those of the library transformers. A family with other names or blocks has its own
-    make_layer(), and names the kinds of its blocks.
+    The names of tensors are those of the library transformers. A family with other names has its own make_layer(), one
+    with another MLP its own make_mlp(), and both name the kinds of their blocks.
     """
-
-    blocks: ClassVar[tuple[type[Block], ...]] = (Attention, GatedMLP)
 
     def __init__(self, config: DecoderConfig, source: TensorSource, max_model_len: int) -> None:
         self.config, self.dtype, self.device = config, source.dtype, source.device
@@ -71,24 +69,35 @@ class Decoder:
         config, name = self.config, f"model.layers.{index}"
         kept, norm = config.kv_layers[index], f"{name}.input_layernorm"
         attention = Attention(config, source, cos_sin, kept, name=f"{name}.self_attn", norm=norm)
-        mlp = GatedMLP(config, source, name=f"{name}.mlp", norm=f"{name}.post_attention_layernorm")
+        mlp = self.make_mlp(index, source, name=f"{name}.mlp", norm=f"{name}.post_attention_layernorm")
         return Layer(attention, mlp)
+
+    def make_mlp(self, index: int, source: TensorSource, *, name: str, norm: str) -> MLP:
+        return GatedMLP(self.config, source, name=name, norm=norm)
+
+    @classmethod
+    def blocks(cls, config: DecoderConfig) -> tuple[type[Block], ...]:
+        """Their kinds: the buffers that they need are allocated."""
+        return Attention, GatedMLP
 
     @classmethod
     def buffer_sizes(cls, config: DecoderConfig) -> dict[str, int]:
         """The numbers of a token in each of the buffers."""
         sizes = {"residual": config.hidden_size, "normed": config.hidden_size}
-        for block in cls.blocks:
+        for block in cls.blocks(config):
             sizes |= {name: max(size, sizes.get(name, 0)) for name, size in block.buffer_sizes(config).items()}
         return sizes
 
     @classmethod
     def buffer_bytes(cls, config: DecoderConfig, dtype: str) -> int:
-        return sum(cls.buffer_sizes(config).values()) * ITEM_BYTES[dtype]
+        sizes = cls.buffer_sizes(config).items()
+        return sum(size * ITEM_BYTES[Buffers.DTYPES.get(name, dtype)] for name, size in sizes)
 
     def allocate_buffers(self, num_tokens: int) -> Buffers:
-        sizes = self.buffer_sizes(self.config).items()
-        return Buffers({name: ops.empty((num_tokens, size), self.dtype, self.device) for name, size in sizes})
+        def memory(name: str, size: int) -> Tensor:
+            return ops.empty((num_tokens, size), Buffers.DTYPES.get(name, self.dtype), self.device)
+
+        return Buffers({name: memory(name, size) for name, size in self.buffer_sizes(self.config).items()})
 
     def allocate_plans(self, num_tokens: int, num_seqs: int) -> dict[tuple[int, int], Tensor]:
         heads, group = self.config.num_kv_heads, self.config.num_q_heads // self.config.num_kv_heads
@@ -113,12 +122,16 @@ class Decoder:
         used = buffers.first(len(batch.token_ids))
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
-        left, squares = None, memory_for_squares(self.layers[0], used)  # of the other layers, too, if they differ
+        left: Tensor | None = None
+        memory: dict[type[MLP], Tensor | None] = {}  # layers are alike but for the kind of their MLP
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             layer.attention.forward(batch, k_cache, v_cache, used, left)
             if last_tokens is not None and layer is self.layers[-1]:
-                used = buffers.only(last_tokens)
-                squares = memory_for_squares(layer, used)
+                used, memory = buffers.only(last_tokens), {}
+            kind = type(layer.mlp)
+            if kind not in memory:
+                memory[kind] = memory_for_squares(layer, used)
+            squares = memory[kind]
             layer.attention.project(used, squares)
             layer.mlp.forward(used, squares)
             left = squares

@@ -8,11 +8,12 @@ that made x has left them. What every block has is in Block; a kind of MLP needs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from pagedkv import Tensor, ops
 
 from .buffers import Buffers
-from .config import DecoderConfig
+from .config import DecoderConfig, ExpertsConfig
 from .linear import Linear, TensorSource
 from .spec import Batch, KVLayer
 
@@ -28,14 +29,15 @@ class Block(ABC):
     into_new: tuple[Linear, ...]
     into_residual: tuple[Linear, ...]
 
-    def __init__(self, config: DecoderConfig, source: TensorSource, norm: str, first: Linear) -> None:
-        """norm: the name of the norm before `first`."""
+    def __init__(self, config: DecoderConfig, source: TensorSource, norm: str, first: Linear | None) -> None:
+        """norm: the name of the norm before `first`; None: before several products, so that it is not folded."""
         self.eps = config.rms_norm_eps
-        self.norm = first.fold(source.load(f"{norm}.weight", config.hidden_size))
+        weight = source.load(f"{norm}.weight", config.hidden_size)
+        self.norm = weight if first is None else first.fold(weight)
 
     @staticmethod
     @abstractmethod
-    def buffer_sizes(config: DecoderConfig) -> dict[str, int]:
+    def buffer_sizes(config: Any) -> dict[str, int]:
         """The numbers of a token in each of the buffers that the block needs."""
 
     @abstractmethod
@@ -145,3 +147,41 @@ class GatedMLP(MLP):
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.down.squares_width(buffers.activation, buffers.residual)
+
+
+class Experts(MLP):
+    """A mixture of experts: each token has those of the greatest logits, and their sum, weighed.
+
+    The logits are float32 and the weights are not rounded, where transformers rounds both to the model's dtype."""
+
+    into_new = into_residual = ()
+
+    def __init__(self, config: ExpertsConfig, source: TensorSource, *, name: str, norm: str) -> None:
+        hidden, size, count = config.hidden_size, config.expert_size, config.num_experts
+        self.num_chosen, self.size, self.normalizes = config.num_chosen, size, config.normalizes
+        self.router = source.linear({f"{name}.gate": count}, hidden)
+        self.gate_up = source.experts(f"{name}.experts", count, {"gate_proj": size, "up_proj": size}, hidden)
+        self.down = source.experts(f"{name}.experts", count, {"down_proj": hidden}, size)
+        super().__init__(config, source, norm, None)
+
+    @staticmethod
+    def buffer_sizes(config: ExpertsConfig) -> dict[str, int]:
+        return {
+            "router_logits": config.num_experts,
+            "experts": config.num_chosen,
+            "expert_weights": config.num_chosen,
+            "expert_activation": config.num_chosen * config.expert_size,
+        }
+
+    def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
+        x, experts, weights = self.normed(buffers), buffers.experts, buffers.expert_weights
+        activation = buffers.expert_activation.view((len(x), self.num_chosen, self.size))
+        self.router.product(x, out=buffers.router_logits)
+        ops.route_experts(buffers.router_logits, normalize=self.normalizes, out_experts=experts, out_weights=weights)
+        self.gate_up.product(x, experts, gated=True, out=activation)
+        self.down.product(
+            activation, experts, weights=weights, add_to_out=True, experts_are_constant=True, out=buffers.residual
+        )
+
+    def squares_width(self, buffers: Buffers) -> int:
+        return 0

@@ -110,6 +110,37 @@ class Linear:
         )
 
 
+class ExpertLinear:
+    """The same of experts, weight [num_experts, out_features, in_features]: the only caller of expert_linear."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def product(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        *,
+        weights: Tensor | None = None,
+        gated: bool = False,
+        add_to_out: bool = False,
+        experts_are_constant: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See ops.expert_linear."""
+        return ops.expert_linear(
+            x,
+            self.weight,
+            experts,
+            weights=weights,
+            gated=gated,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            experts_are_constant=experts_are_constant,
+            out=out,
+        )
+
+
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], dtype: str, **options: Any) -> None:
     """See ops.tune_linear."""
     weights = [weight for each in linears for weight in each.weights if weight.nbytes >= LARGE]
@@ -169,6 +200,19 @@ class TensorSource(ABC):
                 self.dequantised.append(name)
             return part
         return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
+
+    def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
+        """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
+        whose name joins those of the projections, or of a tensor each."""
+        if self.quantization is not None:
+            raise NotImplementedError(f"{name}: experts whose weights are quantised ({self.quantization.name})")
+        size = sum(rows.values())
+        stems = [each.removesuffix("_proj") for each in rows]
+        joined = f"{name}.{'_'.join(stems)}_proj"
+        if self.has(joined):
+            return ExpertLinear(self.load(joined, num_experts, size, in_features))
+        each = {f"{name}.{i}.{row}.weight": count for i in range(num_experts) for row, count in rows.items()}
+        return ExpertLinear(self.load_stacked(each, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

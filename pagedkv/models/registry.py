@@ -16,7 +16,13 @@ from .files import read_json
 from .quantized import asked_for
 from .spec import Family, Model, Spec
 
-FAMILIES = {"llama": ".llama", "mistral": ".mistral", "qwen2": ".qwen2", "qwen3": ".qwen3"}  # by model_type
+FAMILIES = {  # by model_type
+    "llama": ".llama",
+    "mistral": ".mistral",
+    "qwen2": ".qwen2",
+    "qwen3": ".qwen3",
+    "qwen3_moe": ".qwen3_moe",
+}
 GROUP = "pagedkv.models"
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -31,7 +37,7 @@ def find_family(model_type: Any) -> Family:
         raise ValueError(f"model_type is {model_type!r}, for which two families are installed: {both}")
     if not found:
         known = ", ".join(sorted({*FAMILIES, *others.names}))
-        raise NotImplementedError(f"model_type is {model_type!r}; supported are {known} (dense)")
+        raise NotImplementedError(f"model_type is {model_type!r}; supported are {known}")
     family = found[0].load()
     if not isinstance(family, Family):
         raise TypeError(f"the entry point {found[0].value} of {GROUP} is {family!r} but must be a Family")

@@ -292,11 +292,6 @@ struct pk_row_ctas {
 __device__ static inline uint64_t pk_greater(uint64_t a, uint64_t b) { return max(a, b); }
 __device__ static inline uint64_t pk_sum(uint64_t a, uint64_t b) { return a + b; }
 
-__device__ static inline float pk_from_ordered(uint32_t key)
-{
-    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
-}
-
 /* A kernel with up to a cluster of CTAs per row: few rows are spread over the card, and the next kernel's CTAs still
  * fit beside them. */
 template <typename... Params, typename... Args>

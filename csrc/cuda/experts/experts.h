@@ -1,0 +1,39 @@
+/* experts.h - which kernels answer expert_linear. */
+#ifndef PK_CUDA_EXPERTS_H
+#define PK_CUDA_EXPERTS_H
+
+#include "cuda/kernels.h"
+#include "ops/experts.h"
+
+__host__ __device__ static inline int64_t pk_num_pairs(const pk_expert_linear_args *args)
+{
+    return args->linear.x.num_rows * args->num_chosen;
+}
+
+/* few.cu: few tokens of 16 bits, where the time is that of reading the weights of their experts once. */
+bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args);
+pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few;
+
+/* Pairs of one expert that are multiplied together. */
+struct pk_expert_group {
+    int expert, first, count; /* num_experts: out of range, taken for zeros; of `order`, from where on and how many */
+};
+/* lists.cu: the pairs of any number of tokens by expert, in scratch memory of which the caller has told so much. */
+struct pk_expert_groups {
+    int most_rows; /* of a group */
+    int *num_groups;
+    pk_expert_group *groups; /* in the order of experts */
+    int32_t *order;          /* [num_pairs] pairs, by expert, those of an expert in their own order */
+};
+static inline int64_t pk_most_groups(const pk_expert_linear_args *args, int most_rows)
+{
+    return pk_num_pairs(args) / most_rows + args->num_experts + 1;
+}
+pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_expert_groups &groups,
+                               const pk_cuda_call &call);
+
+/* grouped.cu: any number of tokens of 16 bits on Hopper. */
+bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
+pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
+
+#endif

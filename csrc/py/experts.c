@@ -1,0 +1,60 @@
+/* experts.c - operations of a mixture of experts for Python: docstrings and tables of parameters. The rules are in
+ * csrc/ops/experts.c. */
+#include "py/op.h"
+#include "py/docs.h"
+#include "ops/experts.h"
+
+#define CALL pk_route_call
+const char py_route_experts_doc[] = PyDoc_STR(
+    "route_experts($module, logits, *, normalize=False, out_experts, out_weights, stream=None)\n--\n\n"
+    "Chooses experts for each token: those of the greatest logits, which weigh what softmax(logits) has for them.\n"
+    "\n"
+    "The softmax is that of all experts, in float32. transformers rounds the weights to the logits' dtype; these are not\n"
+    "rounded.\n"
+    "\n"
+    "Args:\n"
+    "    logits: [num_tokens, num_experts] float32, float16 or bfloat16; up to 1024 experts.\n"
+    "    normalize: True divides the weights of a token by their sum.\n"
+    "    out_experts: [num_tokens, num_chosen] int32, contiguous, where the experts are written, the greatest logit first\n"
+    "        and the lowest expert first of equal ones; up to 32 of them.\n"
+    "    out_weights: [num_tokens, num_chosen] float32, contiguous, where their weights are written.\n" PY_DOC_STREAM
+        PY_DOC_RAISES
+    "        Logits without a softmax (NaN, inf, nothing but -inf) are a ValueError on the CPU; CUDA chooses the first\n"
+    "        experts, weighs them NaN and records it for check_errors().\n");
+PY_OP(route_experts, P(TENSOR, logits), P(BOOL, normalize), P(WRITTEN, out_experts), P(WRITTEN, out_weights));
+
+#undef CALL
+#define CALL pk_expert_linear_call
+const char py_expert_linear_doc[] = PyDoc_STR(
+    "expert_linear($module, x, weight, experts, *, weights=None, gated=False, add_to_out=False, "
+    "weight_is_constant=False, experts_are_constant=False, out=None, stream=None)\n--\n\n"
+    "Multiplies each token by the weights of its experts, accumulated in float32: out[t, j] = x[t] @\n"
+    "weight[experts[t, j]].T, or, with `weights`, out[t] = the sum over j of weights[t, j] * (x[t, j] @\n"
+    "weight[experts[t, j]].T).\n"
+    "\n"
+    "The weight of an expert that no token has is not read.\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_tokens, in_features] float32, float16 or bfloat16; with weights [num_tokens, num_chosen, in_features].\n"
+    "    weight: [num_experts, out_features, in_features] of x's dtype; up to 1024 experts.\n"
+    "    experts: [num_tokens, num_chosen] int32, contiguous, as route_experts leaves them; up to 32 of a token.\n"
+    "    weights: [num_tokens, num_chosen] float32, contiguous. The sum over a token's experts stays in float32, and is\n"
+    "        rounded once.\n"
+    "    gated: True makes a product silu(first half) * second half, as silu_and_mul does of the product rounded to x's\n"
+    "        dtype; not with weights.\n"
+    "    add_to_out: True adds to a given out, before it is rounded; needs weights.\n"
+    "    weight_is_constant: True promises that nothing which is queued on the stream and not done yet writes the\n"
+    "        weights.\n"
+    "    experts_are_constant: True promises that the operation before this one on the stream is expert_linear with the\n"
+    "        same experts, which have not been written since. With weight_is_constant few tokens on a Hopper GPU then\n"
+    "        fetch weights while that one still runs. The bits are the same; a broken promise may read old experts.\n" PY_DOC_OUT
+        PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, of x's dtype: [num_tokens, num_chosen, out_features], or half of them where it is gated; with weights\n"
+    "        [num_tokens, out_features].\n" PY_DOC_RAISES
+    "        An expert out of range is a ValueError on the CPU; CUDA takes zeros for its product and records it for\n"
+    "        check_errors().\n");
+PY_OP(expert_linear, P(FACTOR, x), P(TENSOR, weight), P(TENSOR, experts), P(OPTIONAL, weights),
+      P_AS(BOOL, gated, is_gated), P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
+      P(BOOL, experts_are_constant), P(OUTPUT, out));

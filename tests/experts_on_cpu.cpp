@@ -1,0 +1,46 @@
+/* experts_on_cpu.cpp - how expert_linear lists experts and divides products on a GPU, by its own code on the CPU
+ * (tests/test_experts_plan.py). */
+#define EMULATED_THREADS 512
+#include "emulated_gpu.h"
+
+#include "cuda/experts/few.h"
+#include "cuda/experts/lists.cu"
+
+struct planned_experts {
+    int num_tokens, num_experts, num_chosen, in_features, out_features, is_gated, is_summed; /* in */
+    int num_sms, compute_capability, most_rows;
+    int tile, num_blocks, num_warps, num_ctas, num_slots, sums_at, smem_bytes; /* out */
+    int num_entries, has_bad, num_groups, bad_kind, bad_token, bad_expert;
+};
+
+/* entries: [pairs, 9], an expert and its pairs; groups: [most, 3]. */
+extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *experts, int *entries, int *groups,
+                                      int32_t *order)
+{
+    static expert_list list;
+    const float weights[1] = {};
+    pk_cuda_bad_id bad = {};
+    pk_expert_linear_args args = {};
+    args.linear.x.num_rows = its->num_tokens;
+    args.linear.weight.in_features = its->in_features, args.linear.weight.out_features = its->out_features;
+    args.linear.epilogue.is_gated = its->is_gated;
+    args.num_experts = its->num_experts, args.num_chosen = its->num_chosen;
+    args.experts = experts, args.weights = its->is_summed ? weights : nullptr;
+    const pk_cuda_device device = emulated::device_of(its->num_sms, its->compute_capability);
+    if (its->num_tokens <= EXPERT_ROWS && pk_num_pairs(&args) <= EXPERT_FEW_PAIRS) {
+        const expert_few_params params = plan_experts_few(&args, &device);
+        its->tile = params.tile, its->num_blocks = params.num_blocks, its->num_warps = params.num_warps;
+        its->num_ctas = params.num_ctas, its->num_slots = params.num_slots, its->sums_at = params.sums_at;
+        its->smem_bytes = (int)params.smem_bytes;
+        emulated::run([&] { list.fill(args); });
+        its->num_entries = list.num_entries, its->has_bad = list.has_bad;
+        for (int i = 0; i < list.num_entries; i++) {
+            *entries++ = list.entries[i].expert;
+            for (int pair : list.entries[i].pairs) *entries++ = pair;
+        }
+    }
+    const pk_expert_groups lists = {its->most_rows, &its->num_groups, (pk_expert_group *)groups, order};
+    emulated::run([&] { expert_lists_kernel(args, lists, &bad); });
+    its->bad_kind = bad.kind, its->bad_token = (int)bad.index, its->bad_expert = (int)bad.value;
+    return nullptr;
+}

@@ -50,8 +50,8 @@ const char py_linear_doc[] = PyDoc_STR(
     "        out_features / 2].\n" PY_DOC_RAISES);
 PY_OP(linear, P(FACTOR, x), P_WEIGHT, P(OPTIONAL, bias), P_WEIGHT_SCALES, P(OPTIONAL_WRITTEN, gate_up),
       P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares), P(OPTIONAL_WRITTEN, out_squares),
-      P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
-      P_AS(BOOL, quantize_x, quantizes_x), P(OUTPUT, out));
+      P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P_AS(BOOL, quantize_x, quantizes_x),
+      P(OUTPUT, out));
 
 #undef CALL
 #define CALL pk_linear_squares_call

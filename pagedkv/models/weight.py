@@ -72,7 +72,9 @@ class Part:
     @property
     def kind(self) -> tuple[object, ...]:
         """Parts of one kind make one weight. (Their blocks may have different numbers of rows.)"""
-        return (self.dtype, *((self.scales.block[1], self.scales.values.dtype, self.scales.quantizes_x) if self.scales else ()))
+        if self.scales is None:
+            return (self.dtype,)
+        return self.dtype, self.scales.block[1], self.scales.values.dtype, self.scales.quantizes_x
 
 
 def part_of_view(view: Tensor, dtype: str, scales: Scales | None = None) -> Part:

@@ -1,8 +1,8 @@
 """Weights of float8_e4m3fn: those of Qwen's FP8 checkpoints, and those that are made while a checkpoint is loaded.
 
 A file has `weight` [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up; the product of both is the value,
-whatever the name says. The activations of few tokens stay in their dtype; those of many may be rounded to float8 by scales
-of their own ("dynamic"), where a GPU multiplies that faster.
+whatever the name says. The activations of few tokens stay in their dtype; those of many may be rounded to float8 by
+scales of their own ("dynamic"), where a GPU multiplies that faster.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class LoadedAsFp8(Quantization):
                 end = min(row + BLOCK[0], last)
                 scales[row // BLOCK[0]] = quantise_rows(weight[row:end], out[row - first : end - first])
 
-        return Part(num_rows, in_features, DTYPE, write, BLOCK[0], Scales(ops.from_dlpack(scales), BLOCK, quantizes_x=True))
+        made = Scales(ops.from_dlpack(scales), BLOCK, quantizes_x=True)
+        return Part(num_rows, in_features, DTYPE, write, BLOCK[0], made)
 
 
 def quantise_rows(rows: Tensor, out: Tensor) -> np.ndarray:

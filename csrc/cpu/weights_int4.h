@@ -129,6 +129,7 @@ PK_INLINE uint32_t word_at(const uint8_t *p)
 /* VW words, by a table of what they mean in bf16. Both halves of a word are looked up at once. */
 PK_INLINE void int4_to_bf16(uint16_t *to, const uint8_t *from, __m512i table)
 {
+    __builtin_prefetch(from + AHEAD, 0, PK_INTO_L2);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i words = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(from));
     __m512i pairs[4], two[4];

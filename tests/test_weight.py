@@ -41,7 +41,7 @@ class Weight:
             rows, columns = rows or max(outputs, 1), columns or max(size, 1)
             drawn = rng.integers(-8, 9, (outputs, size)) if is_whole else 100 * rng.standard_normal((outputs, size))
             self.numbers = oracle.rounded(drawn, F8)
-        shape, typical = (-(-outputs // rows), -(-size // columns)), 1 if is_whole else (0.2 if self.is_int4 else 0.01)
+        shape, typical = (-(-outputs // rows), -(-size // columns)), 1 if is_whole else (0.1 if self.is_int4 else 0.01)
         scales = 2.0 ** rng.integers(-3, 1, shape) if is_whole else rng.uniform(0.5, 1.5, shape) * typical / max(size, 1) ** 0.5
         self.scales, self.block, self.size = oracle.rounded(scales, self.scales_dtype), (rows, columns), size
         if self.is_int4 and has_zeros:

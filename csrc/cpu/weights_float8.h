@@ -174,6 +174,7 @@ PK_INLINE f8_table f8_table_of(const float numbers[F8_CODES], float scale)
 /* 64 values. */
 PK_INLINE void f8_look_up(uint16_t *to, const uint8_t *from, const f8_table *table)
 {
+    __builtin_prefetch(from + AHEAD, 0, PK_INTO_L2);
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
     const __m512i low = _mm512_permutex2var_epi8(table->low[0], codes, table->low[1]);

@@ -269,15 +269,15 @@ def test_the_pool_is_what_is_left(tmp_path):
 
 def test_weights_arrive_through_small_pieces(tmp_path, monkeypatch, rng):
     """More pieces than staging buffers, and a conversion on the way."""
-    from pagedkv.models import weights
+    from pagedkv.models import upload, weights
 
-    monkeypatch.setattr(weights, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(upload, "PIECE_BYTES", 1000)
     folder = write_model(tmp_path)
     for dtype in ("float32", "bfloat16", "float16"):
         there, here = (weights.Checkpoint(folder, dtype, device) for device in ("cuda:0", "cpu"))
         shapes = {name: file.tensor(name).shape for name, file in here.files.items()}
         loaded = [(there.load(name, *shape), here.load(name, *shape)) for name, shape in shapes.items()]
-        there.finish()
+        there.close()
         for a, b in loaded:
             assert pagedkv.asarray(a, device="cpu").view(-1, "uint8").tolist() == b.view(-1, "uint8").tolist()
 

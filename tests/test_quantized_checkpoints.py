@@ -91,12 +91,14 @@ def test_what_is_in_memory(tmp_path, name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["fp8", "packed, zeros", "gptq, order"])
 def test_activations_of_16_bits(tmp_path, name, dtype, device):
-    """The dtype is that of config.json; weights are as exact as in float32, but for those that were dequantised."""
+    """The dtype is that of config.json; weights are as exact as in float32, but for those that were dequantised. A GPU
+    rounds these prompts to float8 where the weights are."""
     values = write_quantised(tmp_path / "small", FORMATS[name], dtype=dtype)
     prompt = [np.random.default_rng(3).integers(97, size=40).tolist()]
     _, (expected,) = answers(write_plain(tmp_path / "plain", values), prompt, device)
     _, (logits,) = answers(tmp_path / "small", prompt, device)
-    assert_close(logits[:40], expected[:40], 0.15 if dtype == "bfloat16" else 0.02)
+    tolerance = 0.15 if dtype == "bfloat16" else 0.02
+    assert_close(logits[:40], expected[:40], 0.3 if device != "cpu" and name.startswith("fp8") else tolerance)
 
 
 # --- which weights are quantised

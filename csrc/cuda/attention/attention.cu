@@ -24,7 +24,8 @@ static bool fits_tensor_cores(const pk_attention_args *args)
 
 /* The decode kernel starts sooner than prefill, by so much work for its tiles of 16 rows; two of them take no longer than an
  * item of prefill, as both have to wait for the keys. The first token of each sequence does not count, as one that is
- * alone is the decode kernel's in any case. Elsewhere than on a Hopper items are not cut, and their SMs are half as fast. */
+ * alone is the decode kernel's in any case. Elsewhere than on a Hopper items are not cut, and their SMs are half as fast; so
+ * it takes more there, as long as it can count the steps. */
 static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device *device, bool is_hopper)
 {
     using namespace thresholds;
@@ -32,7 +33,8 @@ static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device
     int64_t longest = args->num_tokens < args->max_seqlen_q ? args->num_tokens : args->max_seqlen_q;
     int64_t rows = (more > longest - 1 ? more : longest - 1) * args->num_q_heads;
     double keys = (double)(args->max_blocks_per_seq * args->block_size);
-    return group * args->max_seqlen_q <= 16 * ITEM_TILES || (!is_hopper && rows < 128 / 2 * device->num_sms) ||
+    const bool is_older = !is_hopper && rows < 128 / 2 * device->num_sms && (double)rows * keys < INT32_MAX;
+    return group * args->max_seqlen_q <= 16 * ITEM_TILES || is_older ||
            (double)(rows * args->head_dim) * keys <= (args->head_dim > 128 ? SOONER / 4 : SOONER);
 }
 

@@ -133,8 +133,11 @@ pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda
 {
     const pk_weight &weight = args->linear.weight;
     if (args->linear.x.num_rows == 0 || weight.out_features == 0) return PK_OK;
+    /* Of several tokens the lists take less time than tiles that are read by few warps: 40 us a layer of 30B-A3B. */
+    const bool is_grouped = pk_cuda_experts_grouped_applies(args, call.device);
+    if (is_grouped && args->linear.x.num_rows > 1) return pk_cuda_experts_grouped(args, call);
     if (pk_cuda_experts_few_applies(args)) return pk_cuda_experts_few(args, call);
-    if (pk_cuda_experts_grouped_applies(args, call.device)) return pk_cuda_experts_grouped(args, call);
+    if (is_grouped) return pk_cuda_experts_grouped(args, call);
     return pk_for_float_dtype(call.err, args->linear.x.dtype, [&](auto zero) {
         const int64_t rows = args->weights ? args->linear.x.num_rows : pk_num_pairs(args);
         const int64_t outputs = rows * (weight.out_features / (args->linear.epilogue.is_gated ? 2 : 1));

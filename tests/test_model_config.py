@@ -170,7 +170,8 @@ REFUSED_BY_FAMILY = {  # what transformers passes over, or computes otherwise th
         "many experts": ({"num_experts": 1025}, NotImplementedError, "num_experts is 1025; at most 1024"),
         "more than there are": ({"num_experts_per_tok": 7}, NotImplementedError, "num_experts_per_tok is 7, of 6 experts; at most 6"),
         "many at once": ({"num_experts": 64, "num_experts_per_tok": 33}, NotImplementedError, "is 33, of 64 experts; at most 32"),
-        "a shared expert": ({"shared_expert_intermediate_size": 64}, ValueError, "shared_expert_intermediate_size is 64, a setting"),
+        "a shared expert": ({"shared_expert_intermediate_size": 64}, NotImplementedError, "shared_expert_intermediate_size is 64; only 0"),
+        "no norms": ({"use_qk_norm": False}, NotImplementedError, "use_qk_norm is False; only True is supported"),
         "layers of text": ({"mlp_only_layers": ["0"]}, ValueError, r"mlp_only_layers is \['0'\] but must be a list of integers"),
         "step": ({"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step is 0 but must be a positive integer"),
     },
@@ -239,6 +240,7 @@ PUBLISHED = {
     "qwen3_moe": {
         "head_dim": 16, "rope_theta": 1e6, "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": True,
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+        "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True,  # of Qwen3-Coder
     },
 }  # fmt: skip
 

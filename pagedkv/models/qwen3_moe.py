@@ -18,7 +18,12 @@ READ = """
 KEYS = Keys(
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read=tuple(READ.split()),
-    neutral={"use_sliding_window": (False,)},  # and so neither sliding_window nor max_window_layers counts
+    neutral={
+        "use_sliding_window": (False,),  # and so neither sliding_window nor max_window_layers counts
+        "qkv_bias": (False,),  # this and what follows: Qwen3-Coder's file
+        "shared_expert_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+    },
     defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,

@@ -171,6 +171,18 @@ def test_a_scalar_and_scales_of_activations(tmp_path, device):
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), device)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_biases_of_zeros(tmp_path, family):
+    """AutoGPTQ wrote one for each product: Qwen2.5's GPTQ files have them, and many older ones."""
+
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("qweight")]:
+            tensors.setdefault(name.replace("qweight", "bias"), np.zeros(tensors[name].shape[1], np.float16))
+
+    values = write_quantised(tmp_path / "small", FORMATS["gptq"], family, edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family), "cpu")
+
+
 # --- weights that are quantised while they are loaded
 
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 import pagedkv
 from pagedkv import ops
 from pagedkv.progress import progress_bar
@@ -102,10 +104,14 @@ class Checkpoint(TensorSource):
     def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
         extra = sorted(set(self.files) - self.used - ignored)
-        extra = [name for name in extra if not name.endswith(ROTARY)]
+        extra = [name for name in extra if not name.endswith(ROTARY) and not self._is_zero_bias(name)]
         if extra:
             more = f"and {len(extra) - 1} more are" if len(extra) > 1 else "is"
             raise self.error(extra[0], f"{more} no part of the model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """AutoGPTQ wrote a bias for every product that it quantised, most of them of zeros."""
+        return name.endswith(".bias") and not self._content(name).any()
 
     def has(self, name: str) -> bool:
         return name in self.files
@@ -125,6 +131,10 @@ class Checkpoint(TensorSource):
         if self._bar is not None:
             self._bar.update(view.nbytes)
         return view
+
+    def _content(self, name: str) -> np.ndarray:
+        file = self.files[name]
+        return file.content(name if name in file.entries else name.removeprefix("model."))
 
     def error(self, name: str, message: str) -> CheckpointError:
         return CheckpointError(f"{self.files[name].path}: tensor {name!r} {message}")

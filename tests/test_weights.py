@@ -60,9 +60,9 @@ def test_load_converts_and_stacks(tmp_path, rng):
         assert stacked.tolist() == np.concatenate([values["q"], values["k"]]).tolist()
         assert checkpoint.load("half", 3, 3).tolist() == values["half"].tolist()
         with pytest.raises(CheckpointError, match="tensor 'bias' is no part of the model"):
-            checkpoint.check_all_used()
+            checkpoint.check_all_used({})
         assert checkpoint.load("bias", 4).tolist() == values["bias"].tolist()
-        checkpoint.check_all_used()
+        checkpoint.check_all_used({})
 
 
 def test_a_model_without_a_head(tmp_path, rng):
@@ -74,7 +74,7 @@ def test_a_model_without_a_head(tmp_path, rng):
     with pytest.raises(CheckpointError, match="tensor 'model.norm.weight' has shape"):
         checkpoint.load("model.norm.weight", 5)
     checkpoint.load("model.norm.weight", 6)
-    checkpoint.check_all_used()
+    checkpoint.check_all_used({})
 
 
 def test_unaligned_data_is_copied(tmp_path):
@@ -202,6 +202,17 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     LLM(folder, device="cpu").close()
+
+
+def test_a_tied_model_with_another_head(tmp_path):
+    """transformers does not tie them then, vLLM passes over the head: two truths."""
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    weights = random_weights(TINY)
+    message = "tensor 'lm_head.weight' is not 'model.embed_tokens.weight' but config.json says tie_word_embeddings"
+    for head in (weights["lm_head.weight"], weights["model.embed_tokens.weight"][:-1].copy()):
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(weights | {"lm_head.weight": head}))
+        with pytest.raises(CheckpointError, match=message):
+            LLM(folder, device="cpu")
 
 
 def test_mis_shaped_tensor(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv import Tensor, ops
@@ -180,8 +180,9 @@ class TensorSource(ABC):
         """The weight of parts of one kind, on the device."""
 
     @abstractmethod
-    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
-        """Raises if there is a tensor that was not loaded."""
+    def check_all_used(self, copies: Mapping[str, str]) -> None:
+        """Raises if there is a tensor that was not loaded, and is not one of `copies`: by their names those of the
+        tensors that they must equal."""
 
     def linear(self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False) -> Linear:
         """One product for the projections of these names, which have so many outputs each."""

@@ -16,7 +16,7 @@ from checkpoints import (
     write_model,
 )
 
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.files import CheckpointError
 from pagedkv.models.safetensors import SafetensorsFile
 from pagedkv.models.weights import Checkpoint
@@ -202,6 +202,19 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     LLM(folder, device="cpu").close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_is_folded_into_a_single_projection(tmp_path, dtype):
+    """Families of others have one tensor for q, k and v: in float32 it is the file's own memory, which nobody writes."""
+    name, norm = "model.layers.0.self_attn.q_proj", np.linspace(-2, 2, 64).astype(np.float32)
+    checkpoint = Checkpoint(write_model(tmp_path), dtype, "cpu")
+    linear = checkpoint.linear({name: 128}, 64)
+    before = ops.asarray(linear.weights[0].data, "float32").numpy().copy()
+    assert linear.fold(ops.asarray(norm, dtype)) is None
+    folded = ops.asarray(linear.weights[0].data, "float32").numpy()
+    np.testing.assert_allclose(folded, before * norm, rtol=2**-6 if dtype == "bfloat16" else 1e-6)
+    np.testing.assert_array_equal(ops.asarray(checkpoint.load(f"{name}.weight", 128, 64), "float32").numpy(), before)
 
 
 def test_a_tied_model_with_another_head(tmp_path):

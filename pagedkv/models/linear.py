@@ -35,11 +35,14 @@ class Linear:
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
-        """Multiplies a norm's weight into this one, in place. Returns the norm that must still run before the product,
-        or None: the reader of the product divides by the root mean square."""
+        """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
+        must still run before the product, or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
-        ops.scale_columns(self.weights[0].data, norm, out=self.weights[0].data)
+        data = self.weights[0].data
+        is_files = data.device == "cpu" and memoryview(data.view(data.nbytes, "uint8")).readonly
+        folded = ops.empty(data.shape, data.dtype) if is_files else data
+        self.weights = (Weight(ops.scale_columns(data, norm, out=folded)),)
         return None
 
     def product(

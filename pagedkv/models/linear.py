@@ -208,15 +208,18 @@ class TensorSource(ABC):
     def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
         """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
         whose name joins those of the projections, or of a tensor each."""
+        products = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
         if self.quantization is not None:
-            raise NotImplementedError(f"{name}: experts whose weights are quantised ({self.quantization.name})")
+            for each in filter(self.quantization.covers, products):
+                kind = self.quantization.name
+                raise NotImplementedError(f"{each}: experts whose weights are quantised ({kind}) are not supported")
         size = sum(rows.values())
         stems = [each.removesuffix("_proj") for each in rows]
         joined = f"{name}.{'_'.join(stems)}_proj"
         if self.has(joined):
             return ExpertLinear(self.load(joined, num_experts, size, in_features))
-        each = {f"{name}.{i}.{row}.weight": count for i in range(num_experts) for row, count in rows.items()}
-        return ExpertLinear(self.load_stacked(each, in_features).view((num_experts, size, in_features)))
+        weights = {f"{each}.weight": count for each, count in products.items()}
+        return ExpertLinear(self.load_stacked(weights, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import DTYPES
-from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
+from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys, flag, number
 from .quantized import parse_quantization
 from .rope import Rope, parse_rope
 from .spec import KVLayer, Spec
@@ -104,8 +104,8 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": max_position_embeddings,
-        "rms_norm_eps": float(raw["rms_norm_eps"]),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "rms_norm_eps": number(raw, "rms_norm_eps"),
+        "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
         "dtype": dtype,
         "rope": parse_rope(raw, max_position_embeddings),
         "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation),
@@ -129,7 +129,7 @@ def experts_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": num_experts,
         "num_chosen": num_chosen,
         "expert_size": count(raw, "moe_intermediate_size"),
-        "normalizes": bool(raw.get("norm_topk_prob", False)),
+        "normalizes": flag(raw, "norm_topk_prob"),
     }
 
 
@@ -141,8 +141,10 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Qwen's: use_sliding_window switches the windows on; layer_types, or max_window_layers, says which layers have
     them."""
     num_layers = count(raw, "num_hidden_layers")
-    has_windows = bool(raw.get("use_sliding_window")) and raw["sliding_window"] is not None
+    has_windows = flag(raw, "use_sliding_window") and raw["sliding_window"] is not None
     num_full = raw["max_window_layers"] if has_windows else num_layers
+    if not isinstance(num_full, int):
+        raise ValueError(f"max_window_layers is {num_full!r} but must be an integer")
     types = raw.get("layer_types") or [KINDS[i >= num_full] for i in range(num_layers)]
     types = ["full_attention" if each == "attention" else each for each in types]  # its older name
     unknown = set(types) - set(KINDS)

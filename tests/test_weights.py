@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -226,6 +227,16 @@ def test_a_tied_model_with_another_head(tmp_path):
         (folder / "model.safetensors").write_bytes(safetensors_bytes(weights | {"lm_head.weight": head}))
         with pytest.raises(CheckpointError, match=message):
             LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", [5, None, ["model.safetensors"]])
+def test_an_index_whose_files_are_no_names(tmp_path, name):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    weight_map = {each: "a.safetensors" for each in tensor_shapes(TINY)} | {"model.norm.weight": name}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index.json: tensor 'model.norm.weight' is in .*, which is no name of a file"):
+        LLM(folder, device="cpu")
 
 
 def test_mis_shaped_tensor(tmp_path):

@@ -115,6 +115,8 @@ REFUSED = {
     "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
     "quantisation": ({"quantization_config": ["fp8"]}, ValueError, r"quantization_config is \['fp8'\] but must be an object"),
     "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
+    "odd heads": ({"head_dim": 10}, NotImplementedError, "head_dim is 10; only multiples of 8 up to 256 are supported"),
+    "wide heads": ({"head_dim": 264}, NotImplementedError, "head_dim is 264; only multiples of 8 up to 256 are supported"),
     "a flag of text": ({"tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings is 'false' but must be true or false"),
     "a flag of a number": ({"attention_bias": 0}, ValueError, "attention_bias is 0 but must be true or false"),
     "windows of text": ({"use_sliding_window": "no", "sliding_window": 8}, ValueError, "use_sliding_window is 'no' but must be"),

@@ -18,6 +18,7 @@ READ = """
     rope_parameters rope_scaling rope_theta tie_word_embeddings torch_dtype vocab_size
 """
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # of ops.route_experts
+MOST_HEAD_DIM = 256  # of ops.qkv_attention_fwd
 KINDS = ("full_attention", "sliding_attention")  # of layer_types
 
 
@@ -91,8 +92,8 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
     head_dim = hidden_size // num_q_heads if raw.get("head_dim") is None else count(raw, "head_dim")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads is {num_q_heads}, no multiple of num_key_value_heads {num_kv_heads}")
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim} but rotary embeddings need an even one")
+    if head_dim % 8 or head_dim > MOST_HEAD_DIM:
+        raise NotImplementedError(f"head_dim is {head_dim}; only multiples of 8 up to {MOST_HEAD_DIM} are supported")
     max_position_embeddings = count(raw, "max_position_embeddings")
     return {
         "family": raw["model_type"],

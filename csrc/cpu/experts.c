@@ -42,7 +42,8 @@ pk_status pk_cpu_route_experts(pk_device device, const pk_route_args *args, pk_s
 {
     (void)device, (void)stream;
     const int64_t count = args->num_tokens * args->num_chosen, bytes = (int64_t)pk_dtype_bytes(args->dtype);
-    PK_CPU_NUMBERS(own); /* nothing is written before all rows are right */
+    if (count == 0) return PK_OK; /* there may be no memory */
+    PK_CPU_NUMBERS(own);          /* nothing is written before all rows are right */
     void *experts, *weights;
     PK_TRY(pk_cpu_room(&own, (size_t)count * sizeof *args->experts, &experts, err));
     PK_TRY(pk_cpu_room(&own, (size_t)count * sizeof *args->weights, &weights, err));

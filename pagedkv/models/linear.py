@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv import Tensor, ops
@@ -35,11 +35,14 @@ class Linear:
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
-        """Multiplies a norm's weight into this one, in place. Returns the norm that must still run before the product,
-        or None: the reader of the product divides by the root mean square."""
+        """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
+        must still run before the product, or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
-        ops.scale_columns(self.weights[0].data, norm, out=self.weights[0].data)
+        data = self.weights[0].data
+        is_files = data.device == "cpu" and memoryview(data.view(data.nbytes, "uint8")).readonly
+        folded = ops.empty(data.shape, data.dtype) if is_files else data
+        self.weights = (Weight(ops.scale_columns(data, norm, out=folded)),)
         return None
 
     def product(
@@ -180,8 +183,9 @@ class TensorSource(ABC):
         """The weight of parts of one kind, on the device."""
 
     @abstractmethod
-    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
-        """Raises if there is a tensor that was not loaded."""
+    def check_all_used(self, copies: Mapping[str, str]) -> None:
+        """Raises if there is a tensor that was not loaded, and is not one of `copies`: by their names those of the
+        tensors that they must equal."""
 
     def linear(self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False) -> Linear:
         """One product for the projections of these names, which have so many outputs each."""
@@ -204,15 +208,18 @@ class TensorSource(ABC):
     def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
         """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
         whose name joins those of the projections, or of a tensor each."""
+        products = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
         if self.quantization is not None:
-            raise NotImplementedError(f"{name}: experts whose weights are quantised ({self.quantization.name})")
+            for each in filter(self.quantization.covers, products):
+                kind = self.quantization.name
+                raise NotImplementedError(f"{each}: experts whose weights are quantised ({kind}) are not supported")
         size = sum(rows.values())
         stems = [each.removesuffix("_proj") for each in rows]
         joined = f"{name}.{'_'.join(stems)}_proj"
         if self.has(joined):
             return ExpertLinear(self.load(joined, num_experts, size, in_features))
-        each = {f"{name}.{i}.{row}.weight": count for i in range(num_experts) for row, count in rows.items()}
-        return ExpertLinear(self.load_stacked(each, in_features).view((num_experts, size, in_features)))
+        weights = {f"{each}.weight": count for each, count in products.items()}
+        return ExpertLinear(self.load_stacked(weights, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

@@ -233,7 +233,7 @@ def test_a_tied_model_with_another_head(tmp_path):
 def test_an_index_whose_files_are_no_names(tmp_path, name):
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "a.safetensors")
-    weight_map = {each: "a.safetensors" for each in tensor_shapes(TINY)} | {"model.norm.weight": name}
+    weight_map = dict.fromkeys(tensor_shapes(TINY), "a.safetensors") | {"model.norm.weight": name}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=r"index.json: tensor 'model.norm.weight' is in .*, which is no name of a file"):
         LLM(folder, device="cpu")

@@ -176,12 +176,12 @@ def _mlp_numbers(config: Any, rows: int | None) -> float:
     """Of the weights of all layers' MLPs: those that a row is multiplied by (None), or that so many rows read. Of
     experts these are as many as rows have that choose at random, as random weights make them."""
     has_experts = getattr(config, "has_experts", (False,) * config.num_layers)
-    dense = 3 * config.hidden_size * config.intermediate_size
+    dense: float = 3 * config.hidden_size * config.intermediate_size
     if not any(has_experts):
-        return config.num_layers * dense
+        return len(has_experts) * dense
     chosen, experts = config.num_chosen, config.num_experts
     used = chosen if rows is None else experts * (1 - (1 - chosen / experts) ** rows)
-    sparse = config.hidden_size * (3 * config.expert_size * used + experts)  # and the router
+    sparse: float = config.hidden_size * (3 * config.expert_size * used + experts)  # and the router
     return sum(sparse if each else dense for each in has_experts)
 
 

@@ -80,7 +80,7 @@ bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args)
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
     return is_16_bit && x.num_rows <= EXPERT_ROWS && pk_num_pairs(args) <= EXPERT_FEW_PAIRS && weight.in_features > 0 &&
            weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
-           pk_are_multiples(8, weight.in_features, weight.stride, args->weight_expert_stride, x.stride,
+           pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
                             args->x_pair_stride) &&
            pk_are_multiples(16, x.data, weight.data);
 }

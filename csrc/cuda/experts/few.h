@@ -135,7 +135,7 @@ struct expert_few_cta {
     __device__ __forceinline__ void copy(const expert_place &at, int slot) const
     {
         const int expert = list.entries[at.entry].expert, column = column_of(at.line);
-        const T *its = (const T *)weight.data + expert * args.weight_expert_stride + column;
+        const T *its = (const T *)weight.data + expert * weight.of_experts.data + column;
         for (int half = 0; half < 2; half++) {
             int row = at.block * params.tile + half * 8 + group;
             bool is_row = expert >= 0 && half * 8 < params.tile && row < weight.out_features;

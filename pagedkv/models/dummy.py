@@ -67,8 +67,8 @@ class DummyCheckpoint(TensorSource):
     def error(self, name: str, message: str) -> Exception:
         return ValueError(f"a dummy: tensor {name!r} {message}")
 
-    def place(self, parts: Sequence[Part]) -> Weight:
-        return self.upload.place(parts)
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        return self.upload.place(parts, num_experts)
 
     def _placed(self, values: np.ndarray) -> pagedkv.Tensor:
         return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts

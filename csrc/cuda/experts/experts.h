@@ -36,4 +36,7 @@ pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_exper
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
 
+/* any.cu: everything, quantised weights, too. */
+pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_any;
+
 #endif

@@ -31,8 +31,7 @@ static void run_block(const pk_linear_args *args, int64_t first, const float *x,
     const int64_t left = args->weight.out_features - first, count = left < OUTPUTS ? left : OUTPUTS;
     const pk_weight_dot dot = {&args->weight, first, count, x, sums, args->x.num_rows, stride, OUTPUTS};
     pk_cpu_weights()->dot(&dot);
-    const pk_dot_args done = {
-        .sums = sums, .num_rows = args->x.num_rows, .num_outputs = count, .sums_stride = OUTPUTS};
+    const pk_dot_args done = {.sums = sums, .num_rows = args->x.num_rows, .num_outputs = count, .sums_stride = OUTPUTS};
     pk_cpu_write_sums(args, &done, 0, first);
 }
 

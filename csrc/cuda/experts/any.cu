@@ -51,8 +51,7 @@ __device__ static inline float pair_product(const expert_any_params &params, int
     const pk_expert_linear_args &args = params.args;
     const int64_t expert = args.experts[token * args.num_chosen + j];
     if (expert < 0 || expert >= args.num_experts) {
-        if (row == 0 && threadIdx.x % 32 == 0)
-            pk_record_bad_id(bad_id, PK_BAD_EXPERT, token, expert, args.num_experts);
+        if (row == 0 && threadIdx.x % 32 == 0) pk_record_bad_id(bad_id, PK_BAD_EXPERT, token, expert, args.num_experts);
         return 0;
     }
     const T *x = (const T *)args.linear.x.data + token * args.linear.x.stride + j * args.x_pair_stride;

@@ -78,8 +78,8 @@ bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args)
     const pk_rows &x = args->linear.x;
     const pk_weight &weight = args->linear.weight;
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
-    return is_16_bit && !weight.scales && x.num_rows <= EXPERT_ROWS && pk_num_pairs(args) <= EXPERT_FEW_PAIRS && weight.in_features > 0 &&
-           weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
+    return is_16_bit && !weight.scales && x.num_rows <= EXPERT_ROWS && pk_num_pairs(args) <= EXPERT_FEW_PAIRS &&
+           weight.in_features > 0 && weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
            pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
                             args->x_pair_stride) &&
            pk_are_multiples(16, x.data, weight.data);

@@ -64,9 +64,9 @@ bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk
     const pk_rows &x = args->linear.x;
     const pk_weight &weight = args->linear.weight;
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
-    return device->has_sm90a && is_16_bit && !weight.scales && pk_num_pairs(args) <= 1 << 30 && weight.in_features > 0 &&
-           weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 && weight.out_features % 16 == 0 &&
-           weight.stride >= weight.in_features &&
+    return device->has_sm90a && is_16_bit && !weight.scales && pk_num_pairs(args) <= 1 << 30 &&
+           weight.in_features > 0 && weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
+           weight.out_features % 16 == 0 && weight.stride >= weight.in_features &&
            weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features &&
            pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
                             args->x_pair_stride) &&

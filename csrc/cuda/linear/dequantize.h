@@ -64,8 +64,7 @@ __device__ static inline void load_int4(float values[WEIGHT_PIECE], const weight
                                         int column)
 {
     constexpr int BITS[WEIGHT_PIECE] = PK_INT4_BIT;
-    const uint32_t word =
-        (uint32_t)load_bytes<WEIGHT_PIECE / 2, IS_ALIGNED>(row.data + column / 2, WEIGHT_PIECE / 2);
+    const uint32_t word = (uint32_t)load_bytes<WEIGHT_PIECE / 2, IS_ALIGNED>(row.data + column / 2, WEIGHT_PIECE / 2);
     const int block = its.block_columns.divide(column);
     const int zero = row.zeros ? row.zeros[block] : PK_INT4_ZERO;
     const float scale = scale_at(its.weight, row.scales + block);

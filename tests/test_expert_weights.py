@@ -219,3 +219,23 @@ def test_graphs_replay_any_routing(rng, cuda, tokens, kind, dtype):
         ops.expert_linear(x_there, **arguments)
         stream.synchronize()
         np.testing.assert_array_equal(get(out), replayed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float8 blocks", "float8 odd blocks", "int4 128", "int4 32"])
+@pytest.mark.parametrize("most, fewer", [(8, (1, 3)), (40, (9, 17))])
+def test_bits_of_a_token_do_not_depend_on_the_others(rng, cuda, most, fewer, kind):
+    """Up to 8 tokens on a GPU, and beyond. (A CPU multiplies few rows of an expert otherwise than many.)"""
+    weights, x, ids, of_pairs = make_case(rng, (most, 32, 4, 512, 64), kind, "bfloat16")
+    given = weights.given(cuda)
+
+    def bits(first):
+        there = put(ids[first:], cuda)
+        rows = put(x[first:], cuda, "bfloat16"), put(x[first:, 0], cuda, "bfloat16")
+        summed = ops.expert_linear(rows[0], experts=there, weights=put(of_pairs[first:], cuda), **given)
+        return get(summed), get(ops.expert_linear(rows[1], experts=there, gated=True, **given))
+
+    together = bits(0)
+    for count in fewer:
+        for got, expected in zip(bits(most - count), together, strict=True):
+            np.testing.assert_array_equal(got, expected[most - count :])

@@ -113,37 +113,6 @@ class Linear:
         )
 
 
-class ExpertLinear:
-    """The same of experts, weight [num_experts, out_features, in_features]: the only caller of expert_linear."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def product(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        *,
-        weights: Tensor | None = None,
-        gated: bool = False,
-        add_to_out: bool = False,
-        experts_are_constant: bool = False,
-        out: Tensor,
-    ) -> Tensor:
-        """See ops.expert_linear."""
-        return ops.expert_linear(
-            x,
-            self.weight,
-            experts,
-            weights=weights,
-            gated=gated,
-            add_to_out=add_to_out,
-            weight_is_constant=True,
-            experts_are_constant=experts_are_constant,
-            out=out,
-        )
-
-
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], dtype: str, **options: Any) -> None:
     """See ops.tune_linear."""
     weights = [weight for each in linears for weight in each.weights if weight.nbytes >= LARGE]
@@ -179,8 +148,8 @@ class TensorSource(ABC):
         """To be raised for a tensor's content. The message says where it is and what is wrong."""
 
     @abstractmethod
-    def place(self, parts: Sequence[Part]) -> Weight:
-        """The weight of parts of one kind, on the device."""
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        """The weight of parts of one kind, on the device; or that of experts, which have as many parts each."""
 
     @abstractmethod
     def check_all_used(self, copies: Mapping[str, str]) -> None:
@@ -194,32 +163,17 @@ class TensorSource(ABC):
         if self.quantization is None or not any(map(self.quantization.covers, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
             return Linear(Weight(self._joined(weights, in_features)), bias=bias)
-        parts = [self._part(name, count, in_features) for name, count in rows.items()]
+        parts = [self.part(name, count, in_features) for name, count in rows.items()]
         return Linear(*map(self.place, stackable(parts)), bias=bias)
 
-    def _part(self, name: str, num_rows: int, in_features: int) -> Part:
+    def part(self, name: str, num_rows: int, in_features: int) -> Part:
+        """The weight of the projection of this name, in the form in which it is to be placed."""
         if self.quantization is not None and self.quantization.covers(name):
             part = self.quantization.read(self, name, num_rows, in_features)
             if part.scales is None:
                 self.dequantised.append(name)
             return part
         return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
-
-    def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
-        """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
-        whose name joins those of the projections, or of a tensor each."""
-        products = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
-        if self.quantization is not None:
-            for each in filter(self.quantization.covers, products):
-                kind = self.quantization.name
-                raise NotImplementedError(f"{each}: experts whose weights are quantised ({kind}) are not supported")
-        size = sum(rows.values())
-        stems = [each.removesuffix("_proj") for each in rows]
-        joined = f"{name}.{'_'.join(stems)}_proj"
-        if self.has(joined):
-            return ExpertLinear(self.load(joined, num_experts, size, in_features))
-        weights = {f"{each}.weight": count for each, count in products.items()}
-        return ExpertLinear(self.load_stacked(weights, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

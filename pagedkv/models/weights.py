@@ -90,8 +90,8 @@ class Checkpoint(TensorSource):
         self._forget_views()
         return stacked
 
-    def place(self, parts: Sequence[Part]) -> Weight:
-        weight = self._upload.place(parts)
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        weight = self._upload.place(parts, num_experts)
         self._forget_views()
         return weight
 

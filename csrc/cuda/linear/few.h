@@ -15,6 +15,7 @@ struct few_cta {
     using T = T_;
     static constexpr int EIGHTS = EIGHTS_, WARPS = WARPS_, THREADS = WARPS * 32;
     static constexpr pk_dtype WEIGHT = WEIGHT_;
+    static constexpr const char *VARIANT = ""; /* of the instance */
     static constexpr few_form FORM = few_form_of(WEIGHT);
     static constexpr int LINE = FORM.line(), DEPTH = FORM.depth(WARPS), PIECES = FORM.pieces;
     static constexpr bool DIVIDES = FORM.bits == 16; /* where the epilogue asks for it */

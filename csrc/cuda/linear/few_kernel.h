@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
 // --- a row of a table of instances
 
 using few_instance = pk_cuda_instance<pk_status(const linear_few_params &, const pk_cuda_call &)>;
-static constexpr const char *FEW_VARIANTS[2] = {"", "shallow"};
+static constexpr const char *FEW_SHALLOW = "shallow";
 
 template <typename few, bool IS_SHALLOW>
 static pk_status launch_few(const linear_few_params &params, const pk_cuda_call &call)
@@ -140,8 +140,8 @@ static constexpr int few_smem_on(const pk_cuda_card &card)
 }
 template <typename few, bool IS_SHALLOW = false>
 static constexpr few_instance instance_of_few = {
-    {"linear_few_kernel", FEW_VARIANTS[IS_SHALLOW], pk_cuda_dtype_of<typename few::T>, few::WEIGHT, 0, few::EIGHTS * 8,
-     few::THREADS, pk_cuda_smem_of_cards(few_smem_on<few, IS_SHALLOW>)},
+    {"linear_few_kernel", IS_SHALLOW ? FEW_SHALLOW : few::VARIANT, pk_cuda_dtype_of<typename few::T>, few::WEIGHT, 0,
+     few::EIGHTS * 8, few::THREADS, pk_cuda_smem_of_cards(few_smem_on<few, IS_SHALLOW>)},
     launch_few<few, IS_SHALLOW>};
 
 /* The first with as many warps as were planned, such a ring and enough rows is taken. */
@@ -152,7 +152,7 @@ static pk_status launch_first_few(const few_instance (&instances)[COUNT], const 
     const linear_few_params params = plan_linear_few(args, call.device);
     for (const few_instance &each : instances)
         if (each.shown.multiplies == args->x.dtype && each.shown.reads == args->weight.dtype &&
-            each.shown.threads == params.num_warps * 32 && each.shown.variant == FEW_VARIANTS[params.is_shallow] &&
+            each.shown.threads == params.num_warps * 32 && (each.shown.variant == FEW_SHALLOW) == params.is_shallow &&
             each.shown.rows >= args->x.num_rows)
             return each.launch(params, call);
     return pk_cuda_no_instance(call, "linear_few_kernel");

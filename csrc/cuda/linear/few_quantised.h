@@ -74,6 +74,7 @@ template <typename T, int EIGHTS, int WARPS, int PARTS>
 struct few_int4 : few_cta<T, EIGHTS, WARPS, PK_U8> {
     using base = few_cta<T, EIGHTS, WARPS, PK_U8>;
     using base::base;
+    static constexpr const char *VARIANT = PARTS == 1 ? "parts" : "";
     static constexpr int AHEAD = 1;
     static constexpr int PART = 32; /* inputs */
     using numbers = few_int4_numbers<T>;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ def progress_bar(
     is_shown: None: where stderr is a terminal
     is_scaled: units are counted in thousands, millions, ...: bytes in GB/s
     """
-    if is_shown is False:
+    if is_shown is False or sys.stderr is None:  # closed
         return nullcontext()
     disable = None if is_shown is None else False
     bar: AbstractContextManager[tqdm | None] = _bar_type()(

@@ -8,7 +8,7 @@
 
 struct planned_experts {
     int num_tokens, num_experts, num_chosen, in_features, out_features, is_gated, is_summed; /* in */
-    int num_sms, compute_capability, most_rows;
+    int num_sms, compute_capability, most_rows, weight_dtype;
     int tile, num_blocks, num_warps, num_ctas, num_slots, sums_at, smem_bytes; /* out */
     int num_entries, has_bad, num_groups, bad_kind, bad_token, bad_expert;
 };
@@ -22,6 +22,7 @@ extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *exper
     pk_cuda_bad_id bad = {};
     pk_expert_linear_args args = {};
     args.linear.x.num_rows = its->num_tokens;
+    args.linear.weight.dtype = (pk_dtype)its->weight_dtype;
     args.linear.weight.in_features = its->in_features, args.linear.weight.out_features = its->out_features;
     args.linear.epilogue.is_gated = its->is_gated;
     args.num_experts = its->num_experts, args.num_chosen = its->num_chosen;

@@ -62,22 +62,23 @@ def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
-def draw_weight(d: Draw, outputs: int, width: int, dtype: str) -> tuple[dict, int]:
-    """One of x's dtype or a quantised one, with all that belongs to it, and the width, which int4 may change."""
+def draw_weight(d: Draw, outputs: int, width: int, dtype: str, experts: tuple[int, ...] = ()) -> tuple[dict, int]:
+    """One of x's dtype or a quantised one, with all that belongs to it, and the width, which int4 may change. `experts`: as
+    many of them."""
     if not d.maybe(0.4):
-        return {"weight": d.tensor((outputs, width), dtype), **d.some(0.1, weight_scales=lambda: None)}, width
+        return {"weight": d.tensor((*experts, outputs, width), dtype), **d.some(0.1, weight_scales=lambda: None)}, width
     columns = d.one_of(8, 16, 40, max(width, 1))
     if d.everything or d.one_of(True, False):
         columns = -(-columns // 8) * 8
         groups = d.one_of(0, 1, 2, 3) if width == 0 else d.one_of(1, 2, 3)
         width, block = groups * columns, (1, columns)
-        a = {"weight": d.array(d.rng.integers(0, 256, (outputs, width // 2)), "uint8")}
-        a |= {"weight_scales": d.tensor((outputs, groups), d.dtype(), 0.2)}
-        a |= d.some(weight_zeros=lambda: d.array(d.rng.integers(0, 17, (outputs, groups)), "uint8"))
+        a = {"weight": d.array(d.rng.integers(0, 256, (*experts, outputs, width // 2)), "uint8")}
+        a |= {"weight_scales": d.tensor((*experts, outputs, groups), d.dtype(), 0.2)}
+        a |= d.some(weight_zeros=lambda: d.array(d.rng.integers(0, 17, (*experts, outputs, groups)), "uint8"))
     else:
         block = d.one_of(1, 2, 128, max(outputs, 1)), d.one_of(1, 3, columns)
         blocks = -(-outputs // block[0]), -(-width // block[1])
-        a = {"weight": d.tensor((outputs, width), F8), "weight_scales": d.tensor(blocks, "float32")}
+        a = {"weight": d.tensor((*experts, outputs, width), F8), "weight_scales": d.tensor((*experts, *blocks), "float32")}
     is_even = all(size % each == 0 for size, each in zip((outputs, width), block, strict=True))
     if not is_even or outputs * width == 0 or d.maybe(0.5):
         a["weight_block"] = d.one_of(tuple, list)(block)
@@ -85,17 +86,22 @@ def draw_weight(d: Draw, outputs: int, width: int, dtype: str) -> tuple[dict, in
 
 
 def weight_of(a) -> np.ndarray:
-    """What the weight of a call stands for."""
-    weight = numbers(a.weight)
-    if a.weight_scales is None:
+    """What the weight of a call stands for, or those of experts."""
+    weight, scales, zeros = (None if each is None else numbers(each) for each in (a.weight, a.weight_scales, a.weight_zeros))
+    if scales is None:
         return weight
+    if weight.ndim == 2:
+        return dequantised(a, weight, scales, zeros)
+    return np.stack([dequantised(a, *(each if each is None else each[e] for each in (weight, scales, zeros))) for e in range(len(weight))])
+
+
+def dequantised(a, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
     weight = oracle.unpacked_int4(weight) if a.weight.dtype == "uint8" else weight
-    scales, given = numbers(a.weight_scales), (-1, -1) if a.weight_block is None else a.weight_block
+    given = (-1, -1) if a.weight_block is None else a.weight_block
     if weight.size == 0:
         return weight.astype(np.float64)
     block = [weight.shape[i] // scales.shape[i] if given[i] == -1 else int(given[i]) for i in range(2)]
-    zeros = 0 if a.weight.dtype == F8 else 8 if a.weight_zeros is None else numbers(a.weight_zeros)
-    return oracle.dequantized(weight, scales, block, zeros)
+    return oracle.dequantized(weight, scales, block, 0 if a.weight.dtype == F8 else 8 if zeros is None else zeros)
 
 
 def draw_linear(d: Draw) -> dict:
@@ -188,10 +194,11 @@ def expect_route(a) -> dict:
 def draw_expert_linear(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(), d.size(20), d.size(40)
     experts, chosen = at_least_one(d, 9), at_least_one(d, 4)
+    weight, width = draw_weight(d, outputs, width, dtype, (experts,))
     is_summed = d.maybe(0.5)
     a = {
         "x": d.tensor((rows, chosen, width) if is_summed else (rows, width), dtype),
-        "weight": d.tensor((experts, outputs, width), dtype),
+        **weight,
         "experts": d.array(d.rng.integers(0, experts, (rows, chosen)), is_plain=True),
         **d.some(weight_is_constant=d.flag, experts_are_constant=d.flag),
         **d.stream(),
@@ -208,7 +215,7 @@ def draw_expert_linear(d: Draw) -> dict:
 def expect_expert_linear(a) -> dict:
     """As of linear."""
     dtype, scale = a.x.dtype, 2 + a.x.shape[-1] ** 0.5
-    out = oracle.expert_linear(numbers(a.x), numbers(a.weight), numbers(a.experts), numbers(a.weights))
+    out = oracle.expert_linear(numbers(a.x), weight_of(a), numbers(a.experts), numbers(a.weights))
     if a.add_to_out:
         out = out + numbers(a.out)
     if not a.gated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,23 @@ def test_the_floor_of_an_h200(tmp_path, size, kv_cache_dtype, quantization, seco
     llm = SimpleNamespace(config=config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     floor = nano_bench.floor_seconds(llm, nano_bench.make_workload(), nano_bench.Ceiling(4.54e12, 790e12))
     assert floor == pytest.approx(seconds, abs=0.005)
+
+
+def test_the_floor_of_experts(tmp_path):
+    """30B-A3B reads all experts of a layer in a step of 256 rows, and 8 of 128 in one of a single row."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 151936}
+    other = {"model_type": "qwen3_moe", "intermediate_size": 5472, "dtype": "bfloat16", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | experts | other))
+    llm = SimpleNamespace(config=read_spec(tmp_path), dtype="bfloat16", kv_cache_dtype="bfloat16")
+    ceiling, seconds = nano_bench.Ceiling(1e9, 1e30), {}
+    for rows in (1, 256):  # one decode step
+        params = [SamplingParams(max_tokens=2)] * rows
+        seconds[rows] = nano_bench.floor_seconds(llm, nano_bench.Workload([[1]] * rows, params), ceiling)
+    attention, router, expert, head = 48 * 2048 * 9216, 48 * 2048 * 128, 48 * 3 * 2048 * 768, 151936 * 2048
+    kv = 2 * 48 * 2 * 512 * 2  # bytes of the two keys and values that a sequence reads
+    assert seconds[1] == pytest.approx((2 * (attention + router + 8 * expert + head) + kv) / 1e9)
+    assert seconds[256] == pytest.approx((2 * (attention + router + 128 * expert + head) + 256 * kv) / 1e9, rel=1e-5)
 
 
 def test_random_weights():

@@ -160,7 +160,7 @@ DEFECTS = {
 }
 
 NOT_HERE = {  # defects of what there is none of, and how the sources would call it
-    "a lower tier keeps the KV of a page that was given to another": "tier|offload",  # a host page is one sequence's
+    "a lower tier keeps the KV of a page that was given to another": "tier|offload(?!_to_disk)",  # a host page is one sequence's; that is a record of GPTQ
     "a short hash of an image is a part of the key": "pixel_values|multimodal",  # tokens are compared, and only tokens
     "the page before the last is dropped where tokens are guessed ahead": "speculat|draft",
     "ranks disagree on the size of the pool, or share a control buffer of fixed size": "world_size|tensor_parallel",

@@ -102,7 +102,7 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, layer, tokens):
             np.testing.assert_array_equal(get(x), expected)
 
 
-@pytest.mark.parametrize("most, fewer", [(8, (1, 2, 7)), (200, (40, 190)), (64, (12, 33))])
+@pytest.mark.parametrize("most, fewer", [(8, (2, 7)), (200, (40, 190)), (64, (12, 33))])
 def test_bits_of_a_token_do_not_depend_on_the_others(rng, layer, most, fewer):
     up, down, _, _ = layer
     x, experts = put(numbers(rng, (most, HIDDEN)), GPU, "bfloat16"), put(draw_experts(rng, most), GPU)

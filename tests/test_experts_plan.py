@@ -6,7 +6,7 @@ from cards import CARDS
 from emulated import load, struct_of
 
 Experts = struct_of("num_tokens", "num_experts", "num_chosen", "in_features", "out_features", "is_gated", "is_summed", "num_sms",
-                    "compute_capability", "most_rows", "tile", "num_blocks", "num_warps", "num_ctas", "num_slots", "sums_at",
+                    "compute_capability", "most_rows", "weight_dtype", "tile", "num_blocks", "num_warps", "num_ctas", "num_slots", "sums_at",
                     "smem_bytes", "num_entries", "has_bad", "num_groups", "bad_kind", "bad_token", "bad_expert")  # fmt: skip
 LIST = 3152  # bytes that the kernel for few tokens declares: test_build.py compares it with what was compiled
 
@@ -15,9 +15,10 @@ LIST = 3152  # bytes that the kernel for few tokens declares: test_build.py comp
 def run(tmp_path_factory):
     listed = load(tmp_path_factory.mktemp("experts"), "experts_on_cpu.cpp", "experts_on_cpu")
 
-    def call(experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16):
+    def call(experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16, weight_dtype=2):
         tokens, chosen = experts.shape
-        its = Experts(tokens, num_experts, chosen, size, outputs, is_gated, is_summed, card.num_sms, card.compute_capability, most_rows)
+        its = Experts(tokens, num_experts, chosen, size, outputs, is_gated, is_summed, card.num_sms, card.compute_capability, most_rows,
+                      weight_dtype)  # fmt: skip
         entries = np.full((experts.size + 1, 9), -9, np.int32)
         groups = np.full((experts.size // most_rows + num_experts + 1, 3), -9, np.int32)
         order = np.full(experts.size, -9, np.int32)
@@ -72,16 +73,18 @@ def test_lists_of_many_tokens(rng, run, case):
 
 
 @pytest.mark.parametrize("card", CARDS, ids=str)
-def test_rings_have_room_on_every_card(rng, run, card):
-    """And two CTAs on a Hopper's SM: this product's and the next one's."""
+@pytest.mark.parametrize("weight_dtype, line, slot", [(2, 64, 2048), (3, 128, 2048), (4, 128, 1024)], ids=["bfloat16", "float8", "int4"])
+def test_rings_have_room_on_every_card(rng, run, card, weight_dtype, line, slot):
+    """And two CTAs on a Hopper's SM: this product's and the next one's. A slot is 16 outputs by a line of inputs."""
     for _ in range(200):
         size, outputs = 8 * int(10 ** rng.uniform(0, 3)), 16 * int(10 ** rng.uniform(0, 3))
         experts = draw(rng, int(rng.integers(1, 9)), 16, int(rng.integers(1, 9)))
         is_summed = int(rng.integers(2))
-        its, *_ = run(experts, 16, size, outputs, is_summed=is_summed, is_gated=0 if is_summed else int(rng.integers(2)), card=card)
-        lines = -(-size // 64)
+        its, *_ = run(experts, 16, size, outputs, is_summed=is_summed, is_gated=0 if is_summed else int(rng.integers(2)), card=card,
+                       weight_dtype=weight_dtype)  # fmt: skip
+        lines = -(-size // line)
         assert min(lines, 8) <= its.num_warps <= min(lines, 12) and 2 <= its.num_slots <= 6
-        ring, sums = its.num_slots * its.num_warps * 2048, 2 * its.num_warps * 8 * 18 * 4
+        ring, sums = its.num_slots * its.num_warps * slot, 2 * its.num_warps * 8 * 18 * 4
         assert its.sums_at * 16 == ring and its.smem_bytes == ring + sums
         assert its.smem_bytes + LIST <= card.smem_per_cta
         if card.compute_capability == 90:

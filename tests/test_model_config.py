@@ -115,6 +115,24 @@ REFUSED = {
     "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
     "quantisation": ({"quantization_config": ["fp8"]}, ValueError, r"quantization_config is \['fp8'\] but must be an object"),
     "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
+    "odd heads": ({"head_dim": 10}, NotImplementedError, "head_dim is 10; only multiples of 8 up to 256 are supported"),
+    "wide heads": ({"head_dim": 264}, NotImplementedError, "head_dim is 264; only multiples of 8 up to 256 are supported"),
+    "a flag of text": ({"tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings is 'false' but must be true or false"),
+    "a flag of a number": ({"attention_bias": 0}, ValueError, "attention_bias is 0 but must be true or false"),
+    "windows of text": ({"use_sliding_window": "no", "sliding_window": 8}, ValueError, "use_sliding_window is 'no' but must be"),
+    "epsilon": ({"rms_norm_eps": float("nan")}, ValueError, "rms_norm_eps is nan but must be a positive number"),
+    "epsilon of text": ({"rms_norm_eps": "1e-6"}, ValueError, "rms_norm_eps is '1e-6' but must be a positive number"),
+    "theta": ({"rope_parameters": {"rope_theta": -1.0}}, ValueError, "rope_theta is -1.0 but must be a positive number"),
+    "theta 0": ({"rope_parameters": None, "rope_theta": 0}, ValueError, "rope_theta is 0 but must be a positive number"),
+    "factor of text": ({"rope_scaling": YARN | {"factor": "4"}}, ValueError, "rope_scaling.factor is '4' but must be a positive"),
+    "infinite factor": ({"rope_scaling": YARN | {"factor": float("inf")}}, ValueError, "rope_scaling.factor is inf but must be"),
+    "linear without a factor": ({"rope_scaling": {"type": "linear"}}, ValueError, "no 'factor'"),
+    "length": ({"rope_scaling": YARN | {"original_max_position_embeddings": -5}}, ValueError, "original_max_position_embeddings is -5"),
+    "beta": ({"rope_scaling": YARN | {"beta_fast": 0}}, ValueError, "rope_scaling.beta_fast is 0 but must be a positive number"),
+    "truncate": ({"rope_scaling": YARN | {"truncate": "false"}}, ValueError, "truncate is 'false' but must be true or false"),
+    "first layer with a window": (
+        {"use_sliding_window": True, "max_window_layers": None}, ValueError, "max_window_layers is None but must be an integer",
+    ),
 }
 
 
@@ -170,8 +188,10 @@ REFUSED_BY_FAMILY = {  # what transformers passes over, or computes otherwise th
         "many experts": ({"num_experts": 1025}, NotImplementedError, "num_experts is 1025; at most 1024"),
         "more than there are": ({"num_experts_per_tok": 7}, NotImplementedError, "num_experts_per_tok is 7, of 6 experts; at most 6"),
         "many at once": ({"num_experts": 64, "num_experts_per_tok": 33}, NotImplementedError, "is 33, of 64 experts; at most 32"),
-        "a shared expert": ({"shared_expert_intermediate_size": 64}, ValueError, "shared_expert_intermediate_size is 64, a setting"),
+        "a shared expert": ({"shared_expert_intermediate_size": 64}, NotImplementedError, "shared_expert_intermediate_size is 64; only 0"),
+        "no norms": ({"use_qk_norm": False}, NotImplementedError, "use_qk_norm is False; only True is supported"),
         "layers of text": ({"mlp_only_layers": ["0"]}, ValueError, r"mlp_only_layers is \['0'\] but must be a list of integers"),
+        "sums of text": ({"norm_topk_prob": "false"}, ValueError, "norm_topk_prob is 'false' but must be true or false"),
         "step": ({"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step is 0 but must be a positive integer"),
     },
 }  # fmt: skip
@@ -239,6 +259,7 @@ PUBLISHED = {
     "qwen3_moe": {
         "head_dim": 16, "rope_theta": 1e6, "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": True,
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+        "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True,  # of Qwen3-Coder
     },
 }  # fmt: skip
 

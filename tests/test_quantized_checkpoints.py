@@ -124,6 +124,21 @@ def test_ignore_lists(tmp_path, name, family, device):
         assert kinds == [[True, False, True], [True], [True], [True], [False], [False]]
 
 
+EXPERTS = {"fp8": {"modules_to_not_convert": ["lm_head", "mlp"]}, "packed": {"ignore": ["lm_head", "re:.*mlp.*"]}}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_are_not_quantised(tmp_path, name, device):
+    """Beside an attention that is; with the experts it is refused."""
+    plain = [f"experts.{i}.{part}_proj" for i in range(6) for part in ("gate", "up", "down")]
+    values = write_quantised(tmp_path / "small", FORMATS[name], "qwen3_moe", plain=tuple(plain), quantization=EXPERTS[name])
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "qwen3_moe"), device)
+    router = {"ignore": ["lm_head", "re:.*mlp.gate$"]} if name == "packed" else {}  # that of fp8 is in the list as it is
+    write_quantised(tmp_path / "all", FORMATS[name], "qwen3_moe", quantization=router)
+    with pytest.raises(NotImplementedError, match=r"mlp.experts.0.gate_proj: experts whose weights are quantised \(.*\) are not supp"):
+        LLM(tmp_path / "all", **CPU)
+
+
 def test_gate_and_up_of_two_kinds(tmp_path, device):
     lists = {"ignore": ["lm_head", "re:.*up_proj"]}
     values = write_quantised(tmp_path / "small", FORMATS["packed"], "llama", plain=("up_proj",), quantization=lists, mlp_bias=True)
@@ -169,6 +184,18 @@ def test_a_scalar_and_scales_of_activations(tmp_path, device):
     form.config["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
     values = write_quantised(tmp_path / "small", form, edit=edit)
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), device)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_biases_of_zeros(tmp_path, family):
+    """AutoGPTQ wrote one for each product: Qwen2.5's GPTQ files have them, and many older ones."""
+
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("qweight")]:
+            tensors.setdefault(name.replace("qweight", "bias"), np.zeros(tensors[name].shape[1], np.float16))
+
+    values = write_quantised(tmp_path / "small", FORMATS["gptq"], family, edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, family), "cpu")
 
 
 # --- weights that are quantised while they are loaded

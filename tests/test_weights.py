@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -16,7 +17,7 @@ from checkpoints import (
     write_model,
 )
 
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.files import CheckpointError
 from pagedkv.models.safetensors import SafetensorsFile
 from pagedkv.models.weights import Checkpoint
@@ -60,9 +61,9 @@ def test_load_converts_and_stacks(tmp_path, rng):
         assert stacked.tolist() == np.concatenate([values["q"], values["k"]]).tolist()
         assert checkpoint.load("half", 3, 3).tolist() == values["half"].tolist()
         with pytest.raises(CheckpointError, match="tensor 'bias' is no part of the model"):
-            checkpoint.check_all_used()
+            checkpoint.check_all_used({})
         assert checkpoint.load("bias", 4).tolist() == values["bias"].tolist()
-        checkpoint.check_all_used()
+        checkpoint.check_all_used({})
 
 
 def test_a_model_without_a_head(tmp_path, rng):
@@ -74,7 +75,7 @@ def test_a_model_without_a_head(tmp_path, rng):
     with pytest.raises(CheckpointError, match="tensor 'model.norm.weight' has shape"):
         checkpoint.load("model.norm.weight", 5)
     checkpoint.load("model.norm.weight", 6)
-    checkpoint.check_all_used()
+    checkpoint.check_all_used({})
 
 
 def test_unaligned_data_is_copied(tmp_path):
@@ -202,6 +203,40 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     LLM(folder, device="cpu").close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_is_folded_into_a_single_projection(tmp_path, dtype):
+    """Families of others have one tensor for q, k and v: in float32 it is the file's own memory, which nobody writes."""
+    name, norm = "model.layers.0.self_attn.q_proj", np.linspace(-2, 2, 64).astype(np.float32)
+    checkpoint = Checkpoint(write_model(tmp_path), dtype, "cpu")
+    linear = checkpoint.linear({name: 128}, 64)
+    before = ops.asarray(linear.weights[0].data, "float32").numpy().copy()
+    assert linear.fold(ops.asarray(norm, dtype)) is None
+    folded = ops.asarray(linear.weights[0].data, "float32").numpy()
+    np.testing.assert_allclose(folded, before * norm, rtol=2**-6 if dtype == "bfloat16" else 1e-6)
+    np.testing.assert_array_equal(ops.asarray(checkpoint.load(f"{name}.weight", 128, 64), "float32").numpy(), before)
+
+
+def test_a_tied_model_with_another_head(tmp_path):
+    """transformers does not tie them then, vLLM passes over the head: two truths."""
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    weights = random_weights(TINY)
+    message = "tensor 'lm_head.weight' is not 'model.embed_tokens.weight' but config.json says tie_word_embeddings"
+    for head in (weights["lm_head.weight"], weights["model.embed_tokens.weight"][:-1].copy()):
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(weights | {"lm_head.weight": head}))
+        with pytest.raises(CheckpointError, match=message):
+            LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", [5, None, ["model.safetensors"]])
+def test_an_index_whose_files_are_no_names(tmp_path, name):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    weight_map = dict.fromkeys(tensor_shapes(TINY), "a.safetensors") | {"model.norm.weight": name}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index.json: tensor 'model.norm.weight' is in .*, which is no name of a file"):
+        LLM(folder, device="cpu")
 
 
 def test_mis_shaped_tensor(tmp_path):

@@ -42,7 +42,8 @@ pk_status pk_cpu_route_experts(pk_device device, const pk_route_args *args, pk_s
 {
     (void)device, (void)stream;
     const int64_t count = args->num_tokens * args->num_chosen, bytes = (int64_t)pk_dtype_bytes(args->dtype);
-    PK_CPU_NUMBERS(own); /* nothing is written before all rows are right */
+    if (count == 0) return PK_OK; /* there may be no memory */
+    PK_CPU_NUMBERS(own);          /* nothing is written before all rows are right */
     void *experts, *weights;
     PK_TRY(pk_cpu_room(&own, (size_t)count * sizeof *args->experts, &experts, err));
     PK_TRY(pk_cpu_room(&own, (size_t)count * sizeof *args->weights, &weights, err));
@@ -73,7 +74,8 @@ typedef struct {
     int64_t first, num_tokens;
     int64_t *places;          /* [num_tokens, num_chosen]: the row of a pair, in the order of experts, then of pairs */
     pk_linear_args *products; /* one per expert that has rows */
-    int64_t num_products;
+    int64_t most_products;
+    int64_t num_few, first_other; /* those of few rows by quantised weights come first, the others last */
     pk_dtype sums_dtype;
     char *x, *sums; /* [rows, in_features], [rows, out_features] */
 } expert_rows;
@@ -88,30 +90,45 @@ static int64_t sums_bytes(const expert_rows *rows)
     return rows->args->linear.weight.out_features * (int64_t)pk_dtype_bytes(rows->sums_dtype);
 }
 
+static const void *moved(const void *data, int64_t elements, pk_dtype dtype)
+{
+    return data ? (const char *)data + elements * (int64_t)pk_dtype_bytes(dtype) : NULL;
+}
+
+static pk_weight weight_of(const pk_expert_linear_args *args, int64_t expert)
+{
+    pk_weight weight = args->linear.weight;
+    weight.data = moved(weight.data, expert * weight.of_experts.data, weight.dtype);
+    weight.scales = moved(weight.scales, expert * weight.of_experts.scales, weight.scales_dtype);
+    weight.zeros = moved(weight.zeros, expert * weight.of_experts.zeros, PK_U8);
+    return weight;
+}
+
 /* Counts the pairs of each expert and gives each its row. */
 static void order_rows(expert_rows *rows)
 {
     const pk_expert_linear_args *args = rows->args;
     const pk_linear_args *linear = &args->linear;
     const int32_t *experts = args->experts + rows->first * args->num_chosen;
-    const int64_t num_pairs = rows->num_tokens * args->num_chosen,
-                  weight_bytes = (int64_t)pk_dtype_bytes(linear->weight.dtype);
+    const int64_t num_pairs = rows->num_tokens * args->num_chosen;
     int64_t ends[PK_MAX_EXPERTS] = {0}, end = 0;
     for (int64_t pair = 0; pair < num_pairs; pair++) ends[experts[pair]]++;
-    rows->num_products = 0;
+    rows->num_few = 0, rows->first_other = rows->most_products;
     for (int64_t e = 0; e < args->num_experts; e++) {
         const int64_t count = ends[e];
         ends[e] = end; /* where it begins, and then where its next row is */
         if (count == 0) continue;
-        pk_linear_args *product = &rows->products[rows->num_products++];
-        *product = *linear;
-        product->x.data = rows->x + end * row_bytes(rows);
-        product->x.num_rows = count;
-        product->x.stride = linear->weight.in_features;
-        product->weight.data = (const char *)linear->weight.data + e * args->weight_expert_stride * weight_bytes;
-        product->epilogue = (pk_epilogue){.out = rows->sums + end * sums_bytes(rows),
-                                          .out_stride = linear->weight.out_features,
-                                          .out_dtype = rows->sums_dtype};
+        const pk_linear_args product = {
+            .x = {.data = rows->x + end * row_bytes(rows),
+                  .num_rows = count,
+                  .stride = linear->weight.in_features,
+                  .dtype = linear->x.dtype},
+            .weight = weight_of(args, e),
+            .epilogue = {.out = rows->sums + end * sums_bytes(rows),
+                         .out_stride = linear->weight.out_features,
+                         .out_dtype = rows->sums_dtype},
+        };
+        rows->products[pk_cpu_is_quantized_few(&product) ? rows->num_few++ : --rows->first_other] = product;
         end += count;
     }
     for (int64_t pair = 0; pair < num_pairs; pair++) rows->places[pair] = ends[experts[pair]]++;
@@ -169,6 +186,12 @@ static void finish_pair(const expert_rows *rows, int64_t t, int64_t j)
         memcpy(out, sums, (size_t)sums_bytes(rows));
 }
 
+static pk_status multiply(const expert_rows *rows, pk_error *err)
+{
+    PK_TRY(pk_cpu_multiply_each(rows->products, rows->num_few, err));
+    return pk_cpu_multiply_each(rows->products + rows->first_other, rows->most_products - rows->first_other, err);
+}
+
 static void finish(const expert_rows *rows)
 {
     enum { COLUMNS = 256 };
@@ -194,12 +217,12 @@ pk_status pk_cpu_expert_linear(pk_device device, const pk_expert_linear_args *gi
     const int64_t pair_bytes = row_bytes(&rows) + sums_bytes(&rows) + (int64_t)sizeof *rows.places;
     const int64_t fitting = MOST_SCRATCH / (pair_bytes * chosen) + 1;
     const int64_t most = all_tokens < fitting ? all_tokens : fitting;
-    const int64_t most_products = most * chosen < args->num_experts ? most * chosen : args->num_experts;
-    char *scratch = malloc((size_t)(most * chosen * pair_bytes + most_products * (int64_t)sizeof *rows.products));
+    rows.most_products = most * chosen < args->num_experts ? most * chosen : args->num_experts;
+    char *scratch = malloc((size_t)(most * chosen * pair_bytes + rows.most_products * (int64_t)sizeof *rows.products));
     if (!scratch)
         return pk_fail(err, PK_ENOMEM, "expert_linear: cannot allocate scratch for %lld tokens", (long long)most);
     rows.products = (pk_linear_args *)scratch; /* then what needs less alignment */
-    rows.places = (int64_t *)(rows.products + most_products);
+    rows.places = (int64_t *)(rows.products + rows.most_products);
     rows.sums = (char *)(rows.places + most * chosen);
     rows.x = rows.sums + most * chosen * sums_bytes(&rows);
     pk_status status = PK_OK;
@@ -207,7 +230,7 @@ pk_status pk_cpu_expert_linear(pk_device device, const pk_expert_linear_args *gi
         rows.num_tokens = all_tokens - rows.first < most ? all_tokens - rows.first : most;
         order_rows(&rows);
         gather_rows(&rows);
-        status = pk_cpu_multiply_each(rows.products, rows.num_products, err);
+        status = multiply(&rows, err);
         if (status == PK_OK) finish(&rows);
     }
     free(scratch);

@@ -276,7 +276,7 @@ pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_err
     if (is_onednns && pk_cpu_onednn_linear(each)) return PK_OK;
     const int64_t products = num_rows * each->weight.out_features * each->weight.in_features;
     int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
-    if (count == 1 && pk_cpu_is_quantized_few(each)) return pk_cpu_linear_quantized(each, num_threads, err);
+    if (pk_cpu_is_quantized_few(most)) return pk_cpu_multiply_quantized(each, count, num_threads, err);
     linear_plan plan = make_plan(most, num_threads);
     if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     return multiply_by_plan(each, count, &plan, num_threads, err);

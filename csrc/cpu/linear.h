@@ -32,8 +32,8 @@ void pk_dot_amx(const pk_dot_args *args);
 /* Rows of bf16, up to PK_AMX_LINES of them, to one such tile row; zeros where there are none. */
 void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t row_stride, int64_t size);
 
-/* linear.c: out = x @ weight.T + bias of each of some products that differ in x, its number of rows, weight's data and out
- * alone, by one plan. No squares are left. */
+/* linear.c: out = x @ weight.T + bias of each of some products that differ in x, its number of rows, the weight's addresses
+ * and out alone, by one plan. No squares are left. */
 pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_error *err);
 
 /* linear_epilogue.c. A block of sums, with the bias, or what out holds, added, and rounded to out_dtype; then the squares
@@ -45,6 +45,7 @@ void pk_cpu_leave_squares(const pk_linear_args *args);
 /* linear_quantized.c: whether few rows of x are multiplied with a quantised weight as it is; else a block of it is decoded
  * before it is multiplied. */
 bool pk_cpu_is_quantized_few(const pk_linear_args *args);
-pk_status pk_cpu_linear_quantized(const pk_linear_args *args, int num_threads, pk_error *err);
+/* As pk_cpu_multiply_each, of few rows each. */
+pk_status pk_cpu_multiply_quantized(const pk_linear_args *each, int64_t count, int num_threads, pk_error *err);
 
 #endif

@@ -25,31 +25,34 @@ static void arrange_x(const pk_linear_args *args, float *to, int64_t stride, flo
     }
 }
 
-pk_status pk_cpu_linear_quantized(const pk_linear_args *args, int num_threads, pk_error *err)
+/* One block of outputs of a product, whose rows of x lie `stride` floats apart. */
+static void run_block(const pk_linear_args *args, int64_t first, const float *x, int64_t stride, float *sums)
+{
+    const int64_t left = args->weight.out_features - first, count = left < OUTPUTS ? left : OUTPUTS;
+    const pk_weight_dot dot = {&args->weight, first, count, x, sums, args->x.num_rows, stride, OUTPUTS};
+    pk_cpu_weights()->dot(&dot);
+    const pk_dot_args done = {.sums = sums, .num_rows = args->x.num_rows, .num_outputs = count, .sums_stride = OUTPUTS};
+    pk_cpu_write_sums(args, &done, 0, first);
+}
+
+pk_status pk_cpu_multiply_quantized(const pk_linear_args *each, int64_t count, int num_threads, pk_error *err)
 {
     const pk_weight_kernels *kernels = pk_cpu_weights();
-    const pk_weight *weight = &args->weight;
-    const int64_t size = weight->in_features, num_rows = args->x.num_rows;
-    const int64_t stride = weight->dtype == PK_U8 ? kernels->int4_row_floats(size) : size;
-    const int64_t x_floats = pk_cpu_round_up(num_rows * stride, CACHE_LINE);
-    const int64_t thread_floats = pk_cpu_round_up(OUTPUTS * num_rows, CACHE_LINE);
-    const int64_t floats = x_floats + pk_cpu_round_up(size, CACHE_LINE) + num_threads * thread_floats;
+    const int64_t size = each->weight.in_features, blocks = (each->weight.out_features + OUTPUTS - 1) / OUTPUTS;
+    const int64_t stride = each->weight.dtype == PK_U8 ? kernels->int4_row_floats(size) : size;
+    const int64_t most_floats = pk_cpu_round_up(kernels->most_rows * stride, CACHE_LINE); /* of a product's x */
+    const int64_t thread_floats = pk_cpu_round_up(OUTPUTS * kernels->most_rows, CACHE_LINE);
+    const int64_t floats = count * most_floats + pk_cpu_round_up(size, CACHE_LINE) + num_threads * thread_floats;
     float *x = aligned_alloc(CACHE_LINE, (size_t)floats * sizeof *x);
     if (!x)
-        return pk_fail(err, PK_ENOMEM, "linear: cannot allocate scratch for %lld x %lld", (long long)num_rows,
-                       (long long)size);
-    float *row = x + x_floats, *scratch = row + pk_cpu_round_up(size, CACHE_LINE);
-    arrange_x(args, x, stride, row);
+        return pk_fail(err, PK_ENOMEM, "linear: cannot allocate scratch for %lld x %lld x %lld", (long long)count,
+                       (long long)kernels->most_rows, (long long)size);
+    float *row = x + count * most_floats, *scratch = row + pk_cpu_round_up(size, CACHE_LINE);
+    for (int64_t i = 0; i < count; i++) arrange_x(&each[i], x + i * most_floats, stride, row);
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t first = 0; first < weight->out_features; first += OUTPUTS) {
-        float *sums = scratch + omp_get_thread_num() * thread_floats;
-        const int64_t left = weight->out_features - first, count = left < OUTPUTS ? left : OUTPUTS;
-        const pk_weight_dot dot = {weight, first, count, x, sums, num_rows, stride, OUTPUTS};
-        kernels->dot(&dot);
-        pk_cpu_write_sums(
-            args, &(pk_dot_args){.sums = sums, .num_rows = num_rows, .num_outputs = count, .sums_stride = OUTPUTS}, 0,
-            first);
-    }
+    for (int64_t i = 0; i < count * blocks; i++)
+        run_block(&each[i / blocks], i % blocks * OUTPUTS, x + i / blocks * most_floats, stride,
+                  scratch + omp_get_thread_num() * thread_floats);
     free(x);
     return PK_OK;
 }

@@ -13,6 +13,8 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_linear_few_int4_parts_kernels,
         &pk_cuda_linear_sm90_kernels,
         &pk_cuda_expert_few_kernels,
+        &pk_cuda_expert_few_fp8_kernels,
+        &pk_cuda_expert_few_int4_kernels,
         &pk_cuda_expert_grouped_kernels,
         &pk_cuda_sample_linear_kernels,
         &pk_cuda_sample_kernels,

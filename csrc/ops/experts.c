@@ -59,12 +59,13 @@ static pk_status expect_gate(pk_env *env, const pk_expert_linear_call *call)
 
 pk_status pk_expert_linear(const pk_expert_linear_call *call, pk_stream stream, pk_error *err)
 {
-    const pk_view *x = call->x, *weight = call->weight, *weights = call->weights;
+    const pk_view *x = call->x, *weights = call->weights;
     pk_output *out = call->out;
+    pk_weight first;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, weights ? "T C K" : "T K", PK_ANY_FLOAT);
-    PK_EXPECT(&env, "weight", weight, "E N K", PK_SAME);
+    PK_TRY(pk_expect_weight(&env, &call->weight, "E N", &first));
     PK_EXPECT(&env, "experts", call->experts, "T C", PK_ACCEPT_I32 | PK_DENSE);
     if (weights) PK_EXPECT(&env, "weights", weights, "T C", PK_ACCEPT_F32 | PK_DENSE);
     PK_TRY(expect_experts(&env, "weight", 0, "experts"));
@@ -75,21 +76,11 @@ pk_status pk_expert_linear(const pk_expert_linear_call *call, pk_stream stream, 
     PK_BACKEND_OP(env.device, expert_linear, &backend, err);
     const char *dims = weights ? "T N" : call->is_gated ? "T C O" : "T C N";
     PK_EXPECT_OUTPUT(&env, "out", out, dims, x->dtype, PK_SAME);
-    const pk_weight first = {
-        .data = weight->data,
-        .out_features = pk_dim(&env, 'N'),
-        .in_features = pk_dim(&env, 'K'),
-        .stride = weight->stride[1],
-        .dtype = weight->dtype,
-        .is_constant = call->weight_is_constant,
-        .block_rows = 1,
-        .block_columns = 1,
-    };
+    first.is_constant = call->weight_is_constant;
     pk_expert_linear_args args = {
         .linear = pk_linear_args_of(x, &first, &out->view),
         .num_experts = pk_dim(&env, 'E'),
         .num_chosen = pk_dim(&env, 'C'),
-        .weight_expert_stride = weight->stride[0],
         .x_pair_stride = weights ? x->stride[1] : 0,
         .out_pair_stride = weights ? 0 : out->view.stride[1],
         .experts = call->experts->data,

@@ -29,7 +29,6 @@ typedef struct pk_route_args {
 typedef struct pk_expert_linear_args {
     pk_linear_args linear;           /* of x's rows, one a token, and expert 0; without bias, rms and squares */
     int64_t num_experts, num_chosen; /* of all; of a token */
-    int64_t weight_expert_stride;    /* elements from one expert's weight to the next */
     int64_t x_pair_stride;           /* elements; 0: the pairs of a token have one row */
     int64_t out_pair_stride;         /* the same, without `weights` */
     const int32_t *experts;          /* [num_tokens, num_chosen] */
@@ -43,7 +42,9 @@ typedef struct pk_route_call {
 } pk_route_call;
 
 typedef struct pk_expert_linear_call {
-    const pk_view *x, *weight, *experts, *weights; /* the last is optional */
+    const pk_view *x;
+    pk_weight_call weight;
+    const pk_view *experts, *weights; /* the last is optional */
     bool is_gated, adds_to_out, weight_is_constant, experts_are_constant;
     pk_output *out;
 } pk_expert_linear_call;

@@ -43,7 +43,7 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", x, "T K", PK_ANY_FLOAT);
-    PK_TRY(pk_expect_weight(&env, &call->weight, 'N', &weight));
+    PK_TRY(pk_expect_weight(&env, &call->weight, "N", &weight));
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
     if (rms_eps) {
         PK_TRY(pk_expect_eps("rms_eps", *rms_eps, err));
@@ -92,7 +92,7 @@ static pk_status read_product(const pk_linear_algorithm_call *call, pk_env *env,
 {
     pk_env_init(env, err);
     PK_EXPECT(env, "x", call->x, "T K", PK_ANY_FLOAT);
-    PK_TRY(pk_expect_weight(env, &call->weight, 'N', &args->weight));
+    PK_TRY(pk_expect_weight(env, &call->weight, "N", &args->weight));
     PK_EXPECT(env, "out", call->out, "T N", PK_SAME | PK_ACCEPT_F32);
     *args = pk_linear_args_of(call->x, &args->weight, call->out);
     return PK_OK;

@@ -39,6 +39,9 @@ typedef struct pk_weight {
     const uint8_t *zeros; /* the same of int4, or NULL */
     int64_t scales_stride, zeros_stride, block_rows, block_columns;
     pk_dtype scales_dtype; /* PK_F32; of int4 any of 16 bits, too */
+    struct {
+        int64_t data, scales, zeros;
+    } of_experts; /* of a weight for each of some experts, which this is the first of: from one to the next, as the strides */
 } pk_weight;
 
 /* What becomes of a row's sums, in this order. */

@@ -10,7 +10,7 @@ pk_status pk_sample_linear(const pk_sample_linear_call *call, pk_stream stream, 
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, "x", call->x, "T K", PK_ANY_FLOAT);
-    PK_TRY(pk_expect_weight(&env, &call->weight, 'V', &args.linear.weight));
+    PK_TRY(pk_expect_weight(&env, &call->weight, "V", &args.linear.weight));
     PK_BACKEND_OP(env.device, sample_linear, &backend, err);
     PK_TRY(pk_read_sample_call(&env, &call->sample, PK_ACCEPT_F32 | PK_WRITABLE, &backend, &args.sample));
     args.linear = pk_linear_args_of(call->x, &args.linear.weight, call->sample.logits);

@@ -48,8 +48,9 @@ pk_status pk_expect_vocab_size(const pk_env *env, const char *name, int dim);
 pk_status pk_read_attention_call(pk_env *env, const pk_attention_call *call, const pk_backend **backend,
                                  pk_attention_args *args);
 
-/* "weight" [`outputs`, K] of the env's dtype, or quantised, with "weight_scales" and what else belongs to them. */
-pk_status pk_expect_weight(pk_env *env, const pk_weight_call *call, char outputs, pk_weight *weight);
+/* "weight" [`outputs`, K] of the env's dtype, or quantised, with "weight_scales" and what else belongs to them. `outputs` is
+ * a letter, or two, "E N", the first one that of experts, which each have all of it. */
+pk_status pk_expect_weight(pk_env *env, const pk_weight_call *call, const char *outputs, pk_weight *weight);
 
 /* Sums of squares [T, any divisor of dim] as linear's epilogue leaves them; `what` names dim. */
 pk_status pk_expect_squares(pk_env *env, const char *name, const pk_view *squares, char dim, const char *what,

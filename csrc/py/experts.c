@@ -26,20 +26,23 @@ PY_OP(route_experts, P(TENSOR, logits), P(BOOL, normalize), P(WRITTEN, out_exper
 #undef CALL
 #define CALL pk_expert_linear_call
 const char py_expert_linear_doc[] = PyDoc_STR(
-    "expert_linear($module, x, weight, experts, *, weights=None, gated=False, add_to_out=False, "
-    "weight_is_constant=False, experts_are_constant=False, out=None, stream=None)\n--\n\n"
+    "expert_linear($module, x, weight, experts, *, weights=None, weight_scales=None, weight_zeros=None, "
+    "weight_block=None, gated=False, add_to_out=False, weight_is_constant=False, experts_are_constant=False, out=None, stream=None)\n--\n\n"
     "Multiplies each token by the weights of its experts, accumulated in float32: out[t, j] = x[t] @\n"
     "weight[experts[t, j]].T, or, with `weights`, out[t] = the sum over j of weights[t, j] * (x[t, j] @\n"
     "weight[experts[t, j]].T).\n"
     "\n"
-    "The weight of an expert that no token has is not read.\n"
+    "The weight of an expert that no token has is not read, nor are its scales. Of a quantised weight the values are used\n"
+    "as they are, or each is rounded to x's dtype first.\n"
     "\n"
     "Args:\n"
     "    x: [num_tokens, in_features] float32, float16 or bfloat16; with weights [num_tokens, num_chosen, in_features].\n"
-    "    weight: [num_experts, out_features, in_features] of x's dtype; up to 1024 experts.\n"
+    "    weight: [num_experts, out_features, in_features] of x's dtype, or quantised; up to 1024 experts.\n"
     "    experts: [num_tokens, num_chosen] int32, contiguous, as route_experts leaves them; up to 32 of a token.\n"
     "    weights: [num_tokens, num_chosen] float32, contiguous. The sum over a token's experts stays in float32, and is\n"
     "        rounded once.\n"
+    "    weight_scales, weight_zeros, weight_block: those of linear, the first two with a dimension of experts before the\n"
+    "        others; uint8 weights are [num_experts, out_features, in_features / 2].\n"
     "    gated: True makes a product silu(first half) * second half, as silu_and_mul does of the product rounded to x's\n"
     "        dtype; not with weights.\n"
     "    add_to_out: True adds to a given out, before it is rounded; needs weights.\n"
@@ -55,6 +58,6 @@ const char py_expert_linear_doc[] = PyDoc_STR(
     "        [num_tokens, out_features].\n" PY_DOC_RAISES
     "        An expert out of range is a ValueError on the CPU; CUDA takes zeros for its product and records it for\n"
     "        check_errors().\n");
-PY_OP(expert_linear, P(FACTOR, x), P(TENSOR, weight), P(TENSOR, experts), P(OPTIONAL, weights),
+PY_OP(expert_linear, P(FACTOR, x), P_WEIGHT, P(TENSOR, experts), P(OPTIONAL, weights), P_WEIGHT_SCALES,
       P_AS(BOOL, gated, is_gated), P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
       P(BOOL, experts_are_constant), P(OUTPUT, out));

@@ -154,14 +154,15 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     config: Any = llm.config
     itemsize = ITEM_BYTES[llm.dtype]
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-    layers, head = config.num_layers * layer, config.vocab_size * config.hidden_size
+    attentions = config.num_layers * config.hidden_size * (2 * q_size + 2 * kv_size)
+    layers, head = attentions + _mlp_numbers(config, None), config.vocab_size * config.hidden_size
     stores = config.quantization.stores if config.quantization else ()
-    weight_bytes = layers * min(map(QUANTISED_BYTES.__getitem__, stores), default=itemsize) + head * itemsize
+    weight_size = min(map(QUANTISED_BYTES.__getitem__, stores), default=itemsize)
     prompts, ends = list(map(len, workload.prompts)), workload.lengths
     linear = 0.0
     for step in range(1, max(ends)):  # the first token of each is the prompt's
         rows = sum(end > step for end in ends)
+        weight_bytes = (attentions + _mlp_numbers(config, rows)) * weight_size + head * itemsize
         linear += max(weight_bytes / ceiling.bytes_per_second, 2 * rows * (layers + head) / ceiling.flops)
     num_keys = sum(sum(range(n + 1, n + end)) for n, end in zip(prompts, ends, strict=True))
     attention = num_keys * config.num_layers * 2 * kv_size * ITEM_BYTES[llm.kv_cache_dtype] / ceiling.bytes_per_second
@@ -169,6 +170,19 @@ def floor_seconds(llm: LLM, workload: Workload, ceiling: Ceiling) -> float:
     prefill = 2 * (layers * sum(prompts) + head * len(prompts)) + 4 * q_size * config.num_layers * pairs
     seconds: float = linear + attention + prefill / ceiling.flops
     return seconds
+
+
+def _mlp_numbers(config: Any, rows: int | None) -> float:
+    """Of the weights of all layers' MLPs: those that a row is multiplied by (None), or that so many rows read. Of
+    experts these are as many as rows have that choose at random, as random weights make them."""
+    has_experts = getattr(config, "has_experts", (False,) * config.num_layers)
+    dense: float = 3 * config.hidden_size * config.intermediate_size
+    if not any(has_experts):
+        return len(has_experts) * dense
+    chosen, experts = config.num_chosen, config.num_experts
+    used = chosen if rows is None else experts * (1 - (1 - chosen / experts) ** rows)
+    sparse: float = config.hidden_size * (3 * config.expert_size * used + experts)  # and the router
+    return sum(sparse if each else dense for each in has_experts)
 
 
 # --- a run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import DTYPES
-from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys
+from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys, flag, number
 from .quantized import parse_quantization
 from .rope import Rope, parse_rope
 from .spec import KVLayer, Spec
@@ -18,6 +18,7 @@ READ = """
     rope_parameters rope_scaling rope_theta tie_word_embeddings torch_dtype vocab_size
 """
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # of ops.route_experts
+MOST_HEAD_DIM = 256  # of ops.qkv_attention_fwd
 KINDS = ("full_attention", "sliding_attention")  # of layer_types
 
 
@@ -91,8 +92,8 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
     head_dim = hidden_size // num_q_heads if raw.get("head_dim") is None else count(raw, "head_dim")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads is {num_q_heads}, no multiple of num_key_value_heads {num_kv_heads}")
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim} but rotary embeddings need an even one")
+    if head_dim % 8 or head_dim > MOST_HEAD_DIM:
+        raise NotImplementedError(f"head_dim is {head_dim}; only multiples of 8 up to {MOST_HEAD_DIM} are supported")
     max_position_embeddings = count(raw, "max_position_embeddings")
     return {
         "family": raw["model_type"],
@@ -104,8 +105,8 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": max_position_embeddings,
-        "rms_norm_eps": float(raw["rms_norm_eps"]),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "rms_norm_eps": number(raw, "rms_norm_eps"),
+        "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
         "dtype": dtype,
         "rope": parse_rope(raw, max_position_embeddings),
         "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation),
@@ -129,7 +130,7 @@ def experts_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": num_experts,
         "num_chosen": num_chosen,
         "expert_size": count(raw, "moe_intermediate_size"),
-        "normalizes": bool(raw.get("norm_topk_prob", False)),
+        "normalizes": flag(raw, "norm_topk_prob"),
     }
 
 
@@ -141,8 +142,10 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Qwen's: use_sliding_window switches the windows on; layer_types, or max_window_layers, says which layers have
     them."""
     num_layers = count(raw, "num_hidden_layers")
-    has_windows = bool(raw.get("use_sliding_window")) and raw["sliding_window"] is not None
+    has_windows = flag(raw, "use_sliding_window") and raw["sliding_window"] is not None
     num_full = raw["max_window_layers"] if has_windows else num_layers
+    if not isinstance(num_full, int):
+        raise ValueError(f"max_window_layers is {num_full!r} but must be an integer")
     types = raw.get("layer_types") or [KINDS[i >= num_full] for i in range(num_layers)]
     types = ["full_attention" if each == "attention" else each for each in types]  # its older name
     unknown = set(types) - set(KINDS)

@@ -7,6 +7,7 @@ tool leaves behind as a record is in HARMLESS; so is all that transformers itsel
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -78,3 +79,21 @@ def check_keys(
                 f"{where}{key} is {reprlib.repr(value)}, a setting that is not known here and might change what the "
                 "model computes; if it does not, remove it"
             )
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False, where: str = "") -> bool:
+    """Of a key that may be absent. A text is none: "false" would be true."""
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}{name} is {value!r} but must be true or false")
+    return value
+
+
+def number(raw: Mapping[str, Any], name: str, default: float | None = None, where: str = "") -> float:
+    """A positive one. Without a default the key must be there."""
+    value = default if raw.get(name) is None else raw[name]
+    if value is None:
+        raise KeyError(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{where}{name} is {value!r} but must be a positive number")
+    return float(value)

@@ -68,7 +68,8 @@ class Decoder:
         linears = [linear for block in blocks for linear in (*block.into_new, *block.into_residual)]
         self.lora: dict[str, LoraPart] = {part.name: part for linear in linears for part in linear.lora}
         # A tied model may hold its head a second time.
-        source.check_all_used({"lm_head.weight"} if config.tie_word_embeddings else set())
+        is_tied = config.tie_word_embeddings
+        source.check_all_used({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
 
     def make_layer(self, index: int, source: TensorSource, cos_sin: Tensor) -> Layer:
         config, name = self.config, f"model.layers.{index}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class DummyCheckpoint(TensorSource):
         self.upload = Upload(device)
         self.dequantised = []
         self.start = 0  # in the pool, of the next tensor
+        self.view_of = lru_cache(maxsize=4)(self._view_of)  # experts have hundreds that are alike
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
         if len(shape) == 1 and name.endswith(".weight"):  # a norm's
@@ -59,20 +61,22 @@ class DummyCheckpoint(TensorSource):
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> pagedkv.Tensor:
         """Of one of the dtypes. What is float is a scale, unless it is called weight."""
         dtype = self.dtype if self.dtype in dtypes else next(iter(dtypes))
+        return self.view_of(shape, dtype, name.endswith(".weight"))
+
+    def _view_of(self, shape: tuple[int, ...], dtype: str, is_weight: bool) -> pagedkv.Tensor:
         if dtype in ("int32", "uint8"):
             bits = np.random.default_rng(0).integers(-(2**31), 2**31, shape, np.int32)
             return ops.from_dlpack(bits if dtype == "int32" else bits.astype(np.uint8))
         if dtype == "float8_e4m3fn":
             return ops.asarray(np.resize(self.normal, shape) * np.float32(QUANTISED), dtype)
-        is_weight = name.endswith(".weight")
         values = np.resize(self.normal, shape) if is_weight else np.full(shape, 1 / QUANTISED, np.float32)
         return ops.asarray(values * np.float32(DEVIATION), dtype)
 
     def error(self, name: str, message: str) -> Exception:
         return ValueError(f"a dummy: tensor {name!r} {message}")
 
-    def place(self, parts: Sequence[Part]) -> Weight:
-        return self.upload.place(parts)
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        return self.upload.place(parts, num_experts)
 
     def _placed(self, values: np.ndarray) -> pagedkv.Tensor:
         return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts
@@ -86,5 +90,5 @@ class DummyCheckpoint(TensorSource):
         """As Checkpoint.close()."""
         self.upload.close()
 
-    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
+    def check_all_used(self, copies: Mapping[str, str]) -> None:
         """No folder, so nothing in it that the model does not know."""

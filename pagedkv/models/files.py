@@ -53,6 +53,9 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: no 'weight_map'")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{index}: tensor {tensor!r} is in {name!r}, which is no name of a file")
     names = sorted(set(weight_map.values()))
     for name in names:
         if not (folder / name).is_file():

@@ -14,6 +14,7 @@ from pagedkv import Tensor, ops
 
 from .buffers import Buffers
 from .config import DecoderConfig, ExpertsConfig
+from .experts import load_experts
 from .linear import Linear, TensorSource
 from .spec import Batch, KVLayer
 
@@ -175,8 +176,8 @@ class Experts(MLP):
         hidden, size, count = config.hidden_size, config.expert_size, config.num_experts
         self.num_chosen, self.size, self.normalizes = config.num_chosen, size, config.normalizes
         self.router = source.linear({f"{name}.gate": count}, hidden)
-        self.gate_up = source.experts(f"{name}.experts", count, {"gate_proj": size, "up_proj": size}, hidden)
-        self.down = source.experts(f"{name}.experts", count, {"down_proj": hidden}, size)
+        self.gate_up = load_experts(source, f"{name}.experts", count, {"gate_proj": size, "up_proj": size}, hidden)
+        self.down = load_experts(source, f"{name}.experts", count, {"down_proj": hidden}, size)
         super().__init__(config, source, norm, None)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv import Tensor, ops
@@ -39,11 +39,14 @@ class Linear:
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
-        """Multiplies a norm's weight into this one, in place. Returns the norm that must still run before the product,
-        or None: the reader of the product divides by the root mean square."""
+        """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
+        must still run before the product, or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
-        ops.scale_columns(self.weights[0].data, norm, out=self.weights[0].data)
+        data = self.weights[0].data
+        is_files = data.device == "cpu" and memoryview(data.view(data.nbytes, "uint8")).readonly
+        folded = ops.empty(data.shape, data.dtype) if is_files else data
+        self.weights = (Weight(ops.scale_columns(data, norm, out=folded)),)
         return None
 
     def product(
@@ -125,37 +128,6 @@ class Linear:
         )
 
 
-class ExpertLinear:
-    """The same of experts, weight [num_experts, out_features, in_features]: the only caller of expert_linear."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def product(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        *,
-        weights: Tensor | None = None,
-        gated: bool = False,
-        add_to_out: bool = False,
-        experts_are_constant: bool = False,
-        out: Tensor,
-    ) -> Tensor:
-        """See ops.expert_linear."""
-        return ops.expert_linear(
-            x,
-            self.weight,
-            experts,
-            weights=weights,
-            gated=gated,
-            add_to_out=add_to_out,
-            weight_is_constant=True,
-            experts_are_constant=experts_are_constant,
-            out=out,
-        )
-
-
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], dtype: str, **options: Any) -> None:
     """See ops.tune_linear."""
     weights = [weight for each in linears for weight in each.weights if weight.nbytes >= LARGE]
@@ -192,12 +164,13 @@ class TensorSource(ABC):
         """To be raised for a tensor's content. The message says where it is and what is wrong."""
 
     @abstractmethod
-    def place(self, parts: Sequence[Part]) -> Weight:
-        """The weight of parts of one kind, on the device."""
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        """The weight of parts of one kind, on the device; or that of experts, which have as many parts each."""
 
     @abstractmethod
-    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
-        """Raises if there is a tensor that was not loaded."""
+    def check_all_used(self, copies: Mapping[str, str]) -> None:
+        """Raises if there is a tensor that was not loaded, and is not one of `copies`: by their names those of the
+        tensors that they must equal."""
 
     def linear(
         self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False, takes_adapters: bool = False
@@ -210,7 +183,7 @@ class TensorSource(ABC):
         if self.quantization is None or not any(map(self.quantization.covers, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
             return Linear(Weight(self._joined(weights, in_features)), bias=bias, lora=lora)
-        parts = [self._part(name, count, in_features) for name, count in rows.items()]
+        parts = [self.part(name, count, in_features) for name, count in rows.items()]
         return Linear(*map(self.place, stackable(parts)), bias=bias, lora=lora)
 
     def _lora_parts(self, rows: Mapping[str, int], in_features: int, size: LoraSize) -> list[LoraPart]:
@@ -220,26 +193,14 @@ class TensorSource(ABC):
             parts.append(LoraPart(name, first, count, in_features, size, self.dtype, self.device))
         return parts
 
-    def _part(self, name: str, num_rows: int, in_features: int) -> Part:
+    def part(self, name: str, num_rows: int, in_features: int) -> Part:
+        """The weight of the projection of this name, in the form in which it is to be placed."""
         if self.quantization is not None and self.quantization.covers(name):
             part = self.quantization.read(self, name, num_rows, in_features)
             if part.scales is None:
                 self.dequantised.append(name)
             return part
         return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
-
-    def experts(self, name: str, num_experts: int, rows: Mapping[str, int], in_features: int) -> ExpertLinear:
-        """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
-        whose name joins those of the projections, or of a tensor each."""
-        if self.quantization is not None:
-            raise NotImplementedError(f"{name}: experts whose weights are quantised ({self.quantization.name})")
-        size = sum(rows.values())
-        stems = [each.removesuffix("_proj") for each in rows]
-        joined = f"{name}.{'_'.join(stems)}_proj"
-        if self.has(joined):
-            return ExpertLinear(self.load(joined, num_experts, size, in_features))
-        each = {f"{name}.{i}.{row}.weight": count for i in range(num_experts) for row, count in rows.items()}
-        return ExpertLinear(self.load_stacked(each, in_features).view((num_experts, size, in_features)))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .config import DecoderConfig, Keys, checked, common_fields, no_windows
+from .config_keys import flag
 from .decoder import Decoder
 from .spec import Family
 
@@ -19,13 +20,13 @@ KEYS = Keys(
 
 def parse(raw: dict[str, Any], generation: dict[str, Any]) -> DecoderConfig:
     raw = checked(raw, KEYS)
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = flag(raw, "attention_bias")
     return DecoderConfig(
         **common_fields(raw, generation),
         windows=no_windows(raw),
         qkv_bias=has_bias,
         o_bias=has_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=flag(raw, "mlp_bias"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .config import DecoderConfig, Keys, checked, common_fields, windows_of_types
+from .config_keys import flag
 from .decoder import Decoder
 from .spec import Family
 
@@ -24,7 +25,7 @@ KEYS = Keys(
 
 def parse(raw: dict[str, Any], generation: dict[str, Any]) -> DecoderConfig:
     raw = checked(raw, KEYS)
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = flag(raw, "attention_bias")
     return DecoderConfig(
         **common_fields(raw, generation),
         windows=windows_of_types(raw),

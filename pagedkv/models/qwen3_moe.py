@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .config import ExpertsConfig, Keys, checked, common_fields, count, experts_fields, no_windows
+from .config_keys import flag
 from .decoder import Decoder
 from .layers import MLP, Attention, Block, Experts, GatedMLP
 from .linear import TensorSource
@@ -18,7 +19,12 @@ READ = """
 KEYS = Keys(
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read=tuple(READ.split()),
-    neutral={"use_sliding_window": (False,)},  # and so neither sliding_window nor max_window_layers counts
+    neutral={
+        "use_sliding_window": (False,),  # and so neither sliding_window nor max_window_layers counts
+        "qkv_bias": (False,),  # this and what follows: Qwen3-Coder's file
+        "shared_expert_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+    },
     defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
@@ -45,7 +51,7 @@ class Qwen3MoE(Decoder):
 
 def parse(raw: dict[str, Any], generation: dict[str, Any]) -> ExpertsConfig:
     raw = checked(raw, KEYS)
-    has_bias, num_layers = bool(raw.get("attention_bias", False)), count(raw, "num_hidden_layers")
+    has_bias, num_layers = flag(raw, "attention_bias"), count(raw, "num_hidden_layers")
     dense, step = raw.get("mlp_only_layers") or (), count(raw, "decoder_sparse_step")
     if not all(isinstance(i, int) for i in dense):
         raise ValueError(f"mlp_only_layers is {dense!r} but must be a list of integers")

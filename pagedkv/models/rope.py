@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .config_keys import check_keys
+from .config_keys import check_keys, flag, number
 
 DEFAULT_THETA = 10000.0
 # The keys of each type, besides rope_type (older: type) and rope_theta.
@@ -56,35 +56,36 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     if kind not in KEYS:
         raise NotImplementedError(f"rope type {kind!r}; supported are {', '.join(KEYS)}")
     check_keys(scaling, ("rope_type", "type", "rope_theta", *KEYS[kind]), NEUTRAL, where=f"{name}.")
-    theta = _theta(raw, scaling)
+    theta, where = _theta(raw, scaling), f"{name}."
     if kind == "default":
         return Rope(theta=theta)
+    original = number(scaling, "original_max_position_embeddings", max_position_embeddings, where)
     if kind == "llama3":
-        return _llama3(scaling, theta, max_position_embeddings)
-    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
-    factor = scaling.get("factor") or max_position_embeddings / original
+        return _llama3(scaling, theta, int(original), where)
+    default = max_position_embeddings / original if kind == "yarn" else None
+    factor = number(scaling, "factor", default, where)
     _check_factor(factor)
     if kind == "linear":
-        return Rope("linear", theta, float(factor))
+        return Rope("linear", theta, factor)
     return Rope(
         "yarn",
         theta,
-        float(factor),
+        factor,
         int(original),
-        float(scaling.get("beta_fast") or 32.0),
-        float(scaling.get("beta_slow") or 1.0),
+        number(scaling, "beta_fast", 32.0, where),
+        number(scaling, "beta_slow", 1.0, where),
         _yarn_attention_factor(scaling, factor),
-        bool(scaling.get("truncate", True)),
+        flag(scaling, "truncate", True, where),
     )
 
 
-def _llama3(scaling: Mapping[str, Any], theta: float, max_position_embeddings: int) -> Rope:
+def _llama3(scaling: Mapping[str, Any], theta: float, original: int, where: str) -> Rope:
     """transformers, too, has no factors of its own where the file lacks them."""
-    factor, low, high = (float(scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    names = "factor", "low_freq_factor", "high_freq_factor"
+    factor, low, high = (number(scaling, each, where=where) for each in names)
     _check_factor(factor)
-    if not 0 < low < high:
+    if low >= high:
         raise ValueError(f"low_freq_factor is {low} and high_freq_factor is {high} but 0 < low < high must hold")
-    original = int(scaling.get("original_max_position_embeddings") or max_position_embeddings)
     return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
@@ -96,11 +97,11 @@ def _check_factor(factor: float) -> None:
 def _theta(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
     """That of the object which counts, else that beside it. transformers reads no other place; the model's own theta,
     where it stands in an object that does not count, would be lost."""
-    theta = scaling.get("rope_theta") or raw.get("rope_theta")
+    theta = raw.get("rope_theta") if scaling.get("rope_theta") is None else scaling["rope_theta"]
     other = (raw.get("rope_parameters") or {}).get("rope_theta")
     if theta is None and other not in (None, DEFAULT_THETA):
         raise ValueError(f"rope_scaling has no rope_theta but rope_parameters has {other}: write it into rope_scaling")
-    return float(theta or DEFAULT_THETA)
+    return number({"rope_theta": theta}, "rope_theta", DEFAULT_THETA)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:

@@ -30,6 +30,7 @@ class Quantization(ABC):
     """How the weights of products are quantised in a checkpoint, or while it is loaded. Its repr() says all of it."""
 
     name: str  # that of quantization_config.quant_method
+    reads_joined_experts = False  # whether a tensor may hold all experts of a layer
 
     @property
     @abstractmethod

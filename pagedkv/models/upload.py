@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,13 @@ PIECE_BYTES = 4 << 20
 MAX_THREADS = 16
 Staging = SimpleQueue[tuple[Tensor, Event]]  # pinned memory, and the event behind the last copy from it
 SCALES_ALIGNMENT = 4  # columns: what a GPU's library wants of the rows of scales of 128 x 128 blocks
+
+
+class Piece(NamedTuple):
+    """Rows that a thread writes."""
+
+    target: Tensor
+    write: Callable[[Tensor], object]  # into memory of the host
 
 
 def _padded(scales: Scales) -> Tensor:
@@ -38,26 +47,29 @@ class Upload:
     def copy(self, target: Tensor, view: Tensor) -> Tensor:
         """target = view, converted. Both are contiguous and of one shape."""
         there, here = target.view(-1), view.view(-1)
-        self._write(there, lambda first, last, out: out.copy_(here[first:last]), step=1)
+        self._run(_pieces(there, lambda first, last, out: out.copy_(here[first:last]), step=1))
         return target
 
-    def place(self, parts: Sequence[Part]) -> Weight:
-        """The weight of parts of one kind. What needs no work stays where it is, on the CPU."""
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        """The weight of parts of one kind. What needs no work stays where it is, on the CPU. num_experts: one after the
+        other has as many parts, and the weight is that of experts."""
         first = parts[0]
         if len(parts) == 1 and first.whole is not None and self.device == "cpu":
             data = first.whole
         else:
             data = ops.empty((sum(part.num_rows for part in parts), first.row_size), first.dtype, self.device)
-            start = 0
-            for part in parts:
-                self._write(data[start : start + part.num_rows], part.write, part.step)
-                start += part.num_rows
+            ends = list(accumulate(part.num_rows for part in parts))
+            rows = (data[end - part.num_rows : end] for end, part in zip(ends, parts, strict=True))
+            self._run(chain(*(_pieces(its, part.write, part.step) for its, part in zip(rows, parts, strict=True))))
         if first.scales is None:
-            return Weight(data)
-        scales = stack_scales(parts)
+            return Weight(_of_experts(data, num_experts))
+        scales = stack_scales(parts, num_experts or 1)
         zeros = None if scales.zeros is None else self.placed(ops.from_dlpack(scales.zeros))
-        values = self.placed(_padded(scales))[:, : scales.values.shape[1]]
-        return Weight(data, values, zeros, scales.block, scales.quantizes_x)
+        values = _of_experts(self.placed(_padded(scales)), num_experts)
+        columns = slice(scales.values.shape[1])
+        values = values[:, columns] if num_experts is None else values[:, :, columns]
+        zeros = zeros if zeros is None else _of_experts(zeros, num_experts)
+        return Weight(_of_experts(data, num_experts), values, zeros, scales.block, scales.quantizes_x)
 
     def placed(self, view: Tensor) -> Tensor:
         """A copy, or on the CPU the view itself."""
@@ -65,22 +77,19 @@ class Upload:
             return view
         return self.copy(ops.empty(view.shape, view.dtype, self.device), view)
 
-    def _write(self, target: Tensor, write: Callable[[int, int, Tensor], object], step: int) -> None:
-        """The rows of a tensor, by pieces of about PIECE_BYTES."""
-        count, staging = len(target), None if self.device == "cpu" else self._staging
-        rows = max(1, PIECE_BYTES // max(1, target.nbytes // max(1, count)) // step) * step
+    def _run(self, pieces: Iterable[Piece]) -> None:
+        all_pieces, staging = list(pieces), None if self.device == "cpu" else self._staging
 
-        def write_piece(first: int) -> None:
-            piece = target[first : first + rows]
+        def write_piece(piece: Piece) -> None:
             if staging is None:
-                write(first, first + len(piece), piece)
+                piece.write(piece.target)
             else:
-                _stage(staging, piece, lambda out: write(first, first + len(piece), out))
+                _stage(staging, piece)
 
-        if count <= rows:
-            write_piece(0)
+        if len(all_pieces) == 1:
+            write_piece(all_pieces[0])
         else:
-            for _ in self._threads.map(write_piece, range(0, count, rows)):
+            for _ in self._threads.map(write_piece, all_pieces):
                 pass  # raises what a thread has raised
 
     @cached_property
@@ -108,16 +117,33 @@ class Upload:
         vars(self).pop("_staging", None)
 
 
-def _stage(staging: Staging, piece: Tensor, write: Callable[[Tensor], object]) -> None:
+def _of_experts(rows: Tensor, num_experts: int | None) -> Tensor:
+    """[rows, columns], or [num_experts, rows, columns]."""
+    if num_experts is None:
+        return rows
+    return rows.view((num_experts, len(rows) // num_experts, rows.shape[1]))
+
+
+def _pieces(target: Tensor, write: Callable[[int, int, Tensor], object], step: int) -> Iterator[Piece]:
+    """The rows of a tensor, by pieces of about PIECE_BYTES."""
+    count = len(target)
+    rows = max(1, PIECE_BYTES // max(1, target.nbytes // max(1, count)) // step) * step
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        yield Piece(target[first:last], partial(write, first, last))
+
+
+def _stage(staging: Staging, piece: Piece) -> None:
     """Writes a piece of a GPU's tensor by way of pinned memory."""
+    target = piece.target
     memory, event = staging.get()
     try:
         event.synchronize()  # the copy from this memory before is done
-        if memory.nbytes < piece.nbytes:
-            memory = ops.empty(piece.nbytes, "uint8", pinned=True)
-        staged = memory[: piece.nbytes].view(piece.shape, piece.dtype)
-        write(staged)
-        piece.copy_(staged)
+        if memory.nbytes < target.nbytes:
+            memory = ops.empty(target.nbytes, "uint8", pinned=True)
+        staged = memory[: target.nbytes].view(target.shape, target.dtype)
+        piece.write(staged)
+        target.copy_(staged)
         event.record()
     finally:
         staging.put((memory, event))

@@ -18,7 +18,7 @@ INT4_ZERO = 8  # of a weight of int4 without zeros
 @dataclass(frozen=True)
 class Weight:
     """[out_features, in_features] in one of the forms that ops.linear reads: in the dtype of x, or quantised, with
-    scales."""
+    scales. Or that of experts, of which each tensor has one more dimension before the others."""
 
     data: Tensor
     scales: Tensor | None = None
@@ -36,7 +36,7 @@ class Weight:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ops.linear, and of its kin."""
+        """Those of ops.linear and ops.expert_linear, and of their kin."""
         if not self.is_quantised:
             return {"weight": self.data}
         return {
@@ -93,14 +93,17 @@ def stackable(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield list(group)
 
 
-def stack_scales(parts: Sequence[Part]) -> Scales:
-    """Of quantised parts of one kind, one below the other. Where a part does not end with a block, the blocks become so
-    short that all do, and neighbours hold the same scale."""
+def stack_scales(parts: Sequence[Part], num_experts: int = 1) -> Scales:
+    """Of quantised parts of one kind, one below the other; of several experts, which have as many parts each. Where a
+    part does not end with a block, the blocks become so short that all do, and neighbours hold the same scale. The last
+    part, and that of each expert, may end within a block."""
     if len(parts) == 1:
         assert parts[0].scales is not None
         return parts[0].scales
     each = [part.scales for part in parts if part.scales is not None]
-    rows = math.gcd(*(scales.block[0] for scales in each), *(part.num_rows for part in parts[:-1]))
+    of_expert = len(parts) // num_experts
+    inner = (part.num_rows for i, part in enumerate(parts, 1) if i % of_expert)
+    rows = math.gcd(*(scales.block[0] for scales in each), *inner)
     counts = [-(-part.num_rows // rows) for part in parts]
     stacked = ops.empty((sum(counts), each[0].values.shape[1]), each[0].values.dtype)
     start = 0

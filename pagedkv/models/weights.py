@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+
+import numpy as np
 
 import pagedkv
 from pagedkv import ops
@@ -17,7 +19,7 @@ from . import DTYPES
 from .files import CheckpointError, find_weights
 from .linear import TensorSource
 from .lora import LoraSize
-from .safetensors import SafetensorsFile
+from .safetensors import Entry, SafetensorsFile
 from .spec import Quantization
 from .upload import Upload
 from .weight import Part, Weight
@@ -93,8 +95,8 @@ class Checkpoint(TensorSource):
         self._forget_views()
         return stacked
 
-    def place(self, parts: Sequence[Part]) -> Weight:
-        weight = self._upload.place(parts)
+    def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
+        weight = self._upload.place(parts, num_experts)
         self._forget_views()
         return weight
 
@@ -104,13 +106,20 @@ class Checkpoint(TensorSource):
             file.forget(name)
         self._views.clear()
 
-    def check_all_used(self, ignored: Set[str] = frozenset()) -> None:
+    def check_all_used(self, copies: Mapping[str, str]) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
-        extra = sorted(set(self.files) - self.used - ignored)
-        extra = [name for name in extra if not name.endswith(ROTARY)]
+        for name, original in copies.items():
+            if name in self.files and not self._is_same(name, original):
+                raise self.error(name, f"is not {original!r} but config.json says tie_word_embeddings")
+        extra = sorted(set(self.files) - self.used - set(copies))
+        extra = [name for name in extra if not name.endswith(ROTARY) and not self._is_zero_bias(name)]
         if extra:
             more = f"and {len(extra) - 1} more are" if len(extra) > 1 else "is"
             raise self.error(extra[0], f"{more} no part of the model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """AutoGPTQ wrote a bias for every product that it quantised, most of them of zeros."""
+        return name.endswith(".bias") and not self._content(name).any()
 
     def has(self, name: str) -> bool:
         return name in self.files
@@ -119,7 +128,7 @@ class Checkpoint(TensorSource):
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
         file = self.files[name]
-        entry = name if name in file.entries else name.removeprefix("model.")
+        entry = _entry(file, name).name
         view = file.tensor(entry, dtypes)
         if view.shape == () and shape == (1,):
             view = view.view(shape)
@@ -130,6 +139,15 @@ class Checkpoint(TensorSource):
         if self._bar is not None:
             self._bar.update(view.nbytes)
         return view
+
+    def _is_same(self, name: str, other: str) -> bool:
+        one, two = (_entry(self.files[each], each) for each in (name, other))
+        is_alike = (one.dtype, one.shape) == (two.dtype, two.shape)
+        return is_alike and self._content(name).data == self._content(other).data
+
+    def _content(self, name: str) -> np.ndarray:
+        file = self.files[name]
+        return file.content(_entry(file, name).name)
 
     def error(self, name: str, message: str) -> CheckpointError:
         return CheckpointError(f"{self.files[name].path}: tensor {name!r} {message}")
@@ -148,6 +166,10 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     return files
 
 
+def _entry(file: SafetensorsFile, name: str) -> Entry:
+    return file.entry(name if name in file.entries else name.removeprefix("model."))
+
+
 def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]:
     return {file.path: file.stamp for file in files.values()}
 
@@ -158,7 +180,7 @@ def fingerprint(files: Mapping[str, SafetensorsFile]) -> str:
     all cores read at once."""
     names, pieces = hashlib.sha256(), []
     for name, file in sorted(files.items(), key=lambda each: each[0]):
-        entry = file.entries.get(name) or file.entries[name.removeprefix("model.")]
+        entry = _entry(file, name)
         names.update(repr((name, entry.dtype, entry.shape)).encode())
         content = file.content(entry.name)
         pieces += [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]

@@ -13,6 +13,9 @@ __host__ __device__ static inline int64_t pk_num_pairs(const pk_expert_linear_ar
 /* few.cu: few tokens of 16 bits, where the time is that of reading the weights of their experts once. */
 bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few;
+/* few_quantised.cu: what of it is the weight's in float8 or int4. */
+bool pk_cuda_experts_few_quantised_applies(const pk_expert_linear_args *args);
+pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few_quantised;
 
 /* Pairs of one expert that are multiplied together. */
 struct pk_expert_group {
@@ -35,5 +38,8 @@ pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_exper
 /* grouped.cu: any number of tokens of 16 bits on Hopper. */
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
+
+/* any.cu: everything, quantised weights, too. */
+pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_any;
 
 #endif

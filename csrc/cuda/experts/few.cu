@@ -1,77 +1,5 @@
-/* few.cu - expert_linear for few tokens of bf16 or f16, in little more than the time of reading the weights of their
- * experts once.
- *
- * As in linear/few.cu, 16 rows of a weight are one operand of an instruction, and 8 rows of x the other: here those of the
- * tokens that have the expert, column t for token t, and zeros. Every CTA lists the distinct experts from the ids, so
- * nothing is sorted before and a graph replays any routing. Its tiles are of an expert by 16 outputs (8 gates and their
- * ups), dealt evenly over all experts. Of sums over a token's experts a tile is 16 outputs of all of them, in the order of
- * their ids: products begin at zero and are added, weighed, to totals in float32; no sum crosses CTAs.
- *
- * The warps of a CTA share the inputs, and a thread reads only what it has copied itself, so the ring of copies in flight
- * needs no barrier. Nothing can be read before the experts are known. Where the product before had the same ones, they are
- * known already, and the ring is filled while that one still runs. Every kernel here lets the next one start after its own
- * wait, so what has been written before it is there then.
- */
-#include "cuda/experts/few.h"
-
-// --- kernels
-
-template <typename T>
-__global__ void __launch_bounds__(EXPERT_WARPS * 32, 2)
-    expert_few_kernel(const __grid_constant__ expert_few_params params, pk_cuda_bad_id *bad_id)
-{
-    extern __shared__ uint4 smem[];
-    __shared__ expert_list list;
-    const pk_expert_linear_args &args = params.args;
-    if (!args.linear.weight.is_constant || !args.experts_are_constant) pk_wait_for_previous_kernel();
-    list.fill(args);
-    const expert_few_cta<T> cta(params, smem, list);
-    expert_place copy_at = cta.first_of(blockIdx.x), x_at = copy_at, at = copy_at;
-    int copy_slot = 0, slot = 0, turn = 0;
-    auto copy_next = [&]() {
-        if (copy_at.tile < cta.num_tiles) {
-            cta.copy(copy_at, copy_slot);
-            cta.advance(copy_at);
-            if (++copy_slot == params.num_slots) copy_slot = 0;
-        }
-        copy_async_commit();
-    };
-    for (int i = 0; i < params.num_slots; i++) copy_next();
-    pk_wait_for_previous_kernel();
-    pk_let_next_kernel_start();
-    list.weigh(args, bad_id);
-
-    float before = cta.before(cta.place_of(at, threadIdx.x)), acc[4] = {}, total[4] = {};
-    uint4 x_bits[2][2]; /* of this line and the next one */
-    for (int i = 0; i < 2; i++) {
-        cta.load_x(x_bits[i], x_at);
-        cta.advance(x_at);
-    }
-    auto multiply_line = [&](uint4(&its_x)[2]) {
-        copy_async_wait(params.num_slots - 1);
-        cta.multiply(acc, its_x, slot);
-        cta.load_x(its_x, x_at);
-        cta.advance(x_at);
-        copy_next();
-        if (++slot == params.num_slots) slot = 0;
-        const expert_place was = at;
-        cta.advance(at);
-        if (at.line > 0) return;
-        cta.add(total, acc, was.entry);
-        if (at.tile == was.tile) return;
-        cta.leave_sums(total, turn);
-        __syncthreads();
-        cta.write_tile(was, before, turn);
-        before = cta.before(cta.place_of(at, threadIdx.x));
-        turn ^= 1;
-    };
-    while (at.tile < cta.num_tiles) {
-        multiply_line(x_bits[0]);
-        if (at.tile < cta.num_tiles) multiply_line(x_bits[1]);
-    }
-}
-
-// --- launchers
+/* few.cu - expert_linear for few tokens and weights of 16 bits: see few_kernel.h. */
+#include "cuda/experts/few_kernel.h"
 
 bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args)
 {
@@ -80,32 +8,18 @@ bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args)
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
     return is_16_bit && x.num_rows <= EXPERT_ROWS && pk_num_pairs(args) <= EXPERT_FEW_PAIRS && weight.in_features > 0 &&
            weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
-           pk_are_multiples(8, weight.in_features, weight.stride, args->weight_expert_stride, x.stride,
+           pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
                             args->x_pair_stride) &&
-           pk_are_multiples(16, x.data, weight.data);
+           pk_are_multiples(16, x.data, weight.data) && (!weight.scales || pk_cuda_experts_few_quantised_applies(args));
 }
 
-template <typename T>
-static pk_status launch(const expert_few_params &params, const pk_cuda_call &call)
-{
-    static uint64_t allowed;
-    auto kernel = expert_few_kernel<T>;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_expert_smem(call.device->card), &allowed));
-    return pk_cuda_launch_early(call, "expert_few_kernel", kernel, dim3((unsigned)params.num_ctas),
-                                dim3((unsigned)params.num_warps * 32), params.smem_bytes, params, call.device->bad_id);
-}
-
-using few_instance = pk_cuda_instance<pk_status(const expert_few_params &, const pk_cuda_call &)>;
-template <typename T>
-static constexpr few_instance instance = {{"expert_few_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0,
-                                           EXPERT_ROWS, EXPERT_WARPS * 32, pk_cuda_smem_of_cards(most_expert_smem)},
-                                          launch<T>};
-static constexpr few_instance INSTANCES[] = {instance<__nv_bfloat16>, instance<__half>};
+static constexpr const char *VARIANT = "";
+static constexpr few_instance INSTANCES[] = {instance_of_few<expert_16_bit<__nv_bfloat16>>(VARIANT),
+                                             instance_of_few<expert_16_bit<__half>>(VARIANT)};
 const pk_cuda_kernel_table pk_cuda_expert_few_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_experts_few(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    for (const few_instance &each : INSTANCES)
-        if (each.shown.reads == args->linear.x.dtype) return each.launch(plan_experts_few(args, call.device), call);
-    return pk_cuda_no_instance(call, "expert_few_kernel");
+    if (args->linear.weight.scales) return pk_cuda_experts_few_quantised(args, call);
+    return launch_first_few(INSTANCES, VARIANT, args, call);
 }

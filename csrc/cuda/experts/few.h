@@ -1,4 +1,5 @@
-/* few.h - the steps of few.cu: the list of experts, copies of their weights, products, and outputs. */
+/* few.h - the steps of few_kernel.h: the list of experts, copies of their weights and outputs, and products by weights of
+ * 16 bits. */
 #ifndef PK_CUDA_EXPERTS_FEW_H
 #define PK_CUDA_EXPERTS_FEW_H
 
@@ -78,8 +79,12 @@ struct expert_place {
 };
 
 /* A thread's view of its CTA. */
-template <typename T>
+template <typename T_, pk_dtype WEIGHT_>
 struct expert_few_cta {
+    using T = T_;
+    static constexpr pk_dtype WEIGHT = WEIGHT_;
+    static constexpr few_form FORM = few_form_of(WEIGHT);
+    static constexpr int LINE = FORM.line(), PIECES = FORM.pieces;
     const expert_few_params &params;
     const pk_expert_linear_args &args;
     const pk_weight &weight;
@@ -89,8 +94,8 @@ struct expert_few_cta {
     int warp, lane, group, quad, num_warps;
     int size, num_lines, num_tiles; /* inputs; lines of this warp */
     int width, num_outputs;         /* outputs that are written: of a tile, and in all */
-    uint4 *ring; /* [num_slots][2 halves of a block][2 halves of a line][threads], from this one on */
-    float *sums; /* [2][warps][EXPERT_ROWS][EXPERT_PITCH] */
+    uint4 *ring;                    /* [num_slots][2 halves of a block][PIECES][threads] */
+    float *sums;                    /* [2][warps][EXPERT_ROWS][EXPERT_PITCH] */
 
     __device__ __forceinline__ expert_few_cta(const expert_few_params &params, uint4 *smem, const expert_list &list)
         : params(params),
@@ -103,11 +108,11 @@ struct expert_few_cta {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
         num_warps = params.num_warps;
         size = (int)weight.in_features;
-        num_lines = ((size + EXPERT_LINE - 1) / EXPERT_LINE + num_warps - 1 - warp) / num_warps;
+        num_lines = ((size + LINE - 1) / LINE + num_warps - 1 - warp) / num_warps;
         num_tiles = params.num_blocks * (args.weights ? 1 : list.num_entries);
         width = to.is_gated ? params.tile / 2 : params.tile;
         num_outputs = (int)(to.is_gated ? weight.out_features / 2 : weight.out_features);
-        ring = smem + threadIdx.x;
+        ring = smem;
         sums = (float *)(smem + params.sums_at);
     }
 
@@ -126,16 +131,16 @@ struct expert_few_cta {
         else
             at = first_of(at.tile + gridDim.x);
     }
-    __device__ __forceinline__ int column_of(int line) const
-    {
-        return (line * num_warps + warp) * EXPERT_LINE + quad * 8;
-    }
+    __device__ __forceinline__ int first_column(int line) const { return (line * num_warps + warp) * LINE; }
 
-    /* Starts this thread's share of the copies of a tile by a line. What lies beyond the weight becomes zeros. */
-    __device__ __forceinline__ void copy(const expert_place &at, int slot) const
+    /* Starts this thread's share of the copies of a tile by a line, to `place` in a slot of the ring. What lies beyond the
+     * weight becomes zeros. */
+    __device__ __forceinline__ void copy(const expert_place &at, int slot, int place) const
     {
-        const int expert = list.entries[at.entry].expert, column = column_of(at.line);
-        const T *its = (const T *)weight.data + expert * args.weight_expert_stride + column;
+        constexpr int BYTES = FORM.bits == 16 ? 2 : 1; /* of what strides count */
+        const int expert = list.entries[at.entry].expert, column = first_column(at.line) + quad * FORM.piece();
+        const char *data = (const char *)weight.data;
+        const char *its = data + expert * weight.of_experts.data * BYTES + column * FORM.bits / 8;
         for (int half = 0; half < 2; half++) {
             int row = at.block * params.tile + half * 8 + group;
             bool is_row = expert >= 0 && half * 8 < params.tile && row < weight.out_features;
@@ -144,36 +149,27 @@ struct expert_few_cta {
                 is_row = expert >= 0 && row < num_outputs;
                 row += half * num_outputs;
             }
-            for (int p = 0; p < 2; p++) {
-                const bool is_inside = is_row && column + p * 32 < size;
-                const T *from = is_inside ? its + row * weight.stride + p * 32 : (const T *)weight.data;
-                copy_async_16(smem_address(ring + ((slot * 2 + half) * 2 + p) * num_warps * 32), from,
+            for (int p = 0; p < PIECES; p++) {
+                const bool is_inside = is_row && column + p * 4 * FORM.piece() < size;
+                const char *from = is_inside ? its + row * weight.stride * BYTES + p * 64 : data;
+                copy_async_16(smem_address(ring + ((slot * 2 + half) * PIECES + p) * num_warps * 32 + place), from,
                               is_inside ? 16 : 0);
             }
         }
     }
 
-    /* The same line of the rows of x, of which this thread has one. */
-    __device__ __forceinline__ void load_x(uint4 (&bits)[2], const expert_place &at) const
+    /* Of the row of x that this thread has, some of the same line: 8 inputs each, from columns of the line on. */
+    template <int COUNT, typename Column>
+    __device__ __forceinline__ void load_row(uint4 (&bits)[COUNT], const expert_place &at, Column column_of) const
     {
-        bits[0] = bits[1] = {};
+        for (int i = 0; i < COUNT; i++) bits[i] = {};
         if (at.tile >= num_tiles) return;
         const expert_entry &entry = list.entries[at.entry];
-        const int pair = entry.pairs[group], column = column_of(at.line);
+        const int pair = entry.pairs[group], first = first_column(at.line);
         if (pair < 0 || entry.expert < 0) return;
         const T *row = x + group * args.linear.x.stride + (pair - group * (int)args.num_chosen) * args.x_pair_stride;
-        for (int p = 0; p < 2; p++)
-            if (column + p * 32 < size) bits[p] = *(const uint4 *)(row + column + p * 32);
-    }
-    /* One slot of the ring times the same line of x. */
-    __device__ __forceinline__ void multiply(float (&acc)[4], const uint4 (&x_bits)[2], int slot) const
-    {
-        const int threads = num_warps * 32;
-        for (int p = 0; p < 2; p++) {
-            const uint4 low = ring[(slot * 4 + p) * threads], high = ring[(slot * 4 + 2 + p) * threads];
-            mma_16816<T>(acc, {low.x, high.x, low.y, high.y}, {x_bits[p].x, x_bits[p].y});
-            mma_16816<T>(acc, {low.z, high.z, low.w, high.w}, {x_bits[p].z, x_bits[p].w});
-        }
+        for (int i = 0; i < COUNT; i++)
+            if (first + column_of(i) < size) bits[i] = *(const uint4 *)(row + first + column_of(i));
     }
     /* An entry's products, weighed, to the tile's sums: of the columns that are its pairs, whatever the others are. */
     __device__ __forceinline__ void add(float (&total)[4], float (&acc)[4], int entry) const
@@ -225,6 +221,37 @@ struct expert_few_cta {
         for (int i = threadIdx.x; i < EXPERT_ROWS * width; i += num_warps * 32) {
             const int64_t place = place_of(at, i);
             if (place >= 0) write(i, place, i < num_warps * 32 ? before_first : before(place), turn);
+        }
+    }
+};
+
+/* A weight of 16 bits: a thread's piece is 8 inputs, used for two instructions as they come. */
+template <typename T>
+struct expert_16_bit : expert_few_cta<T, pk_cuda_dtype_of<T>> {
+    using base = expert_few_cta<T, pk_cuda_dtype_of<T>>;
+    using base::base;
+    static constexpr int AHEAD = 2;
+    struct rows {
+        uint4 bits[2];
+    };
+    struct scales {
+    };
+
+    __device__ __forceinline__ int place() const { return threadIdx.x; }
+    __device__ __forceinline__ scales scales_of(const expert_place &) const { return {}; }
+    __device__ __forceinline__ void load_x(rows &x, const expert_place &at) const
+    {
+        this->load_row(x.bits, at, [&](int i) { return this->quad * 8 + i * 32; });
+    }
+    /* One slot of the ring times the same line of x. */
+    __device__ __forceinline__ void multiply(float (&acc)[4], const rows &x, int slot, const scales &) const
+    {
+        const int threads = this->num_warps * 32;
+        const uint4 *ring = this->ring + threadIdx.x;
+        for (int p = 0; p < 2; p++) {
+            const uint4 low = ring[(slot * 4 + p) * threads], high = ring[(slot * 4 + 2 + p) * threads];
+            mma_16816<T>(acc, {low.x, high.x, low.y, high.y}, {x.bits[p].x, x.bits[p].y});
+            mma_16816<T>(acc, {low.z, high.z, low.w, high.w}, {x.bits[p].z, x.bits[p].w});
         }
     }
 };

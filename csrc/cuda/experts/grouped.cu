@@ -64,11 +64,11 @@ bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk
     const pk_rows &x = args->linear.x;
     const pk_weight &weight = args->linear.weight;
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
-    return device->has_sm90a && is_16_bit && pk_num_pairs(args) <= 1 << 30 && weight.in_features > 0 &&
-           weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 && weight.out_features % 16 == 0 &&
-           weight.stride >= weight.in_features &&
-           args->weight_expert_stride >= weight.stride * (weight.out_features - 1) + weight.in_features &&
-           pk_are_multiples(8, weight.in_features, weight.stride, args->weight_expert_stride, x.stride,
+    return device->has_sm90a && is_16_bit && !weight.scales && pk_num_pairs(args) <= 1 << 30 &&
+           weight.in_features > 0 && weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
+           weight.out_features % 16 == 0 && weight.stride >= weight.in_features &&
+           weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features &&
+           pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
                             args->x_pair_stride) &&
            pk_are_multiples(16, x.data, weight.data);
 }
@@ -81,7 +81,7 @@ static pk_status map_weight(CUtensorMap *map, const pk_expert_linear_args *args,
     const int64_t sixteens = weight.out_features / 16, apart = is_gated ? weight.out_features / 2 : 8;
     const int64_t sizes[] = {weight.in_features, 8, 2, sixteens, args->num_experts};
     const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
-                               args->weight_expert_stride};
+                               weight.of_experts.data};
     const int box[] = {GROUPED_LINE, 8, 2, tile / 16, 1};
     return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
 }

@@ -61,7 +61,8 @@ struct few_cta {
     __device__ __forceinline__ int first_column(int line) const { return (line * WARPS + warp) * LINE; }
 
     /* Starts this thread's share of the copies of 16 outputs by one line, to its place in the ring's slot. Behind the
-     * weight's last column there are zeros. */
+     * weight's last column there are zeros, and so for eight outputs behind the tile's: of a small weight they would be as
+     * many as it has. */
     __device__ __forceinline__ void copy(int tile, int line, int block, int slot, uint32_t place) const
     {
         const int column = first_column(line) + quad * FORM.piece();
@@ -70,9 +71,11 @@ struct few_cta {
         int bytes[PIECES];
         for (int p = 0; p < PIECES; p++) bytes[p] = column + p * 4 * FORM.piece() < size ? 16 : 0;
         for (int half = 0; half < 2; half++) {
-            const char *from = at + (int64_t)weight_row(tile, block * BLOCK + half * 8) * stride_bytes;
+            const int first = block * BLOCK + half * 8;
+            const char *from = at + (int64_t)weight_row(tile, first) * stride_bytes;
             for (int p = 0; p < PIECES; p++)
-                copy_async_16(to + (half * PIECES + p) * THREADS * 16, from + p * 64, bytes[p]);
+                copy_async_16(to + (half * PIECES + p) * THREADS * 16, from + p * 64,
+                              first < params.tile ? bytes[p] : 0);
         }
     }
 

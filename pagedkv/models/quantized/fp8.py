@@ -19,7 +19,7 @@ from .. import DTYPES
 from ..linear import TensorSource
 from ..spec import Quantization
 from ..weight import Part, Scales, part_of_view
-from .keys import WHERE, checked, names, names_part_of, one_of
+from .keys import WHERE, checked, is_router, names, names_part_of, one_of
 
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
@@ -74,7 +74,7 @@ def read_fp8(
 class BlockFp8(Quantization):
     block: tuple[int, int]
     ignored: tuple[str, ...]
-    name, stores = "fp8", ("fp8",)
+    name, stores, reads_joined_experts = "fp8", ("fp8",), True
 
     def covers(self, name: str) -> bool:
         return not names_part_of(name, self.ignored)
@@ -86,12 +86,12 @@ class BlockFp8(Quantization):
 
 @dataclass(frozen=True)
 class LoadedAsFp8(Quantization):
-    """Of weights that are not quantised in their files: all but the head's."""
+    """Of weights that are not quantised in their files: all but the head's and those of experts' routers."""
 
-    name, stores = "fp8", ("fp8",)
+    name, stores, reads_joined_experts = "fp8", ("fp8",), True
 
     def covers(self, name: str) -> bool:
-        return name != "lm_head"
+        return name != "lm_head" and not is_router(name)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         weight = source.view(f"{name}.weight", (num_rows, in_features), DTYPES)

@@ -1,6 +1,6 @@
 """GPTQ: `qweight` int32 [K / 8, N] has words along the inputs, `qzeros` [K / group, N / 8] along the outputs; `scales`
 are [K / group, N], and `g_idx` int32 [K] is the group of each input. Version 1 stores zeros minus 1, "gptq_v2" as they
-are."""
+are. There are no lists of what is not quantised: the head says so, and the router of experts never is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..linear import TensorSource
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import PER_WORD, dense_part, int4_part, transposed, unpacked, words, write_along_inputs
-from .keys import HARMLESS, NEUTRAL, WHERE, checked, group_size, num_groups, one_of
+from .keys import HARMLESS, NEUTRAL, WHERE, checked, group_size, is_router, num_groups, one_of
 
 FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of zeros, borrows between them included
 
@@ -38,7 +38,7 @@ class Gptq(Quantization):
     name, stores = "gptq", ("int4",)
 
     def covers(self, name: str) -> bool:
-        return self.has_head or name != "lm_head"
+        return (self.has_head or name != "lm_head") and not is_router(name)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

@@ -72,6 +72,11 @@ def names_part_of(name: str, entries: Collection[str]) -> bool:
     return any(f".{entry.strip('.')}." in f".{name}." for entry in entries)
 
 
+def is_router(name: str) -> bool:
+    """Of experts: "mlp.gate", but not "mlp.gate_proj"."""
+    return name.endswith(".gate")
+
+
 def num_groups(name: str, in_features: int, size: int, num_rows: int) -> int:
     """Of the inputs of a product, with int4 weights that a file packs in words of eight."""
     if in_features % 8 or num_rows % 8:

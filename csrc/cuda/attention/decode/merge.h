@@ -9,17 +9,6 @@
 
 #include "cuda/attention/plan/plan.h"
 
-/* What a decode kernel gets beside the arguments. */
-struct decode_params {
-    decode_shape shape;
-    decode_workspace workspace;
-    pk_cuda_bad_id *bad_id;
-    int ring_bytes; /* of a warp */
-    divider group, block_size, num_heads;
-    bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
-    pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
-};
-
 /* The query rows of a unit and head: which token and query head a row is. */
 struct decode_tile {
     const pk_attention_args &args;

@@ -11,7 +11,7 @@ static_assert(PLAN_TRIALS == 32 && UNIT_BUCKETS == 32, "a lane each");
 /* What the CTA's threads find out together. */
 struct shared_plan {
     int num_tiles, longest, end_of_longest, num_units;
-    int tiles[32], steps[32]; /* of classes of lengths: a lane each */
+    int tiles[PLAN_CLASSES], steps[PLAN_CLASSES];
     decode_cut cut;
     int next_unit[UNIT_BUCKETS];     /* how many units a bucket has; then where its next one goes */
     int num_left;                    /* units that are parts */
@@ -60,8 +60,10 @@ struct decode_planner {
         }
         __syncthreads();
         if (warp == 0) {
-            const decode_cut cut = choose_cut(shape, longest, shared.tiles[lane], shared.steps[lane],
-                                              (int)args.num_seqs, shared.end_of_longest);
+            const bool is_class = lane < PLAN_CLASSES;
+            const decode_cut cut =
+                choose_cut(shape, longest, is_class ? shared.tiles[lane] : 0, is_class ? shared.steps[lane] : 0,
+                           (int)args.num_seqs, shared.end_of_longest);
             if (lane == 0) shared.cut = cut;
         }
         __syncthreads();
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < shape.max_slots * (int)args.num_kv_heads; i += THREADS) workspace.arrivals[i] = 0;
     if (threadIdx.x == 0)
         shared.num_tiles = shared.end_of_longest = shared.num_left = shared.num_units = 0, shared.longest = 1;
-    if (threadIdx.x < 32) shared.tiles[threadIdx.x] = shared.steps[threadIdx.x] = 0;
+    if (threadIdx.x < PLAN_CLASSES) shared.tiles[threadIdx.x] = shared.steps[threadIdx.x] = 0;
     if (threadIdx.x < UNIT_BUCKETS) shared.next_unit[threadIdx.x] = 0;
     __syncthreads();
 

@@ -121,6 +121,17 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
 pk_status pk_cuda_prepare_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
                                  decode_shape *shape, decode_workspace *workspace);
 
+/* What a decode kernel gets beside the arguments. */
+struct decode_params {
+    decode_shape shape;
+    decode_workspace workspace;
+    pk_cuda_bad_id *bad_id;
+    int ring_bytes; /* of a warp */
+    divider group, block_size, num_heads;
+    bool are_16_in_a_page;           /* 16 keys from a multiple of 16 on, in every sequence */
+    pk_qk_norm_rope_store_args rope; /* qkv not NULL: the queries and the last key of every sequence come from there */
+};
+
 /* The first key that a sequence's steps count from. */
 __device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)
 {

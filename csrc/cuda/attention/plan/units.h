@@ -69,25 +69,31 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
 {
     const int lane = threadIdx.x % 32;
     const sequence_units units(shape, cut, lane, it);
-    const bool are_behind = units.bucket_of_last < cut.bucket_of(cut.length); /* first ones, behind its last ones */
-    int first_before = __reduce_add_sync(~0u, are_behind ? it.num_tiles : 0), left_before = 0;
-    int last_before = __reduce_add_sync(~0u, units.num_first);
-    if (are_behind) last_before = 0;
-#pragma unroll 1
-    for (int from = 0; from < num_seqs; from += LANES_AT_ONCE)
+    const int bucket_of_first = cut.bucket_of(cut.length), num_left = units.num_left();
+    int first_before = units.num_first, left_before = num_left, last_before = 0; /* so far with this lane's */
 #pragma unroll
-        for (int other = from; other < from + LANES_AT_ONCE; other++) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int its_first = __shfl_up_sync(~0u, first_before, distance);
+        const int its_left = __shfl_up_sync(~0u, left_before, distance);
+        if (lane >= distance) first_before += its_first, left_before += its_left;
+    }
+    const int num_first = __shfl_sync(~0u, first_before, 31);
+    first_before += __reduce_add_sync(~0u, units.bucket_of_last < bucket_of_first ? it.num_tiles : 0);
+    if (units.bucket_of_last >= bucket_of_first) last_before += num_first;
+#pragma unroll 1
+    for (int first = 0; first < num_seqs; first += LANES_AT_ONCE)
+#pragma unroll
+        for (int other = first; other < first + LANES_AT_ONCE; other++) {
             const int bucket = __shfl_sync(~0u, units.bucket_of_last, other);
-            const int tiles = __shfl_sync(~0u, it.num_tiles, other), first = __shfl_sync(~0u, units.num_first, other);
+            const int tiles = __shfl_sync(~0u, it.num_tiles, other);
             if (bucket < units.bucket_of_last || (bucket == units.bucket_of_last && other < lane)) last_before += tiles;
-            if (other < lane && first > 0) first_before += first, left_before += first + tiles;
         }
-    const unsigned int among_first = number - first_before, among_last = number - last_before;
+    const unsigned int among_first = number - (first_before - units.num_first), among_last = number - last_before;
     const bool is_first = among_first < (unsigned)units.num_first, is_last = among_last < (unsigned)it.num_tiles;
     const int owner = __ffs(__ballot_sync(~0u, is_first || is_last)) - 1;
     if (owner < 0) return {};
     const int its_number = is_first ? (int)among_first : units.num_first + (int)among_last;
-    return of_lane(units.unit_of(it, lane, its_number, left_before), owner);
+    return of_lane(units.unit_of(it, lane, its_number, left_before - num_left), owner);
 }
 
 /* A warp: the unit of that number of a batch without a plan. A lane has a sequence. */

@@ -1,0 +1,98 @@
+"""The products of a mixture of experts, and what makes one of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pagedkv import Tensor, ops
+
+from .linear import TensorSource
+from .weight import Part, Weight
+
+
+class ExpertLinear:
+    """x @ weight.T of experts, which have one weight [num_experts, out_features, in_features]: the only caller of
+    expert_linear."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    def product(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        *,
+        weights: Tensor | None = None,
+        gated: bool = False,
+        add_to_out: bool = False,
+        experts_are_constant: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See ops.expert_linear."""
+        return ops.expert_linear(
+            x,
+            experts=experts,
+            **self.weight.arguments,
+            weights=weights,
+            gated=gated,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            experts_are_constant=experts_are_constant,
+            out=out,
+        )
+
+
+def load_experts(
+    source: TensorSource, name: str, num_experts: int, rows: Mapping[str, int], in_features: int
+) -> ExpertLinear:
+    """One product for the projections of each expert, which have so many outputs each: of a tensor for all experts,
+    whose name joins those of the projections, or of a tensor each."""
+    stems = [each.removesuffix("_proj") for each in rows]
+    joined = f"{name}.{'_'.join(stems)}_proj"
+    size, quantization = sum(rows.values()), source.quantization
+    each = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
+    if source.has(joined):
+        if quantization is None or not quantization.covers(joined):
+            return ExpertLinear(Weight(source.load(joined, num_experts, size, in_features)))
+        parts = _parts_of_joined(source, joined, num_experts, size, in_features)
+    elif quantization is None or not any(map(quantization.covers, each)):
+        weights = {f"{one}.weight": count for one, count in each.items()}
+        stacked = source.load_stacked(weights, in_features)
+        return ExpertLinear(Weight(stacked.view((num_experts, size, in_features))))
+    else:
+        parts = [source.part(one, count, in_features) for one, count in each.items()]
+        for one, part in zip(each, parts, strict=True):
+            if part.kind != parts[0].kind:
+                raise NotImplementedError(
+                    f"{one} is quantised in another way than {next(iter(each))}; one for all experts is supported"
+                )
+    return ExpertLinear(source.place(parts, num_experts))
+
+
+def _parts_of_joined(source: TensorSource, name: str, num_experts: int, num_rows: int, in_features: int) -> list[Part]:
+    """Those of a tensor that holds all experts, and is quantised."""
+    assert source.quantization is not None
+    if not source.quantization.reads_joined_experts:
+        raise NotImplementedError(
+            f"{name}: experts in one tensor, quantised ({source.quantization.name}); a tensor for each is supported"
+        )
+    views: dict[str, Tensor] = {}
+    return [
+        source.quantization.read(_Expert(source, views, num_experts, i), name, num_rows, in_features)
+        for i in range(num_experts)
+    ]
+
+
+class _Expert:
+    """What a reader asks for of a single weight, of one expert: it lies in tensors of all experts."""
+
+    def __init__(self, source: TensorSource, views: dict[str, Tensor], num_experts: int, index: int) -> None:
+        self.source, self.views, self.num_experts, self.index = source, views, num_experts, index
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
+        """`experts.up_proj.weight_scale_inv` is one of `experts.up_proj_scale_inv`."""
+        module, _, last = name.rpartition(".")
+        joined = module + last.removeprefix("weight")
+        if joined not in self.views:
+            self.views[joined] = self.source.view(joined, (self.num_experts, *shape), dtypes)
+        return self.views[joined][self.index]

@@ -415,6 +415,9 @@ def expert_linear(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
+def lora_add(
+    x: _T, a: _Tensor, b: _Tensor, slots: _Tensor, *, out: _Tensor, stream: _Stream = None
+) -> None: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
     logits: _T,

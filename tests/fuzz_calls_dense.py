@@ -225,6 +225,26 @@ def expect_expert_linear(a) -> dict:
     return {"out": Outcome(gated, tolerance, tolerance)}
 
 
+def draw_lora_add(d: Draw) -> dict:
+    dtype, rows, outputs, width, rank, slots = d.dtype(), d.size(), d.size(20), d.size(40), d.size(9), d.size(4)
+    return {
+        "x": d.tensor((rows, width), dtype),
+        "a": d.tensor((slots, rank, width), dtype),
+        "b": d.tensor((slots, outputs, rank), dtype),
+        "slots": d.array(d.rng.integers(-2, slots, rows), is_plain=True),
+        "out": d.output((rows, outputs), dtype),
+        **d.stream(),
+    }
+
+
+def expect_lora_add(a) -> dict:
+    """As of linear, twice: what the first product errs by, the second multiplies."""
+    rank, width = a.a.shape[1:]
+    scale = (2 + width**0.5) * (2 + rank**0.5)
+    out = numbers(a.out) + oracle.lora(numbers(a.x), numbers(a.a), numbers(a.b), numbers(a.slots))
+    return {"out": near(out, a.x.dtype, scale * (30 if a.x.dtype == "float32" else 1))}
+
+
 # --- copies
 
 
@@ -284,6 +304,7 @@ DENSE_OPERATIONS = {
     "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
     "route_experts": Operation(draw_route, expect_route, lambda a: []),
     "expert_linear": Operation(draw_expert_linear, expect_expert_linear),
+    "lora_add": Operation(draw_lora_add, expect_lora_add, lambda a: []),
     "Tensor.copy_": Operation(
         draw_copy_, lambda a: {"self": Outcome(converted(numbers(a.src), a.self.dtype))}, lambda a: ["self"]
     ),

@@ -251,6 +251,14 @@ def expert_linear(x, weight, experts, weights=None):
     return products if weights is None else (products * np.asarray(weights)[..., None]).sum(1)
 
 
+def lora(x, a, b, slots):
+    """What adapters add: b[slots[t]] @ (a[slots[t]] @ x[t]), zeros where the slot is negative. Only what is used is read."""
+    added = np.zeros((len(x), b.shape[1]))
+    for t in np.flatnonzero(np.asarray(slots) >= 0):
+        added[t] = b[slots[t]] @ (a[slots[t]] @ x[t])
+    return added
+
+
 # --- sampling
 
 

@@ -15,7 +15,7 @@ STALE = ("nobody's",)
 class Engine:
     """Scheduler, pages and a sampler that hashes the context: what is sampled depends on all tokens before.
 
-    Every slot remembers which tokens its KV was computed from. A step writes the slots that prepare() names, and every
+    Every slot remembers which tokens its KV was computed from, and with which adapter. A step writes the slots that prepare() names, and every
     position that a query may see must hold exactly the sequence's own beginning: a wrong prefix hit, a page shared by
     mistake or a chunk computed out of order is found at once.
 
@@ -32,16 +32,18 @@ class Engine:
         budget: int = 64,
         behind: int = 0,
         num_host_blocks: int = 0,
+        max_loras: int = 0,
     ):
         self.manager = BlockManager(
             num_blocks, block_size, enable_prefix_caching=caching, num_host_blocks=num_host_blocks
         )
         self.scheduler = Scheduler(
-            self.manager, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=10_000
+            self.manager, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=10_000, max_loras=max_loras
         )
         self.behind = behind
         self.in_flight: deque[tuple[Step, tuple, list[int]]] = deque()  # and its plan, and what is sampled
         self.launched: tuple[list[Sequence], list[int]] = [], []  # the step before: who sampled, and what
+        self.adapters: dict[int, bytes] = {}  # by slot
         self.slots = [STALE] * (num_blocks * block_size)
         self.host_slots = [STALE] * (num_host_blocks * block_size)
         self.sequences: list[Sequence] = []
@@ -95,19 +97,23 @@ class Engine:
         arrays = self.manager.prepare([seq.id for seq in step.sequences], step.starts, step.lengths)
         size, row = self.manager.block_size, 0
         sampled = []
+        self.adapters |= {slot: adapter.digest for slot, adapter in step.adapters}
+        slots = [-1] * len(step.sequences) if step.adapter_slots is None else step.adapter_slots
+        with_adapter = [() if slot < 0 else (self.adapters[slot],) for slot in slots]
         for i, (seq, start, length) in enumerate(zip(step.sequences, step.starts, step.lengths, strict=True)):
-            tokens = self.known_tokens(step, i)
+            tokens, own = self.known_tokens(step, i), with_adapter[i]
+            assert own == (() if seq.adapter is None else (seq.adapter.digest,))
             assert start + length <= len(tokens) and (i not in step.sampled or start + length == len(tokens))
             for position in range(start, start + length):
                 slot = arrays.slot_mapping[row]
                 assert arrays.positions[row] == position
                 if slot >= 0:
-                    self.slots[slot] = tuple(tokens[: position + 1])
+                    self.slots[slot] = (*own, *tokens[: position + 1])
                 row += 1
             assert arrays.context_lens[i] == start + length
             for position in range(start + length):
                 slot = arrays.block_tables[i][position // size] * size + position % size
-                assert self.slots[slot] == tuple(tokens[: position + 1]), f"sequence {seq.id} at {position}"
+                assert self.slots[slot] == (*own, *tokens[: position + 1]), f"sequence {seq.id} at {position}"
         for i in step.sampled:
             token = next_token(self.known_tokens(step, i))
             sampled.append(-1 if token in self.bad_tokens else token)

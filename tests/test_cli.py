@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_pretrained, write_model
+from lora_adapters import write_adapter
 
 import pagedkv
 from pagedkv import cli
@@ -107,6 +108,19 @@ def test_generate_options(capsys, tmp_path):
     assert first[0] == 0 and first[1].startswith("> abc\n")
     assert main(capsys, *args, "--seed", "1", "--block-size", "3") == first
     assert main(capsys, *args, "--seed", "2")[1] != first[1]
+
+
+def test_an_adapter(capsys, tmp_path):
+    write_model(tmp_path / "base")
+    write_adapter(tmp_path / "a", r=4)
+    args = "--device", "cpu", "--max-tokens", "9", "--temperature", "0", "--ignore-eos"
+    plain, adapted = (main(capsys, "generate", str(tmp_path / "base"), "1+1=", *args, *lora)
+                      for lora in ((), ("--lora", str(tmp_path / "a"))))  # fmt: skip
+    assert plain[0] == adapted[0] == 0 and plain[1] != adapted[1]
+    code, _, err = main(capsys, "generate", str(tmp_path / "base"), "1+1=", *args, "--lora", str(tmp_path / "a"), "--max-lora-rank", "2")
+    assert code == 1 and "but max_lora_rank is 2" in err
+    code, _, err = main(capsys, "generate", str(tmp_path / "base"), "1+1=", *args, "--lora", str(tmp_path / "b"))
+    assert code == 1 and "no folder" in err
 
 
 def test_texts_stand_anywhere(capsys, tmp_path):

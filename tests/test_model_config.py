@@ -338,5 +338,5 @@ def test_an_adapter_is_refused(tmp_path, name, is_alone):
     if not is_alone:
         write_model(tmp_path)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(NotImplementedError, match=f"{name}: adapters .LoRA. are not supported: merge it"):
+    with pytest.raises(NotImplementedError, match=f"{name}: adapters .LoRA. are not read from a model's folder"):
         LLM(tmp_path, device="cpu")

@@ -109,6 +109,7 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
      {"out_experts", "out_weights"}, set()),
     (ops.expert_linear, dict(x=ones(T, 2, D), weight=ones(3, 8, D), experts=np.ones((T, 2), I32), weights=ones(T, 2), out=ones(T, 8)),
      {"out"}, set()),
+    (ops.lora_add, dict(x=ones(T, D), a=ones(2, 3, D), b=ones(2, 8, 3), slots=np.ones(T, I32), out=ones(T, 8)), {"out"}, set()),
     (ops.expert_linear, dict(x=ones(T, 8), weight=np.ones((3, 8, 4), U8), experts=np.ones((T, 2), I32), weight_scales=ones(3, 8, 1),
                              weight_zeros=np.ones((3, 8, 1), U8), out=ones(T, 2, 8)), {"out"}, set()),
     (ops.silu_and_mul, dict(x=ones(T, 2 * D), out=ones(T, D)), {"out"}, set()),

@@ -9,19 +9,22 @@ import pytest
 from scheduled_engine import Engine, next_token
 
 from pagedkv import OutOfBlocks
+from pagedkv.models.adapter import Adapter
 
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("case", range(30))
 def test_random_traffic(seed, case, caching, behind):
-    """Arrivals, shared prefixes, chunks, several answers, calls and priorities, aborts, ends early, late and in error,
+    """Arrivals, shared prefixes, chunks, several answers, calls and priorities, adapters, aborts, ends early, late and in error,
     both kinds of preemption, in all mixes."""
     rng = random.Random(f"{seed} {case}")
     block_size, num_blocks = rng.choice([1, 2, 4, 16]), rng.choice([12, 20, 60])
     num_seqs = rng.choice([1, 3, 8])
     budget = num_seqs + rng.choice([0, 1, 5, 100])
     num_host_blocks = rng.choice([0, 8, 100])
+    max_loras = rng.choice([0, 1, 2, 5])
+    adapters = [None] + [Adapter(bytes([i]), {}) for i in range(4 if max_loras else 0)]
     print(f"{num_blocks}+{num_host_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
     engine = Engine(
         num_blocks,
@@ -31,6 +34,7 @@ def test_random_traffic(seed, case, caching, behind):
         budget=budget,
         behind=behind,
         num_host_blocks=num_host_blocks,
+        max_loras=max_loras,
     )
     engine.bad_tokens = frozenset(rng.sample(range(1000), rng.choice([0, 20])))
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
@@ -41,7 +45,8 @@ def test_random_traffic(seed, case, caching, behind):
         try:
             call, priority = rng.choice([*calls, (None, rng.choice([0, 0, -1, 1]))])
             num_siblings = rng.choice([0, 0, 0, 1, 4])
-            engine.submit(prompt, rng.randint(1, 30), eos, num_siblings, call=call, priority=priority)
+            adapter = rng.choice(adapters)
+            engine.submit(prompt, rng.randint(1, 30), eos, num_siblings, call=call, priority=priority, adapter=adapter)
         except OutOfBlocks:
             continue
         if rng.random() < 0.1:
@@ -50,6 +55,7 @@ def test_random_traffic(seed, case, caching, behind):
         if rng.random() < 0.5 and engine.scheduler.has_work:
             engine.step()
     engine.finish()
+    assert not engine.scheduler.queues.adapters._num_running
 
 
 def test_decodes_come_first_and_prompts_are_chunked():

@@ -62,6 +62,7 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
     X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
     X(PK_BAD_ROUTE, "logits: token %lld has no softmax (a NaN, inf or nothing but -inf): no expert can be chosen") \
     X(PK_BAD_EXPERT, "experts: token %lld has expert %lld but it must be at least 0 and below %lld") \
+    X(PK_BAD_ADAPTER, "slots: token %lld has slot %lld but it must be below %lld") \
     X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes or was changed (signed %lld instead of %lld)") \
     X(PK_STALE_PLAN, "plan: made when sequence %lld had %lld keys, but context_lens has %lld now") \
     X(PK_STALE_START, "plan: made when the keys of sequence %lld began at slot %lld, but it is %lld now")

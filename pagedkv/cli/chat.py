@@ -18,6 +18,7 @@ from .options import (
     is_terminal,
     json_lines,
     llm_of,
+    lora_of,
     options_of_line,
     print_error,
     print_json,
@@ -125,8 +126,9 @@ class Chat:
         text, num_tokens, reason, note = "", 0, None, None
         try:
             for output in llm.stream(
-                messages, params, chat_template=self._template, enable_thinking=self._args.thinking
-            ):
+                messages, params, lora_request=lora_of(self._args), chat_template=self._template,
+                enable_thinking=self._args.thinking,
+            ):  # fmt: skip
                 if output.error is not None:
                     raise output.error
                 show(output.text or "")

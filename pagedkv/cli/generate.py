@@ -15,6 +15,7 @@ from .options import (
     is_terminal,
     json_lines,
     llm_of,
+    lora_of,
     options_of_line,
     print_error,
     print_json,
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no prompt: give one, or --file, --jsonl, or a text on stdin")
     with llm_of(args, len(prompts)) as llm:
         params = _params(llm, args, {})
-        outputs = llm.generate(prompts, params, use_tqdm=is_terminal(sys.stderr))
+        outputs = llm.generate(prompts, params, lora_request=lora_of(args), use_tqdm=is_terminal(sys.stderr))
     num_errors = 0
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
         which = f"prompt {number}: " if len(prompts) > 1 else ""
@@ -89,7 +90,7 @@ def _run_lines(args: argparse.Namespace) -> int:
         rows = [_request(llm, args, line) for line in lines]
         requests = [row for row in rows if not isinstance(row, Exception)]
         prompts, params = [prompt for prompt, _ in requests], [one for _, one in requests]
-        outputs = iter(llm.generate(prompts, params, use_tqdm=is_terminal(sys.stderr)))
+        outputs = iter(llm.generate(prompts, params, lora_request=lora_of(args), use_tqdm=is_terminal(sys.stderr)))
     num_errors = 0
     for row in rows:
         output = None if isinstance(row, Exception) else next(outputs)

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, get_args, get_type_hints
 
 import pagedkv
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.options import EngineOptions, descriptions
 from pagedkv.engine.sampling_params import SamplingParams
 
@@ -82,6 +83,8 @@ def add_model_options(parser: argparse.ArgumentParser, what: str, max_tokens: st
     whole = f"a text file is one {what}; may be repeated"
     parser.add_argument("--file", action="append", default=[], metavar="FILE", help=whole)
     parser.add_argument("--jsonl", metavar="FILE", help=f"JSON lines in ({STDIN}: stdin), JSON lines out")
+    help = "folder of an adapter of low rank, with which all answers are computed; its rank is at most --max-lora-rank"
+    parser.add_argument("--lora", metavar="FOLDER", help=help)
     about = f"What is not given is as the model's generation_config.json says; max_tokens is {max_tokens}."
     add_options(parser.add_argument_group("sampling", about), SamplingParams, SAMPLING, **dict.fromkeys(SAMPLING))
     add_engine_options(parser)
@@ -104,10 +107,16 @@ def llm_of(args: argparse.Namespace, num_requests: int, model: str | Path | None
     from pagedkv import LLM
 
     options = engine_options(args)
+    if args.lora is not None:
+        options = {"enable_lora": True} | options
     if num_requests < FEW:
         options = {"max_num_seqs": min(max(num_requests, 1), options.get("max_num_batched_tokens", FEW))} | options
     logging.getLogger("pagedkv.engine.llm").setLevel(logging.ERROR)  # the commands name requests that fail themselves
     return LLM(args.model if model is None else model, **options)
+
+
+def lora_of(args: argparse.Namespace) -> LoRARequest | None:
+    return None if args.lora is None else LoRARequest(args.lora, 1, args.lora)
 
 
 # --- what comes in

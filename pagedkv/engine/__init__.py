@@ -6,18 +6,20 @@ if TYPE_CHECKING:
     from .async_engine import AsyncEngine
     from .engine import Engine
     from .llm import LLM
+    from .lora_request import LoRARequest
     from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
     from .sampling_params import RequestOutputKind, SamplingParams
     from .text.chat import ChatTemplate
 
 __all__ = [
     "LLM", "AsyncEngine", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine", "EngineCounters",
-    "EngineStats", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
+    "EngineStats", "LoRARequest", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
     _MODULES = {
         "LLM": "llm", "AsyncEngine": "async_engine", "ChatTemplate": "text.chat", "Engine": "engine",
+        "LoRARequest": "lora_request",
         "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
     }  # fmt: skip
 

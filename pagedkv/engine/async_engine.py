@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 
 from .client import EngineClient
 from .engine import EMBED, Engine
+from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt, read_prompt
 from .requests.request import Update
@@ -77,7 +78,8 @@ class AsyncEngine(EngineClient):
     Args:
         model: a model's folder, with the options of Engine; or an Engine, which other threads may use at the same time
 
-    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded in another thread.
+    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded, and an
+    adapter read, in another thread.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
@@ -96,12 +98,15 @@ class AsyncEngine(EngineClient):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of a request: after every step that adds to it, or one at the end, as
         SamplingParams.output_kind says. The arguments are those of Engine.add_request()."""
-        return self._outputs(prompt, params, priority=priority, salt=salt, request_id=request_id)
+        return self._outputs(
+            prompt, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
+        )
 
     async def chat(
         self,
@@ -109,6 +114,7 @@ class AsyncEngine(EngineClient):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
         **options: Unpack[ChatOptions],
@@ -117,28 +123,35 @@ class AsyncEngine(EngineClient):
         template runs in another thread."""
         folder, tokenizer = self.engine.folder, self.engine.tokenizer
         (token_ids,) = await asyncio.to_thread(encode_chats, folder, tokenizer, [messages], options)
-        outputs = self._outputs(token_ids, params, priority=priority, salt=salt, request_id=request_id)
+        outputs = self._outputs(
+            token_ids, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
+        )
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
-    async def embed(self, prompt: Prompt, *, priority: int = 0, salt: bytes = b"") -> EmbeddingOutput:
+    async def embed(
+        self, prompt: Prompt, *, lora_request: LoRARequest | None = None, priority: int = 0, salt: bytes = b""
+    ) -> EmbeddingOutput:
         """The vector of a text, as LLM.embed() makes it."""
-        outputs = self._outputs(prompt, EMBED, priority=priority, salt=salt, wants_embedding=True)
+        outputs = self._outputs(
+            prompt, EMBED, lora_request=lora_request, priority=priority, salt=salt, wants_embedding=True
+        )
         async with aclosing(outputs):
             output: EmbeddingOutput = await anext(outputs)
         return output
 
     async def _outputs(
-        self, prompt: Prompt, params: SamplingParams | None, **options: Any
+        self, prompt: Prompt, params: SamplingParams | None, *, lora_request: LoRARequest | None, **options: Any
     ) -> AsyncGenerator[Any, None]:
         """The outputs of a request. The options are those of Engine._prepare()."""
         if self._is_closed:
             raise RuntimeError("this AsyncEngine is closed")
         core, stream = self.engine._core, _Stream(self._waker())
-        prepare = partial(self.engine._prepare, prompt, params, stream, **options)
+        prepare = partial(self.engine._prepare, prompt, params, stream, lora_request=lora_request, **options)
         _, served = read_prompt("prompt", prompt)
         is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
+        is_long = is_long or lora_request is not None  # whose files may have to be read
         request = await asyncio.to_thread(prepare) if is_long else prepare()
         core.submit([request])
         try:

@@ -10,12 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
 from pagedkv.models import ITEM_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.generation import read_generation
+from pagedkv.models.lora import LoraSize
 from pagedkv.models.registry import buffer_bytes, load_model, read_spec
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
@@ -23,6 +25,7 @@ from pagedkv.models.weights import Checkpoint
 from .cache.pool import pages_of_memory, pages_on_cpu, pages_on_gpu
 from .core import EngineCore
 from .options import EngineOptions
+from .requests.adapters import AdapterStore
 from .runner.model_runner import ModelRunner
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
@@ -49,9 +52,10 @@ def read_default_params(folder: Path) -> SamplingParams:
 
 def build(
     folder: Path, spec: Spec, options: EngineOptions, *, device: str, dtype: str, kv_cache_dtype: str, owner: str
-) -> tuple[EngineCore, dict[str, int], Callable[[], dict[str, str]]]:
-    """The core of an engine, ready to serve; of a GPU, bytes by use; and what a saved cache must agree with, for which
-    the first call reads all weights. `owner` is what messages call the engine."""
+) -> tuple[EngineCore, AdapterStore | None, dict[str, int], Callable[[], dict[str, str]]]:
+    """The core of an engine, ready to serve; where its requests may have adapters, these; of a GPU, bytes by use; and
+    what a saved cache must agree with, for which the first call reads all weights. `owner` is what messages call the
+    engine."""
     max_model_len = model_len(options.max_model_len, spec)
     bytes_per_page = spec.page_bytes(kv_cache_dtype, options.block_size)
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
@@ -61,15 +65,17 @@ def build(
     memory = _MemoryCount(device)
     start = time.perf_counter()
     is_dummy = options.load_format == "dummy"
-    where = dtype, device, spec.quantization
+    lora = LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None
+    where = dtype, device, spec.quantization, lora
     checkpoint = DummyCheckpoint(*where) if is_dummy else Checkpoint(folder, *where)
     with closing(checkpoint):
         model = load_model(spec, checkpoint, max_model_len)
+    adapters = None if lora is None else _adapter_store(spec, model, lora, dtype)
     runner = ModelRunner(
         spec, model, kv_cache_dtype=kv_cache_dtype, device=device,
         block_size=options.block_size, max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
-        enforce_eager=options.enforce_eager,
+        enforce_eager=options.enforce_eager, has_adapters=options.enable_lora,
     )  # fmt: skip
     logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
     memory.count("weights and buffers")
@@ -96,6 +102,7 @@ def build(
         max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
+        max_loras=0 if lora is None else lora.num_slots,
     )
 
     @cache
@@ -108,7 +115,14 @@ def build(
             "block_size": str(options.block_size),
         }
 
-    return EngineCore(runner, scheduler, owner), memory.by_name, identity
+    return EngineCore(runner, scheduler, owner), adapters, memory.by_name, identity
+
+
+def _adapter_store(spec: Spec, model: Any, size: LoraSize, dtype: str) -> AdapterStore:
+    shapes = getattr(model, "adapter_shapes", {})
+    if not shapes:
+        raise NotImplementedError(f"enable_lora is True but no projection of {spec.family} models takes adapters here")
+    return AdapterStore(shapes, dtype, max_loras=size.num_slots, max_rank=size.max_rank)
 
 
 def _wanted_blocks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt
 from .sampling_params import SamplingParams
@@ -21,13 +22,16 @@ class EngineClient(Protocol):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of a request. A reader who leaves the iterator early ends the request."""
         ...
 
-    async def embed(self, prompt: Prompt, *, priority: int = 0, salt: bytes = b"") -> EmbeddingOutput:
+    async def embed(
+        self, prompt: Prompt, *, lora_request: LoRARequest | None = None, priority: int = 0, salt: bytes = b""
+    ) -> EmbeddingOutput:
         """The vector of a prompt."""
         ...
 

@@ -15,14 +15,17 @@ from typing import Any, Self
 
 from pagedkv import OutOfBlocks
 from pagedkv.checks import check_names
+from pagedkv.models.adapter import Adapter
 from pagedkv.models.hub import model_folder
 from pagedkv.models.pooling import read_normalizes
 
 from .build import build, read_default_params, read_model
 from .cache import snapshot
 from .cache.pool import KVCaches, num_blocks_of, resize_pool
+from .lora_request import LoRARequest
 from .options import KV_CACHE_DTYPES, EngineOptions, describe, find_device
 from .outputs import EngineStats, RequestOutput
+from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
@@ -62,7 +65,7 @@ class Engine:
         self.default_params = read_default_params(self.folder)
         self.dtype = self.config.dtype if checked.dtype == "auto" else checked.dtype
         self.kv_cache_dtype = KV_CACHE_DTYPES[checked.kv_cache_dtype] or self.dtype
-        self._core, self.memory, self._identity = build(
+        self._core, self._adapters, self.memory, self._identity = build(
             self.folder, self.config, checked, device=self.device, dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype, owner=type(self).__name__,
         )  # fmt: skip
@@ -87,6 +90,7 @@ class Engine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
     ) -> str:
@@ -95,13 +99,18 @@ class Engine:
         Args:
             prompt: a text, or token ids
             request_id: a string that no unfinished request has; None: a number
+            lora_request: the adapter that it is computed with, of an engine with enable_lora; None: none
             priority: requests of lower priority values are served first, and take the places of those of higher ones
             salt: requests share cached pages only with requests of the same salt
 
         A prompt or an option of the wrong type raises TypeError, an id that is in use ValueError. A request that cannot
-        be served, because it is too long or a token id is not in the vocabulary, gets an output with `error`.
+        be served, because it is too long, a token id is not in the vocabulary or its adapter cannot be used, gets an
+        output with `error`.
         """
-        request = self._prepare(prompt, params, self._mailbox, priority=priority, salt=salt, request_id=request_id)
+        request = self._prepare(
+            prompt, params, self._mailbox, lora_request=lora_request, priority=priority, salt=salt,
+            request_id=request_id,
+        )  # fmt: skip
         self._mailbox.expect(request)
         try:
             self._core.submit([request])
@@ -133,6 +142,7 @@ class Engine:
         receiver: Receiver,
         call: int | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
         output_kind: RequestOutputKind | None = None,
@@ -149,10 +159,15 @@ class Engine:
         start_time = time.perf_counter()
         params = self.default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
+        check_lora(lora_request, self._adapters)
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         text, served = read_prompt(name, prompt)
+        error: Exception | None
         token_ids, error = encode(name, served, self.tokenizer, self.config.vocab_size)
+        adapter = None
+        if error is None:
+            adapter, error = self._find_adapter(lora_request)
         request = Request(
             self._book.free_id() if request_id is None else request_id, params, receiver,
             output_kind or params.output_kind, self.tokenizer, prompt=text, token_ids=token_ids,
@@ -163,6 +178,7 @@ class Engine:
             seq = Sequence(
                 next(self._sequence_ids), [] if error else token_ids, params, self._seed_of(params, index),
                 self.config.eos_token_ids, start_time, max_tokens=max_tokens, call=call, priority=priority, salt=salt,
+                adapter=adapter,
             )  # fmt: skip
             call = seq.call
             seq.request, seq.index, seq.wants_embedding, seq.error = request, index, wants_embedding, error
@@ -177,6 +193,15 @@ class Engine:
             except (ValueError, OutOfBlocks) as problem:
                 request.sequences[0].error = problem
         return request
+
+    def _find_adapter(self, lora_request: LoRARequest | None) -> tuple[Adapter | None, Exception | None]:
+        """The adapter, or why there is none."""
+        if lora_request is None or self._adapters is None:
+            return None, None
+        try:
+            return self._adapters.find(lora_request), None
+        except (OSError, ValueError, NotImplementedError, MemoryError) as error:
+            return None, error
 
     def _seed_of(self, params: SamplingParams, index: int) -> int:
         """The seed of an answer: the i-th answer to a request with a seed has that seed + i."""

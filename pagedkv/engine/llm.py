@@ -14,7 +14,9 @@ from pagedkv.checks import check_names
 from pagedkv.progress import progress_bar
 
 from .engine import EMBED, Engine
+from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, RequestOutput
+from .requests.adapters import lora_of_each
 from .requests.prompts import Prompt, Prompts, is_chat, list_of_chats, list_of_prompts, params_of_each
 from .requests.request import Request, Update
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -36,6 +38,7 @@ class LLM(Engine):
         prompts: Prompts,
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | SequenceOf[LoRARequest | None] | None = None,
         priority: int = 0,
         salt: bytes = b"",
         use_tqdm: bool = True,
@@ -48,12 +51,15 @@ class LLM(Engine):
         sampling_params: one for all prompts, or a list of one for each; None: default_params, which the model's makers
         recommend. An answer with finish_reason "length" was cut: it has max_tokens, or fills the model's length.
 
+        lora_request: the adapter of all prompts, or a list of one (or None) for each.
+
         A request that cannot be served has finish_reason "error" and its exception in `error`; the others go on.
         `priority` and `salt` are those of Engine.add_request().
         """
         all_prompts = list_of_prompts(prompts)
         params = params_of_each(sampling_params, self.default_params, len(all_prompts))
-        outputs = self._generate(all_prompts, params, output_kind=FINAL_ONLY, priority=priority, salt=salt)
+        loras = lora_of_each(lora_request, len(all_prompts))
+        outputs = self._generate(all_prompts, params, loras, output_kind=FINAL_ONLY, priority=priority, salt=salt)
         return self._all(outputs, len(all_prompts), use_tqdm)
 
     def stream(
@@ -61,6 +67,7 @@ class LLM(Engine):
         prompt: Prompt | SequenceOf[Message],
         params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         salt: bytes = b"",
         **options: Unpack[ChatOptions],
@@ -79,9 +86,10 @@ class LLM(Engine):
             raise TypeError(f"{', '.join(given)}: for chats, but the prompt is no list of messages")
         params = self.default_params if params is None else params
         kind = RequestOutputKind.DELTA
-        return self._stream(
-            self._generate([text], [params], name="prompt", output_kind=kind, priority=priority, salt=salt)
+        outputs = self._generate(
+            [text], [params], [lora_request], name="prompt", output_kind=kind, priority=priority, salt=salt
         )
+        return self._stream(outputs)
 
     @staticmethod
     def _stream(outputs: IndexedOutputs) -> Iterator[RequestOutput]:
@@ -94,6 +102,7 @@ class LLM(Engine):
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | SequenceOf[LoRARequest | None] | None = None,
         priority: int = 0,
         salt: bytes = b"",
         use_tqdm: bool = True,
@@ -112,10 +121,18 @@ class LLM(Engine):
         The other options are those of generate().
         """
         prompts = encode_chats(self.folder, self.tokenizer, list_of_chats(messages), options)
-        return self.generate(prompts, sampling_params, priority=priority, salt=salt, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, lora_request=lora_request, priority=priority, salt=salt, use_tqdm=use_tqdm
+        )
 
     def embed(
-        self, prompts: Prompts, *, priority: int = 0, salt: bytes = b"", use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        *,
+        lora_request: LoRARequest | SequenceOf[LoRARequest | None] | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+        use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Returns for every prompt the last hidden state of its last token, normalised to length 1: float32
         [hidden_size].
@@ -128,8 +145,10 @@ class LLM(Engine):
         (config_sentence_transformers.json) are not added.
         """
         all_prompts = list_of_prompts(prompts)
+        loras = lora_of_each(lora_request, len(all_prompts))
         outputs = self._generate(
-            all_prompts, [EMBED] * len(all_prompts), wants_embedding=True, priority=priority, salt=salt)
+            all_prompts, [EMBED] * len(all_prompts), loras, wants_embedding=True, priority=priority, salt=salt
+        )
         return self._all(outputs, len(all_prompts), use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -137,7 +156,13 @@ class LLM(Engine):
         return self.default_params
 
     def _generate(
-        self, prompts: list[Prompt], params: list[SamplingParams], *, name: str = "prompts[{}]", **options: Any
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        loras: list[LoRARequest | None],
+        *,
+        name: str = "prompts[{}]",
+        **options: Any,
     ) -> IndexedOutputs:
         """The outputs of a batch of requests, as they come, and which of the requests each is of.
 
@@ -146,9 +171,10 @@ class LLM(Engine):
         """
         mailbox: SimpleQueue[Update] = SimpleQueue()
         requests: list[Request] = []
-        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, one, lora) in enumerate(zip(prompts, params, loras, strict=True)):
             call = requests[0].sequences[0].call if requests else None
-            requests.append(self._prepare(prompt, one, mailbox, call, name=name.format(i), **options))
+            request = self._prepare(prompt, one, mailbox, call, name=name.format(i), lora_request=lora, **options)
+            requests.append(request)
         return self._outputs(requests, mailbox)
 
     def _outputs(self, requests: list[Request], mailbox: SimpleQueue[Update]) -> IndexedOutputs:

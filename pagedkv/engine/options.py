@@ -21,6 +21,7 @@ CHOICES = {
     "eviction": ("reuse", "lru"),
 }
 LOWEST = {
+    "max_loras": 1, "max_lora_rank": 1,
     "block_size": 1, "swap_space": 0, "num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)
 }  # fmt: skip
 
@@ -58,6 +59,10 @@ class EngineOptions:
         max_model_len: the most tokens of a request, prompt and new ones; None: the model's own limit
         enable_prefix_caching: compute a common prefix of prompts once
         eviction: "reuse" keeps cached pages longer that were found again, "lru" does not: see BlockManager
+        enable_lora: requests may have adapters of low rank (lora_request). The norms of all requests run as calls of
+            their own then, two more a layer
+        max_loras: how many adapters the requests that run may have at a time, and how many the device holds; None: 1
+        max_lora_rank: the highest rank of an adapter; memory is allocated for max_loras of it. None: 16
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
     """
 
@@ -78,6 +83,9 @@ class EngineOptions:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     eviction: Literal["reuse", "lru"] = "reuse"
+    enable_lora: bool = False
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +97,7 @@ class EngineOptions:
             if getattr(self, name) not in allowed:
                 right = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
                 raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")
         share = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, is_open=True)
@@ -99,6 +107,9 @@ class EngineOptions:
         for name, least in LOWEST.items():
             if getattr(self, name) is not None:
                 setattr(self, name, check_int(name, getattr(self, name), least))
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(self, name) is not None and not self.enable_lora:
+                raise ValueError(f"{name} is {getattr(self, name)} but enable_lora is False")
         num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
         if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(

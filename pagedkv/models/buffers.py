@@ -30,6 +30,8 @@ class Buffers:
     expert_weights: Tensor  # num_chosen, float32
     expert_activation: Tensor  # num_chosen * expert_size
 
+    adapter_slots: Tensor | None = None  # int32, of each token of a step in which any has an adapter
+
     # Of others: the model's.
     DTYPES: ClassVar = {"router_logits": "float32", "experts": "int32", "expert_weights": "float32"}
 

@@ -17,10 +17,12 @@ from typing import NamedTuple
 from pagedkv import Tensor, ops
 
 from . import ITEM_BYTES
+from .adapter import Adapter
 from .buffers import Buffers
 from .config import DecoderConfig
 from .layers import MLP, Attention, Block, GatedMLP, window_size
 from .linear import Linear, TensorSource, tune
+from .lora import LoraPart
 from .rope import cos_sin_table
 from .spec import Batch
 from .weight import Weight
@@ -62,6 +64,9 @@ class Decoder:
             self.head = Linear(Weight(self.embedding))
         else:
             self.head = source.linear({"lm_head": config.vocab_size}, config.hidden_size)
+        blocks: list[Block] = [block for layer in self.layers for block in layer]
+        linears = [linear for block in blocks for linear in (*block.into_new, *block.into_residual)]
+        self.lora: dict[str, LoraPart] = {part.name: part for linear in linears for part in linear.lora}
         # A tied model may hold its head a second time.
         is_tied = config.tie_word_embeddings
         source.check_all_used({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
@@ -112,6 +117,14 @@ class Decoder:
         tune([each for block in blocks for each in block.into_residual], num_tokens, self.dtype, add_to_out=True)
         tune([self.head], num_rows, self.dtype, out_dtype="float32")
 
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, int]]:
+        return {name: part.shape for name, part in self.lora.items()}
+
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        for name, part in self.lora.items():
+            part.write(slot, adapter.matrices.get(name))
+
     def forward(
         self,
         batch: Batch,
@@ -121,6 +134,8 @@ class Decoder:
     ) -> Tensor:
         """After attention the last layer has last_tokens only."""
         used = buffers.first(len(batch.token_ids))
+        if batch.has_adapters:
+            used.adapter_slots = batch.adapter_slots
         ops.embedding(batch.token_ids, self.embedding, out=used.residual)
         self._plan(batch, *caches[0], used)
         left: Tensor | None = None
@@ -129,6 +144,8 @@ class Decoder:
             layer.attention.forward(batch, k_cache, v_cache, used, left)
             if last_tokens is not None and layer is self.layers[-1]:
                 used, memory = buffers.only(last_tokens), {}
+                if batch.has_adapters:
+                    used.adapter_slots = batch.row_adapter_slots
             kind = type(layer.mlp)
             if kind not in memory:
                 memory[kind] = memory_for_squares(layer, used)

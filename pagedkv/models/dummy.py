@@ -12,6 +12,7 @@ import pagedkv
 from pagedkv import ops
 
 from .linear import TensorSource
+from .lora import LoraSize
 from .spec import Quantization
 from .upload import Upload
 from .weight import Part, Weight
@@ -26,8 +27,11 @@ class DummyCheckpoint(TensorSource):
     The values repeat after POOL_SIZE: drawing all those of a large model would take minutes.
     """
 
-    def __init__(self, dtype: str, device: str, quantization: Quantization | None = None) -> None:
-        self.dtype, self.device, self.quantization = dtype, device, quantization
+    def __init__(
+        self, dtype: str, device: str,
+        quantization: Quantization | None = None, lora: LoraSize | None = None,
+    ) -> None:  # fmt: skip
+        self.dtype, self.device, self.quantization, self.lora = dtype, device, quantization, lora
         self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
         self.pool = self._placed(self.normal * np.float32(DEVIATION))
         self.upload = Upload(device)

@@ -60,8 +60,9 @@ class Attention(Block):
         self.window = window_size(layer.window)
         q_size, kv_size = config.num_q_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         rows = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
-        self.qkv = source.linear(rows, config.hidden_size, has_bias=config.qkv_bias)
-        self.output = source.linear({f"{name}.o_proj": config.hidden_size}, q_size, has_bias=config.o_bias)
+        self.qkv = source.linear(rows, config.hidden_size, has_bias=config.qkv_bias, takes_adapters=True)
+        rows = {f"{name}.o_proj": config.hidden_size}
+        self.output = source.linear(rows, q_size, has_bias=config.o_bias, takes_adapters=True)
         self.into_new, self.into_residual = (self.qkv,), (self.output,)
         super().__init__(config, source, norm, self.qkv)
         self.q_norm = self.k_norm = None
@@ -85,7 +86,7 @@ class Attention(Block):
         squares: of buffers.residual, where a product has left them."""
         is_folded = self.norm is None
         x = self.normed(buffers)
-        self.qkv.product(x, out=buffers.qkv)
+        self.qkv.product(x, adapter_slots=buffers.adapter_slots, out=buffers.qkv)
         ops.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
@@ -110,7 +111,13 @@ class Attention(Block):
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
-        self.output.product(buffers.attention, out_squares=squares, add_to_out=True, out=buffers.residual)
+        self.output.product(
+            buffers.attention,
+            out_squares=squares,
+            add_to_out=True,
+            adapter_slots=buffers.adapter_slots,
+            out=buffers.residual,
+        )
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.output.squares_width(buffers.attention, buffers.residual)
@@ -126,8 +133,9 @@ class GatedMLP(MLP):
     def __init__(self, config: DecoderConfig, source: TensorSource, *, name: str, norm: str) -> None:
         size, has_bias = config.intermediate_size, config.mlp_bias
         rows = {f"{name}.gate_proj": size, f"{name}.up_proj": size}
-        self.gate_up = source.linear(rows, config.hidden_size, has_bias=has_bias)
-        self.down = source.linear({f"{name}.down_proj": config.hidden_size}, size, has_bias=has_bias)
+        self.gate_up = source.linear(rows, config.hidden_size, has_bias=has_bias, takes_adapters=True)
+        rows = {f"{name}.down_proj": config.hidden_size}
+        self.down = source.linear(rows, size, has_bias=has_bias, takes_adapters=True)
         self.into_new, self.into_residual = (self.gate_up,), (self.down,)
         super().__init__(config, source, norm, self.gate_up)
 
@@ -142,9 +150,16 @@ class GatedMLP(MLP):
             gate_up=buffers.gate_up,
             rms_eps=self.eps if is_folded else None,
             x_squares=squares if is_folded else None,
+            adapter_slots=buffers.adapter_slots,
             out=buffers.activation,
         )
-        self.down.product(buffers.activation, out_squares=squares, add_to_out=True, out=buffers.residual)
+        self.down.product(
+            buffers.activation,
+            out_squares=squares,
+            add_to_out=True,
+            adapter_slots=buffers.adapter_slots,
+            out=buffers.residual,
+        )
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.down.squares_width(buffers.activation, buffers.residual)

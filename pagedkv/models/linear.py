@@ -9,6 +9,7 @@ from typing import Any
 from pagedkv import Tensor, ops
 
 from . import DTYPES
+from .lora import LoraPart, LoraSize
 from .spec import Quantization
 from .weight import Part, Weight, part_of_view, stackable
 
@@ -18,10 +19,12 @@ LARGE = 1 << 20  # bytes of a weight: with fewer, a product's time is that of a 
 class Linear:
     """x @ weight.T + bias: the only caller of linear and of its kin. weight: [out_features, in_features], in parts of
     different kinds where a checkpoint's ignore list divides what is one product here; bias: None or [out_features].
-    Weights are promised to be constant: a kernel may fetch them before its turn."""
+    Weights are promised to be constant: a kernel may fetch them before its turn.
 
-    def __init__(self, *weights: Weight, bias: Tensor | None = None) -> None:
-        self.weights, self.bias = weights, bias
+    lora: memory for adapters of its projections; empty: it takes none."""
+
+    def __init__(self, *weights: Weight, bias: Tensor | None = None, lora: Sequence[LoraPart] = ()) -> None:
+        self.weights, self.bias, self.lora = weights, bias, lora
 
     @property
     def nbytes(self) -> int:
@@ -30,8 +33,9 @@ class Linear:
     @property
     def can_fold(self) -> bool:
         """Whether the norm before the product may become a division after it. A bias is added before that division. In
-        float16 a product of rows that are not yet divided may be too large. A scale is one for many columns."""
-        is_plain = len(self.weights) == 1 and not self.weights[0].is_quantised
+        float16 a product of rows that are not yet divided may be too large. A scale is one for many columns. What an
+        adapter adds is rounded once more, and would have to be multiplied by the norm, too."""
+        is_plain = len(self.weights) == 1 and not self.weights[0].is_quantised and not self.lora
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
@@ -54,9 +58,13 @@ class Linear:
         x_squares: Tensor | None = None,
         out_squares: Tensor | None = None,
         add_to_out: bool = False,
+        adapter_slots: Tensor | None = None,
         out: Tensor,
     ) -> Tensor:
-        """See ops.linear."""
+        """See ops.linear. adapter_slots: of the rows of x; None: none has an adapter."""
+        if adapter_slots is not None and self.lora:
+            assert rms_eps is None and out_squares is None  # see can_fold
+            return self._adapted(x, adapter_slots, gate_up, add_to_out, out)
         if len(self.weights) > 1:
             assert rms_eps is None and out_squares is None  # see can_fold and squares_width
             return self._products(x, gate_up, add_to_out, out)
@@ -92,6 +100,13 @@ class Linear:
             start = end
         return out if gate_up is None else ops.silu_and_mul(product, out=out)
 
+    def _adapted(self, x: Tensor, slots: Tensor, gate_up: Tensor | None, add_to_out: bool, out: Tensor) -> Tensor:
+        """With what adapters add to the product, which is therefore written before it is gated."""
+        product = self.product(x, add_to_out=add_to_out, out=out if gate_up is None else gate_up)
+        for part in self.lora:
+            part.add(x, slots, product)
+        return product if gate_up is None else ops.silu_and_mul(product, out=out)
+
     def squares_width(self, x: Tensor, out: Tensor) -> int:
         """See ops.linear_squares. Several weights leave none."""
         return ops.linear_squares(x, **self.weights[0].arguments, out=out) if len(self.weights) == 1 else 0
@@ -125,6 +140,7 @@ class TensorSource(ABC):
     dtype: str
     device: str
     quantization: Quantization | None = None  # in which form the weights of products are there
+    lora: LoraSize | None = None  # what memory products have for adapters
     dequantised: list[str]  # those that could not stay as they were
 
     @abstractmethod
@@ -156,15 +172,26 @@ class TensorSource(ABC):
         """Raises if there is a tensor that was not loaded, and is not one of `copies`: by their names those of the
         tensors that they must equal."""
 
-    def linear(self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False) -> Linear:
-        """One product for the projections of these names, which have so many outputs each."""
+    def linear(
+        self, rows: Mapping[str, int], in_features: int, *, has_bias: bool = False, takes_adapters: bool = False
+    ) -> Linear:
+        """One product for the projections of these names, which have so many outputs each. takes_adapters: its caller
+        hands adapter_slots to product()."""
+        lora = self._lora_parts(rows, in_features, self.lora) if takes_adapters and self.lora is not None else []
         biases = {f"{name}.bias": count for name, count in rows.items()}
         bias = self._joined(biases) if has_bias else None
         if self.quantization is None or not any(map(self.quantization.covers, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
-            return Linear(Weight(self._joined(weights, in_features)), bias=bias)
+            return Linear(Weight(self._joined(weights, in_features)), bias=bias, lora=lora)
         parts = [self.part(name, count, in_features) for name, count in rows.items()]
-        return Linear(*map(self.place, stackable(parts)), bias=bias)
+        return Linear(*map(self.place, stackable(parts)), bias=bias, lora=lora)
+
+    def _lora_parts(self, rows: Mapping[str, int], in_features: int, size: LoraSize) -> list[LoraPart]:
+        parts: list[LoraPart] = []
+        for name, count in rows.items():
+            first = parts[-1].columns.stop if parts else 0
+            parts.append(LoraPart(name, first, count, in_features, size, self.dtype, self.device))
+        return parts
 
     def part(self, name: str, num_rows: int, in_features: int) -> Part:
         """The weight of the projection of this name, in the form in which it is to be placed."""

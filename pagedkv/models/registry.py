@@ -50,7 +50,8 @@ def read_spec(folder: Path, quantization: str | None = None) -> Spec:
     for name in ADAPTERS:
         if (folder / name).exists():
             raise NotImplementedError(
-                f"{folder / name}: adapters (LoRA) are not supported: merge it into the weights and remove the file"
+                f"{folder / name}: adapters (LoRA) are not read from a model's folder: move it to a folder of its own, "
+                "for LoRARequest, or merge it into the weights"
             )
     if not path.exists():
         raise FileNotFoundError(f"{folder}: no config.json: not the folder of a model")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from pagedkv import Tensor
 
 from . import ITEM_BYTES
+from .adapter import Adapter
 from .weight import Part
 
 
@@ -95,6 +96,9 @@ class Batch:
     next_positions: Any  # [num_rows], of the tokens to be sampled
     num_bytes: int  # of the arrays
     needs_logits: bool = False  # whether logits are written before anything is sampled
+    adapter_slots: Any = None  # [num_tokens]: see Model.write_adapter; None: there are no adapters
+    row_adapter_slots: Any = None  # the same of last_tokens, or of all
+    has_adapters: bool = False  # whether one of these is not -1
 
 
 class Model(Protocol):
@@ -134,6 +138,17 @@ class Model(Protocol):
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
     ) -> Tensor:
         """The tokens that ops.sample draws from logits(hidden): int32 [num_rows]. `logits` is scratch memory."""
+
+
+class AdaptedModel(Model, Protocol):
+    """One that takes adapters, if the source of its tensors says how many: see linear.TensorSource.lora."""
+
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, int]]:
+        """Those of the weights of the projections that an adapter may have something for, by name."""
+
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Tokens that have this slot have this adapter, from now on."""
 
 
 class Family(NamedTuple):

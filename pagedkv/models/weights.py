@@ -18,6 +18,7 @@ from pagedkv.progress import progress_bar
 from . import DTYPES
 from .files import CheckpointError, find_weights
 from .linear import TensorSource
+from .lora import LoraSize
 from .safetensors import Entry, SafetensorsFile
 from .spec import Quantization
 from .upload import Upload
@@ -35,8 +36,12 @@ class Checkpoint(TensorSource):
     tensors are complete after finish(): the host reads the files while the GPU copies what was read before.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, device: str,
+        quantization: Quantization | None = None, lora: LoraSize | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.dtype, self.device, self.quantization = folder, dtype, device, quantization
+        self.lora = lora
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()

@@ -277,16 +277,27 @@ def _state(scheduler: Scheduler, seq: Sequence) -> str:
         return "waits until the prompt is computed, which it shares with answer 0"
     if seq.num_tokens == seq.max_num_tokens:
         return "ends: its last token is being sampled"
-    before = list(scheduler.queues.waiting()).index(seq)
+    before = len(_waiting_before(scheduler, seq))
     return f"waits behind {before} others: {_obstacle(scheduler, seq)}"
 
 
+def _waiting_before(scheduler: Scheduler, seq: Sequence) -> list[Sequence]:
+    waiting = list(scheduler.queues.waiting())
+    return waiting[: waiting.index(seq)]
+
+
 def _obstacle(scheduler: Scheduler, seq: Sequence) -> str:
-    manager = scheduler.manager
+    manager, adapters = scheduler.manager, scheduler.queues.adapters
     if len(scheduler.queues.running) >= scheduler.max_num_seqs:
         return f"all {scheduler.max_num_seqs} places (max_num_seqs) are taken"
     if seq.retry_step > scheduler.step_number:
         return "another request computes the beginning of its prompt, which it will find in the cache"
+    not_after = [*_waiting_before(scheduler, seq), seq]
+    if seq.adapter is not None and not all(adapters.has_room(each.adapter) for each in not_after):
+        return (
+            "its adapter, or that of one before it, finds no slot: sequences that run have other adapters in all "
+            f"{adapters.num_slots} (max_loras)"
+        )
     if scheduler.queues.refused is seq:
         num_pages = -(-seq.num_tokens // manager.block_size)
         return (

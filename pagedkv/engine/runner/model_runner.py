@@ -13,7 +13,8 @@ after it.
 
 A step that only decodes is padded to the next of some batch sizes, each of which has a graph from the embedding to the
 sampled token. A padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed
-have a graph that ends with the logits; it is captured after the first such step of its size.
+have a graph that ends with the logits, and steps with adapters have graphs of their own; these are captured after the
+first such step of their size.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
-from pagedkv.models.spec import Batch, Model, Spec
+from pagedkv.models.spec import AdaptedModel, Batch, Model, Spec
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
@@ -34,7 +35,7 @@ from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
 from .step_memory import StepMemory
 
-GRAPH_BYTES = 8 << 20  # the most device memory that the two graphs of a batch size take
+GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,10 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         enforce_eager: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         self.spec, self.model, self.device = spec, model, device
-        self.is_gpu = device != "cpu"
+        self.is_gpu, self.has_adapters = device != "cpu", has_adapters
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
@@ -74,10 +76,10 @@ class ModelRunner:
             self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len, plans=self.plans,
+            max_model_len=max_model_len, plans=self.plans, has_adapters=has_adapters,
         )  # fmt: skip
-        # By batch size, and whether it ends with the logits. They point to the arrays and to the pool.
-        self.graphs: dict[tuple[int, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
+        self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
 
     # --- before the first step
 
@@ -93,14 +95,16 @@ class ModelRunner:
             batch = self.memory.idle_decodes(self.batch_sizes[-1])
             for needs_logits in (False, True):
                 self.run(replace(batch, needs_logits=needs_logits))
-            self.run(self.memory.idle_prompt())
+            for has_adapters in {False, self.has_adapters}:
+                self.run(replace(self.memory.idle_prompt(), has_adapters=has_adapters))
         ops.synchronize(self.device)
         self.caches.layers = []
 
     def affordable_bytes(self, utilization: float) -> int:
         """The bytes that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
-        of_graphs = 0 if self.graphs is None else len(self.batch_sizes) * GRAPH_BYTES + SCRATCH_BYTES
+        num_graphs = len(self.batch_sizes) * (2 if self.has_adapters else 1)
+        of_graphs = 0 if self.graphs is None else num_graphs * GRAPH_BYTES + SCRATCH_BYTES
         return int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
 
     def allocate(self, manager: BlockManager) -> None:
@@ -135,9 +139,10 @@ class ModelRunner:
         with self.stream:
             try:
                 self.move_pages(step)
+                self.write_adapters(step)
                 batch = self.fill(step)
                 if self.graphs is not None and step.only_decodes:
-                    graph = self.graphs.get((len(batch.token_ids), batch.needs_logits))
+                    graph = self.graphs.get(_key(batch))
                 if graph is not None:
                     graph.replay()
                 elif PromptOutputs.are_wanted(step):
@@ -169,6 +174,11 @@ class ModelRunner:
         if step.copies is not None and len(step.copies):
             ops.copy_blocks(each_cache(caches.layers), step.copies)
 
+    def write_adapters(self, step: Step) -> None:
+        """Brings the adapters that a step needs into their slots."""
+        for slot, adapter in step.adapters:
+            cast(AdaptedModel, self.model).write_adapter(slot, adapter)
+
     def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
@@ -193,7 +203,7 @@ class ModelRunner:
         graph = Graph()
         with graph.capture(self.stream):
             self._compute(batch)
-        self.graphs[len(batch.token_ids), batch.needs_logits] = graph
+        self.graphs[_key(batch)] = graph
 
     def _compute_prompts(self, batch: Batch, step: Step) -> PromptOutputs:
         """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
@@ -207,6 +217,10 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
+
+
+def _key(batch: Batch) -> tuple[int, bool, bool]:
+    return len(batch.token_ids), batch.needs_logits, batch.has_adapters
 
 
 def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:

@@ -26,6 +26,7 @@ class StepMemory:
     Args:
         batch_sizes: of steps that only decode, in order; a step is padded to the next one
         plans: see Model.allocate_plans
+        has_adapters: whether there is an adapter's slot for each token
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class StepMemory:
         max_num_batched_tokens: int,
         max_model_len: int,
         plans: dict[tuple[int, int], Tensor],
+        has_adapters: bool = False,
     ) -> None:
         self._device, self._is_gpu = device, device != "cpu"
+        self._has_adapters = has_adapters
         self._batch_sizes, self._max_num_batched_tokens, self._plans = batch_sizes, max_num_batched_tokens, plans
         max_num_seqs = batch_sizes[-1]
-        num_bytes = 4 * (3 * max_num_batched_tokens + 8 * max_num_seqs) + 10 * ALIGN
+        num_bytes = 4 * (4 * max_num_batched_tokens + 9 * max_num_seqs) + 12 * ALIGN
         self._host = [ops.empty(num_bytes, "uint8", pinned=self._is_gpu) for _ in range(2)]
         if not self._is_gpu:
             self._host[1] = self._host[0]
@@ -79,12 +82,22 @@ class StepMemory:
             self._seeds[:num_rows] = [seq.seed for seq in step.receivers]
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
+        self._write_adapters(step, host)
         self._upload(host, turn)
         tables = self._upload_tables(arrays.block_tables, size)
         if not step.only_decodes:  # attention chooses its kernel by what the tables have room for
             tables = tables[:, : arrays.block_tables.shape[1]]
         there.block_tables, there.max_seqlen_q, there.needs_logits = tables, arrays.max_seqlen_q, needs_logits
+        there.has_adapters = step.adapter_slots is not None
         return there
+
+    def _write_adapters(self, step: Step, host: Batch) -> None:
+        if step.adapter_slots is None:
+            return
+        slots = np.array(step.adapter_slots, np.int32)
+        host.adapter_slots[: step.num_tokens] = np.repeat(slots, step.lengths)
+        if not step.only_decodes:  # in which a row is a token
+            host.row_adapter_slots[:] = slots[step.sampled]
 
     @staticmethod
     def _write_tokens(step: Step, host: Batch) -> None:
@@ -114,6 +127,8 @@ class StepMemory:
         host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
         host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0
         host.temperatures[:], host.seeds[:] = 0, 0
+        if self._has_adapters:
+            host.adapter_slots[:], host.row_adapter_slots[:] = -1, -1
         self._upload(host, 0)
         there.block_tables, there.max_seqlen_q = self._tables[:1], num_tokens
         return there
@@ -142,13 +157,15 @@ class StepMemory:
         seeds, temperatures = array(num_rows, "int64"), array(num_rows, "float32")
         token_ids, positions, slot_mapping = (array(num_tokens) for _ in range(3))
         context_lens = array(num_seqs)
+        slots = array(num_tokens) if self._has_adapters else None
         # Of a decode the position of the next token is the length of the context.
         cu_seqlens_q, last_tokens, next_positions = (
             (None, None, context_lens) if is_decode else (array(num_seqs + 1), array(num_rows), array(num_rows))
         )
+        row_slots = slots if is_decode or slots is None else array(num_rows)
         return Batch(
             token_ids, positions, slot_mapping, NO_TABLE, context_lens, cu_seqlens_q, 1, self._plans, last_tokens,
-            temperatures, seeds, next_positions, end,
+            temperatures, seeds, next_positions, end, adapter_slots=slots, row_adapter_slots=row_slots,
         )  # fmt: skip
 
     def _upload(self, host: Batch, turn: int) -> None:
@@ -176,3 +193,5 @@ def pad(arrays: Batch, num_seqs: int) -> None:
     for array in (arrays.token_ids, arrays.positions, arrays.context_lens, arrays.temperatures, arrays.seeds):
         array[num_seqs:] = 0
     arrays.slot_mapping[num_seqs:] = -1
+    if arrays.adapter_slots is not None:
+        arrays.adapter_slots[num_seqs:] = -1

@@ -24,6 +24,7 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
+from .adapter_slots import AdapterSlots
 from .sequence import Sequence
 from .step import Step
 
@@ -33,11 +34,11 @@ logger = logging.getLogger(__name__)
 class Queues:
     """Who waits, and who runs.
 
-    tokens_per_step: the most tokens that a step computes
+    tokens_per_step: the most tokens that a step computes; max_loras: adapters that running sequences may have
     """
 
-    def __init__(self, manager: BlockManager, tokens_per_step: int) -> None:
-        self.manager, self._tokens_per_step = manager, tokens_per_step
+    def __init__(self, manager: BlockManager, tokens_per_step: int, max_loras: int = 0) -> None:
+        self.manager, self._tokens_per_step, self.adapters = manager, tokens_per_step, AdapterSlots(max_loras)
         self.running: list[Sequence] = []  # in the order of admission
         self.num_running: Counter[int] = Counter()  # by call
         self.num_waiting = 0
@@ -154,7 +155,8 @@ class Queues:
         seq.is_swapped = False
 
     def start(self, seq: Sequence) -> None:
-        """Adds a sequence that has its pages to those that run."""
+        """Adds a sequence that has its pages to those that run. There must be room for its adapter."""
+        self.adapters.pin(seq.adapter)
         self.running.append(seq)
         self.num_running[seq.call] += 1
         if seq.first_scheduled_time is None:
@@ -200,6 +202,7 @@ class Queues:
         return pairs
 
     def _stop(self, seq: Sequence) -> None:
+        self.adapters.unpin(seq.adapter)
         self.num_running[seq.call] -= 1
         if not self.num_running[seq.call]:
             del self.num_running[seq.call]
@@ -225,6 +228,7 @@ class Queues:
         """Forgets all sequences; their pages are freed elsewhere."""
         self.running, self.num_running, self.refused = [], Counter(), None
         self._priorities, self._waiting, self.num_waiting = [], {}, 0
+        self.adapters.clear()
 
     # --- a step's tokens
 

@@ -25,6 +25,8 @@ Rules that keep it fair and alive:
   host pages if there are enough. A sequence is admitted only if one page per running sequence stays free (the
   watermark), or nothing runs: else it would take back at once the pages that a preemption has freed.
 - A prompt whose beginning another sequence is computing right now waits for it, and then finds it in the cache.
+- A sequence whose adapter finds no slot, because others that run have theirs in all of them, waits until one is free.
+  Sequences without an adapter may pass it, and no others. It takes nobody's place meanwhile.
 - The other answers to a prompt (siblings) are forked when it is computed, as far as there are places. The rest wait,
   and find the prompt in the cache.
 """
@@ -47,13 +49,19 @@ class Scheduler:
     """Decides what the next step computes, by the rules above."""
 
     def __init__(
-        self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_loras: int = 0,
     ) -> None:
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.queues = Queues(manager, max_num_batched_tokens)
+        self.queues = Queues(manager, max_num_batched_tokens, max_loras)
         self.step_number = 0
         self._last_step = Step()
 
@@ -118,9 +126,16 @@ class Scheduler:
         if self.queues.num_waiting or len(self.queues.running) > step.num_decodes:
             self._schedule_prompts(step, has_room)
         if step.sequences:
+            self._find_adapters(step)
             step.come_after(self._last_step)
             self._last_step = step
         return step
+
+    def _find_adapters(self, step: Step) -> None:
+        adapters = self.queues.adapters
+        step.adapters = adapters.take_writes()
+        if adapters.num_slots and any(seq.adapter is not None for seq in step.sequences):
+            step.adapter_slots = [adapters.slot(seq.adapter) for seq in step.sequences]
 
     def _schedule_prompts(self, step: Step, has_room: bool) -> None:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
@@ -187,6 +202,8 @@ class Scheduler:
         head = self.queues.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
+        if not self.queues.adapters.has_room(head.adapter):
+            return None
         self.queues.retire()
         if not self._lacks_place(head):
             return None
@@ -199,14 +216,17 @@ class Scheduler:
         return self.queues.preempt(last, f"{why} needed its place", logging.INFO, knob)
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Starts waiting sequences in their order, but skips those that wait for a prefix. Returns the rest of the
-        budget."""
+        """Starts waiting sequences in their order, but skips those that wait for a prefix or for an adapter's slot.
+        Returns the rest of the budget."""
         queues, passed, most = self.queues, list[Sequence](), self.max_num_seqs
+        waits_for_slot = False
         while queues.num_waiting and budget and len(queues.running) < most and len(passed) < most:
             seq = queues.peek()
             if seq.num_known < seq.num_tokens or (queues.running and queues.was_refused(seq)):
                 break  # its newest token is not known yet, or it did not fit
-            if queues.waits_for_prefix(seq, self.step_number):
+            lacks_slot = seq.adapter is not None and (waits_for_slot or not queues.adapters.has_room(seq.adapter))
+            waits_for_slot = waits_for_slot or lacks_slot
+            if lacks_slot or queues.waits_for_prefix(seq, self.step_number):
                 passed.append(queues.pop())
                 continue
             if not queues.find_pages(seq, step):

@@ -13,6 +13,8 @@ from ..sampling_params import MaskRequest, SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
+    from pagedkv.models.adapter import Adapter
+
     from ..text.detokenizer import Detokenizer
 
 
@@ -29,12 +31,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids", "error",
-        "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index", "is_end_sent",
-        "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens", "new_tokens",
-        "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions", "num_prompt_tokens",
-        "num_sent", "num_tokens", "params", "preempted_for", "priority", "prompt", "prompt_logprobs",
-        "request", "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason", "wants_embedding",
+        "__weakref__", "adapter", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids",
+        "error", "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index",
+        "is_end_sent", "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens",
+        "new_tokens", "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions",
+        "num_prompt_tokens", "num_sent", "num_tokens", "params", "preempted_for", "priority", "prompt",
+        "prompt_logprobs", "request", "retry_step", "salt", "seed", "siblings", "source", "start_time", "stop_reason",
+        "wants_embedding",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +53,7 @@ class Sequence:
         call: int | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        adapter: Adapter | None = None,
     ) -> None:
         """max_tokens: as in params, but as far as it fits (Scheduler.max_tokens)
         call: the id of the first sequence that was asked for together with this one; None: this is the first
@@ -57,7 +61,9 @@ class Sequence:
         max_tokens = params.max_tokens if max_tokens is None else max_tokens
         assert max_tokens is not None, "only the scheduler knows what fits"
         self.id, self.params, self.seed = id, params, seed
-        self.call, self.priority, self.salt = id if call is None else call, priority, salt
+        self.call, self.priority, self.adapter = id if call is None else call, priority, adapter
+        # With another adapter the same tokens have other keys and values. Its content counts, not its name.
+        self.salt = salt if adapter is None else b"adapter" + adapter.digest + salt
         # Tokens that end it, once there are min_tokens of them.
         self.end_ids = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt = array("i", prompt)

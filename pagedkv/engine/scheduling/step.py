@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv import BlockManager, Event, OutOfBlocks
+from pagedkv.models.adapter import Adapter
 
 from .sequence import Sequence
 
@@ -40,6 +41,8 @@ class Step:
     swap_out: np.ndarray | None = None  # int32 [n, 2]: page, host page
     swap_in: np.ndarray | None = None  # int32 [n, 2]: host page, page
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
+    adapters: list[tuple[int, Adapter]] = field(default_factory=list)  # to be written into these slots first
+    adapter_slots: list[int] | None = None  # of the sequences; None: no sequence has an adapter
     # What its launch leaves for the host (see ModelRunner.launch), which is there after the event; None: at once.
     event: Event | None = None
     sampled_tokens: Any = None  # int32 [num_rows]

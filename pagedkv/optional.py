@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -30,3 +31,10 @@ def load(name: str) -> ModuleType:
     if problems:
         raise problems[0]
     return import_module(name)
+
+
+def need(what: str, extra: str, *names: str) -> None:
+    """Raises ImportError where a package is not installed, and names it with the extra that brings it."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{what} needs {', '.join(missing)} (pip install 'pagedkv[{extra}]'): not installed")

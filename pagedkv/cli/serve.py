@@ -1,0 +1,67 @@
+"""pagedkv serve: an HTTP server in OpenAI's form."""
+
+from __future__ import annotations
+
+import argparse
+
+from pagedkv.optional import need
+
+from .options import MODEL_HELP, Commands, add_engine_options, engine_options, integer, read_text
+
+EXAMPLES = """\
+examples:
+  pagedkv serve Qwen/Qwen3-0.6B
+  pagedkv serve ./model --host 0.0.0.0 --port 8080 --api-key one --api-key another --max-model-len 8192
+  curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to their ends. A second one stops.
+"""
+PACKAGES = "starlette", "uvicorn", "msgspec", "prometheus_client"
+
+
+def add(commands: Commands) -> None:
+    text = "serve a model of your own over HTTP, in OpenAI's form"
+    serve = commands.add_parser("serve", help=text, description=text, epilog=EXAMPLES)
+    serve.add_argument("model", help=MODEL_HELP)
+    where = serve.add_argument_group("server")
+    where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    where.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
+    where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of host and port")
+    help = "what requests must bring as 'Authorization: Bearer KEY'; may be repeated; none: anybody may ask"
+    where.add_argument("--api-key", metavar="KEY", action="append", default=[], help=help)
+    help = "what clients call the model; may be repeated (default: MODEL)"
+    where.add_argument("--served-model-name", metavar="NAME", action="append", default=[], help=help)
+    where.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    help = "pages from there may ask (CORS); may be repeated; *: all"
+    where.add_argument("--allowed-origin", metavar="ORIGIN", action="append", default=[], help=help)
+    help = "bytes of a request, more get 413 (default: %(default)s)"
+    where.add_argument("--max-body-size", metavar="N", type=integer, default=8 << 20, help=help)
+    help = "answers in work or waiting at a time, further requests get 429 (default: %(default)s)"
+    where.add_argument("--max-answers", metavar="N", type=integer, default=1024, help=help)
+    help = "seconds for answers on their way after the first signal; not given: as long as they take"
+    where.add_argument("--drain-timeout", metavar="N", type=integer, help=help)
+    add_engine_options(serve)
+    serve.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    need("pagedkv serve", "serve", *PACKAGES)
+    from pagedkv import AsyncEngine
+    from pagedkv.serve.app import make_app
+    from pagedkv.serve.lifecycle import Lifecycle
+    from pagedkv.serve.model import ServedModel
+    from pagedkv.serve.server import Server
+
+    if "" in args.api_key:
+        raise ValueError("--api-key is empty")
+    template = None if args.chat_template is None else read_text(args.chat_template)
+    client = AsyncEngine(args.model, **engine_options(args))
+    try:
+        model = ServedModel.of_engine(client.engine, args.served_model_name or [args.model], template)
+        server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
+        app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
+        where = {"uds": args.uds} if args.uds is not None else {"host": args.host, "port": args.port}
+        Lifecycle(server, app, drain_timeout=args.drain_timeout, **where).run()
+    finally:
+        client.close()
+    return 0

@@ -1,0 +1,78 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagedkv import OutOfBlocks
+
+logger = logging.getLogger(__name__)
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer.
+
+    param: the field of the request that is wrong; code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(self.status)
+        return json_response(self.body(), self.status, headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def of_request(error: Exception) -> ApiError:
+    """Of what checks say of a request: their messages begin with the name of an argument, and its value follows."""
+    message = str(error) or type(error).__name__
+    named = re.match(r"([a-z_]+)(\[[^]]*\])* (is|holds|has) ", message)
+    return ApiError(400, message, param=named[1] if named else None)
+
+
+def of_engine(error: Exception) -> ApiError:
+    """Of the error in an output: one that cannot be served is the client's, and anything else is logged here."""
+    if isinstance(error, (ValueError, OutOfBlocks, FileNotFoundError)):
+        return of_request(error)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}: {error}")
+
+
+async def show_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def show_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, another method."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    response = ApiError(error.status_code, text).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def show_failure(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again afterwards, and the server logs it."""
+    return ApiError(500, f"the server failed: {type(error).__name__}").response()

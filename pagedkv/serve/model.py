@@ -1,0 +1,107 @@
+"""What a server knows of the model beside its engine: names, the tokenizer, the chat template, defaults, limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from pagedkv.engine import Engine
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.text.chat import ChatOptions, ChatTemplate, encode_chats
+from pagedkv.engine.text.tokenizer import Tokenizer
+
+from .errors import ApiError, of_request
+
+# What a request may not set by chat_template_kwargs: render()'s own parameters, and the variables that it fills in.
+RESERVED = ({"self", *signature(ChatTemplate.render).parameters} - {"options"}) | {"chat_template"}
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """names: what clients call it, the first of which answers show; chat_template: instead of the folder's."""
+
+    names: list[str]
+    folder: Path
+    tokenizer: Tokenizer
+    default_params: SamplingParams
+    max_model_len: int
+    vocab_size: int
+    chat_template: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of_engine(cls, engine: Engine, names: list[str], chat_template: str | None = None) -> ServedModel:
+        size = engine.config.vocab_size
+        return cls(
+            names, engine.folder, engine.tokenizer, engine.default_params, engine.max_model_len, size, chat_template
+        )
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def makes_embeddings(self) -> bool:
+        """Whether the folder is that of an embedding model (of sentence-transformers)."""
+        return (self.folder / "modules.json").is_file()
+
+    def check_name(self, name: str | None) -> str:
+        """The name that the answer shows: a request without one gets the only model there is."""
+        if name is not None and name not in self.names:
+            text = f"there is no model {name[:200]!r}; served is {', '.join(map(repr, self.names))}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return self.name if name is None else name
+
+    def describe(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "pagedkv", "root": self.name,
+            "parent": None, "max_model_len": self.max_model_len,
+        }  # fmt: skip
+
+    # --- texts. What takes time here is called in another thread.
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+    ) -> list[int]:
+        for name in variables or {}:
+            if name in RESERVED:
+                text = f"chat_template_kwargs holds {name!r}, which is no variable of a template"
+                raise ApiError(400, text, param="chat_template_kwargs")
+        options: ChatOptions = {
+            "chat_template": self.chat_template, "chat_template_kwargs": variables,
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": bool(continue_final_message),
+        }  # fmt: skip
+        try:
+            (ids,) = encode_chats(self.folder, self.tokenizer, [messages], options)
+        except (TypeError, ValueError, RecursionError, FileNotFoundError) as error:
+            raise of_request(error) from error
+        return ids
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.check_tokenizer()
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.check_tokenizer()
+        for token in token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ApiError(400, f"tokens holds {token}, which is not in 0..{self.vocab_size - 1}", param="tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def check_tokenizer(self) -> None:
+        if not self.tokenizer.exists:
+            raise ApiError(400, "the model has no tokenizer.json: there are no texts, only token ids")
+
+    def token_text(self, token_id: int) -> str:
+        """What the token is by itself: "\\ufffd" where it holds a part of a character."""
+        if not self.tokenizer.exists:
+            return f"token_id:{token_id}"
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)

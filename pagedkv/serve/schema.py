@@ -1,0 +1,204 @@
+"""What the bodies of requests may hold: read from JSON, checked, and made into the engine's own options.
+
+A field is served, or accepted without an effect (OpenAI's clients send some that ask for nothing of a model), or
+refused with the reason. What is in none of the three lists is refused with the nearest name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagedkv.engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+
+from .errors import ApiError, of_request
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class StreamOptions:
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What completions and chats have in common. None, and null in JSON: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # SamplingParams has the rest by the same names.
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    skip_special_tokens: bool | None = None
+
+
+@dataclass(kw_only=True)
+class CompletionRequest(Generation):
+    prompt: Any = None
+    logprobs: int | None = None
+
+
+@dataclass(kw_only=True)
+class ChatRequest(Generation):
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+@dataclass(kw_only=True)
+class EmbeddingRequest:
+    input: Any = None
+    model: str | None = None
+    encoding_format: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(kw_only=True)
+class TokenizeRequest:
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+@dataclass(kw_only=True)
+class DetokenizeRequest:
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+WITHOUT_EFFECT = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "reasoning_effort", "verbosity",
+)  # fmt: skip
+# Values that ask for nothing beyond what is served anyway; any other one is refused.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
+    "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
+    "structured_outputs": (), "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
+}  # fmt: skip
+OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
+
+
+def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """The request, and the names of its fields that have no effect."""
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is no JSON object")
+    given = {name: value for name, value in given.items() if value is not None}
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    ignored = [name for name in given if name in WITHOUT_EFFECT]
+    for name, value in given.items():
+        if name not in known and name not in ignored:
+            _check_other(name, value, known)
+    options = given.get("stream_options")
+    if isinstance(options, dict):
+        for name in options:
+            _check_known(f"stream_options.{name}", [f"stream_options.{each.name}" for each in fields(StreamOptions)])
+    try:
+        request: T = msgspec.convert({name: given[name] for name in known if name in given}, kind, str_keys=True)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        message, _, where = str(error).partition(" - at `")
+        path = where.strip("`").removeprefix("$").removeprefix(".")
+        raise ApiError(400, f"{path or 'the body'}: {message}", param=path or None) from None
+    return request, ignored
+
+
+def _check_other(name: str, value: Any, known: list[str]) -> None:
+    if name not in ONLY:
+        _check_known(name, known)
+    elif not any(type(value) is type(each) and value == each for each in ONLY[name]):
+        raise ApiError(400, f"{name} is not served", param=name, code="unsupported_parameter")
+
+
+def _check_known(name: str, known: list[str]) -> None:
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ApiError(400, f"there is no field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
+
+
+def params_of(
+    request: Generation, default: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The default's options, and those that the request gives in their place."""
+    given = {name: getattr(request, name) for name in OF_PARAMS if getattr(request, name) is not None}
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        text = f"logprobs is {logprobs} but must be at least 0 and at most {MAX_LOGPROBS}"
+        raise ApiError(400, text, param="logprobs")
+    try:
+        return replace(default, **(given | {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind}))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise of_request(error) from None
+
+
+def check_stream_options(request: Generation) -> StreamOptions:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is given but stream is not true", param="stream_options")
+    return request.stream_options or StreamOptions()
+
+
+def prompts_of(name: str, value: Any) -> list[str | list[int]]:
+    """A text, a list of token ids, or a list of either."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _are_ids(value):
+            return [value]
+        if all(isinstance(each, str) or (isinstance(each, list) and _are_ids(each)) for each in value):
+            return value
+    missing = " is missing: it" if value is None else ""
+    raise ApiError(400, f"{name}{missing} must be a text, a list of token ids, or a list of these", param=name)
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(each) is int for each in value)
+
+
+def salt_of(cache_salt: str | None) -> bytes:
+    """msgspec lets no half of a surrogate pair through."""
+    return (cache_salt or "").encode()
+
+
+def check_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not messages:
+        raise ApiError(400, "messages is missing or empty", param="messages")
+    return messages

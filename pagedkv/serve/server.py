@@ -1,0 +1,123 @@
+"""What the routes share: the engine's client, the model, metrics, limits, and the way of a request to its answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from pagedkv.engine.client import EngineClient
+from pagedkv.engine.sampling_params import SamplingParams
+
+from .answers import Answers, Gate, Piece
+from .errors import ApiError
+from .metrics import Metrics
+from .model import ServedModel
+from .schema import Generation, check_stream_options, read, salt_of
+from .sse import EVENTS, JSON, Reply, event
+
+T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """max_body_size: bytes of a request; max_answers: in work or waiting at a time; more are told to come later."""
+
+    client: EngineClient
+    model: ServedModel
+    max_body_size: int = 8 << 20
+    max_answers: int = 1024
+    is_draining: bool = False
+    gate: Gate = field(init=False)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gate, self.metrics = Gate(self.max_answers), Metrics(self.client, self.model.name)
+
+    async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+        """The body of a request, and headers for its answer."""
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self.max_body_size:
+                raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
+            parts.append(part)
+        body, ignored = read(b"".join(parts), kind)
+        return body, {"x-pagedkv-warning": f"without effect: {', '.join(ignored)}"} if ignored else {}
+
+    def reply(
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, form: Form,
+        headers: dict[str, str],
+    ) -> Reply:  # fmt: skip
+        options = check_stream_options(request)
+        if any(isinstance(each, str) for each in prompts):
+            self.model.check_tokenizer()
+        answers = Answers(
+            self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
+            salt=salt_of(request.cache_salt),
+        )  # fmt: skip
+        if not request.stream:
+            return Reply(_whole(answers, form), JSON, headers)
+        always = bool(options.continuous_usage_stats)
+        return Reply(_events(answers, form, bool(options.include_usage), always), EVENTS, headers)
+
+
+class Form(ABC):
+    """How answers are written: those of completions, or of chats."""
+
+    prefix: str  # of ids
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, server: Server, request: Generation, name: str) -> None:
+        self.model, self.request = server.model, request
+        self._id, self._name, self._created = f"{self.prefix}-{uuid.uuid4().hex}", name, int(time.time())
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._name, "choices": choices}
+
+    @abstractmethod
+    def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:
+        """A whole answer."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece, answers: Answers) -> list[dict[str, Any]]:
+        """What is new of a streamed one; empty where nothing of it is shown."""
+
+    def extra(self, answers: Answers) -> dict[str, Any]:
+        """Beside the choices of whole answers."""
+        return {}
+
+    def is_shown(self, piece: Piece) -> bool:
+        return bool(piece.text or piece.finish_reason or piece.logprobs or self.request.return_token_ids)
+
+    def add_end(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if self.request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+
+async def _whole(answers: Answers, form: Form) -> AsyncGenerator[bytes, None]:
+    pieces = await answers.whole()
+    value = form.envelope(form.whole_object, [form.choice(each, answers) for each in pieces])
+    yield msgspec.json.encode(value | form.extra(answers) | {"usage": answers.usage()})
+
+
+async def _events(answers: Answers, form: Form, with_usage: bool, always: bool) -> AsyncGenerator[bytes, None]:
+    """All that is new at a time is one part, and so one write."""
+    async with aclosing(answers.pieces()) as all_pieces:
+        async for pieces in all_pieces:
+            choices = [choice for piece in pieces for choice in form.chunks(piece, answers)]
+            usage = {"usage": answers.usage() if always else None} if with_usage or always else {}
+            if choices:
+                yield b"".join(event(form.envelope(form.chunk_object, [each]) | usage) for each in choices)
+    if with_usage:
+        yield event(form.envelope(form.chunk_object, []) | {"usage": answers.usage()})

@@ -1,0 +1,70 @@
+"""Answers on their way to a client, which may leave at any time, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from .errors import ApiError
+
+EVENTS, JSON = "text/event-stream; charset=utf-8", "application/json"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Reply:
+    """An ASGI response of the parts of a generator. The status is sent when the first part is there: until then an
+    ApiError is a response of its own, and later, among events, the last event. Where the client leaves, the generator
+    is closed."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str]) -> None:
+        self._parts, self._is_stream = parts, media_type == EVENTS
+        self._headers = {"content-type": media_type} | headers
+        if self._is_stream:
+            self._headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await _until_gone(receive, self._send(send))
+
+    async def _send(self, send: Any) -> None:
+        async with aclosing(self._parts) as parts:
+            first = await anext(parts)
+            headers = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+            if not self._is_stream:
+                headers.append((b"content-length", str(len(first)).encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": first, "more_body": self._is_stream})
+            if not self._is_stream:
+                return
+            try:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                end = DONE
+            except ApiError as error:
+                end = event(error.body()) + DONE
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+async def _until_gone(receive: Any, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work until it is done or the client has left, and raises its error."""
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,313 @@
+"""pagedkv serve over HTTP: answers are those of the engine, whole and streamed; requests that are wrong say why."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve`, and httpx")
+
+import httpx
+from served import DEMO, CountingClient, events_of, model_of, serving, streamed
+
+from pagedkv import LLM, AsyncEngine, SamplingParams
+
+OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def http(llm):
+    with serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        yield http
+
+
+def post(http, path, status=200, **body):
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+# --- answers
+
+SAMPLING = [
+    {},
+    {"max_tokens": 3},
+    {"temperature": 1, "seed": 7, "max_tokens": 30},
+    {"temperature": 1.5, "seed": 3, "n": 3, "max_tokens": 20, "ignore_eos": True},
+    {"temperature": 1, "top_k": 3, "top_p": 0.9, "min_p": 0.01, "seed": 1, "repetition_penalty": 1.2, "max_tokens": 20},
+    {"presence_penalty": 1, "frequency_penalty": 0.5, "max_tokens": 20, "ignore_eos": True},
+    {"stop": "6"},
+    {"stop": ["62", "0"], "include_stop_str_in_output": True},
+    {"stop_token_ids": [9], "max_tokens": 9},
+    {"min_tokens": 10, "max_tokens": 12},
+    {"logit_bias": {"9": 100, "8": -100}, "max_tokens": 5},
+    {"allowed_token_ids": [3, 4], "bad_words": ["00"], "max_tokens": 9},
+    {"max_tokens": 0},
+    {"skip_special_tokens": False},
+    {"priority": -1, "cache_salt": "mine", "stream_options": None},
+]  # fmt: skip
+OF_HTTP = ("priority", "cache_salt", "stream_options")
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=lambda options: ",".join(options) or "none")
+def test_answers_are_those_of_the_engine(llm, http, options):
+    own = {name: value for name, value in options.items() if name not in OF_HTTP}
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(key): value for key, value in own["logit_bias"].items()}
+    params = SamplingParams(**({"temperature": 0, "max_tokens": 16} | own))
+    expected = llm.generate("473+89=", params, use_tqdm=False)[0]
+    body = {"prompt": "473+89=", "return_token_ids": True} | options
+    found = post(http, COMPLETIONS, **body)
+    assert len(found["choices"]) == params.n
+    parts = streamed(http.post(COMPLETIONS, json=body | {"stream": True}))
+    chat = {name: value for name, value in body.items() if name != "prompt"} | {"max_tokens": params.max_tokens}
+    chat["messages"] = [{"role": "user", "content": "473+89="}]
+    chat_found, chat_parts = post(http, CHAT, **chat), streamed(http.post(CHAT, json=chat | {"stream": True}))
+    for one, choice, chat_choice in zip(expected.outputs, found["choices"], chat_found["choices"], strict=True):
+        wanted = one.text, one.token_ids, one.finish_reason
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == wanted
+        assert (chat_choice["message"]["content"], chat_choice["token_ids"], chat_choice["finish_reason"]) == wanted
+        assert choice["stop_reason"] == chat_choice["stop_reason"] == one.stop_reason
+        for part in (parts[one.index], chat_parts[one.index]):
+            assert (part["text"], part["token_ids"], part["finish_reason"]) == wanted
+    count = sum(len(one.token_ids) for one in expected.outputs)
+    for each in (found, chat_found):
+        usage = each["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, count, 7 + count)
+    assert found["choices"][0]["prompt_token_ids"] == chat_found["prompt_token_ids"] == expected.prompt_token_ids
+
+
+def test_prompts_in_every_form(llm, http):
+    ids = llm.tokenizer.encode("473+89=")
+    for prompt, count in (("473+89=", 1), (ids, 1), (["473+89="], 1), ([ids], 1), (["473+89=", ids, "1+1="], 3)):
+        found = post(http, COMPLETIONS, prompt=prompt)["choices"]
+        assert [each["index"] for each in found] == list(range(count))
+        assert [each["text"] for each in found] == ["562", "562", "2"][:count]
+        parts = streamed(http.post(COMPLETIONS, json={"prompt": prompt, "stream": True}))
+        assert [parts[index]["text"] for index in range(count)] == ["562", "562", "2"][:count]
+    several = post(http, COMPLETIONS, prompt=["1+1=", "2+2="], n=2, temperature=1, seed=5)["choices"]
+    assert [each["index"] for each in several] == [0, 1, 2, 3]
+    alone = post(http, COMPLETIONS, prompt="2+2=", n=2, temperature=1, seed=5)["choices"]
+    assert [each["text"] for each in several[2:]] == [each["text"] for each in alone]
+
+
+def test_logprobs(llm, http):
+    params = SamplingParams(temperature=1, seed=4, max_tokens=12, logprobs=2)
+    one = llm.generate("473+89=", params, use_tqdm=False)[0].outputs[0]
+    options = {"temperature": 1, "seed": 4, "max_tokens": 12}
+    body = {"prompt": "473+89=", "logprobs": 2} | options
+    (part,) = streamed(http.post(COMPLETIONS, json=body | {"stream": True})).values()
+    whole = post(http, COMPLETIONS, **body)["choices"][0]["logprobs"]
+    joined = {key: [value for each in part["logprobs"] for value in each[key]] for key in whole}
+    texts = [llm.tokenizer.decode([token], skip_special_tokens=False) for token in one.token_ids]
+    assert whole["tokens"] == joined["tokens"] == texts and whole["text_offset"] == joined["text_offset"]
+    assert whole["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
+    expected = [of_ids[token] for token, of_ids in zip(one.token_ids, one.logprobs, strict=True)]
+    np.testing.assert_allclose(whole["token_logprobs"], expected, atol=1e-5)
+    np.testing.assert_allclose(joined["token_logprobs"], expected, atol=1e-5)
+    assert [len(each) for each in whole["top_logprobs"]] == [len(of_ids) for of_ids in one.logprobs]
+    chat = {"messages": [{"role": "user", "content": "473+89="}], "logprobs": True, "top_logprobs": 2} | options
+    (part,) = streamed(http.post(CHAT, json=chat | {"stream": True})).values()
+    content = post(http, CHAT, **chat)["choices"][0]["logprobs"]["content"]
+    entries = [each for some in part["logprobs"] for each in some["content"]]
+    for found in (content, entries):
+        assert [each["token"] for each in found] == texts
+        np.testing.assert_allclose([each["logprob"] for each in found], expected, atol=1e-5)
+        assert all(bytes(each["bytes"]).decode() == each["token"] for each in found)
+        for each in found:
+            assert len(each["top_logprobs"]) == 2 and each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
+
+
+def test_usage_of_streams(http):
+    body = {"prompt": "473+89=", "stream": True}
+    assert not any("usage" in each for each in events_of(http.post(COMPLETIONS, json=body).text))
+    *chunks, last = events_of(http.post(COMPLETIONS, json=body | {"stream_options": {"include_usage": True}}).text)
+    assert all(each["usage"] is None for each in chunks) and last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4 and last["usage"]["prompt_tokens"] == 7
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [e["usage"]["completion_tokens"] for e in events_of(http.post(COMPLETIONS, json=body | {"stream_options": both}).text)]
+    assert counts == sorted(counts) and counts[-1] == 4
+
+
+def test_cached_tokens_and_salts(http):
+    def cached(salt):
+        body = {"prompt": "111+222=", "cache_salt": salt, "max_tokens": 1}
+        return post(http, COMPLETIONS, **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("a"), cached("a"), cached("b"), cached("b")] == [0, 8, 0, 8]
+
+
+def test_tokens_of_texts_and_chats(llm, http):
+    ids = llm.tokenizer.encode("12+34=")
+    assert post(http, "/tokenize", prompt="12+34=") == {"count": 6, "max_model_len": 128, "tokens": ids}
+    assert post(http, "/tokenize", messages=[{"role": "user", "content": "12+34="}])["tokens"] == ids
+    kwargs = {"more": "5"}
+    assert post(http, "/tokenize", messages=[{"role": "user", "content": "1"}], chat_template_kwargs=kwargs)["count"] == 2
+    assert post(http, "/detokenize", tokens=ids) == {"prompt": "12+34="}
+    assert post(http, "/tokenize", prompt="")["tokens"] == [] and post(http, "/detokenize", tokens=[])["prompt"] == ""
+
+
+def test_vectors(tmp_path, http):
+    assert "is no embedding model" in post(http, "/v1/embeddings", 400, input="1+1")["error"]["message"]
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2", "Normalize")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    with LLM(folder, **OPTIONS) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as client:
+        expected = [each.embedding for each in llm.embed(["1+1", "23"], use_tqdm=False)]
+        found = post(client, "/v1/embeddings", input=["1+1", "23"])
+        np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=1e-6)
+        assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+        coded = post(client, "/v1/embeddings", input=[4, 13, 4], encoding_format="base64")["data"][0]["embedding"]
+        np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), expected[0], atol=1e-6)
+        for body in ({"input": ""}, {"input": []}, {"input": [99]}, {"input": "1", "encoding_format": "hex"}, {"input": "1", "dimensions": 2}):
+            assert post(client, "/v1/embeddings", 400, **body)["error"]["message"]
+
+
+# --- refusals
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+REFUSED = [
+    (COMPLETIONS, {"prompt": "1", "temprature": 1}, "temprature", "did you mean 'temperature'?"),
+    (COMPLETIONS, {"prompt": "1", "temperature": -1}, "temperature", "temperature is -1.0"),
+    (COMPLETIONS, {"prompt": "1", "temperature": "hot"}, "temperature", "Expected `float"),
+    (COMPLETIONS, {"prompt": "1", "n": True}, "n", "Expected `int"),
+    (COMPLETIONS, {"prompt": "1", "n": 2, "temperature": 0}, "n", "all answers are the same"),
+    (COMPLETIONS, {"prompt": "1", "n": 5000, "temperature": 1}, None, "takes 1024 at a time"),
+    (COMPLETIONS, {"prompt": "1", "logprobs": 21}, "logprobs", "at most 20"),
+    (COMPLETIONS, {"prompt": "1", "seed": 2**63}, "seed", "seed is"),
+    (COMPLETIONS, {"prompt": "1", "stop": [""]}, "stop", "is empty"),
+    (COMPLETIONS, {"prompt": "1", "logit_bias": {"99": 1}}, "logit_bias", "not in 0..15"),
+    (COMPLETIONS, {"prompt": "1", "logit_bias": {"a": 1}}, None, "logit_bias"),
+    (COMPLETIONS, {"prompt": "1", "priority": 2**40}, "priority", "priority is"),
+    (COMPLETIONS, {"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+    (COMPLETIONS, {"prompt": "1", "stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),
+    (COMPLETIONS, {"prompt": "1", "echo": True}, "echo", "not served"),
+    (COMPLETIONS, {}, "prompt", "prompt is missing"),
+    (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": [1, "1"]}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": [1, 16]}, None, "token id 16"),
+    (COMPLETIONS, {"prompt": "1" * 200}, None, "200 prompt tokens"),
+    (COMPLETIONS, {"prompt": ["1+1=", ""]}, None, "the prompt is empty"),
+    (CHAT, {}, "messages", "messages is missing"),
+    (CHAT, {"messages": [{"content": "1"}]}, None, "role is None"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, "only text"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not served"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not served"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens is 2"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "'messages'"),
+    (CHAT, {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "not served"),
+    ("/tokenize", {}, "prompt", "one of the two"),
+    ("/detokenize", {"tokens": [16]}, "tokens", "not in 0..15"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens", "not in 0..15"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_is_wrong_is_named(http, path, body, param, text):
+    error = post(http, path, 400, **body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert text in error["message"] and error["param"] == param
+    if path in (COMPLETIONS, CHAT) and "stream" not in body and "stream_options" not in body:
+        assert post(http, path, 400, **body | {"stream": True})["error"] == error
+
+
+def test_bodies_that_are_no_requests(http):
+    for content in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000):
+        response = http.post(COMPLETIONS, content=content)
+        assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
+
+
+def test_other_paths_models_and_methods(http):
+    assert post(http, COMPLETIONS, 404, prompt="1", model="gpt")["error"]["code"] == "model_not_found"
+    assert post(http, COMPLETIONS, prompt="1+1=", model="demo")["model"] == "demo"
+    assert post(http, "/v1/nothing", 404)["error"]["type"] == "not_found_error"
+    assert http.get(COMPLETIONS).status_code == 405 and "POST" in http.get(COMPLETIONS).headers["allow"]
+    (model,) = http.get("/v1/models").json()["data"]
+    assert model["id"] == "demo" and model["max_model_len"] == 128 and http.get("/v1/models/demo").json() == model
+    assert http.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
+
+
+def test_fields_without_effect_are_told(http):
+    plain, told = (http.post(CHAT, json={"messages": MESSAGES} | more) for more in ({}, {"user": "me", "store": True}))
+    assert told.headers["x-pagedkv-warning"] == "without effect: user, store" and "x-pagedkv-warning" not in plain.headers
+    assert plain.json()["choices"] == told.json()["choices"]
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": None}
+    assert "x-pagedkv-warning" not in http.post(CHAT, json={"messages": MESSAGES} | nothing).headers
+
+
+def test_keys_origins_and_sizes():
+    options = {"api_keys": ["one", "two"], "origins": ["https://here.example"], "max_body_size": 1000}
+    with serving(CountingClient(), model_of(), **options) as (url, _), httpx.Client(base_url=url) as http:
+        body = {"prompt": "1", "max_tokens": 3}
+        for header in ({}, {"authorization": "Bearer three"}, {"authorization": "one"}, {"authorization": "Bearer \xff"}, {"authorization": "Bearer"}):
+            refused = http.post(COMPLETIONS, json=body, headers={k: v.encode("latin-1") for k, v in header.items()})
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        for key in ("one", "two"):
+            answer = http.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.json()["choices"][0]["text"] == "012"
+        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
+        key = {"authorization": "Bearer one"}
+        large = http.post(COMPLETIONS, json={"prompt": "1" * 1000}, headers=key)
+        assert large.status_code == 413 and "1,000 bytes" in large.json()["error"]["message"]
+        asked = {"origin": "https://here.example", "access-control-request-method": "POST"}
+        allowed = http.options(COMPLETIONS, headers=asked)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://here.example"
+        assert http.options(COMPLETIONS, headers=asked | {"origin": "https://there.example"}).status_code == 400
+
+
+# --- figures
+
+
+def test_metrics(llm):
+    with serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as http:
+        post(http, COMPLETIONS, prompt=["473+89=", "1+1="])
+        streamed(http.post(COMPLETIONS, json={"prompt": "473+89=", "stream": True}))
+        post(http, COMPLETIONS, 400, prompt="")
+        response = http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line.rpartition(" ") for line in response.text.splitlines() if line[0] != "#"]
+        values = {name.replace('model_name="demo"', ""): float(value) for name, _, value in lines}
+    assert values["vllm:prompt_tokens_total{}"] == 7 + 4 + 7 and values["vllm:generation_tokens_total{}"] == 4 + 2 + 4
+    assert values['vllm:request_success_total{finished_reason="stop",}'] == 3
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert values[f"vllm:{name}_count{{}}"] == 3 and 0 < values[f"vllm:{name}_sum{{}}"] < 10
+    assert 0 <= values["vllm:inter_token_latency_seconds_count{}"] <= 3
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
+        assert values[f"vllm:{name}{{}}"] == 0
+    assert values["vllm:prefix_cache_queries_total{}"] >= values["vllm:prefix_cache_hits_total{}"] > 0
+
+
+def test_the_client_of_openai(http):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.completions.create(model="demo", prompt="473+89=").choices[0].text == "562"
+        chat = client.chat.completions.create(model="demo", messages=MESSAGES, logprobs=True, top_logprobs=1)
+        assert chat.choices[0].message.content == "2" and chat.choices[0].logprobs.content[0].token == "2"
+        stream = client.chat.completions.create(
+            model="demo", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 5}
+        )
+        *chunks, last = stream
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == "2" and last.usage.completion_tokens == 2
+        with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+            client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+            client.completions.create(model="gpt", prompt="1")

@@ -192,7 +192,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "1", "seed": 2**63}, "seed", "seed is"),
     (COMPLETIONS, {"prompt": "1", "stop": [""]}, "stop", "is empty"),
     (COMPLETIONS, {"prompt": "1", "logit_bias": {"99": 1}}, "logit_bias", "not in 0..15"),
-    (COMPLETIONS, {"prompt": "1", "logit_bias": {"a": 1}}, None, "logit_bias"),
+    (COMPLETIONS, {"prompt": "1", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias: Expected `int`"),
     (COMPLETIONS, {"prompt": "1", "priority": 2**40}, "priority", "priority is"),
     (COMPLETIONS, {"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     (COMPLETIONS, {"prompt": "1", "stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),

@@ -6,6 +6,7 @@ refused with the reason. What is in none of the three lists is refused with the 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -135,9 +136,10 @@ def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     try:
         request: T = msgspec.convert({name: given[name] for name in known if name in given}, kind, str_keys=True)
     except (msgspec.MsgspecError, RecursionError) as error:
-        message, _, where = str(error).partition(" - at `")
-        path = where.strip("`").removeprefix("$").removeprefix(".")
-        raise ApiError(400, f"{path or 'the body'}: {message}", param=path or None) from None
+        message, _, where = str(error).partition(" - at ")
+        path = re.search(r"\$\.([^`]+)", where)  # `$.stop[0]`, or `key` in `$.logit_bias`
+        name = path[1] if path else None
+        raise ApiError(400, f"{name or 'the body'}: {message}", param=name) from None
     return request, ignored
 
 

@@ -1,0 +1,273 @@
+"""pagedkv serve when clients leave, are slow, are many, or send nonsense, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve`, and httpx")
+
+import httpx
+from served import DEMO, CountingClient, events_of, model_of, serving, streamed, wait_for
+
+from pagedkv import LLM, AsyncEngine, SamplingParams
+from pagedkv.serve.answers import Answers, Gate
+from pagedkv.serve.metrics import Metrics
+
+OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def slow(llm, monkeypatch):
+    """The engine, whose steps take 20 ms more."""
+    step = llm._core.step
+    monkeypatch.setattr(llm._core, "step", lambda: (time.sleep(0.02), step()))
+    return llm
+
+
+def is_idle(llm) -> bool:
+    return not len(llm._book) and llm.manager.stats()["used"] == 0
+
+
+# --- clients that leave or are slow
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("prompt", ["1+1=", ["1+1=", "2+2="]], ids=["one", "two"])
+def test_a_client_that_leaves_ends_its_request(slow, is_stream, prompt):
+    with serving(AsyncEngine(slow)) as (url, server):
+        with httpx.Client(base_url=url) as http, pytest.raises(httpx.ReadTimeout):
+            http.post(COMPLETIONS, json=LONG | {"prompt": prompt, "stream": False}, timeout=0.3)
+        if is_stream:
+            with httpx.Client(base_url=url) as http, http.stream("POST", COMPLETIONS, json=LONG | {"prompt": prompt, "stream": True}) as response:
+                parts = response.iter_bytes()  # httpx closes the response with it
+                assert next(parts).startswith(b"data: ")
+                assert len(slow._book) > 0 and server.gate.num_inside > 0
+        left = time.monotonic()
+        wait_for(lambda: is_idle(slow))
+        assert time.monotonic() - left < 1, "100 tokens take 2 s"
+        wait_for(lambda: server.gate.num_inside == 0)
+
+
+def test_a_slow_reader_finds_its_tokens_merged():
+    """Nothing waits for it, and what it has not taken is one piece."""
+
+    async def main():
+        client, model = CountingClient(), model_of()
+        params = SamplingParams(max_tokens=5000)
+        answers = Answers(client, Metrics(client, "demo"), Gate(2), ["1"], params, priority=0, salt=b"")
+        pieces = answers.pieces()
+        (first,) = await anext(pieces)
+        while client.num_running:
+            await asyncio.sleep(0)
+        assert len(answers._pending) == 1
+        (rest,) = await anext(pieces)
+        ids = first.token_ids + rest.token_ids
+        assert ids == [3 + i % 10 for i in range(5000)] and rest.finish_reason == "length"
+        assert first.text + rest.text == model.tokenizer.decode(ids)
+        with pytest.raises(StopAsyncIteration):
+            await anext(pieces)
+
+    asyncio.run(main())
+
+
+def test_more_than_it_takes_are_told_to_come_later():
+    client = CountingClient(0.02)
+    with serving(client, model_of(), max_answers=2) as (url, server), httpx.Client(base_url=url) as http:
+        with http.stream("POST", COMPLETIONS, json={"prompt": ["1", "2"], "max_tokens": 100, "stream": True}) as response:
+            parts = response.iter_bytes()
+            assert next(parts)
+            refused = http.post(COMPLETIONS, json={"prompt": "1", "max_tokens": 1})
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        wait_for(lambda: server.gate.num_inside == 0 and client.num_running == 0)
+        assert http.post(COMPLETIONS, json={"prompt": "1", "max_tokens": 1}).status_code == 200
+
+
+# --- many
+
+
+def test_many_clients_of_whom_some_leave_and_some_are_wrong(llm, seed):
+    """64 requests of 8 clients: each good one is right, and nothing stays."""
+    sums = [(a, b) for a in range(10, 18) for b in range(20, 28)]
+    expected = llm.generate([f"{a}+{b}=" for a, b in sums], SamplingParams(temperature=0), use_tqdm=False)
+    texts = [each.text for each in expected]
+    rng = random.Random(seed)
+    kinds = [rng.choice(("whole", "stream", "chat", "leave", "bad", "unknown")) for _ in sums]
+
+    def ask(http, i):
+        prompt, kind = f"{sums[i][0]}+{sums[i][1]}=", kinds[i]
+        body = {"prompt": prompt, "max_tokens": 64}
+        if kind == "whole":
+            return http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+        if kind == "stream":
+            return streamed(http.post(COMPLETIONS, json=body | {"stream": True}))[0]["text"]
+        if kind == "chat":
+            chat = {"messages": [{"role": "user", "content": prompt}], "stream": True}
+            return streamed(http.post(CHAT, json=chat))[0]["text"]
+        if kind == "leave":
+            with http.stream("POST", COMPLETIONS, json=body | {"stream": True, "ignore_eos": True}) as response:
+                next(response.iter_bytes())
+            return texts[i]
+        headers = {"authorization": "Bearer wrong"} if kind == "unknown" else {}
+        answer = http.post(COMPLETIONS, json={"prompt": [prompt, 1]}, headers=headers)
+        assert answer.status_code == (401 if kind == "unknown" else 400) and answer.json()["error"]["message"]
+        return texts[i]
+
+    def client(url, k):
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer key"}, timeout=30) as http:
+            return [ask(http, i) for i in range(k, 64, 8)]
+
+    with serving(AsyncEngine(llm), api_keys=["key"]) as (url, server), ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda k: client(url, k), range(8)))
+        assert [answers[i % 8][i // 8] for i in range(64)] == texts
+        wait_for(lambda: is_idle(llm) and server.gate.num_inside == 0)
+
+
+# --- nonsense
+
+VALUES = (
+    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**400, 0.5, -0.5, 1e300, "", "1", "1+1=", "a\u2603", "\x00", [], [0], [3, 4, 5],
+    [-1], [2**40], ["1", "2"], [[3], [4]], [[]], [None], {}, {"a": 1}, {"3": 5}, {"include_usage": True}, [{}],
+    [{"role": "user", "content": "1+1="}], [{"role": "user"}], [{"role": "user", "content": ["1"]}], [{"role": 1, "content": "1"}],
+)  # fmt: skip
+FIELDS = (
+    "prompt", "messages", "model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature",
+    "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias", "ignore_eos", "priority",
+    "cache_salt", "return_token_ids", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "user", "tools",
+    "response_format", "echo", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "input", "tokens",
+    "encoding_format", "skip_special_tokens", "include_stop_str_in_output", "nonsense",
+)  # fmt: skip
+GOOD = {
+    COMPLETIONS: {"prompt": "1+1="}, CHAT: {"messages": [{"role": "user", "content": "1+1="}]},
+    "/tokenize": {"prompt": "1+1="}, "/detokenize": {"tokens": [3]}, "/v1/embeddings": {"input": "1"},
+}  # fmt: skip
+
+
+def test_nonsense_is_refused_or_answered(llm, seed):
+    """300 bodies: never a failure of the server, and an answer has the form of one."""
+    rng = random.Random(seed)
+    count = {200: 0, 400: 0, 404: 0}
+    with serving(AsyncEngine(llm)) as (url, server), httpx.Client(base_url=url, timeout=30) as http:
+        for _ in range(300):
+            path = rng.choice((COMPLETIONS, COMPLETIONS, CHAT, CHAT, *GOOD))
+            body = dict(GOOD[path]) | {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.choice((0, 1, 1, 1, 2, 3)))}
+            content = json.dumps(body).encode()
+            if rng.random() < 0.1:
+                at = rng.randrange(len(content))
+                content = content[:at] + bytes([rng.randrange(256)]) + content[at + rng.randrange(3) :]
+            response = http.post(path, content=content)
+            assert response.status_code in count, (path, content, response.text)
+            count[response.status_code] += 1
+            if response.status_code != 200:
+                assert response.json()["error"]["message"], (path, content)
+            elif response.headers["content-type"].startswith("text/event-stream"):
+                assert all("error" not in each for each in events_of(response.text)), (path, content)
+                assert all(each["finish_reason"] for each in streamed(response).values())
+            elif path in (COMPLETIONS, CHAT):
+                assert all(each["finish_reason"] in ("stop", "length") for each in response.json()["choices"])
+        wait_for(lambda: is_idle(llm) and server.gate.num_inside == 0)
+    assert count[200] > 30 and count[400] > 100, count
+
+
+# --- the end
+
+
+def test_an_engine_that_has_ended():
+    client = CountingClient()
+    with LLM(DEMO, **OPTIONS) as llm:
+        engine = AsyncEngine(llm)
+        with serving(engine) as (url, _), httpx.Client(base_url=url) as http:
+            assert http.get("/health").status_code == 200
+            llm.close()
+            assert http.get("/health").status_code == 503 and "is closed" in http.get("/health").json()["error"]["message"]
+            for more in ({}, {"stream": True}):
+                refused = http.post(COMPLETIONS, json=LONG | more)
+                assert refused.status_code == 503 and refused.json()["error"]["type"] == "service_unavailable_error"
+    with serving(client, model_of()) as (url, server):
+        server.is_draining = True
+        assert httpx.get(f"{url}/health").status_code == 503
+
+
+def test_an_engine_that_ends_within_an_answer(slow):
+    with serving(AsyncEngine(slow)) as (url, _), httpx.Client(base_url=url) as http:
+        whole = ThreadPoolExecutor(1).submit(http.post, COMPLETIONS, json=LONG)
+        with http.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            for request in slow._book.requests:
+                slow.abort(request.id)
+            *_, last = events_of(text + "".join(parts))
+        assert last["error"]["type"] == "service_unavailable_error"
+        assert whole.result().status_code == 503
+
+
+SLOW_SERVER = """
+import sys; sys.path.insert(0, {tests!r})
+from served import CountingClient, model_of
+from pagedkv.serve.app import make_app
+from pagedkv.serve.lifecycle import Lifecycle
+from pagedkv.serve.server import Server
+client = CountingClient(0.02)
+server = Server(client, model_of())
+Lifecycle(server, make_app(server), host="127.0.0.1", port=0).run()
+print("running:", client.num_running, "given:", client.num_given, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_signal_drains_and_a_second_one_stops(num_signals):
+    code = SLOW_SERVER.format(tests=os.path.dirname(__file__))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    url = process.stdout.readline().split()[2]
+    with httpx.Client(timeout=20) as http, http.stream("POST", url + COMPLETIONS, json={"prompt": "1", "max_tokens": 50, "stream": True}) as response:
+        parts = response.iter_text()
+        text = next(parts)
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.15)
+        if num_signals == 1:
+            (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
+            assert choice["text"] == "0123456789" * 5 and choice["finish_reason"] == "length"
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(parts)
+    out, _ = process.communicate(timeout=20)
+    given = int(out.split()[-1])
+    assert process.returncode == 0 and out.startswith("running: 0") and (given == 50) == (num_signals == 1), out
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/health")
+
+
+def test_the_command(tmp_path):
+    """Over a Unix socket, with options of the engine."""
+    socket = tmp_path / "socket"
+    command = [sys.executable, "-m", "pagedkv", "serve", str(DEMO), "--uds", str(socket), "--device", "cpu", "--num-blocks", "9", "--api-key", "k"]
+    process = subprocess.Popen([*command, "--served-model-name", "one", "--served-model-name", "two"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == f"pagedkv serve: unix:{socket} serves one\n"
+    headers = {"authorization": "Bearer k"}
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://x", headers=headers) as http:
+        found = http.post(COMPLETIONS, json={"prompt": "473+89=", "model": "two"}).json()
+        assert (found["model"], found["choices"][0]["text"]) == ("two", "562")
+        assert "chat template" in http.post(CHAT, json={"messages": [{"role": "user", "content": "1"}]}).json()["error"]["message"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    process.stdout.close()

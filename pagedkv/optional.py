@@ -37,4 +37,6 @@ def need(what: str, extra: str, *names: str) -> None:
     """Raises ImportError where a package is not installed, and names it with the extra that brings it."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise ImportError(f"{what} needs {', '.join(missing)} (pip install 'pagedkv[{extra}]'): not installed")
+        verb = "is" if len(missing) == 1 else "are"
+        text = f"{what} needs {', '.join(missing)}, which {verb} not installed: pip install 'pagedkv[{extra}]'"
+        raise ImportError(text)

@@ -158,7 +158,7 @@ def test_every_option_of_the_engine_is_one_here(capsys, tmp_path):
         max_num_batched_tokens=17, max_model_len=33, enable_prefix_caching=False, eviction="lru", seed=5,
     )  # fmt: skip
     names = [each.name for each in fields(EngineOptions)]
-    for command in ("generate", "chat", "bench"):
+    for command in ("generate", "chat", "serve", "bench"):
         given = engine_options(command_line.parse([command, "MODEL"]))
         assert given == {}
         words = []
@@ -183,6 +183,13 @@ def test_options_of_sampling():
         given = sampling_options(command_line.parse([command, "MODEL", *words]))
         assert given == {"max_tokens": 3, "temperature": 0.5, "stop": ["a", "b"], "ignore_eos": True}
     assert set(OF_A_LINE) <= {each.name for each in fields(pagedkv.SamplingParams)}
+
+
+def test_packages_that_are_missing_are_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("pagedkv.optional.find_spec", lambda name: None if name in ("msgspec", "uvicorn") else name)
+    code, out, err = main(capsys, "serve", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err == "pagedkv serve: error: pagedkv serve needs uvicorn, msgspec, which are not installed: pip install 'pagedkv[serve]'\n"
 
 
 ERRORS = [

@@ -1,10 +1,14 @@
 """pagedkv serve over HTTP: answers are those of the engine, whole and streamed; requests that are wrong say why."""
 
+# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ import httpx
 from served import DEMO, CountingClient, events_of, model_of, serving, streamed
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
+from pagedkv.cli import command_line
+from pagedkv.serve import schema
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -271,6 +277,37 @@ def test_keys_origins_and_sizes():
         allowed = http.options(COMPLETIONS, headers=asked)
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://here.example"
         assert http.options(COMPLETIONS, headers=asked | {"origin": "https://there.example"}).status_code == 400
+
+
+# --- the page
+
+
+def test_the_examples_of_the_page(http, capsys):
+    page = Path(__file__).parent.parent / "docs" / "serving.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    calls = re.findall(r"^curl (?:-N )?localhost:8000(\S+) -d '(.*)'$", page.read_text(), re.M)
+    assert len(calls) == 4
+    answers = [http.post(path, content=body) for path, body in calls]
+    assert [each.status_code for each in answers] == [200] * 4
+    assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    pytest.importorskip("openai")
+    exec(compile(example.replace("http://localhost:8000", str(http.base_url).rstrip("/")), page.name, "exec"), {})
+    assert capsys.readouterr().out == "562"
+
+
+def test_the_page_names_every_field_and_option():
+    page = Path(__file__).parent.parent / "docs" / "serving.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    text = page.read_text()
+    given = [each.name for kind in (schema.CompletionRequest, schema.ChatRequest) for each in fields(kind)]
+    known = {*given, *schema.WITHOUT_EFFECT} - {"model", "repetition_penalty", "presence_penalty", "frequency_penalty", "add_generation_prompt", "continue_final_message"}
+    assert [name for name in sorted(known) if f"`{name}`" not in text] == []
+    actions = command_line.parse(["serve", "MODEL"])
+    own = set(vars(actions)) - {"command", "model", "run"}
+    assert len(own) == 9 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures

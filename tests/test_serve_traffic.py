@@ -1,5 +1,6 @@
 """pagedkv serve when clients leave, are slow, are many, or send nonsense, and when it ends."""
 
+# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio

@@ -193,6 +193,11 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, tmp_path):
 
 
 ERRORS = [
+    (("serve", "{tmp}", "--lora", "a"), 1, "--lora is 'a' but must be NAME=FOLDER"),
+    (("serve", "{tmp}", "--lora", "{tmp}=x"), 1, "is served already"),
+    (("serve", "{tmp}", "--lora", "a={tmp}"), 1, "adapter_config.json"),
+    (("serve", "{tmp}", "--api-key", ""), 1, "--api-key is empty"),
+    (("serve", "{tmp}", "--max-body-size", "0"), 2, "0 is less than 1"),
     (("generate", "{tmp}/nowhere", "a"), 1, "nowhere: no such folder"),
     (("generate", "{tmp}", "a" * 256), 1, "256 prompt tokens and"),
     (("generate", "{tmp}", ""), 1, "the prompt is empty"),

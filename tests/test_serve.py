@@ -17,11 +17,15 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
+from checkpoints import write_model
+from lora_adapters import write_adapter
 from served import DEMO, CountingClient, events_of, model_of, serving, streamed
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import command_line
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.serve import schema
+from pagedkv.serve.model import ServedModel
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -184,6 +188,26 @@ def test_vectors(tmp_path, http):
             assert post(client, "/v1/embeddings", 400, **body)["error"]["message"]
 
 
+def test_adapters_by_name(tmp_path):
+    write_model(tmp_path / "base")
+    loras = {}
+    for number, name in enumerate("ab", 1):
+        write_adapter(tmp_path / name, r=4, seed=number)
+        loras[name] = LoRARequest(name, number, tmp_path / name)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(tmp_path / "base", enable_lora=True, max_loras=2, **OPTIONS) as llm:
+        expected = {name: llm.generate("1+1=", params, lora_request=loras.get(name), use_tqdm=False)[0].token_ids for name in ("base", "a", "b")}
+        assert len(set(map(tuple, expected.values()))) == 3
+        model = ServedModel.of_engine(llm, ["base"], None, loras | {"gone": LoRARequest("gone", 3, tmp_path / "gone")})
+        with serving(AsyncEngine(llm), model) as (url, _), httpx.Client(base_url=url) as http:
+            assert [(each["id"], each["parent"]) for each in http.get("/v1/models").json()["data"]][:2] == [("base", None), ("a", "base")]
+            body = {"prompt": "1+1=", "max_tokens": 12, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+            for name, ids in expected.items():
+                found = post(http, COMPLETIONS, model=name, **body)
+                assert found["model"] == name and found["choices"][0]["token_ids"] == ids
+            assert "gone" in post(http, COMPLETIONS, 500, model="gone", **body)["error"]["message"]
+
+
 # --- refusals
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
@@ -303,11 +327,11 @@ def test_the_page_names_every_field_and_option():
         pytest.skip("not a checkout")
     text = page.read_text()
     given = [each.name for kind in (schema.CompletionRequest, schema.ChatRequest) for each in fields(kind)]
-    known = {*given, *schema.WITHOUT_EFFECT} - {"model", "repetition_penalty", "presence_penalty", "frequency_penalty", "add_generation_prompt", "continue_final_message"}
+    known = {*given, *schema.WITHOUT_EFFECT} - {"model", "repetition_penalty", "presence_penalty", "frequency_penalty"}
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 9 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 11 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures

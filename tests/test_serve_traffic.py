@@ -74,7 +74,7 @@ def test_a_slow_reader_finds_its_tokens_merged():
     async def main():
         client, model = CountingClient(), model_of()
         params = SamplingParams(max_tokens=5000)
-        answers = Answers(client, Metrics(client, "demo"), Gate(2), ["1"], params, priority=0, salt=b"")
+        answers = Answers(client, Metrics(client, "demo"), Gate(2), ["1"], params, lora_request=None, priority=0, salt=b"")
         pieces = answers.pieces()
         (first,) = await anext(pieces)
         while client.num_running:

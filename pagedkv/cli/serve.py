@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.optional import need
 
 from .options import MODEL_HELP, Commands, add_engine_options, engine_options, integer, read_text
@@ -32,6 +34,8 @@ def add(commands: Commands) -> None:
     help = "what clients call the model; may be repeated (default: MODEL)"
     where.add_argument("--served-model-name", metavar="NAME", action="append", default=[], help=help)
     where.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
+    where.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
     help = "pages from there may ask (CORS); may be repeated; *: all"
     where.add_argument("--allowed-origin", metavar="ORIGIN", action="append", default=[], help=help)
     help = "bytes of a request, more get 413 (default: %(default)s)"
@@ -55,9 +59,12 @@ def run(args: argparse.Namespace) -> int:
     if "" in args.api_key:
         raise ValueError("--api-key is empty")
     template = None if args.chat_template is None else read_text(args.chat_template)
-    client = AsyncEngine(args.model, **engine_options(args))
+    names = args.served_model_name or [args.model]
+    adapters = _adapters(args.lora, names)
+    options = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
+    client = AsyncEngine(args.model, **(options | engine_options(args)))
     try:
-        model = ServedModel.of_engine(client.engine, args.served_model_name or [args.model], template)
+        model = ServedModel.of_engine(client.engine, names, template, adapters)
         server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
         app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
         where = {"uds": args.uds} if args.uds is not None else {"host": args.host, "port": args.port}
@@ -65,3 +72,17 @@ def run(args: argparse.Namespace) -> int:
     finally:
         client.close()
     return 0
+
+
+def _adapters(given: list[str], names: list[str]) -> dict[str, LoRARequest]:
+    adapters: dict[str, LoRARequest] = {}
+    for number, text in enumerate(given, 1):
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--lora is {text!r} but must be NAME=FOLDER")
+        if name in adapters or name in names:
+            raise ValueError(f"--lora is {text!r}, but {name!r} is served already")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise FileNotFoundError(f"--lora is {text!r}, but there is no {folder}/adapter_config.json")
+        adapters[name] = LoRARequest(name, number, folder)
+    return adapters

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedkv.engine.client import EngineClient
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 
@@ -55,21 +56,24 @@ class Answers:
 
     def __init__(
         self, client: EngineClient, metrics: Metrics, gate: Gate, prompts: Sequence[str | list[int]],
-        params: SamplingParams, *, priority: int, salt: bytes,
+        params: SamplingParams, *, lora_request: LoRARequest | None, priority: int, salt: bytes,
     ) -> None:  # fmt: skip
         self._metrics, self._gate, self._n = metrics, gate, params.n
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
         self._num_cached, self._num_new = [0] * len(prompts), 0
-        self._streams = [client.generate(each, params, priority=priority, salt=salt) for each in prompts]
+        self._streams = [
+            client.generate(each, params, lora_request=lora_request, priority=priority, salt=salt) for each in prompts
+        ]
         self._pending: dict[int, Piece] = {}  # by index
         self._news, self._num_left = asyncio.Event(), len(prompts)
         self._error: Exception | None = None
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, at least one piece at a time. An error of one prompt is the request's."""
-        count = len(self._streams) * self._n
-        self._gate.enter(count)
+        self._gate.enter(len(self._streams) * self._n)
         tasks = [asyncio.create_task(self._take_all(i, stream)) for i, stream in enumerate(self._streams)]
+        for task in tasks:  # when the engine has done its part, however long the reader takes
+            task.add_done_callback(lambda _: self._gate.leave(self._n))
         try:
             while self._num_left or self._pending or self._error:
                 await self._news.wait()
@@ -83,7 +87,6 @@ class Answers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._gate.leave(count)
 
     async def whole(self) -> list[Piece]:
         """The complete answers, in order."""

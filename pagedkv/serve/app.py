@@ -67,7 +67,7 @@ async def metrics(server: Server, request: Request) -> Response:
 
 
 async def models(server: Server, request: Request) -> Response:
-    return json_response({"object": "list", "data": list(map(server.model.describe, server.model.names))})
+    return json_response({"object": "list", "data": list(map(server.model.describe, server.model.all_names))})
 
 
 async def one_model(server: Server, request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,7 +38,9 @@ async def _embed(
 ) -> AsyncGenerator[bytes, None]:
     server.gate.enter(len(prompts))
     priority, salt = body.priority or 0, salt_of(body.cache_salt)
-    calls = [asyncio.ensure_future(server.client.embed(each, priority=priority, salt=salt)) for each in prompts]
+    lora = server.model.adapters.get(name)
+    embed = partial(server.client.embed, lora_request=lora, priority=priority, salt=salt)
+    calls = [asyncio.ensure_future(embed(each)) for each in prompts]
     try:
         outputs = await asyncio.gather(*calls)
     except (TypeError, ValueError, NotImplementedError) as error:

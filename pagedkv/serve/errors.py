@@ -53,7 +53,7 @@ def of_request(error: Exception) -> ApiError:
 
 def of_engine(error: Exception) -> ApiError:
     """Of the error in an output: one that cannot be served is the client's, and anything else is logged here."""
-    if isinstance(error, (ValueError, OutOfBlocks, FileNotFoundError)):
+    if isinstance(error, (ValueError, OutOfBlocks)):
         return of_request(error)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"the request failed: {type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.engine import Engine
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.chat import ChatOptions, ChatTemplate, encode_chats
 from pagedkv.engine.text.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ RESERVED = ({"self", *signature(ChatTemplate.render).parameters} - {"options"}) 
 
 @dataclass(eq=False)
 class ServedModel:
-    """names: what clients call it, the first of which answers show; chat_template: instead of the folder's."""
+    """names: what clients call it, the first of which answers show; chat_template: instead of the folder's; adapters:
+    by names of their own, which clients ask for as for models."""
 
     names: list[str]
     folder: Path
@@ -31,14 +33,18 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     chat_template: str | None = None
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of_engine(cls, engine: Engine, names: list[str], chat_template: str | None = None) -> ServedModel:
-        size = engine.config.vocab_size
+    def of_engine(
+        cls, engine: Engine, names: list[str], chat_template: str | None = None,
+        adapters: dict[str, LoRARequest] | None = None,
+    ) -> ServedModel:  # fmt: skip
         return cls(
-            names, engine.folder, engine.tokenizer, engine.default_params, engine.max_model_len, size, chat_template
-        )
+            names, engine.folder, engine.tokenizer, engine.default_params, engine.max_model_len,
+            engine.config.vocab_size, chat_template, adapters or {},
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -49,17 +55,21 @@ class ServedModel:
         """Whether the folder is that of an embedding model (of sentence-transformers)."""
         return (self.folder / "modules.json").is_file()
 
+    @property
+    def all_names(self) -> list[str]:
+        return [*self.names, *self.adapters]
+
     def check_name(self, name: str | None) -> str:
-        """The name that the answer shows: a request without one gets the only model there is."""
-        if name is not None and name not in self.names:
-            text = f"there is no model {name[:200]!r}; served is {', '.join(map(repr, self.names))}"
+        """The name that the answer shows: a request without one gets the model itself."""
+        if name is not None and name not in self.all_names:
+            text = f"there is no model {name[:200]!r}; served is {', '.join(map(repr, self.all_names))}"
             raise ApiError(404, text, param="model", code="model_not_found")
         return self.name if name is None else name
 
     def describe(self, name: str) -> dict[str, Any]:
         return {
             "id": name, "object": "model", "created": self.created, "owned_by": "pagedkv", "root": self.name,
-            "parent": None, "max_model_len": self.max_model_len,
+            "parent": self.name if name in self.adapters else None, "max_model_len": self.max_model_len,
         }  # fmt: skip
 
     # --- texts. What takes time here is called in another thread.

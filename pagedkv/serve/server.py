@@ -61,7 +61,7 @@ class Server:
             self.model.check_tokenizer()
         answers = Answers(
             self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt),
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(form.name),
         )  # fmt: skip
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
@@ -78,10 +78,11 @@ class Form(ABC):
 
     def __init__(self, server: Server, request: Generation, name: str) -> None:
         self.model, self.request = server.model, request
-        self._id, self._name, self._created = f"{self.prefix}-{uuid.uuid4().hex}", name, int(time.time())
+        self.name = name
+        self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._name, "choices": choices}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.name, "choices": choices}
 
     @abstractmethod
     def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:

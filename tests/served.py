@@ -21,6 +21,8 @@ from pagedkv.serve.model import ServedModel
 from pagedkv.serve.server import Server
 
 DEMO = Path(pagedkv.__file__).parent / "data" / "demo_model"
+ENGINE = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ more }}"
 
 
@@ -43,6 +45,12 @@ def serving(client, model=None, *, api_keys=(), origins=(), **limits):
         life.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def post(http, path, status=200, **body):
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 def wait_for(condition, seconds: float = 10) -> None:

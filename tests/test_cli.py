@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -190,6 +191,16 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, tmp_path):
     code, out, err = main(capsys, "serve", str(tmp_path))
     assert (code, out) == (1, "")
     assert err == "pagedkv serve: error: pagedkv serve needs uvicorn, msgspec, which are not installed: pip install 'pagedkv[serve]'\n"
+
+
+def test_an_address_that_is_in_use(capsys, tmp_path):
+    for package in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
+        pytest.importorskip(package, reason="the extra `serve`")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, out, err = main(capsys, "serve", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert (code, out) == (1, "") and "in use" in err and err.count("\n") == 1
+    code, out, err = main(capsys, "serve", str(tmp_path), "--port", "70000")
+    assert (code, out) == (1, "") and err.count("\n") == 1
 
 
 ERRORS = [

@@ -1,4 +1,4 @@
-"""pagedkv serve over HTTP: answers are those of the engine, whole and streamed; requests that are wrong say why."""
+"""pagedkv serve over HTTP: answers are those of the engine, whole and streamed."""
 
 # ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
@@ -19,7 +19,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
 import httpx
 from checkpoints import write_model
 from lora_adapters import write_adapter
-from served import DEMO, CountingClient, events_of, model_of, serving, streamed
+from served import CHAT, COMPLETIONS, DEMO, ENGINE, events_of, post, serving, streamed
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import command_line
@@ -27,13 +27,10 @@ from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.serve import schema
 from pagedkv.serve.model import ServedModel
 
-OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(DEMO, **OPTIONS) as llm:
+    with LLM(DEMO, **ENGINE) as llm:
         yield llm
 
 
@@ -43,10 +40,7 @@ def http(llm):
         yield http
 
 
-def post(http, path, status=200, **body):
-    response = http.post(path, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
+MESSAGES = [{"role": "user", "content": "1+1="}]
 
 
 # --- answers
@@ -177,7 +171,7 @@ def test_vectors(tmp_path, http):
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    with LLM(folder, **OPTIONS) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as client:
+    with LLM(folder, **ENGINE) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as client:
         expected = [each.embedding for each in llm.embed(["1+1", "23"], use_tqdm=False)]
         found = post(client, "/v1/embeddings", input=["1+1", "23"])
         np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=1e-6)
@@ -195,7 +189,7 @@ def test_adapters_by_name(tmp_path):
         write_adapter(tmp_path / name, r=4, seed=number)
         loras[name] = LoRARequest(name, number, tmp_path / name)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(tmp_path / "base", enable_lora=True, max_loras=2, **OPTIONS) as llm:
+    with LLM(tmp_path / "base", enable_lora=True, max_loras=2, **ENGINE) as llm:
         expected = {name: llm.generate("1+1=", params, lora_request=loras.get(name), use_tqdm=False)[0].token_ids for name in ("base", "a", "b")}
         assert len(set(map(tuple, expected.values()))) == 3
         model = ServedModel.of_engine(llm, ["base"], None, loras | {"gone": LoRARequest("gone", 3, tmp_path / "gone")})
@@ -206,101 +200,6 @@ def test_adapters_by_name(tmp_path):
                 found = post(http, COMPLETIONS, model=name, **body)
                 assert found["model"] == name and found["choices"][0]["token_ids"] == ids
             assert "gone" in post(http, COMPLETIONS, 500, model="gone", **body)["error"]["message"]
-
-
-# --- refusals
-
-MESSAGES = [{"role": "user", "content": "1+1="}]
-REFUSED = [
-    (COMPLETIONS, {"prompt": "1", "temprature": 1}, "temprature", "did you mean 'temperature'?"),
-    (COMPLETIONS, {"prompt": "1", "temperature": -1}, "temperature", "temperature is -1.0"),
-    (COMPLETIONS, {"prompt": "1", "temperature": "hot"}, "temperature", "Expected `float"),
-    (COMPLETIONS, {"prompt": "1", "n": True}, "n", "Expected `int"),
-    (COMPLETIONS, {"prompt": "1", "n": 2, "temperature": 0}, "n", "all answers are the same"),
-    (COMPLETIONS, {"prompt": "1", "n": 5000, "temperature": 1}, None, "takes 1024 at a time"),
-    (COMPLETIONS, {"prompt": "1", "logprobs": 21}, "logprobs", "at most 20"),
-    (COMPLETIONS, {"prompt": "1", "seed": 2**63}, "seed", "seed is"),
-    (COMPLETIONS, {"prompt": "1", "stop": [""]}, "stop", "is empty"),
-    (COMPLETIONS, {"prompt": "1", "logit_bias": {"99": 1}}, "logit_bias", "not in 0..15"),
-    (COMPLETIONS, {"prompt": "1", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias: Expected `int`"),
-    (COMPLETIONS, {"prompt": "1", "priority": 2**40}, "priority", "priority is"),
-    (COMPLETIONS, {"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
-    (COMPLETIONS, {"prompt": "1", "stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),
-    (COMPLETIONS, {"prompt": "1", "echo": True}, "echo", "not served"),
-    (COMPLETIONS, {}, "prompt", "prompt is missing"),
-    (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
-    (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
-    (COMPLETIONS, {"prompt": [1, "1"]}, "prompt", "must be a text"),
-    (COMPLETIONS, {"prompt": [1, 16]}, None, "token id 16"),
-    (COMPLETIONS, {"prompt": "1" * 200}, None, "200 prompt tokens"),
-    (COMPLETIONS, {"prompt": ["1+1=", ""]}, None, "the prompt is empty"),
-    (CHAT, {}, "messages", "messages is missing"),
-    (CHAT, {"messages": [{"content": "1"}]}, None, "role is None"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, "only text"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not served"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not served"),
-    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens is 2"),
-    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
-    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "'messages'"),
-    (CHAT, {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "not served"),
-    ("/tokenize", {}, "prompt", "one of the two"),
-    ("/detokenize", {"tokens": [16]}, "tokens", "not in 0..15"),
-    ("/detokenize", {"tokens": [10**30]}, "tokens", "not in 0..15"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "body", "param", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
-def test_what_is_wrong_is_named(http, path, body, param, text):
-    error = post(http, path, 400, **body)["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
-    assert text in error["message"] and error["param"] == param
-    if path in (COMPLETIONS, CHAT) and "stream" not in body and "stream_options" not in body:
-        assert post(http, path, 400, **body | {"stream": True})["error"] == error
-
-
-def test_bodies_that_are_no_requests(http):
-    for content in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000):
-        response = http.post(COMPLETIONS, content=content)
-        assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
-
-
-def test_other_paths_models_and_methods(http):
-    assert post(http, COMPLETIONS, 404, prompt="1", model="gpt")["error"]["code"] == "model_not_found"
-    assert post(http, COMPLETIONS, prompt="1+1=", model="demo")["model"] == "demo"
-    assert post(http, "/v1/nothing", 404)["error"]["type"] == "not_found_error"
-    assert http.get(COMPLETIONS).status_code == 405 and "POST" in http.get(COMPLETIONS).headers["allow"]
-    (model,) = http.get("/v1/models").json()["data"]
-    assert model["id"] == "demo" and model["max_model_len"] == 128 and http.get("/v1/models/demo").json() == model
-    assert http.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
-
-
-def test_fields_without_effect_are_told(http):
-    plain, told = (http.post(CHAT, json={"messages": MESSAGES} | more) for more in ({}, {"user": "me", "store": True}))
-    assert told.headers["x-pagedkv-warning"] == "without effect: user, store" and "x-pagedkv-warning" not in plain.headers
-    assert plain.json()["choices"] == told.json()["choices"]
-    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": None}
-    assert "x-pagedkv-warning" not in http.post(CHAT, json={"messages": MESSAGES} | nothing).headers
-
-
-def test_keys_origins_and_sizes():
-    options = {"api_keys": ["one", "two"], "origins": ["https://here.example"], "max_body_size": 1000}
-    with serving(CountingClient(), model_of(), **options) as (url, _), httpx.Client(base_url=url) as http:
-        body = {"prompt": "1", "max_tokens": 3}
-        for header in ({}, {"authorization": "Bearer three"}, {"authorization": "one"}, {"authorization": "Bearer \xff"}, {"authorization": "Bearer"}):
-            refused = http.post(COMPLETIONS, json=body, headers={k: v.encode("latin-1") for k, v in header.items()})
-            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
-        for key in ("one", "two"):
-            answer = http.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
-            assert answer.json()["choices"][0]["text"] == "012"
-        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
-        key = {"authorization": "Bearer one"}
-        large = http.post(COMPLETIONS, json={"prompt": "1" * 1000}, headers=key)
-        assert large.status_code == 413 and "1,000 bytes" in large.json()["error"]["message"]
-        asked = {"origin": "https://here.example", "access-control-request-method": "POST"}
-        allowed = http.options(COMPLETIONS, headers=asked)
-        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://here.example"
-        assert http.options(COMPLETIONS, headers=asked | {"origin": "https://there.example"}).status_code == 400
 
 
 # --- the page

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,20 +20,18 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
-from served import DEMO, CountingClient, events_of, model_of, serving, streamed, wait_for
+from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, model_of, serving, streamed, wait_for
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.serve.answers import Answers, Gate
 from pagedkv.serve.metrics import Metrics
 
-OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "seed": 0}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(DEMO, **OPTIONS) as llm:
+    with LLM(DEMO, **ENGINE) as llm:
         yield llm
 
 
@@ -194,7 +193,7 @@ def test_nonsense_is_refused_or_answered(llm, seed):
 
 def test_an_engine_that_has_ended():
     client = CountingClient()
-    with LLM(DEMO, **OPTIONS) as llm:
+    with LLM(DEMO, **ENGINE) as llm:
         engine = AsyncEngine(llm)
         with serving(engine) as (url, _), httpx.Client(base_url=url) as http:
             assert http.get("/health").status_code == 200
@@ -221,6 +220,16 @@ def test_an_engine_that_ends_within_an_answer(slow):
         assert whole.result().status_code == 503
 
 
+@contextmanager
+def started(*command: str):
+    """A server of its own process."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 SLOW_SERVER = """
 import sys; sys.path.insert(0, {tests!r})
 from served import CountingClient, model_of
@@ -237,38 +246,37 @@ print("running:", client.num_running, "given:", client.num_given, flush=True)
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_signal_drains_and_a_second_one_stops(num_signals):
     code = SLOW_SERVER.format(tests=os.path.dirname(__file__))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    url = process.stdout.readline().split()[2]
-    with httpx.Client(timeout=20) as http, http.stream("POST", url + COMPLETIONS, json={"prompt": "1", "max_tokens": 50, "stream": True}) as response:
-        parts = response.iter_text()
-        text = next(parts)
-        for _ in range(num_signals):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.15)
-        if num_signals == 1:
-            (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
-            assert choice["text"] == "0123456789" * 5 and choice["finish_reason"] == "length"
-        else:
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(parts)
-    out, _ = process.communicate(timeout=20)
-    given = int(out.split()[-1])
-    assert process.returncode == 0 and out.startswith("running: 0") and (given == 50) == (num_signals == 1), out
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url + "/health")
+    with started("-c", code) as process:
+        url = process.stdout.readline().split()[2]
+        with httpx.Client(timeout=20) as http, http.stream("POST", url + COMPLETIONS, json={"prompt": "1", "max_tokens": 50, "stream": True}) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            for _ in range(num_signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.15)
+            if num_signals == 1:
+                (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
+                assert choice["text"] == "0123456789" * 5 and choice["finish_reason"] == "length"
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(parts)
+        out, _ = process.communicate(timeout=20)
+        given = int(out.split()[-1])
+        assert process.returncode == 0 and out.startswith("running: 0") and (given == 50) == (num_signals == 1), out
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/health")
 
 
 def test_the_command(tmp_path):
     """Over a Unix socket, with options of the engine."""
     socket = tmp_path / "socket"
-    command = [sys.executable, "-m", "pagedkv", "serve", str(DEMO), "--uds", str(socket), "--device", "cpu", "--num-blocks", "9", "--api-key", "k"]
-    process = subprocess.Popen([*command, "--served-model-name", "one", "--served-model-name", "two"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == f"pagedkv serve: unix:{socket} serves one\n"
-    headers = {"authorization": "Bearer k"}
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://x", headers=headers) as http:
-        found = http.post(COMPLETIONS, json={"prompt": "473+89=", "model": "two"}).json()
-        assert (found["model"], found["choices"][0]["text"]) == ("two", "562")
-        assert "chat template" in http.post(CHAT, json={"messages": [{"role": "user", "content": "1"}]}).json()["error"]["message"]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
-    process.stdout.close()
+    command = ["-m", "pagedkv", "serve", str(DEMO), "--uds", str(socket), "--device", "cpu", "--num-blocks", "9", "--api-key", "k"]
+    with started(*command, "--served-model-name", "one", "--served-model-name", "two") as process:
+        assert process.stdout.readline() == f"pagedkv serve: unix:{socket} serves one\n"
+        headers = {"authorization": "Bearer k"}
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://x", headers=headers) as http:
+            found = http.post(COMPLETIONS, json={"prompt": "473+89=", "model": "two"}).json()
+            assert (found["model"], found["choices"][0]["text"]) == ("two", "562")
+            assert "chat template" in http.post(CHAT, json={"messages": [{"role": "user", "content": "1"}]}).json()["error"]["message"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0

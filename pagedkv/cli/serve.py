@@ -49,26 +49,27 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if "" in args.api_key:
+        raise ValueError("--api-key is empty")
+    names = args.served_model_name or [args.model]
+    adapters = _adapters(args.lora, names)
+    template = None if args.chat_template is None else read_text(args.chat_template)
     need("pagedkv serve", "serve", *PACKAGES)
     from pagedkv import AsyncEngine
     from pagedkv.serve.app import make_app
-    from pagedkv.serve.lifecycle import Lifecycle
+    from pagedkv.serve.lifecycle import Lifecycle, bind
     from pagedkv.serve.model import ServedModel
     from pagedkv.serve.server import Server
 
-    if "" in args.api_key:
-        raise ValueError("--api-key is empty")
-    template = None if args.chat_template is None else read_text(args.chat_template)
-    names = args.served_model_name or [args.model]
-    adapters = _adapters(args.lora, names)
+    # Before the model is loaded, which takes longer. Nobody can connect until the server listens.
+    sockets = [bind(args.host, args.port)] if args.uds is None else None
     options = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
     client = AsyncEngine(args.model, **(options | engine_options(args)))
     try:
         model = ServedModel.of_engine(client.engine, names, template, adapters)
         server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
         app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
-        where = {"uds": args.uds} if args.uds is not None else {"host": args.host, "port": args.port}
-        Lifecycle(server, app, drain_timeout=args.drain_timeout, **where).run()
+        Lifecycle(server, app, drain_timeout=args.drain_timeout, uds=args.uds).run(sockets)
     finally:
         client.close()
     return 0

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from .server import Server
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """OSError: the address is in use, or is none of this machine's. OverflowError: the port is no port."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 class Lifecycle(uvicorn.Server):  # type: ignore[misc]

@@ -1,0 +1,115 @@
+# ruff: noqa: E402  these tests are skipped before what they need is imported
+"""pagedkv serve: requests that are wrong say why, and who may ask."""
+
+from __future__ import annotations
+
+import pytest
+
+for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve`, and httpx")
+
+import httpx
+from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, model_of, post, serving
+
+from pagedkv import AsyncEngine
+
+
+@pytest.fixture(scope="module")
+def http():
+    engine = AsyncEngine(DEMO, **ENGINE)
+    with serving(engine) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        yield http
+    engine.close()
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+REFUSED = [
+    (COMPLETIONS, {"prompt": "1", "temprature": 1}, "temprature", "did you mean 'temperature'?"),
+    (COMPLETIONS, {"prompt": "1", "temperature": -1}, "temperature", "temperature is -1.0"),
+    (COMPLETIONS, {"prompt": "1", "temperature": "hot"}, "temperature", "Expected `float"),
+    (COMPLETIONS, {"prompt": "1", "n": True}, "n", "Expected `int"),
+    (COMPLETIONS, {"prompt": "1", "n": 2, "temperature": 0}, "n", "all answers are the same"),
+    (COMPLETIONS, {"prompt": "1", "n": 5000, "temperature": 1}, None, "takes 1024 at a time"),
+    (COMPLETIONS, {"prompt": "1", "logprobs": 21}, "logprobs", "at most 20"),
+    (COMPLETIONS, {"prompt": "1", "seed": 2**63}, "seed", "seed is"),
+    (COMPLETIONS, {"prompt": "1", "stop": [""]}, "stop", "is empty"),
+    (COMPLETIONS, {"prompt": "1", "logit_bias": {"99": 1}}, "logit_bias", "not in 0..15"),
+    (COMPLETIONS, {"prompt": "1", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias: Expected `int`"),
+    (COMPLETIONS, {"prompt": "1", "priority": 2**40}, "priority", "priority is"),
+    (COMPLETIONS, {"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+    (COMPLETIONS, {"prompt": "1", "stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),
+    (COMPLETIONS, {"prompt": "1", "echo": True}, "echo", "not served"),
+    (COMPLETIONS, {}, "prompt", "prompt is missing"),
+    (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": [1, "1"]}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": [1, 16]}, None, "token id 16"),
+    (COMPLETIONS, {"prompt": "1" * 200}, None, "200 prompt tokens"),
+    (COMPLETIONS, {"prompt": ["1+1=", ""]}, None, "the prompt is empty"),
+    (CHAT, {}, "messages", "messages is missing"),
+    (CHAT, {"messages": [{"content": "1"}]}, None, "role is None"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, "only text"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not served"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not served"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens is 2"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "'messages'"),
+    (CHAT, {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "not served"),
+    ("/tokenize", {}, "prompt", "one of the two"),
+    ("/detokenize", {"tokens": [16]}, "tokens", "not in 0..15"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens", "not in 0..15"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_is_wrong_is_named(http, path, body, param, text):
+    error = post(http, path, 400, **body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert text in error["message"] and error["param"] == param
+    if path in (COMPLETIONS, CHAT) and "stream" not in body and "stream_options" not in body:
+        assert post(http, path, 400, **body | {"stream": True})["error"] == error
+
+
+def test_bodies_that_are_no_requests(http):
+    for content in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000):
+        response = http.post(COMPLETIONS, content=content)
+        assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
+
+
+def test_other_paths_models_and_methods(http):
+    assert post(http, COMPLETIONS, 404, prompt="1", model="gpt")["error"]["code"] == "model_not_found"
+    assert post(http, COMPLETIONS, prompt="1+1=", model="demo")["model"] == "demo"
+    assert post(http, "/v1/nothing", 404)["error"]["type"] == "not_found_error"
+    assert http.get(COMPLETIONS).status_code == 405 and "POST" in http.get(COMPLETIONS).headers["allow"]
+    (model,) = http.get("/v1/models").json()["data"]
+    assert model["id"] == "demo" and model["max_model_len"] == 128 and http.get("/v1/models/demo").json() == model
+    assert http.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
+
+
+def test_fields_without_effect_are_told(http):
+    plain, told = (http.post(CHAT, json={"messages": MESSAGES} | more) for more in ({}, {"user": "me", "store": True}))
+    assert told.headers["x-pagedkv-warning"] == "without effect: user, store" and "x-pagedkv-warning" not in plain.headers
+    assert plain.json()["choices"] == told.json()["choices"]
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": None}
+    assert "x-pagedkv-warning" not in http.post(CHAT, json={"messages": MESSAGES} | nothing).headers
+
+
+def test_keys_origins_and_sizes():
+    options = {"api_keys": ["one", "two"], "origins": ["https://here.example"], "max_body_size": 1000}
+    with serving(CountingClient(), model_of(), **options) as (url, _), httpx.Client(base_url=url) as http:
+        body = {"prompt": "1", "max_tokens": 3}
+        for header in ({}, {"authorization": "Bearer three"}, {"authorization": "one"}, {"authorization": "Bearer \xff"}, {"authorization": "Bearer"}):
+            refused = http.post(COMPLETIONS, json=body, headers={k: v.encode("latin-1") for k, v in header.items()})
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        for key in ("one", "two"):
+            answer = http.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.json()["choices"][0]["text"] == "012"
+        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
+        key = {"authorization": "Bearer one"}
+        large = http.post(COMPLETIONS, json={"prompt": "1" * 1000}, headers=key)
+        assert large.status_code == 413 and "1,000 bytes" in large.json()["error"]["message"]
+        asked = {"origin": "https://here.example", "access-control-request-method": "POST"}
+        allowed = http.options(COMPLETIONS, headers=asked)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://here.example"
+        assert http.options(COMPLETIONS, headers=asked | {"origin": "https://there.example"}).status_code == 400

@@ -40,7 +40,8 @@ def load(folder, source, function, *more_options):
     loaded.restype = ctypes.c_char_p
 
     def call(struct, *arguments):
-        pointers = [each if isinstance(each, int) else each.ctypes.data_as(ctypes.c_void_p) for each in arguments]
+        # An int would be passed in 32 bits: those above it are anything where an argument lies on the stack.
+        pointers = [ctypes.c_void_p(each) if isinstance(each, int) else each.ctypes.data_as(ctypes.c_void_p) for each in arguments]
         problem = loaded(ctypes.byref(struct), *pointers)
         assert problem is None, problem
 

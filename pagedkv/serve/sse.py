@@ -16,7 +16,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    text: bytes = msgspec.json.encode(value)
+    return b"data: " + text + b"\n\n"
 
 
 class Reply:

@@ -1,9 +1,9 @@
 /* fp8.cu - many rows of x by a weight in e4m3: the rows are made e4m3, and cuBLASLt multiplies on Hopper's units for 8 bits.
  *
- * The scale of some numbers is their largest magnitude / 448, the largest e4m3. They are rounded to 4 bits each, which is
- * what checkpoints with `activation_scheme: dynamic` expect; the error of a product of many is that of a few percent of
- * its deviation. Some rows are made at a time, so that the memory for them is bounded. With a scale for each 128 neighbours
- * cuBLASLt wants a number of rows that 4 divides: others are rounded up, and the product lies in memory of its own first.
+ * Numbers that share a scale are divided by it, and rounded to 4 bits each. The scale is their largest magnitude / 448, the
+ * largest e4m3. Checkpoints with `activation_scheme: dynamic` expect this; a product is off by 2 to 3 % of its deviation.
+ * Some rows are made at a time, so that the memory for them is bounded. With a scale for each 128 neighbours cuBLASLt wants
+ * a number of rows that 4 divides. Others are rounded up, and their product lies in memory of its own first.
  */
 #include "cuda/linear/cublaslt.h"
 #include "cuda/linear/linear.h"
@@ -22,18 +22,19 @@ struct fp8_rows {
     int64_t scales_stride;
 };
 
-/* Numbers that a thread has: 16 bytes. Returns what they are multiplied by before they are rounded, from the largest. */
+/* Of numbers of which this is the largest magnitude. Returns what they are multiplied by before they are rounded. */
 __device__ static inline float scale_of(float largest, float *scale)
 {
     *scale = largest > 0 ? largest / LARGEST : 1;
     return 1 / *scale;
 }
+/* The largest magnitude of a thread's numbers. NaN does not count, and stays NaN when it is stored. */
 template <typename T>
 __device__ static inline float largest_of(const pk_packed<T> &x)
 {
     float values[8], largest = 0;
     x.unpack(values);
-    for (float value : values) largest = isnan(value) ? value : fmaxf(largest, fabsf(value));
+    for (float value : values) largest = fmaxf(largest, fabsf(value));
     return largest;
 }
 template <typename T>

@@ -68,17 +68,15 @@ class Linear:
         if len(self.weights) > 1:
             assert rms_eps is None and out_squares is None  # see can_fold and squares_width
             return self._products(x, gate_up, add_to_out, out)
-        return ops.linear(
+        return _multiply(
             x,
-            bias=self.bias,
-            **self.weights[0].arguments,
+            self.weights[0],
+            self.bias,
             gate_up=gate_up,
             rms_eps=rms_eps,
             x_squares=x_squares,
             out_squares=out_squares,
             add_to_out=add_to_out,
-            weight_is_constant=True,
-            quantize_x=self.weights[0].quantizes_x,
             out=out,
         )
 
@@ -88,15 +86,7 @@ class Linear:
         for weight in self.weights:
             end = start + len(weight.data)
             bias = None if self.bias is None else self.bias[start:end]
-            ops.linear(
-                x,
-                bias=bias,
-                **weight.arguments,
-                add_to_out=add_to_out,
-                weight_is_constant=True,
-                quantize_x=weight.quantizes_x,
-                out=product[:, start:end],
-            )
+            _multiply(x, weight, bias, add_to_out=add_to_out, out=product[:, start:end])
             start = end
         return out if gate_up is None else ops.silu_and_mul(product, out=out)
 
@@ -126,6 +116,13 @@ class Linear:
             weight_is_constant=True,
             out=out,
         )
+
+
+def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:
+    """Of one weight: see ops.linear."""
+    options |= weight.arguments | {"weight_is_constant": True, "quantize_x": weight.quantizes_x}
+    product: Tensor = ops.linear(x, bias=bias, **options)
+    return product
 
 
 def tune(linears: Iterable[Linear], num_rows: Sequence[int], dtype: str, **options: Any) -> None:

@@ -52,6 +52,13 @@ class Block(ABC):
         return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
 
+def _add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
+    """A block's last product: buffers.residual += that of x; leaves its squares."""
+    linear.product(
+        x, out_squares=squares, add_to_out=True, adapter_slots=buffers.adapter_slots, out=buffers.residual
+    )
+
+
 class Attention(Block):
     def __init__(
         self, config: DecoderConfig, source: TensorSource, cos_sin: Tensor, layer: KVLayer, *, name: str, norm: str
@@ -111,13 +118,7 @@ class Attention(Block):
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
-        self.output.product(
-            buffers.attention,
-            out_squares=squares,
-            add_to_out=True,
-            adapter_slots=buffers.adapter_slots,
-            out=buffers.residual,
-        )
+        _add_to_residual(self.output, buffers.attention, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.output.squares_width(buffers.attention, buffers.residual)
@@ -153,13 +154,7 @@ class GatedMLP(MLP):
             adapter_slots=buffers.adapter_slots,
             out=buffers.activation,
         )
-        self.down.product(
-            buffers.activation,
-            out_squares=squares,
-            add_to_out=True,
-            adapter_slots=buffers.adapter_slots,
-            out=buffers.residual,
-        )
+        _add_to_residual(self.down, buffers.activation, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
         return self.down.squares_width(buffers.activation, buffers.residual)

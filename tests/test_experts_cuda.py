@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from pools import get, put
+from test_weight import Weight
 
 import pagedkv
 from pagedkv import Graph, Stream, ops
@@ -131,16 +132,23 @@ def test_all_tokens_have_the_same_experts(rng, layer, tokens):
     np.testing.assert_allclose(get(out), expected, atol=0.06, rtol=0.03)
 
 
-@pytest.mark.parametrize("kind", [each for each in ops.kernel_instances() if each["kernel"].startswith("expert")],
-                         ids=lambda each: f"{each['kernel']}-{each['reads']}-{each['rows']}")  # fmt: skip
-def test_each_instance(rng, kind):
+KINDS = {("float8_e4m3fn", ""): "float8 blocks", ("uint8", ""): "int4 128", ("uint8", "parts"): "int4 32"}  # of test_weight.py
+
+
+@pytest.mark.parametrize("instance", [each for each in ops.kernel_instances() if each["kernel"].startswith("expert")],
+                         ids=lambda each: "-".join(str(each[key]) for key in ("kernel", "multiplies", "reads", "variant", "rows")))  # fmt: skip
+def test_each_instance(rng, instance):
     """As many pairs as it takes of 4 experts, and a weight of an odd number of tiles."""
-    dtype = kind["reads"]
-    tokens = kind["rows"] if kind["kernel"] == "expert_few_kernel" else 2 * kind["rows"]
-    x, weight = numbers(rng, (tokens, 328), dtype), oracle.rounded(numbers(rng, (4, 208, 328)) / 18, dtype)
-    experts = put(rng.integers(0, 4, (tokens, 1)).astype(np.int32), GPU)
-    out = ops.expert_linear(put(x, GPU, dtype), put(weight, GPU, dtype), experts)
-    expected, tolerance = oracle.expert_linear(x, weight, get(experts).astype(int)), oracle.tolerance(dtype)
+    dtype, reads = instance["multiplies"], instance["reads"]
+    tokens = instance["rows"] if instance["kernel"] == "expert_few_kernel" else 2 * instance["rows"]
+    if reads == dtype:
+        values = oracle.rounded(numbers(rng, (4, 208, 328)) / 18, dtype)
+        given = dict(weight=put(values, GPU, dtype))
+    else:
+        given, values = Weight.stacked([Weight(rng, KINDS[reads, instance["variant"]], 208, 328) for _ in range(4)], GPU)
+    x, experts = numbers(rng, (tokens, values.shape[2]), dtype), rng.integers(0, 4, (tokens, 1)).astype(np.int32)
+    out = ops.expert_linear(put(x, GPU, dtype), experts=put(experts, GPU), **given)
+    expected, tolerance = oracle.expert_linear(x, values, experts), oracle.tolerance(dtype)
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 

@@ -152,6 +152,7 @@ class AsyncEngine(EngineClient):
         _, served = read_prompt("prompt", prompt)
         is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
         is_long = is_long or lora_request is not None  # whose files may have to be read
+        is_long = is_long or (params is not None and params.structured_outputs is not None)  # which are compiled
         request = await asyncio.to_thread(prepare) if is_long else prepare()
         core.submit([request])
         try:

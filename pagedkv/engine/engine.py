@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from inspect import Parameter, Signature, signature
@@ -29,6 +30,7 @@ from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
+from .sampling.grammars import Grammars
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Sequence, private_salt
 from .text.tokenizer import Tokenizer
@@ -73,6 +75,7 @@ class Engine:
         self.manager, self.max_model_len = self.scheduler.manager, self.scheduler.max_model_len
         self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
+        self._grammars = Grammars(self.tokenizer, self.config)
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
@@ -160,6 +163,9 @@ class Engine:
         params = self.default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
         check_lora(lora_request, self._adapters)
+        if params.structured_outputs is not None:
+            mask = self._grammars.mask(params.structured_outputs)
+            params = replace(params, mask=mask, structured_outputs=None)
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         text, served = read_prompt(name, prompt)

@@ -138,7 +138,7 @@ class Answers:
 
 def _told(error: Exception) -> Exception:
     """What the client is told of an error that generate() raised: an option is wrong, or the engine is closed."""
-    if isinstance(error, (TypeError, ValueError)):
+    if isinstance(error, (TypeError, ValueError, ImportError)):  # a package that an option needs
         return of_request(error)
     if isinstance(error, RuntimeError):
         return ApiError(503, f"the engine serves nothing any more: {error}")

@@ -75,7 +75,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     if body.messages is not None:
         ids = await asyncio.to_thread(
             model.encode_chat, check_messages(body.messages), body.chat_template_kwargs, body.add_generation_prompt,
-            body.continue_final_message,
+            body.continue_final_message, body.tools,
         )  # fmt: skip
     else:
         ids = await asyncio.to_thread(model.encode, body.prompt or "", body.add_special_tokens is not False)

@@ -47,7 +47,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def of_request(error: Exception) -> ApiError:
     """Of what checks say of a request: their messages begin with the name of an argument, and its value follows."""
     message = str(error) or type(error).__name__
-    named = re.match(r"([a-z_]+)(\[[^]]*\])* (is|holds|has) ", message)
+    named = re.match(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)* (is|holds|has) ", message)
     return ApiError(400, message, param=named[1] if named else None)
 
 

@@ -41,6 +41,8 @@ class CallFormat:
     begin, end, separator: what a grammar writes around the arguments of a call, and between calls; NAME is the
         function's name, as a JSON string has it
     style: of the arguments, by xgrammar's name
+    around: what a grammar writes around all calls of an answer that has to call
+    trigger: text that is followed by a call wherever it stands; None: there is none
     id_length: of the letters and digits of a call's id, where the template asks for so many
     """
 
@@ -54,6 +56,7 @@ class CallFormat:
     is_bare: bool = False
     forced: str = "answer"
     around: tuple[str, str] = ("", "")
+    trigger: str | None = None
     has_special_tokens: bool = False
     id_length: int | None = None
 
@@ -76,6 +79,7 @@ HERMES = CallFormat(
         "ended": State("skip", {"</tool_call>": "answer", "<tool_call>": "call"}, other="answer"),
     },
     begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>", separator="\n",
+    trigger="<tool_call>",
 )  # fmt: skip
 
 # A tag for each parameter, whose value is no JSON where the schema says that it is a text.
@@ -91,6 +95,7 @@ QWEN3_CODER = CallFormat(
         "closed": State("skip", {"</tool_call>": "answer", "<tool_call>": "open", "<function=": "name"}, other="answer"),
     },
     begin="<tool_call>\n<function=NAME>\n", end="</function>\n</tool_call>", separator="\n", style="qwen_xml",
+    trigger="<tool_call>",
 )  # fmt: skip
 
 # An answer that is {"name": ..., "parameters": {...}} and nothing else.

@@ -56,6 +56,9 @@ class Generation:
     ignore_eos: bool | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
+    # structured.py makes the option of the engine of these.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
@@ -73,6 +76,9 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -90,6 +96,7 @@ class TokenizeRequest:
     prompt: str | None = None
     add_special_tokens: bool | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -103,16 +110,16 @@ class DetokenizeRequest:
 
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "reasoning_effort", "verbosity",
+    "reasoning_effort", "verbosity",
 )  # fmt: skip
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
     "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
-    "structured_outputs": (), "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
+    "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
 }  # fmt: skip
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
+OF_PARAMS -= {"structured_outputs"}
 
 
 def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:

@@ -24,6 +24,14 @@ from .schema import Generation, check_stream_options, read, salt_of
 from .sse import EVENTS, JSON, Reply, event
 
 T = TypeVar("T")
+WARNING = "x-pagedkv-warning"
+
+
+def warn(headers: dict[str, str], ignored: list[str]) -> None:
+    """Names what of a request has no effect."""
+    if ignored:
+        before = f"{headers[WARNING]}, " if WARNING in headers else "without effect: "
+        headers[WARNING] = before + ", ".join(ignored)
 
 
 @dataclass
@@ -50,7 +58,9 @@ class Server:
                 raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
             parts.append(part)
         body, ignored = read(b"".join(parts), kind)
-        return body, {"x-pagedkv-warning": f"without effect: {', '.join(ignored)}"} if ignored else {}
+        headers: dict[str, str] = {}
+        warn(headers, ignored)
+        return body, headers
 
     def reply(
         self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, form: Form,
@@ -59,14 +69,20 @@ class Server:
         options = check_stream_options(request)
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
-        answers = Answers(
-            self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(form.name),
-        )  # fmt: skip
+        answers = self.answers(request, prompts, params, form.name)
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
         return Reply(_events(answers, form, bool(options.include_usage), always), EVENTS, headers)
+
+
+    def answers(
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str
+    ) -> Answers:
+        return Answers(
+            self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name),
+        )  # fmt: skip
 
 
 class Form(ABC):
@@ -96,6 +112,9 @@ class Form(ABC):
         """Beside the choices of whole answers."""
         return {}
 
+    def usage(self, answers: Answers) -> dict[str, Any]:
+        return answers.usage()
+
     def is_shown(self, piece: Piece) -> bool:
         return bool(piece.text or piece.finish_reason or piece.logprobs or self.request.return_token_ids)
 
@@ -109,7 +128,7 @@ class Form(ABC):
 async def _whole(answers: Answers, form: Form) -> AsyncGenerator[bytes, None]:
     pieces = await answers.whole()
     value = form.envelope(form.whole_object, [form.choice(each, answers) for each in pieces])
-    yield msgspec.json.encode(value | form.extra(answers) | {"usage": answers.usage()})
+    yield msgspec.json.encode(value | form.extra(answers) | {"usage": form.usage(answers)})
 
 
 async def _events(answers: Answers, form: Form, with_usage: bool, always: bool) -> AsyncGenerator[bytes, None]:
@@ -117,8 +136,8 @@ async def _events(answers: Answers, form: Form, with_usage: bool, always: bool) 
     async with aclosing(answers.pieces()) as all_pieces:
         async for pieces in all_pieces:
             choices = [choice for piece in pieces for choice in form.chunks(piece, answers)]
-            usage = {"usage": answers.usage() if always else None} if with_usage or always else {}
+            usage = {"usage": form.usage(answers) if always else None} if with_usage or always else {}
             if choices:
                 yield b"".join(event(form.envelope(form.chunk_object, [each]) | usage) for each in choices)
     if with_usage:
-        yield event(form.envelope(form.chunk_object, []) | {"usage": answers.usage()})
+        yield event(form.envelope(form.chunk_object, []) | {"usage": form.usage(answers)})

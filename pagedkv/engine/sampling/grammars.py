@@ -50,6 +50,8 @@ class Grammars:
     def _compiler(self) -> Any:
         with self._lock:
             if self._made is None:
+                if not self._tokenizer.exists:
+                    raise ValueError(f"structured_outputs: {self._tokenizer.path} is missing: tokens have no texts")
                 need("structured_outputs", "grammar", "xgrammar")
                 xgrammar = load("xgrammar")
                 if not self._end_ids:

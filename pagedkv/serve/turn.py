@@ -1,0 +1,107 @@
+"""A turn of a chat, whichever API asks for it: its prompt, how the answer is sampled, and how the answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.text.messages import parse_arguments
+
+from .errors import ApiError
+from .formats import THINK, THINK_END, CallFormat
+from .parser import Parser
+from .schema import ChatRequest, check_messages, params_of
+from .server import Server, warn
+from .structured import as_format, of_format, shape_of
+from .tools import Tools, grammar_of, read_tools
+
+TAIL = 16  # tokens at the end of a prompt, which show whether it has begun the thoughts
+
+
+@dataclass
+class Turn:
+    name: str  # of the model
+    token_ids: list[int]
+    params: SamplingParams
+    tools: Tools
+    calls: CallFormat | None  # None: what looks like a call is text
+    start: str  # see Parser
+
+    def parser(self) -> Parser:
+        start = self.start
+        if start == "answer" and self.calls is not None and self.tools.must_be_called:
+            start = self.calls.forced
+        return Parser(self.calls, self.tools.schemas, start, None if self.tools.is_parallel else 1)
+
+
+async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) -> Turn:
+    """headers: of the answer. A body that is wrong, or asks for what the model cannot do, raises ApiError."""
+    name, model = server.model.check_name(body.model), server.model
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, f"top_logprobs is {body.top_logprobs} but logprobs is not true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = params_of(
+        body, model.default_params, max_tokens=_max_tokens(body, model.default_params.max_tokens), logprobs=logprobs
+    )
+    tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
+    given = tools.definitions if tools.may_be_called else None
+    messages = _messages(check_messages(body.messages))
+    ids = await asyncio.to_thread(
+        model.encode_chat, messages, body.chat_template_kwargs, body.add_generation_prompt,
+        body.continue_final_message, given,
+    )  # fmt: skip
+    calls = model.call_format(given) if given else None
+    if given and calls is None:
+        text = "tools are given, but the chat template writes none that are known (--tool-call-parser names a format)"
+        raise ApiError(400, text, param="tools")
+    start = "answer"
+    if model.has_thoughts(given):
+        start = _start(messages[-1]) if body.continue_final_message else _start_of_ids(model.decode(ids[-TAIL:]))
+    if tools.strict and find_spec("xgrammar") is None:
+        tools.strict.clear()
+        warn(headers, ["tools.strict"])
+    if shape is not None and start == "answer" and calls is None:
+        params = replace(params, structured_outputs=shape)
+    else:
+        grammar = grammar_of(tools, calls, None if shape is None else as_format(shape), start)
+        params = params if grammar is None else replace(params, structured_outputs=of_format(grammar))
+    if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
+        params = replace(params, skip_special_tokens=False)
+    return Turn(name, ids, params, tools, calls, start)
+
+
+def _max_tokens(body: ChatRequest, default: int | None) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ApiError(400, f"max_tokens is {old} but max_completion_tokens is {new}", param="max_completion_tokens")
+    given = old if new is None else new
+    return default if given is None else given
+
+
+def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the arguments of calls as dicts, which some templates need and others write as JSON."""
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
+            raise ApiError(400, f"messages[{i}]: tool_calls is no list of calls", param="messages")
+    return parse_arguments(messages)
+
+
+def _start_of_ids(tail: str) -> str:
+    """Of a prompt that ends so."""
+    tail = tail.rstrip()
+    if tail.endswith(THINK):
+        return "think"
+    return "answer" if tail.endswith(THINK_END) else "begin"
+
+
+def _start(message: dict[str, Any]) -> str:
+    """Of an answer that goes on with a message."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else ""
+    if text.rfind(THINK) > text.rfind(THINK_END):
+        return "think"
+    return "answer" if text.strip() else "begin"

@@ -120,7 +120,7 @@ def test_errors(folder, tmp_path):
             ask(llm, json={"type": "nothing"})
         forced = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="ab"), allowed_token_ids=[5])
         output = llm.generate(["x"], forced, use_tqdm=False)[0]
-        assert str(output.error) == "mask and allowed_token_ids leave no token to sample"
+        assert str(output.error) == "structured_outputs and allowed_token_ids leave no token to sample"
         assert ask(llm, regex="ab").text == "ab"
     endless = write_model(tmp_path)
     (endless / "model.safetensors").write_bytes(safetensors_bytes(random_weights(TINY)))

@@ -20,6 +20,8 @@ from .chat import chat
 from .completions import completions
 from .embeddings import detokenize, embeddings, tokenize
 from .errors import ApiError, json_response, show_api_error, show_failure, show_http_error
+from .messages import count_tokens, messages
+from .responses import responses
 from .server import Server
 
 OPEN = ("/health", "/metrics", "/version")  # without a key: balancers and scrapers have none
@@ -35,16 +37,17 @@ class Keys:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN and not self._is_known(dict(scope["headers"])):
-            refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key").response()
+            refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key").response(scope["path"])
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_known(self, headers: dict[bytes, bytes]) -> bool:
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = bearer.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's clients
         # All are compared, each in a time that does not depend on how much of it is right.
-        found = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        return kind.lower() == b"bearer" and any(found)
+        found = [hmac.compare_digest(given, key) for key in self._keys]
+        return any(found)
 
 
 async def health(server: Server, request: Request) -> Response:
@@ -76,6 +79,8 @@ async def one_model(server: Server, request: Request) -> Response:
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions), ("POST", "/v1/chat/completions", chat),
+    ("POST", "/v1/responses", responses), ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings), ("POST", "/tokenize", tokenize), ("POST", "/detokenize", detokenize),
     ("GET", "/v1/models", models), ("GET", "/v1/models/{name:path}", one_model), ("GET", "/health", health),
     ("GET", "/version", version), ("GET", "/metrics", metrics),

@@ -14,7 +14,7 @@ from .parser import Event, Parser
 from .schema import ChatRequest
 from .server import Form, Server
 from .sse import Reply
-from .turn import Turn, prepare
+from .turn import ThoughtCounter, Turn, prepare
 
 
 async def chat(server: Server, request: Request) -> Reply:
@@ -31,10 +31,11 @@ class ChatForm(Form):
         super().__init__(server, request, turn.name)
         self._turn = turn
         self._parsers: dict[int, Parser] = {}  # by answer; one whose first chunk is written has one
+        self._thoughts: dict[int, ThoughtCounter] = {}
 
     def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:
         parser = self._turn.parser()
-        message = message_of(parser.feed(piece.text, is_last=True), self._turn.calls)
+        message = message_of(self._read(piece, parser), self._turn.calls)
         return self._add_end({"index": piece.index, "message": message, "logprobs": self._logprobs(piece)}, piece, parser)
 
     def extra(self, answers: Answers) -> dict[str, Any]:
@@ -49,11 +50,24 @@ class ChatForm(Form):
             chunks.append({"index": piece.index, "delta": first, "logprobs": None, "finish_reason": None})
             if self.request.return_token_ids:
                 chunks[0]["prompt_token_ids"] = answers.prompt_token_ids[0]
-        delta = _delta(parser.feed(piece.text, is_last=piece.finish_reason is not None), self._turn.calls)
+        delta = _delta(self._read(piece, parser), self._turn.calls)
         if delta or piece.finish_reason or piece.logprobs or self.request.return_token_ids:
             chunk = {"index": piece.index, "delta": delta, "logprobs": self._logprobs(piece)}
             chunks.append(self._add_end(chunk, piece, parser))
         return chunks
+
+    def usage(self, answers: Answers) -> dict[str, Any]:
+        usage = super().usage(answers)
+        if self._turn.start != "answer":
+            count = sum(each.count for each in self._thoughts.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
+
+    def _read(self, piece: Piece, parser: Parser) -> list[Event]:
+        events = parser.feed(piece.text, is_last=piece.finish_reason is not None)
+        counter = self._thoughts.setdefault(piece.index, ThoughtCounter(self._turn))
+        counter.take(piece.token_ids, parser)
+        return events
 
     def _add_end(self, choice: dict[str, Any], piece: Piece, parser: Parser) -> dict[str, Any]:
         self.add_end(choice, piece)

@@ -104,15 +104,23 @@ class ServedModel:
         """How calls are written; None: the template says nothing of it that is known."""
         if self.tool_call_parser != "auto":
             return CALL_FORMATS[self.tool_call_parser]
-        return find_call_format(self._template(tools))
+        return find_call_format(self.template(tools))
 
     def has_thoughts(self, tools: object) -> bool:
         if self.reasoning_parser != "auto":
             return self.reasoning_parser != "none"
-        return THINK_END in self._template(tools)
+        return THINK_END in self.template(tools)
 
-    def _template(self, tools: object) -> str:
-        return template_of(self.folder).find(self.chat_template, tools)
+    def template(self, tools: object) -> str:
+        """The text of the chat template."""
+        try:
+            return template_of(self.folder).find(self.chat_template, tools)
+        except (OSError, ValueError) as error:
+            raise of_request(error) from error
+
+    def token_id(self, text: str) -> int | None:
+        """Of a text that is a token by itself."""
+        return self.tokenizer.library.token_to_id(text) if self.tokenizer.exists else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.check_tokenizer()

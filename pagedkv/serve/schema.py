@@ -76,6 +76,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -110,13 +111,17 @@ class DetokenizeRequest:
 
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity",
+    "access_programs", "include", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id",
+    "workspace_id", "betas", "context_management",
+    "prompt_cache_options", "verbosity",
 )  # fmt: skip
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
     "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
+    "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
+    "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (), "truncation": ("disabled",),
 }  # fmt: skip
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
 OF_PARAMS -= {"structured_outputs"}
@@ -132,7 +137,7 @@ def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
         raise ApiError(400, "the body is no JSON object")
     given = {name: value for name, value in given.items() if value is not None}
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    ignored = [name for name in given if name in WITHOUT_EFFECT]
+    ignored = [name for name in given if name in WITHOUT_EFFECT and name not in known]
     for name, value in given.items():
         if name not in known and name not in ignored:
             _check_other(name, value, known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -20,13 +20,28 @@ def event(value: Any) -> bytes:
     return b"data: " + text + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """Of APIs whose events have names, which are the types of their values."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
+
+
+def _last(error: ApiError | None) -> bytes:
+    return DONE if error is None else event(error.body()) + DONE
+
+
 class Reply:
     """An ASGI response of the parts of a generator. The status is sent when the first part is there: until then an
     ApiError is a response of its own, and later, among events, the last event. Where the client leaves, the generator
-    is closed."""
+    is closed.
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str]) -> None:
-        self._parts, self._is_stream = parts, media_type == EVENTS
+    last: what ends a stream, after an error or without one.
+    """
+
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str],
+        last: Callable[[ApiError | None], bytes] = _last,
+    ) -> None:  # fmt: skip
+        self._parts, self._is_stream, self._last = parts, media_type == EVENTS, last
         self._headers = {"content-type": media_type} | headers
         if self._is_stream:
             self._headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -47,9 +62,9 @@ class Reply:
             try:
                 async for part in parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                end = DONE
+                end = self._last(None)
             except ApiError as error:
-                end = event(error.body()) + DONE
+                end = self._last(error)
             await send({"type": "http.response.body", "body": end, "more_body": False})
 
 

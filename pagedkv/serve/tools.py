@@ -43,9 +43,11 @@ def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
     """As /v1/chat/completions has them. A tool may have the name of a choice: {"function": {"name": "auto"}}."""
     found = Tools(is_parallel=is_parallel is not False)
     for i, tool in enumerate(tools or ()):
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        if tool.get("type") != "function":
             text = f"tools[{i}] is of type {str(tool.get('type'))[:100]!r}: only functions are served"
             raise ApiError(400, text, param="tools")
+        if not isinstance(tool.get("function"), dict):
+            raise ApiError(400, f"tools[{i}] has no function", param="tools")
         _add(found, i, tool)
     found.choice = _choice(choice, found)
     return found

@@ -18,6 +18,7 @@ from .server import Server, warn
 from .structured import as_format, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
 
+SWITCH = "enable_thinking"  # the variable of templates that can do without thoughts
 TAIL = 16  # tokens at the end of a prompt, which show whether it has begun the thoughts
 
 
@@ -29,6 +30,8 @@ class Turn:
     tools: Tools
     calls: CallFormat | None  # None: what looks like a call is text
     start: str  # see Parser
+
+    thoughts_end: int | None  # the token
 
     def parser(self) -> Parser:
         start = self.start
@@ -48,9 +51,12 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     )
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
     given = tools.definitions if tools.may_be_called else None
-    messages = _messages(check_messages(body.messages))
+    template = model.template(given)
+    messages = _messages(check_messages(body.messages), template)
+    variables = dict(body.chat_template_kwargs or {})
+    _apply_effort(body.reasoning_effort, variables, template, headers)
     ids = await asyncio.to_thread(
-        model.encode_chat, messages, body.chat_template_kwargs, body.add_generation_prompt,
+        model.encode_chat, messages, variables, body.add_generation_prompt,
         body.continue_final_message, given,
     )  # fmt: skip
     calls = model.call_format(given) if given else None
@@ -70,7 +76,7 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
         params = params if grammar is None else replace(params, structured_outputs=of_format(grammar))
     if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
-    return Turn(name, ids, params, tools, calls, start)
+    return Turn(name, ids, params, tools, calls, start, model.token_id(THINK_END))
 
 
 def _max_tokens(body: ChatRequest, default: int | None) -> int | None:
@@ -81,8 +87,23 @@ def _max_tokens(body: ChatRequest, default: int | None) -> int | None:
     return default if given is None else given
 
 
-def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the arguments of calls as dicts, which some templates need and others write as JSON."""
+def _apply_effort(effort: str | None, variables: dict[str, Any], template: str, headers: dict[str, str]) -> None:
+    """reasoning_effort for templates that know of it, and "none" for those that can do without thoughts."""
+    if effort is None:
+        return
+    if "reasoning_effort" in template:
+        variables.setdefault("reasoning_effort", effort)
+    elif effort == "none" and SWITCH in template:
+        variables.setdefault(SWITCH, False)
+    else:
+        warn(headers, ["reasoning_effort"])
+
+
+def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """With the arguments of calls as dicts, which some templates need and others write as JSON; and "system" for the
+    role "developer", which few templates know."""
+    if '"developer"' not in template and "'developer'" not in template:
+        messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     for i, message in enumerate(messages):
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
@@ -105,3 +126,25 @@ def _start(message: dict[str, Any]) -> str:
     if text.rfind(THINK) > text.rfind(THINK_END):
         return "think"
     return "answer" if text.strip() else "begin"
+
+
+class ThoughtCounter:
+    """How many tokens of an answer are thoughts; 0 where their end is no token of its own."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._end = turn.thoughts_end
+        self._is_open = turn.start != "answer" and self._end is not None
+        self._has_begun = turn.start == "think"
+        self._num_open = self._num_ended = 0
+
+    def take(self, token_ids: list[int], parser: Parser) -> None:
+        if not self._is_open:
+            return
+        self._has_begun |= parser.is_thinking
+        if self._end in token_ids:
+            self._is_open, self._num_ended = False, self._num_open + token_ids.index(self._end) + 1
+        self._num_open += len(token_ids)
+
+    @property
+    def count(self) -> int:
+        return self._num_open if self._is_open and self._has_begun else self._num_ended

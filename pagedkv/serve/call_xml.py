@@ -18,7 +18,7 @@ class XmlArguments:
     def __init__(self, show: Callable[[str], None], schema: Any) -> None:
         self._show, self._root = show, schema if isinstance(schema, Mapping) else {}
         self._count = 0
-        self._key, self._types = "", set[str]()
+        self._types, self._choices = set[str](), list[Any]()
         self._held = ""  # of the value: all of it, or a last line break of a text
         self._is_text = self._is_first = False
 
@@ -28,7 +28,10 @@ class XmlArguments:
         properties = self._root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         self._types = types_of(schema, self._root)
-        self._held, self._is_text, self._is_first = "", self._types == {"string"}, True
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        self._choices = choices if isinstance(choices, list) else []
+        self._held, self._is_first = "", True
+        self._is_text = self._types == {"string"} and not self._choices
 
     def value(self, text: str) -> None:
         """Some of the value, of which a line break on either side belongs to the tags."""
@@ -45,6 +48,8 @@ class XmlArguments:
     def end_value(self) -> None:
         if self._is_text:
             self._show('""' if self._is_first else '"')
+        elif self._held.strip() in self._choices:
+            self._show(json.dumps(self._held.strip(), ensure_ascii=False))
         else:
             self._show(as_json(self._held.removesuffix("\n"), self._types))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.optional import need
@@ -18,6 +19,8 @@ examples:
 
 SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to their ends. A second one stops.
 """
+TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
+REASONING_PARSERS = "auto", "qwen3", "none"
 PACKAGES = "starlette", "uvicorn", "msgspec", "prometheus_client"
 
 
@@ -33,9 +36,7 @@ def add(commands: Commands) -> None:
     where.add_argument("--api-key", metavar="KEY", action="append", default=[], help=help)
     help = "what clients call the model; may be repeated (default: MODEL)"
     where.add_argument("--served-model-name", metavar="NAME", action="append", default=[], help=help)
-    where.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
-    where.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
+    add_serving_options(where)
     help = "pages from there may ask (CORS); may be repeated; *: all"
     where.add_argument("--allowed-origin", metavar="ORIGIN", action="append", default=[], help=help)
     help = "bytes of a request, more get 413 (default: %(default)s)"
@@ -52,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if "" in args.api_key:
         raise ValueError("--api-key is empty")
     names = args.served_model_name or [args.model]
-    adapters = _adapters(args.lora, names)
-    template = None if args.chat_template is None else read_text(args.chat_template)
+    options, template, adapters = serving_options(args, names)
     need("pagedkv serve", "serve", *PACKAGES)
     from pagedkv import AsyncEngine
     from pagedkv.serve.app import make_app
@@ -63,16 +63,36 @@ def run(args: argparse.Namespace) -> int:
 
     # Before the model is loaded, which takes longer. Nobody can connect until the server listens.
     sockets = [bind(args.host, args.port)] if args.uds is None else None
-    options = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
     client = AsyncEngine(args.model, **(options | engine_options(args)))
     try:
         model = ServedModel.of_engine(client.engine, names, template, adapters)
+        model.tool_call_parser, model.reasoning_parser = args.tool_call_parser, args.reasoning_parser
         server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
         app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
         Lifecycle(server, app, drain_timeout=args.drain_timeout, uds=args.uds).run(sockets)
     finally:
         client.close()
     return 0
+
+
+def add_serving_options(group: argparse._ActionsContainer) -> None:
+    """How answers are made and read."""
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
+    group.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
+    help = "how the model writes calls of tools (default: as its chat template does)"
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=help)
+    help = "whether the model thinks between <think> and </think> (default: where its chat template says so)"
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help=help)
+
+
+def serving_options(
+    args: argparse.Namespace, names: list[str]
+) -> tuple[dict[str, Any], str | None, dict[str, LoRARequest]]:
+    """Options of the engine, the text of the template, and adapters, whose names are none of these."""
+    template = None if args.chat_template is None else read_text(args.chat_template)
+    adapters = _adapters(args.lora, names)
+    return {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}, template, adapters
 
 
 def _adapters(given: list[str], names: list[str]) -> dict[str, LoRARequest]:

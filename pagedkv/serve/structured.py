@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +14,7 @@ from .errors import ApiError, of_request
 from .schema import Generation
 
 FORMATS = ("text", "json_object", "json_schema", "grammar", "regex", "structural_tag")
+MAX_CHARS, MAX_DEPTH = 100_000, 64  # of a shape: compilation takes seconds for these, and hours for some larger ones
 KNOWN = [each.name for each in fields(StructuredOutputsParams)]
 
 
@@ -32,10 +34,7 @@ def shape_of(request: Generation) -> StructuredOutputsParams | None:
             near = get_close_matches(name, KNOWN, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ApiError(400, f"structured_outputs has no {name[:100]!r}{hint}", param="structured_outputs")
-    try:
-        return StructuredOutputsParams(**given)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise of_request(error) from None
+    return _checked(**given)
 
 
 def _of_format(form: dict[str, Any]) -> dict[str, Any]:
@@ -77,4 +76,27 @@ def as_format(shape: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def of_format(form: dict[str, Any]) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+    return _checked(structural_tag={"type": "structural_tag", "format": form})
+
+
+def _checked(**given: Any) -> StructuredOutputsParams:
+    try:
+        shape = StructuredOutputsParams(**given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise of_request(error) from None
+    text = shape.choice if shape.kind == "choice" else getattr(shape, shape.kind)
+    size = sum(map(len, text or ())) if isinstance(text, tuple) else len(str(text))
+    if size > MAX_CHARS or _depth(str(text)) > MAX_DEPTH:
+        limits = f"{MAX_CHARS:,} characters and brackets within each other {MAX_DEPTH} deep"
+        text = f"structured_outputs.{shape.kind} is too large: the schemas of an answer may have {limits}"
+        raise ApiError(400, text, param="structured_outputs")
+    return shape
+
+
+def _depth(text: str) -> int:
+    """Of the brackets of a text, whatever they mean there."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[{(\])}]", text):
+        depth += 1 if bracket in "[{(" else -1
+        deepest = max(deepest, depth)
+    return deepest

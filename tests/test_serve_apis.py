@@ -13,8 +13,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
 
 import httpx
 from served import DEMO, ENGINE, TEMPLATE, post, serving
-from test_serve_tools import CALL, JSON_SCHEMA, PERSON, SAID, TIME, TOOLS, WEATHER, model_of, saying
-from tool_models import PLAIN, QWEN3, THINKING, write_tool_model
+from tool_models import CALL, PERSON, PLAIN, SAID, THINKING, TOOLS, model_of, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.text.tokenizer import Tokenizer

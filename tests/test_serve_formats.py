@@ -12,9 +12,10 @@ for package in ("starlette", "msgspec"):
     pytest.importorskip(package, reason="the extra `serve`")
 
 from pagedkv.serve.call_xml import as_json, types_of
-from pagedkv.serve.formats import CALL_FORMATS, HERMES, LLAMA3_JSON, MISTRAL, OF_TEMPLATES, QWEN3_CODER, find_call_format
+from pagedkv.serve.formats import CALL_FORMATS, OF_TEMPLATES, find_call_format
 from pagedkv.serve.parser import Parser
 
+HERMES, QWEN3_CODER, LLAMA3_JSON, MISTRAL = CALL_FORMATS.values()
 TOOLS = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}},
     "f": {"type": "object", "properties": {"city": {"type": "string"}, "flag": {"type": "boolean"}}},

@@ -13,22 +13,25 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
 
 import httpx
 from served import CHAT, COMPLETIONS, events_of, post, serving
-from tool_models import END, PLAIN, QWEN3, TEMPLATES_BY_NAME, THINKING, ScriptedClient, write_tool_model
+from tool_models import (
+    ARGUMENTS,
+    CALL,
+    JSON_SCHEMA,
+    PLAIN,
+    QWEN3,
+    SAID,
+    TEMPLATES_BY_NAME,
+    THINKING,
+    TOOLS,
+    saying,
+    write_tool_model,
+)  # fmt: skip
 
 from pagedkv import LLM, AsyncEngine
-from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
-WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["city", "days"], "additionalProperties": False}
-TIME = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"], "additionalProperties": False}
-TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "of a city", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
-]  # fmt: skip
 MESSAGES = [{"role": "user", "content": "Hi"}]
-PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["age"], "additionalProperties": False}
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +52,6 @@ def random_model(request, llm):
     template = TEMPLATES_BY_NAME.get(request.param, THINKING)
     with serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], template)) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         yield request.param, http
-
-
-def model_of(folder, template=QWEN3, **options):
-    params = SamplingParams(temperature=0, max_tokens=None)
-    return ServedModel(["demo"], folder, Tokenizer(folder), params, 4096, END + 5, template, **options)
-
-
-def saying(folder, say, template=QWEN3, **options):
-    client = ScriptedClient(say if callable(say) else lambda params, index: say)
-    return serving(client, model_of(folder, template, **options)), client
 
 
 def put_together(text: str) -> dict[int, dict]:
@@ -189,11 +182,6 @@ def test_shapes_of_answers(llm, options, pattern):
 
 
 # --- read from what a model says
-
-
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
-SAID = f"<think>\nThe weather.\n</think>\n\nI look.\n{CALL}\n<tool_call>\n{{\"name\": \"get_time\", \"arguments\": {{\"zone\": \"utc\"}}}}\n</tool_call>"
-ARGUMENTS = ['{"city": "Paris", "days": 3}', '{"zone": "utc"}']
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from chat_samples import TEMPLATES
 from checkpoints import write_model
+from served import serving
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
-from pagedkv.engine.sampling_params import RequestOutputKind
+from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
+from pagedkv.engine.text.tokenizer import Tokenizer as ModelTokenizer
+from pagedkv.serve.model import ServedModel
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "\n\n", '{"name": "']
 CHARACTERS = [*map(chr, range(32, 127)), "\n"]
@@ -25,6 +28,19 @@ CODER = PLAIN + "{# <tool_call><function=name> #}"
 LLAMA3 = PLAIN + '{# {"name": "...", "parameters": {...}} #}'
 MISTRAL = PLAIN + "{# [TOOL_CALLS] #}"
 TEMPLATES_BY_NAME = {"hermes": QWEN3, "qwen3_coder": CODER, "llama3_json": LLAMA3, "mistral": MISTRAL}
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["city", "days"], "additionalProperties": False}
+TIME = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
+]  # fmt: skip
+PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["age"], "additionalProperties": False}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+SAID = f"<think>\nThe weather.\n</think>\n\nI look.\n{CALL}\n<tool_call>\n{{\"name\": \"get_time\", \"arguments\": {{\"zone\": \"utc\"}}}}\n</tool_call>"
+ARGUMENTS = ['{"city": "Paris", "days": 3}', '{"zone": "utc"}']
 
 
 def write_tool_model(folder: Path) -> Path:
@@ -82,3 +98,13 @@ class ScriptedClient:
 
     def health(self) -> None:
         pass
+
+
+def model_of(folder, template=QWEN3, **options):
+    params = SamplingParams(temperature=0, max_tokens=None)
+    return ServedModel(["demo"], folder, ModelTokenizer(folder), params, 4096, END + 5, template, **options)
+
+
+def saying(folder, say, template=QWEN3, **options):
+    client = ScriptedClient(say if callable(say) else lambda params, index: say)
+    return serving(client, model_of(folder, template, **options)), client

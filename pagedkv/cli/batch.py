@@ -17,7 +17,7 @@ examples:
   pagedkv batch requests.jsonl -o answers.jsonl --model ./model
 
 A request is a line such as
-  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "Qwen/Qwen3-0.6B", "messages": [...]}}
+  {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "./model", "prompt": "1+1="}}
 A run that was ended goes on where it was, when the same command is given again.
 """
 
@@ -26,7 +26,8 @@ def add(commands: Commands) -> None:
     text = "answer a file of requests in OpenAI's form; a run that was ended goes on"
     batch = commands.add_parser("batch", help=text, description=text, epilog=EXAMPLES)
     batch.add_argument("requests", metavar="REQUESTS", help="JSON lines with custom_id, method, url and body")
-    batch.add_argument("-o", "--output", metavar="FILE", required=True, help="where the answers go; those there are kept")
+    help = "where the answers go; those there are kept"
+    batch.add_argument("-o", "--output", metavar="FILE", required=True, help=help)
     help = f"{MODEL_HELP}, for all requests, whatever model they name (default: the one that they name)"
     batch.add_argument("--model", help=help)
     help = "requests in work at a time (default: %(default)s)"

@@ -81,8 +81,8 @@ class SamplingParams:
             word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are those sampled so far;
             `request` has id, index (which of n) and prompt_token_ids, and lives as long as the answer. It is called on
             the host while the device works
-        structured_outputs: what the answer has to look like, such as StructuredOutputsParams(json=schema): the engine makes
-            the mask of it
+        structured_outputs: what the answer has to look like, such as StructuredOutputsParams(json=schema): the engine
+            makes the mask of it
         max_tokens: the most tokens; 0 returns at once; None: as many as max_model_len and the pool leave. The answer
             ends with "length" when it has them, and also where it reaches max_model_len
         min_tokens: until the answer has this many tokens, only max_tokens ends it, or a mask that allows nothing but

@@ -154,7 +154,7 @@ async def call(app: Any, path: str, body: bytes) -> tuple[int, Any]:
     async def receive() -> dict[str, Any]:
         if incoming:
             return incoming.pop()
-        return await asyncio.get_running_loop().create_future()  # the client never leaves
+        return dict(await asyncio.get_running_loop().create_future())  # the client never leaves
 
     async def send(message: dict[str, Any]) -> None:
         nonlocal status

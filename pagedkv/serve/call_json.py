@@ -59,7 +59,8 @@ class ArgumentsReader:
     """Arguments that stand alone, as a JSON value."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._value, self._held, self._is_object = show, JsonValue(), "", None
+        self._show, self._value, self._held = show, JsonValue(), ""
+        self._is_object: bool | None = None  # None: it has not begun
         self.is_done = False
 
     def feed(self, text: str, at: int) -> int:

@@ -36,7 +36,8 @@ class ChatForm(Form):
     def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:
         parser = self._turn.parser()
         message = message_of(self._read(piece, parser), self._turn.calls)
-        return self._add_end({"index": piece.index, "message": message, "logprobs": self._logprobs(piece)}, piece, parser)
+        choice = {"index": piece.index, "message": message, "logprobs": self._logprobs(piece)}
+        return self._add_end(choice, piece, parser)
 
     def extra(self, answers: Answers) -> dict[str, Any]:
         return {"prompt_token_ids": answers.prompt_token_ids[0]} if self.request.return_token_ids else {}

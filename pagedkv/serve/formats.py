@@ -1,4 +1,4 @@
-"""What families of models write beside plain text: thoughts, and calls of tools. Tables of states, which parser.py runs.
+"""What families of models write beside plain text: thoughts, and calls of tools. parser.py runs these tables of states.
 
 A table is found by the chat template: whoever wrote it has shown the model what to write.
 """
@@ -16,8 +16,8 @@ class State(NamedTuple):
     """A place within an answer.
 
     text: what the text here is. "content" and "reasoning" are shown as such, "skip" is not; "name" is a function's;
-        "before" comes before it; "inside" is between the parameters of a call, "key" and "value" are parts of one; "call"
-        is a JSON object with a name and arguments, and "arguments" a JSON value
+        "before" comes before it; "inside" is between the parameters of a call, "key" and "value" are parts of one;
+        "call" is a JSON object with a name and arguments, and "arguments" a JSON value
     exits: by the literal that ends it, the state after it; content after the beginning of a call: it was none
     other: the state from the first character on that is no white space and begins no exit, or behind a JSON value
     kept: the literal that ends this state and is the beginning of the next one's text
@@ -92,7 +92,9 @@ QWEN3_CODER = CallFormat(
         "inside": State("inside", {"<parameter=": "key", "</function>": "closed", "</tool_call>": "answer"}),
         "key": State("key", {">": "value"}),
         "value": State("value", {"</parameter>": "inside"}),
-        "closed": State("skip", {"</tool_call>": "answer", "<tool_call>": "open", "<function=": "name"}, other="answer"),
+        "closed": State(
+            "skip", {"</tool_call>": "answer", "<tool_call>": "open", "<function=": "name"}, other="answer"
+        ),
     },
     begin="<tool_call>\n<function=NAME>\n", end="</function>\n</tool_call>", separator="\n", style="qwen_xml",
     trigger="<tool_call>",

@@ -85,4 +85,5 @@ def _string(where: str, block: dict[str, Any], name: str) -> str:
 
 
 def _refusal(where: str, kind: object) -> ApiError:
-    return ApiError(400, f"{where} is of type {str(kind)[:100]!r}: only text and calls of tools are read", param="messages")
+    text = f"{where} is of type {str(kind)[:100]!r}: only text and calls of tools are read"
+    return ApiError(400, text, param="messages")

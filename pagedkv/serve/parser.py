@@ -1,7 +1,7 @@
 """What an answer consists of: thoughts, text, calls of tools. One machine, for streams and for whole texts.
 
-It goes through the states of a table (formats.py). A literal may be cut anywhere: text that may be its beginning is held
-back until that is known, so that the events of all pieces, put together, do not depend on where the pieces end.
+It goes through the states of a table (formats.py). A literal may be cut anywhere: text that may be its beginning is
+held back until that is known, so that the events of all pieces, put together, do not depend on where the pieces end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IN_CALL = ("inside", "key", "value")
 
 
 class Event(NamedTuple):
-    """kind: "reasoning", "content", "call" (its text is the function's name) or "arguments"; call: which one, from 0."""
+    """kind: "reasoning", "content", "call" (its text is the name) or "arguments"; call: its number, from 0."""
 
     kind: str
     text: str

@@ -56,7 +56,8 @@ class Messages:
     def _take_message(self, where: str, item: dict[str, Any]) -> None:
         role = item.get("role")
         if not isinstance(role, str):
-            raise ApiError(400, f"{where}: role is {str(role)[:100]!r} but must be a text such as 'user'", param="input")
+            text = f"{where}: role is {str(role)[:100]!r} but must be a text such as 'user'"
+            raise ApiError(400, text, param="input")
         texts = _texts(f"{where}.content", item.get("content"))
         if role == "assistant":
             self._turn("content")["content"] = "".join(texts)

@@ -107,7 +107,8 @@ class ResponseWriter:
         self._body, self._turn, self._answers = body, turn, answers
         self._parser, self._thoughts = turn.parser(), ThoughtCounter(turn)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self._status, self._error = "in_progress", None
+        self._status = "in_progress"
+        self._error: dict[str, str] | None = None
         self._items: list[dict[str, Any]] = []
         self._kind = ""  # of the last item, while it is open
         self._number = 0
@@ -169,7 +170,7 @@ class ResponseWriter:
 
     def _open(self, event: Event) -> None:
         self._kind = event.kind
-        number = uuid.uuid4().hex
+        number, item = uuid.uuid4().hex, dict[str, Any]()
         if event.kind == "call":
             item = {
                 "type": "function_call", "id": f"fc_{number}", "call_id": call_id(self._turn.calls),
@@ -184,7 +185,7 @@ class ResponseWriter:
         self._items.append(item)
         self._tell("response.output_item.added", output_index=len(self._items) - 1, item=_copy(item))
         if "content" in item:
-            part = {"type": "reasoning_text", "text": ""}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if event.kind == "content":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"] = [part]

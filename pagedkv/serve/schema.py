@@ -118,10 +118,11 @@ WITHOUT_EFFECT = (
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
-    "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
-    "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-    "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (), "truncation": ("disabled",),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (),
+    "web_search_options": (), "chat_template": (), "documents": ([],), "dimensions": (), "prompt_logprobs": (),
+    "use_beam_search": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
+    "background": (False,), "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (),
+    "truncation": ("disabled",),
 }  # fmt: skip
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
 OF_PARAMS -= {"structured_outputs"}

@@ -46,14 +46,14 @@ def _of_format(form: dict[str, Any]) -> dict[str, Any]:
         return {"json_object": True}
     if kind == "structural_tag":
         return {"structural_tag": form}
+    name, value, is_right = kind, form.get(kind), isinstance(form.get(kind), str)
     if kind == "json_schema":
-        form = form.get("json_schema") if isinstance(form.get("json_schema"), dict) else {}
-    name = "schema" if kind == "json_schema" else kind
-    value = form.get(name)
-    if not isinstance(value, dict if kind == "json_schema" else str):
-        where = "json_schema.schema" if kind == "json_schema" else kind
-        text = f"response_format.{where} is {'missing' if value is None else 'wrong'}: it must be a "
-        raise ApiError(400, text + ("JSON schema" if kind == "json_schema" else "text"), param="response_format")
+        value = value.get("schema") if isinstance(value, dict) else None
+        name, is_right = "json_schema.schema", isinstance(value, dict)
+    if not is_right:
+        wanted = "JSON schema" if kind == "json_schema" else "text"
+        text = f"response_format.{name} is {'missing' if value is None else 'wrong'}: it must be a {wanted}"
+        raise ApiError(400, text, param="response_format")
     return {"json" if kind == "json_schema" else kind: value}
 
 
@@ -65,7 +65,8 @@ def as_format(shape: StructuredOutputsParams) -> dict[str, Any]:
         if shape.structural_tag is not None:
             return dict(json.loads(str(shape.structural_tag))["format"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ApiError(400, f"structured_outputs.{shape.kind} is no JSON of this kind", param="structured_outputs") from None
+        text = f"structured_outputs.{shape.kind} is no JSON of this kind"
+        raise ApiError(400, text, param="structured_outputs") from None
     if shape.choice is not None:
         return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in shape.choice]}
     if shape.json_object:

@@ -90,7 +90,9 @@ def _choice(choice: Any, tools: Tools) -> str:
 # --- grammars, as formats of structural tags
 
 
-def grammar_of(tools: Tools, calls: CallFormat | None, shape: dict[str, Any] | None, start: str) -> dict[str, Any] | None:
+def grammar_of(
+    tools: Tools, calls: CallFormat | None, shape: dict[str, Any] | None, start: str
+) -> dict[str, Any] | None:
     """Of an answer that begins in this state; None: any text.
 
     shape: of the content, where it has to have one. An answer of that shape may have calls instead.
@@ -107,7 +109,8 @@ def grammar_of(tools: Tools, calls: CallFormat | None, shape: dict[str, Any] | N
         body = shape
     else:
         return None
-    thoughts = {"type": "tag", "begin": THINK if start == "begin" else "", "content": {"type": "any_text"}, "end": THINK_END}
+    begin = THINK if start == "begin" else ""
+    thoughts = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THINK_END}
     if start == "think":
         return {"type": "sequence", "elements": [thoughts, GAP, body]}
     if start == "begin":

@@ -113,7 +113,7 @@ def test_errors(folder, tmp_path):
         return llm.generate(["x"], SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(**shape)), use_tqdm=False)[0]
 
     with LLM(folder, device="cpu", block_size=4, num_blocks=50) as llm:
-        for kind, text in (("json", "{"), ("regex", "("), ("grammar", "x"), ("structural_tag", "{}")):
+        for kind, text in (("json", "{"), ("json", ""), ("regex", "("), ("grammar", "x"), ("grammar", ""), ("structural_tag", "{}")):
             with pytest.raises(ValueError, match=re.escape(f"structured_outputs.{kind} is {text!r}, of which xgrammar says: ")):
                 ask(llm, **{kind: text})
         with pytest.raises(ValueError, match="nothing"):

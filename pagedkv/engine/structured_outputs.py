@@ -39,7 +39,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             names = " and ".join(given) or "nothing"
             raise ValueError(f"structured_outputs has {names} but must have one of {', '.join(KINDS)}")
@@ -60,4 +60,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        return next(name for name in KINDS if getattr(self, name))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in KINDS if getattr(self, name) not in (None, False)]

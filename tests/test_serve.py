@@ -20,6 +20,7 @@ import httpx
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, events_of, post, serving, streamed
+from tool_models import saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import command_line
@@ -205,19 +206,25 @@ def test_adapters_by_name(tmp_path):
 # --- the page
 
 
-def test_the_examples_of_the_page(http, capsys):
+def test_the_examples_of_the_page(http, tmp_path, capsys):
     page = Path(__file__).parent.parent / "docs" / "serving.md"
     if not page.exists():
         pytest.skip("not a checkout")
+    for package in ("openai", "anthropic", "xgrammar"):
+        pytest.importorskip(package)
     calls = re.findall(r"^curl (?:-N )?localhost:8000(\S+) -d '(.*)'$", page.read_text(), re.M)
-    assert len(calls) == 4
-    answers = [http.post(path, content=body) for path, body in calls]
-    assert [each.status_code for each in answers] == [200] * 4
-    assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    pytest.importorskip("openai")
-    exec(compile(example.replace("http://localhost:8000", str(http.base_url).rstrip("/")), page.name, "exec"), {})
-    assert capsys.readouterr().out == "562"
+    said = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    with saying(write_tool_model(tmp_path), said)[0] as (url, _), httpx.Client(base_url=url) as with_tools:
+        answers = [(with_tools if '"tools"' in body else http).post(path, content=body) for path, body in calls]
+        assert [each.status_code for each in answers] == [200] * 9
+        assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
+        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls" and answers[8].json()["choices"][0]["text"] == "562"
+        printed = []
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+            server = with_tools if "tools=" in example else http
+            exec(compile(example.replace("http://localhost:8000", str(server.base_url).rstrip("/")), page.name, "exec"), {})
+            printed.append(capsys.readouterr().out.strip().splitlines()[-1])
+    assert printed == ["562", 'get_weather {"city": "Paris"}', "562", "562", "562"]
 
 
 def test_the_page_names_every_field_and_option():
@@ -230,7 +237,7 @@ def test_the_page_names_every_field_and_option():
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 11 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 13 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures

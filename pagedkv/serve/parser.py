@@ -6,7 +6,9 @@ held back until that is known, so that the events of all pieces, put together, d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from .call_json import ArgumentsReader, CallReader
@@ -22,6 +24,27 @@ class Event(NamedTuple):
     kind: str
     text: str
     call: int = -1
+
+
+class Exits(NamedTuple):
+    """The literals that end a state, prepared for the search."""
+
+    literals: tuple[str, ...]
+    pattern: re.Pattern[str]  # of two that begin at one place the longer one
+    starts: str
+    longest: int
+
+    def may_begin(self, text: str) -> bool:
+        """Whether the text is the beginning of a literal, and not all of it."""
+        return any(len(literal) > len(text) and literal.startswith(text) for literal in self.literals)
+
+
+@cache
+def exits_of(literals: tuple[str, ...]) -> Exits:
+    longest_first = sorted(literals, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) if literals else r"(?!)")
+    starts = "".join(sorted({literal[0] for literal in literals}))
+    return Exits(literals, pattern, starts, max(map(len, literals), default=0))
 
 
 class Parser:
@@ -49,6 +72,7 @@ class Parser:
         self._xml: XmlArguments | None = None
         self.num_calls = 0
         self._state = self._table[start]
+        self._exits = exits_of(tuple(self._state.exits))
         self._is_pending = self._state.text in ("name", "call")
 
     @property
@@ -57,13 +81,23 @@ class Parser:
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """What is new."""
-        self._buffer += text
-        while self._step(is_last):
-            pass
-        if is_last:
-            self._end()
+        if self._is_plain(text) and not is_last:
+            self._take(text)
+        else:
+            self._buffer += text
+            while self._step(is_last):
+                pass
+            if is_last:
+                self._end()
         events, self._events = self._events, []
-        return _merged(events)
+        return _merged(events) if len(events) > 1 else events
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether no literal can begin in it, as in most pieces."""
+        state = self._state
+        if self._buffer or state.other is not None or state.text in ("call", "arguments"):
+            return False
+        return not any(char in text for char in self._exits.starts)
 
     # --- one step: whether anything has changed
 
@@ -101,24 +135,21 @@ class Parser:
 
     def _find(self, is_last: bool) -> tuple[int, str | None]:
         """Where the first exit begins, and which it is; None: where the beginning of one may be."""
-        exits, buffer = self._state.exits, self._buffer
-        starts = [at for at in (buffer.find(literal) for literal in exits) if at >= 0]
-        at = min(starts, default=len(buffer))
+        exits, buffer = self._exits, self._buffer
+        found = exits.pattern.search(buffer)
+        at = found.start() if found else len(buffer)
         if not is_last:
-            longest = max(map(len, exits), default=0)
-            for i in range(max(len(buffer) - longest + 1, 0), min(at + 1, len(buffer))):
-                tail = buffer[i:]
-                if any(len(literal) > len(tail) and literal.startswith(tail) for literal in exits):
+            for i in range(max(len(buffer) - exits.longest + 1, 0), min(at + 1, len(buffer))):
+                if buffer[i] in exits.starts and exits.may_begin(buffer[i:]):
                     return i, None
-        found = [literal for literal in exits if buffer.startswith(literal, at)]
-        return at, max(found, key=len, default=None)
+        return at, found[0] if found else None
 
     def _is_other(self, is_last: bool) -> bool:
         """Whether there is a character that is neither white space nor begins an exit."""
         rest = self._buffer.lstrip()
-        if not rest or any(rest.startswith(literal) for literal in self._state.exits):
+        if not rest or self._exits.pattern.match(rest):
             return False
-        return is_last or not any(literal.startswith(rest) for literal in self._state.exits)
+        return is_last or not self._exits.may_begin(rest)
 
     def _read_json(self) -> bool:
         if self._reader is None and self._state.text == "call":
@@ -155,6 +186,7 @@ class Parser:
 
     def _go(self, name: str) -> None:
         old, self._state, self._reader = self._state, self._table[name], None
+        self._exits = exits_of(tuple(self._state.exits))
         kind = self._state.text
         self._is_pending = kind in ("before", "name", "call") or (self._is_pending and kind == "arguments")
         if old.text == "reasoning":

@@ -17,7 +17,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
 from served import DEMO, ENGINE
 
 from pagedkv import LLM, SamplingParams, cli
-from pagedkv.serve.batch import Answers, Requests
+from pagedkv.serve.batch import AnswerFile, RequestFile
 
 OPTIONS = ["--model", str(DEMO), "--device", "cpu", "--num-blocks", "400"]
 
@@ -113,27 +113,27 @@ def test_the_model_that_the_requests_name(tmp_path, capsys):
 
 
 def test_files_of_answers_that_are_others(tmp_path):
-    requests = Requests(write(tmp_path / "in", [line("a"), line("b")]))
+    requests = RequestFile(write(tmp_path / "in", [line("a"), line("b")]))
     for rows, text in ((["{}\n"], "custom_id is None, which is none"), (['{"custom_id": "c"}\n'], "custom_id is 'c', which is none"),
                        (['{"custom_id": "a"}\n', '{"custom_id": "a"}\n'], "out:2: custom_id is 'a', as in"), (["x\n", '{"custom_id": "a"}\n'], "out:1: no JSON")):
         content = "".join(rows)
         (tmp_path / "out").write_text(content)
         with pytest.raises(ValueError, match=text):
-            Answers(tmp_path / "out", requests.ids)
+            AnswerFile(tmp_path / "out", requests.ids)
         assert (tmp_path / "out").read_text() == content
     (tmp_path / "out").unlink()
-    answers = Answers(tmp_path / "out", requests.ids)
+    answers = AnswerFile(tmp_path / "out", requests.ids)
     with pytest.raises(ValueError, match="another process writes it"):
-        Answers(tmp_path / "out", requests.ids)
+        AnswerFile(tmp_path / "out", requests.ids)
     answers.add("a", 200, {"x": 1})
     answers.close()
-    again = Answers(tmp_path / "out", requests.ids)
+    again = AnswerFile(tmp_path / "out", requests.ids)
     assert again.done == {"a"}
     again.close()
 
 
 def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, monkeypatch):
-    answers = Answers(tmp_path / "out", {"a": None, "b": None})
+    answers = AnswerFile(tmp_path / "out", {"a": None, "b": None})
     answers.add("a", 200, {})
     size, write_all = (tmp_path / "out").stat().st_size, os.write
 

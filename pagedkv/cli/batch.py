@@ -42,18 +42,18 @@ def run(args: argparse.Namespace) -> int:
     from pagedkv import AsyncEngine
     from pagedkv.progress import progress_bar
     from pagedkv.serve.app import make_app
-    from pagedkv.serve.batch import Answers, Requests, answer_all
+    from pagedkv.serve.batch import AnswerFile, RequestFile, answer_all
     from pagedkv.serve.model import ServedModel
     from pagedkv.serve.server import Server
 
-    requests = Requests(Path(args.requests))
+    requests = RequestFile(Path(args.requests))
     options, template, adapters = serving_options(args, [])
     named = [name for name in requests.models if name not in adapters]
     if args.model is None and len(named) != 1:
         which = f"the requests name {', '.join(named)}" if named else "the requests name no model"
         raise ValueError(f"--model is missing: {which}")
     model_name = named[0] if args.model is None else args.model
-    answers = Answers(Path(args.output), requests.ids)
+    answers = AnswerFile(Path(args.output), requests.ids)
     num_there, statuses = len(answers.done), list[int]()
     try:
         if num_there < len(requests.ids):

@@ -18,11 +18,10 @@ from .client import EngineClient
 from .engine import EMBED, Engine
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
-from .requests.prompts import Prompt, read_prompt
+from .requests.prompts import Prompt, takes_long
 from .requests.request import Update
 from .sampling_params import SamplingParams
 from .text.chat import ChatOptions, encode_chats
-from .text.tokenizer import LONG_TEXT
 
 
 class _Stream:
@@ -78,8 +77,8 @@ class AsyncEngine(EngineClient):
     Args:
         model: a model's folder, with the options of Engine; or an Engine, which other threads may use at the same time
 
-    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded, and an
-    adapter read, in another thread.
+    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded, an adapter read, and a
+    grammar compiled in another thread.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
@@ -149,11 +148,7 @@ class AsyncEngine(EngineClient):
             raise RuntimeError("this AsyncEngine is closed")
         core, stream = self.engine._core, _Stream(self._waker())
         prepare = partial(self.engine._prepare, prompt, params, stream, lora_request=lora_request, **options)
-        _, served = read_prompt("prompt", prompt)
-        is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
-        is_long = is_long or lora_request is not None  # whose files may have to be read
-        is_long = is_long or (params is not None and params.structured_outputs is not None)  # which are compiled
-        request = await asyncio.to_thread(prepare) if is_long else prepare()
+        request = await asyncio.to_thread(prepare) if takes_long(prompt, params, lora_request) else prepare()
         core.submit([request])
         try:
             while True:

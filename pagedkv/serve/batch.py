@@ -23,7 +23,7 @@ ENDED = 503  # of a server that serves nothing any more
 
 
 @dataclass
-class Requests:
+class RequestFile:
     """The requests of a file, all of which are checked before the first is answered. Their bodies stay in the file."""
 
     path: Path
@@ -60,7 +60,7 @@ class Requests:
                     yield number, _object(f"{self.path}:{number}", line)
 
 
-class Answers:
+class AnswerFile:
     """The file of answers: what is there is kept. Nobody else may write it meanwhile."""
 
     def __init__(self, path: Path, known: dict[str, None]) -> None:
@@ -110,7 +110,7 @@ class Answers:
 
 
 async def answer_all(
-    app: Any, requests: Requests, answers: Answers, at_a_time: int, tell: Callable[[int], None]
+    app: Any, requests: RequestFile, answers: AnswerFile, at_a_time: int, tell: Callable[[int], None]
 ) -> None:
     """Answers those that have no answer yet; tell() gets the status of each. RuntimeError: the engine has ended."""
     places, tasks = asyncio.Semaphore(at_a_time), set[asyncio.Task[None]]()

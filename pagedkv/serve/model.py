@@ -100,16 +100,16 @@ class ServedModel:
             raise of_request(error) from error
         return ids
 
-    def call_format(self, tools: object) -> CallFormat | None:
+    def call_format(self, template: str) -> CallFormat | None:
         """How calls are written; None: the template says nothing of it that is known."""
         if self.tool_call_parser != "auto":
             return CALL_FORMATS[self.tool_call_parser]
-        return find_call_format(self.template(tools))
+        return find_call_format(template)
 
-    def has_thoughts(self, tools: object) -> bool:
+    def has_thoughts(self, template: str) -> bool:
         if self.reasoning_parser != "auto":
             return self.reasoning_parser != "none"
-        return THINK_END in self.template(tools)
+        return THINK_END in template
 
     def template(self, tools: object) -> str:
         """The text of the chat template."""

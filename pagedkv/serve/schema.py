@@ -23,6 +23,7 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class StreamOptions:
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # without effect: it hides the lengths of chunks
     continuous_usage_stats: bool | None = None
 
 

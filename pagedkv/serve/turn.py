@@ -12,6 +12,7 @@ from pagedkv.engine.text.messages import parse_arguments
 
 from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
+from .model import ServedModel
 from .parser import Parser
 from .schema import ChatRequest, check_messages, params_of
 from .server import Server, warn
@@ -50,22 +51,11 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
         body, model.default_params, max_tokens=_max_tokens(body, model.default_params.max_tokens), logprobs=logprobs
     )
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
-    given = tools.definitions if tools.may_be_called else None
-    template = model.template(given)
-    messages = _messages(check_messages(body.messages), template)
-    variables = dict(body.chat_template_kwargs or {})
-    _apply_effort(body.reasoning_effort, variables, template, headers)
-    ids = await asyncio.to_thread(
-        model.encode_chat, messages, variables, body.add_generation_prompt,
-        body.continue_final_message, given,
-    )  # fmt: skip
-    calls = model.call_format(given) if given else None
-    if given and calls is None:
+    template, ids, start = await asyncio.to_thread(_write, model, body, tools, headers)
+    calls = model.call_format(template) if tools.may_be_called else None
+    if tools.may_be_called and calls is None:
         text = "tools are given, but the chat template writes none that are known (--tool-call-parser names a format)"
         raise ApiError(400, text, param="tools")
-    start = "answer"
-    if model.has_thoughts(given):
-        start = _start(messages[-1]) if body.continue_final_message else _start_of_ids(model.decode(ids[-TAIL:]))
     if tools.strict and find_spec("xgrammar") is None:
         tools.strict.clear()
         warn(headers, ["tools.strict"])
@@ -77,6 +67,22 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
     return Turn(name, ids, params, tools, calls, start, model.token_id(THINK_END))
+
+
+def _write(
+    model: ServedModel, body: ChatRequest, tools: Tools, headers: dict[str, str]
+) -> tuple[str, list[int], str]:
+    """The template, the prompt that it writes, and the state in which the answer begins. It may take long."""
+    given = tools.definitions if tools.may_be_called else None
+    template = model.template(given)
+    messages = _messages(check_messages(body.messages), template)
+    variables = dict(body.chat_template_kwargs or {})
+    _apply_effort(body.reasoning_effort, variables, template, headers)
+    ids = model.encode_chat(messages, variables, body.add_generation_prompt, body.continue_final_message, given)
+    if not model.has_thoughts(template):
+        return template, ids, "answer"
+    goes_on = body.continue_final_message
+    return template, ids, _start(messages[-1]) if goes_on else _start_of_ids(model.decode(ids[-TAIL:]))
 
 
 def _max_tokens(body: ChatRequest, default: int | None) -> int | None:

@@ -16,7 +16,7 @@ from pagedkv import SamplingParams
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle
+from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
 from pagedkv.serve.model import ServedModel
 from pagedkv.serve.server import Server
 
@@ -35,12 +35,13 @@ def model_of(folder: Path = DEMO) -> ServedModel:
 def serving(client, model=None, *, api_keys=(), origins=(), **limits):
     """The address of a server, and the Server."""
     server = Server(client, model or ServedModel.of_engine(client.engine, ["demo"], TEMPLATE), **limits)
-    life = Lifecycle(server, make_app(server, api_keys=api_keys, origins=origins), host="127.0.0.1", port=0)
-    thread = threading.Thread(target=life.run)
+    life, listener = Lifecycle(server, make_app(server, api_keys=api_keys, origins=origins)), bind("127.0.0.1", 0)
+    address = address_of(listener, "http")
+    thread = threading.Thread(target=life.run, args=([listener],))
     thread.start()
     try:
         wait_for(lambda: life.started or not thread.is_alive())
-        yield life.address(), server
+        yield address, server
     finally:
         life.should_exit = True
         thread.join(20)

@@ -24,7 +24,6 @@ from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, m
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.serve.answers import Answers, Gate
-from pagedkv.serve.metrics import Metrics
 
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
 
@@ -73,7 +72,7 @@ def test_a_slow_reader_finds_its_tokens_merged():
     async def main():
         client, model = CountingClient(), model_of()
         params = SamplingParams(max_tokens=5000)
-        answers = Answers(client, Metrics(client, "demo"), Gate(2), ["1"], params, lora_request=None, priority=0, salt=b"")
+        answers = Answers(client, Gate(2), ["1"], params, lora_request=None, priority=0, salt=b"")
         pieces = answers.pieces()
         (first,) = await anext(pieces)
         while client.num_running:
@@ -234,11 +233,13 @@ SLOW_SERVER = """
 import sys; sys.path.insert(0, {tests!r})
 from served import CountingClient, model_of
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle
+from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
 from pagedkv.serve.server import Server
 client = CountingClient(0.02)
 server = Server(client, model_of())
-Lifecycle(server, make_app(server), host="127.0.0.1", port=0).run()
+listener = bind("127.0.0.1", 0)
+print("at", address_of(listener, "http"), flush=True)
+Lifecycle(server, make_app(server)).run([listener])
 print("running:", client.num_running, "given:", client.num_given, flush=True)
 """
 
@@ -247,7 +248,7 @@ print("running:", client.num_running, "given:", client.num_given, flush=True)
 def test_a_signal_drains_and_a_second_one_stops(num_signals):
     code = SLOW_SERVER.format(tests=os.path.dirname(__file__))
     with started("-c", code) as process:
-        url = process.stdout.readline().split()[2]
+        url = process.stdout.readline().split()[1]
         with httpx.Client(timeout=20) as http, http.stream("POST", url + COMPLETIONS, json={"prompt": "1", "max_tokens": 50, "stream": True}) as response:
             parts = response.iter_text()
             text = next(parts)

@@ -29,6 +29,8 @@ def add(commands: Commands) -> None:
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     where.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of host and port")
+    help = "processes that speak HTTP, beside the engine's own (default: %(default)s)"
+    where.add_argument("--front-ends", metavar="N", type=integer, default=1, help=help)
     help = "what requests must bring as 'Authorization: Bearer KEY'; may be repeated; none: anybody may ask"
     where.add_argument("--api-key", metavar="KEY", action="append", default=[], help=help)
     help = "what clients call the model; may be repeated (default: MODEL)"
@@ -55,24 +57,28 @@ def run(args: argparse.Namespace) -> int:
     adapters = _adapters(args.lora, names)
     template = None if args.chat_template is None else read_text(args.chat_template)
     need("pagedkv serve", "serve", *PACKAGES)
-    from pagedkv import AsyncEngine
-    from pagedkv.serve.app import make_app
-    from pagedkv.serve.lifecycle import Lifecycle, bind
-    from pagedkv.serve.model import ServedModel
-    from pagedkv.serve.server import Server
+    import asyncio
 
-    # Before the model is loaded, which takes longer. Nobody can connect until the server listens.
-    sockets = [bind(args.host, args.port)] if args.uds is None else None
-    options = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
-    client = AsyncEngine(args.model, **(options | engine_options(args)))
+    from pagedkv.serve.front_end import Options
+    from pagedkv.serve.lifecycle import address_of, bind, bind_path
+    from pagedkv.serve.supervisor import Supervisor
+
+    count = args.front_ends
+    front = Options(
+        names, chat_template=template, adapters=adapters,
+        limits={"max_body_size": args.max_body_size, "max_answers": -(-args.max_answers // count)},
+        app={"api_keys": args.api_key, "origins": args.allowed_origin},
+        http={"drain_timeout": args.drain_timeout},
+    )  # fmt: skip
+    engine = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
+    # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
+    listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
+    ready = f"pagedkv serve: {address_of(listener, 'http')} serves {names[0]}"
     try:
-        model = ServedModel.of_engine(client.engine, names, template, adapters)
-        server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
-        app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
-        Lifecycle(server, app, drain_timeout=args.drain_timeout, uds=args.uds).run(sockets)
+        return asyncio.run(Supervisor(listener, front, count).run(args.model, engine | engine_options(args), ready))
     finally:
-        client.close()
-    return 0
+        if args.uds is not None:
+            Path(args.uds).unlink(missing_ok=True)
 
 
 def _adapters(given: list[str], names: list[str]) -> dict[str, LoRARequest]:

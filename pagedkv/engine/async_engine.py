@@ -178,9 +178,9 @@ class AsyncEngine(EngineClient):
         """The engine's statistics: see Engine.stats()."""
         return self.engine.stats()
 
-    def health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more: see Engine.health()."""
-        self.engine.health()
+    def health(self) -> float | None:
+        """How long the step in work takes; raises where nothing can be served any more: see Engine.health()."""
+        return self.engine.health()
 
     # --- the end
 

@@ -14,7 +14,6 @@ from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 
 from .errors import ApiError, of_engine, of_request
-from .metrics import Metrics
 
 
 @dataclass(slots=True)
@@ -55,10 +54,10 @@ class Answers:
     """
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, gate: Gate, prompts: Sequence[str | list[int]],
+        self, client: EngineClient, gate: Gate, prompts: Sequence[str | list[int]],
         params: SamplingParams, *, lora_request: LoRARequest | None, priority: int, salt: bytes,
     ) -> None:  # fmt: skip
-        self._metrics, self._gate, self._n = metrics, gate, params.n
+        self._gate, self._n = gate, params.n
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
         self._num_cached, self._num_new = [0] * len(prompts), 0
         self._streams = [
@@ -106,12 +105,10 @@ class Answers:
         }  # fmt: skip
 
     async def _take_all(self, prompt: int, stream: AsyncIterator[RequestOutput]) -> None:
-        record = self._metrics.request()
         try:
             async with aclosing(stream) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     self._take(prompt, output)
-                    record.take(output)
                     self._news.set()
         except Exception as error:  # raised again by pieces()
             self._error = self._error or _told(error)

@@ -60,7 +60,7 @@ class Server:
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
         answers = Answers(
-            self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
+            self.client, self.gate, prompts, params, priority=request.priority or 0,
             salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(form.name),
         )  # fmt: skip
         if not request.stream:

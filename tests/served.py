@@ -14,6 +14,7 @@ import httpx
 import pagedkv
 from pagedkv import SamplingParams
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
+from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.app import make_app
 from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
@@ -94,12 +95,17 @@ class CountingClient:
     async def generate(self, prompt, params=None, request_id=None, *, lora_request=None, priority=0, salt=b""):
         self.num_running += 1
         try:
+            is_stream = params.output_kind is RequestOutputKind.DELTA
+            text, ids = "", []
             for i in range(params.max_tokens):
                 await asyncio.sleep(self.seconds)
                 self.num_given += 1
                 is_last = i == params.max_tokens - 1
-                one = CompletionOutput(0, str(i % 10), [3 + i % 10], None, None, "length" if is_last else None, None)
-                yield RequestOutput("0", None, [3], None, [one], is_last, None, 0, RequestMetrics(0.0, 0.0, 0.0, 0))
+                text, ids = text + str(i % 10), [*ids, 3 + i % 10]
+                if is_stream or is_last:
+                    one = CompletionOutput(0, text, ids, None, None, "length" if is_last else None, None)
+                    yield RequestOutput("0", None, [3], None, [one], is_last, None, 0, RequestMetrics(0.0, 0.0, 0.0, 0))
+                    text, ids = "", []
         finally:
             self.num_running -= 1
 

@@ -236,22 +236,33 @@ def test_the_page_names_every_field_and_option():
 # --- figures
 
 
+def figures(http) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if line[0] != "#"]
+    return {name.replace('model_name="demo"', ""): float(value) for name, _, value in lines}
+
+
 def test_metrics(llm):
     with serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as http:
+        before = figures(http)
         post(http, COMPLETIONS, prompt=["473+89=", "1+1="])
         streamed(http.post(COMPLETIONS, json={"prompt": "473+89=", "stream": True}))
         post(http, COMPLETIONS, 400, prompt="")
         response = http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = [line.rpartition(" ") for line in response.text.splitlines() if line[0] != "#"]
-        values = {name.replace('model_name="demo"', ""): float(value) for name, _, value in lines}
+        after = figures(http)
+    values = {name: value - before[name] for name, value in after.items()}
     assert values["vllm:prompt_tokens_total{}"] == 7 + 4 + 7 and values["vllm:generation_tokens_total{}"] == 4 + 2 + 4
     assert values['vllm:request_success_total{finished_reason="stop",}'] == 3
+    buckets = [value for name, value in after.items() if name.startswith("vllm:e2e_request_latency_seconds_bucket")]
+    assert buckets == sorted(buckets) and buckets[-1] == after["vllm:e2e_request_latency_seconds_count{}"]
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert values[f"vllm:{name}_count{{}}"] == 3 and 0 < values[f"vllm:{name}_sum{{}}"] < 10
-    assert 0 <= values["vllm:inter_token_latency_seconds_count{}"] <= 3
+    assert values["vllm:inter_token_latency_seconds_count{}"] == 3 + 1 + 3, "of three answers, without their first tokens"
+    assert 7 < values["vllm:iteration_tokens_total_sum{}"] <= 18 + 7, "less what the prefix cache has"
+    assert values["vllm:iteration_tokens_total_count{}"] == values["pagedkv:steps_total{}"] > 0
+    assert values['pagedkv:request_ends_total{finished_reason="error",}'] == 1
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
-        assert values[f"vllm:{name}{{}}"] == 0
+        assert after[f"vllm:{name}{{}}"] == 0
     assert values["vllm:prefix_cache_queries_total{}"] >= values["vllm:prefix_cache_hits_total{}"] > 0
 
 

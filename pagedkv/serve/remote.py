@@ -17,8 +17,9 @@ from pagedkv.engine.client import EngineClient
 from pagedkv.engine.engine import EMBED
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.outputs import EmbeddingOutput, EngineStats, RequestOutput
+from pagedkv.engine.requests.news import News
 from pagedkv.engine.requests.prompts import Prompt, encode, read_prompt
-from pagedkv.engine.requests.request import Request, Update
+from pagedkv.engine.requests.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.pooling import read_normalizes
@@ -49,7 +50,7 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
     def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
         self._facts, self._tokenizer = facts, tokenizer
         self._numbers = itertools.count()
-        self._streams: dict[int, _Stream] = {}  # by number, of requests that have not ended
+        self._streams: dict[int, News] = {}  # by number, of requests that have not ended
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._decoder = Decoder()
         self._beat: tuple[float | None, EngineStats] | None = None
@@ -137,7 +138,7 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
         is_long = isinstance(served, str) and len(served) > LONG_TEXT
         ids, error = await asyncio.to_thread(encode, *how) if is_long else encode(*how)
         normalizes = read_normalizes(self._facts.folder) if "wants_embedding" in options else None
-        stream = self._streams[number] = _Stream()
+        stream = self._streams[number] = News(asyncio.get_running_loop())
         request = Request(
             name, params, stream, params.output_kind, self._tokenizer, prompt=text, token_ids=ids, start_time=start,
             normalizes=normalizes,
@@ -176,50 +177,3 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
         if seconds is None:
             return age if age > LATE else None
         return seconds + age
-
-
-class _Stream:
-    """What is new of a request. What its reader has not taken yet is one Update, however many steps it is of."""
-
-    __slots__ = ("_error", "_update", "_waiter", "has_ended")
-
-    def __init__(self) -> None:
-        self._update: Update | None = None
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.has_ended = False
-
-    def put(self, update: Update) -> None:
-        self.has_ended = update.is_last
-        self._update = update if self._update is None else _together(self._update, update)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self.has_ended, self._error = True, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Update:
-        while self._update is None:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        update, self._update = self._update, None
-        return update
-
-
-def _together(old: Update, new: Update) -> Update:
-    """Two updates of a request, of one step and of the next, as one."""
-    before = {each.index: each for each in (old, *old.others)}
-    for each in (new, *new.others):
-        if was := before.pop(each.index, None):
-            each.token_ids = was.token_ids + each.token_ids
-            each.text = each.text if was.text is None else was.text + (each.text or "")
-            each.logprobs = each.logprobs if was.logprobs is None else was.logprobs + (each.logprobs or [])
-    new.others = (*new.others, *before.values())
-    return new
-

@@ -82,6 +82,7 @@ class Form(ABC):
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """`choices` come last: see _events()."""
         return {"id": self._id, "object": kind, "created": self._created, "model": self.name, "choices": choices}
 
     @abstractmethod
@@ -113,12 +114,17 @@ async def _whole(answers: Answers, form: Form) -> AsyncGenerator[bytes, None]:
 
 
 async def _events(answers: Answers, form: Form, with_usage: bool, always: bool) -> AsyncGenerator[bytes, None]:
-    """All that is new at a time is one part, and so one write."""
+    """All that is new at a time is one part, and so one write. What the events have in common is encoded once."""
+    encode = msgspec.json.Encoder().encode
+    before = b"data: " + encode(form.envelope(form.chunk_object, [])).removesuffix(b"]}")
+    after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
     async with aclosing(answers.pieces()) as all_pieces:
         async for pieces in all_pieces:
             choices = [choice for piece in pieces for choice in form.chunks(piece, answers)]
-            usage = {"usage": answers.usage() if always else None} if with_usage or always else {}
-            if choices:
-                yield b"".join(event(form.envelope(form.chunk_object, [each]) | usage) for each in choices)
+            if not choices:
+                continue
+            if always:
+                after = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
+            yield b"".join([before + encode(each) + after for each in choices])
     if with_usage:
         yield event(form.envelope(form.chunk_object, []) | {"usage": answers.usage()})

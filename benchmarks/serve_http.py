@@ -118,7 +118,7 @@ async def start_front_end(host: EngineHost, control: socket.socket) -> tuple:
     socket.send_fds(control, [b"+"], [engine.fileno()])
     for each in (theirs, engine, engine_end):
         each.close()
-    ours.sendall(wire.encode(Options(["clock"], facts)))
+    ours.sendall(wire.to_bytes(Options(["clock"], facts)))
     ours.setblocking(False)
     assert await asyncio.get_running_loop().sock_recv(ours, 1) == READY
     return process, ours, listener.getsockname()

@@ -15,6 +15,8 @@ from pagedkv.engine.sampling_params import SamplingParams
 
 from .errors import ApiError, of_engine, of_request
 
+Stream = AsyncIterator[RequestOutput]
+
 
 @dataclass(slots=True)
 class Piece:
@@ -113,18 +115,18 @@ class Answers:
         return pieces
 
 
-async def _numbered(stream: AsyncIterator[RequestOutput], number: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _numbered(stream: Stream, number: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     async with aclosing(stream) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             yield number, output
 
 
-async def _together(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _together(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of several streams with their numbers, as they come: a task for each takes the next one when that
     before has been read."""
     ready: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(1)
 
-    async def follow(number: int, stream: AsyncIterator[RequestOutput]) -> None:
+    async def follow(number: int, stream: Stream) -> None:
         try:
             async for each in _numbered(stream, number):
                 await ready.put(each)

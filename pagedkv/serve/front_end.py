@@ -48,7 +48,9 @@ class Options:
 class FrontEnd(Lifecycle):
     """A Lifecycle whose signals are its parent's, and which ends with its engine."""
 
-    def __init__(self, client: RemoteEngine, engine: socket.socket, control: socket.socket, *args: Any, **how: Any) -> None:
+    def __init__(
+        self, client: RemoteEngine, engine: socket.socket, control: socket.socket, *args: Any, **how: Any
+    ) -> None:
         super().__init__(*args, **how)
         self._client, self._engine, self._control = client, engine, control
         self.code = 0

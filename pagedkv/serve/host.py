@@ -25,7 +25,7 @@ from pagedkv.engine.text.tokenizer import LONG_TEXT
 
 from .children import end_with_parent
 from .remote import BEAT, Facts
-from .wire import Decoder, encode, pack, portable, receive, send
+from .wire import Decoder, pack, portable, receive, send, to_bytes
 
 logger = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes to read at a time
@@ -63,7 +63,7 @@ class FrontEnd:
     # --- in any thread
 
     def send(self, *message: Any) -> None:
-        data = encode(message)
+        data = to_bytes(message)
         with self._lock:
             sent = 0 if self._unsent else self._try(data)
             if sent < len(data):
@@ -95,7 +95,7 @@ class FrontEnd:
         except OSError:
             data = b""
         if not data:
-            return self._leave_all()
+            self._leave_all()
         for kind, number, *values in self._decoder.feed(data):
             if kind == "generate":
                 self._generate(number, *values)
@@ -153,8 +153,8 @@ class EngineHost:
 
     def _accept(self) -> None:
         _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
-        if not descriptors:
-            return asyncio.get_running_loop().remove_reader(self._control)  # the parent has gone: see LIFELINE
+        if not descriptors:  # the parent has gone: see LIFELINE
+            asyncio.get_running_loop().remove_reader(self._control)
         for each in descriptors:
             front_end = FrontEnd(self, socket.socket(fileno=each))
             self.front_ends.add(front_end)

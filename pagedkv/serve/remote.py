@@ -24,7 +24,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.pooling import read_normalizes
 
-from .wire import Decoder, encode as to_bytes, unpack
+from .wire import Decoder, to_bytes, unpack
 
 BEAT = 0.5  # seconds between two signs of life of an engine's process
 LATE = 4 * BEAT  # after which a sign of life is missed

@@ -28,12 +28,19 @@ T = TypeVar("T")
 
 @dataclass
 class Server:
-    """max_body_size: bytes of a request; max_answers: in work or waiting at a time; more are told to come later."""
+    """Args:
+    max_body_size: bytes of a request
+    max_answers: in work or waiting at a time; more are told to come later
+    max_waiting: while more answers wait in the engine, requests are told to come later; None: no matter how many
+    stuck_after: seconds of a step, after which the engine is taken for stuck
+    """
 
     client: EngineClient
     model: ServedModel
     max_body_size: int = 8 << 20
     max_answers: int = 1024
+    max_waiting: int | None = None
+    stuck_after: float = 120.0
     is_draining: bool = False
     gate: Gate = field(init=False)
     metrics: Metrics = field(init=False)
@@ -52,11 +59,16 @@ class Server:
         body, ignored = read(b"".join(parts), kind)
         return body, {"x-pagedkv-warning": f"without effect: {', '.join(ignored)}"} if ignored else {}
 
+    def check_queue(self) -> None:
+        if self.max_waiting is not None and self.client.stats().num_waiting > self.max_waiting:
+            raise ApiError(429, f"more than {self.max_waiting} answers wait (--max-waiting)")
+
     def reply(
         self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, form: Form,
         headers: dict[str, str],
     ) -> Reply:  # fmt: skip
         options = check_stream_options(request)
+        self.check_queue()
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
         answers = Answers(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from . import children
 from .front_end import DRAIN, READY, STOP, Options
 from .remote import Facts
-from .wire import encode, receive
+from .wire import receive, to_bytes
 
 T = TypeVar("T")
 PAUSE = 1.0  # seconds before a front end is replaced: one that cannot live costs no more
@@ -90,7 +90,7 @@ class Supervisor:
         return task.result()
 
     async def _load(self, model: str, engine_options: dict[str, Any]) -> Facts:
-        self._host.sendall(encode((model, engine_options)))
+        self._host.sendall(to_bytes((model, engine_options)))
         try:
             facts = await asyncio.to_thread(receive, self._host)
         except EOFError:
@@ -110,7 +110,7 @@ class Supervisor:
             process = await children.start("pagedkv.serve.front_end", *descriptors)
             self._processes.append(process)
             socket.send_fds(self._host, [b"+"], [engine.fileno()])
-        control.sendall(encode(self._options))
+        control.sendall(to_bytes(self._options))
         control.setblocking(False)
         self._controls.add(control)
         if await asyncio.get_running_loop().sock_recv(control, 1) != READY:

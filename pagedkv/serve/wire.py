@@ -19,7 +19,7 @@ _length = Struct("<I")
 _fields = attrgetter(*(name for name in Update.__slots__ if name != "others"))
 
 
-def encode(message: Any) -> bytes:
+def to_bytes(message: Any) -> bytes:
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _length.pack(len(data)) + data
 
@@ -52,10 +52,8 @@ def pack(update: Update) -> tuple[Any, ...]:
 
 
 def unpack(values: tuple[Any, ...]) -> Update:
-    update = Update(*values)
-    if update.others:
-        update.others = tuple(map(unpack, update.others))
-    return update
+    *own, others = values
+    return Update(*own, tuple(map(unpack, others)) if others else ())
 
 
 def portable(error: BaseException) -> Exception:
@@ -69,7 +67,7 @@ def portable(error: BaseException) -> Exception:
 
 def send(connected: socket.socket, message: Any) -> None:
     """On a socket that blocks."""
-    connected.sendall(encode(message))
+    connected.sendall(to_bytes(message))
 
 
 def receive(connected: socket.socket) -> Any:

@@ -30,6 +30,9 @@ BEAT = 0.5  # seconds between two signs of life of an engine's process
 LATE = 4 * BEAT  # after which a sign of life is missed
 
 
+_numbers = itertools.count()  # of this process: with its own, requests have names that no other front end's have
+
+
 @dataclass
 class Facts:
     """What a front end knows of the engine's model."""
@@ -49,7 +52,6 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
         self._facts, self._tokenizer = facts, tokenizer
-        self._numbers = itertools.count()
         self._streams: dict[int, News] = {}  # by number, of requests that have not ended
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._decoder = Decoder()
@@ -131,7 +133,7 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """options: of Engine._prepare()."""
-        number, start = next(self._numbers), time.perf_counter()
+        number, start = next(_numbers), time.perf_counter()
         name = f"{os.getpid()}-{number}" if request_id is None else request_id
         text, served = read_prompt("prompt", prompt)
         how = "prompt", served, self._tokenizer, self._facts.vocab_size
@@ -157,7 +159,7 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request of any front end. False where no unfinished request has this id."""
-        number = next(self._numbers)
+        number = next(_numbers)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
         self._send("abort", number, request_id)
         found: bool = await call

@@ -52,8 +52,10 @@ def pack(update: Update) -> tuple[Any, ...]:
 
 
 def unpack(values: tuple[Any, ...]) -> Update:
-    *own, others = values
-    return Update(*own, tuple(map(unpack, others)) if others else ())
+    update = Update(*values)
+    if update.others:
+        update.others = tuple(unpack(each) for each in values[-1])
+    return update
 
 
 def portable(error: BaseException) -> Exception:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pagedkv.engine.client import EngineClient
 from pagedkv.engine.sampling_params import SamplingParams
@@ -51,11 +51,14 @@ class Server:
     async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
         """The body of a request, and headers for its answer."""
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.max_body_size:
-                raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self.max_body_size:
+                    raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
+                parts.append(part)
+        except ClientDisconnect:
+            raise ApiError(400, "the client left before its request was complete") from None  # nobody hears it
         body, ignored = read(b"".join(parts), kind)
         return body, {"x-pagedkv-warning": f"without effect: {', '.join(ignored)}"} if ignored else {}
 

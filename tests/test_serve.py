@@ -230,7 +230,7 @@ def test_the_page_names_every_field_and_option():
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 11 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 19 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures
@@ -264,6 +264,21 @@ def test_metrics(llm):
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
         assert after[f"vllm:{name}{{}}"] == 0
     assert values["vllm:prefix_cache_queries_total{}"] >= values["vllm:prefix_cache_hits_total{}"] > 0
+
+
+def test_the_board_and_the_page_name_figures_that_there_are(http):
+    page = Path(__file__).parent.parent / "docs" / "serving.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    board = (page.parent.parent / "examples" / "serving" / "grafana.json").read_text()
+    panels = json.loads(board)["panels"]
+    shown = set(re.findall(r"((?:vllm|pagedkv):\w+)\{", " ".join(each["expr"] for panel in panels for each in panel["targets"])))
+    shown |= {f"{name}_bucket" for name in re.findall(r"((?:vllm|pagedkv):\w+)_bucket", board)}
+    known = {name.partition("{")[0] for name in figures(http)}
+    families = {name.removesuffix("_bucket") for name in known}
+    assert len(panels) > 10 and shown <= known, shown - known
+    told = set(re.findall(r"`((?:vllm|pagedkv):\w+)`", page.read_text()))
+    assert told <= families and {re.sub("_(count|sum)$", "", name) for name in families} <= told, told ^ families
 
 
 def test_the_client_of_openai(http):

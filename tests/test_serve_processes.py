@@ -187,7 +187,7 @@ def test_many_clients_of_whom_some_leave_and_some_are_wrong(folder, seed):
     with LLM(folder, device="cpu", num_blocks=400) as llm:
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     texts = {prompt: each.text for prompt, each in zip(prompts, answers)}
-    options = ["--front-ends", "2", "--api-key", "one", "--api-key", "two", "--max-body-size", "10000"]
+    options = ["--front-ends", "2", "--api-key", "one", "--api-key", "two", "--max-body-size", "10000", "--num-blocks", "2000"]
     with server(folder, *options) as processes, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         clients = [Client(processes.url, texts) for _ in range(NUM_CLIENTS)]
 
@@ -208,7 +208,8 @@ def test_many_clients_of_whom_some_leave_and_some_are_wrong(folder, seed):
         work(NUM_REQUESTS)
         wait_for(lambda: all(descriptors(each) <= count for each, (count, _) in zip(processes.all, before)), 5)
         after = [memory(each) for each in processes.all]
-        assert all(new <= old + 10 for new, (_, old) in zip(after, before)), (before, after)
+        pool = [63 if each in processes.of(HOST) else 0 for each in processes.all]  # whose pages are memory once they are used
+        assert all(new <= old + 8 + more for new, (_, old), more in zip(after, before, pool)), (before, after)
         assert processes.figure("vllm:prompt_tokens_total") > 0 and len(processes.of("")) == 3, processes.errors
         stop(processes)
     assert processes.errors == [], "".join(processes.errors)

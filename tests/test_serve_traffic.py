@@ -85,8 +85,8 @@ def test_a_slow_reader_finds_its_tokens_merged(llm):
         for one in expected.outputs:
             both = [each for each in (*first, *rest) if each.index == one.index]
             assert "".join(each.text for each in both) == one.text
-            assert sum((each.token_ids for each in both), []) == one.token_ids
-            assert sum((each.logprobs for each in both), []) == one.logprobs
+            assert [token for each in both for token in each.token_ids] == one.token_ids
+            assert [of_ids for each in both for of_ids in each.logprobs] == one.logprobs
         with pytest.raises(StopAsyncIteration):
             await anext(pieces)
 

@@ -66,8 +66,8 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
         # that listen at the same socket: whoever is idle takes the next.
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, backlog=1,
-                timeout_graceful_shutdown=drain_timeout, **how,
+                app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
+                proxy_headers=False, backlog=1, timeout_graceful_shutdown=drain_timeout, **how,
             )
         )  # fmt: skip
         self._server = server

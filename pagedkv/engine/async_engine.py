@@ -98,7 +98,8 @@ class AsyncEngine(EngineClient):
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of a request: after every step that adds to it, or one at the end, as
-        SamplingParams.output_kind says. A reader who comes late finds several steps in one output. The arguments are those of Engine.add_request()."""
+        SamplingParams.output_kind says. A reader who comes late finds several steps in one output. The arguments are
+        those of Engine.add_request()."""
         return self._outputs(
             prompt, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
         )

@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from .requests.traffic import Traffic
+from .traffic import Traffic
 
 
 # These three are not frozen: one of each is made for every streamed token, and frozen ones take three times as long.

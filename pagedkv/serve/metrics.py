@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from pagedkv.engine.client import EngineClient
 from pagedkv.engine.outputs import EngineStats
-from pagedkv.engine.requests.traffic import Histogram
+from pagedkv.engine.traffic import Histogram
 
 OWN_END = ("stop", "length")  # the reasons of answers that ended by themselves
 

@@ -14,8 +14,8 @@ from ..outputs import WINDOW, EngineCounters, EngineStats, percentiles
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
+from ..traffic import Traffic
 from .request import Request
-from .traffic import Traffic
 
 
 class RequestBook:
@@ -168,7 +168,8 @@ class RequestBook:
         num_new = num_finished + sum(seq.finish_reason is None for seq in step.receivers)
         firsts = step.receivers[step.num_decodes :]
         for seq in firsts:
-            if seq.index == 0 and len(seq.new_tokens) == 1 and seq.first_token_time is not None:  # not one that comes again
+            # Not one that comes again after a preemption.
+            if seq.index == 0 and len(seq.new_tokens) == 1 and seq.first_token_time is not None:
                 traffic.prompt_tokens += seq.num_prompt_tokens
                 traffic.first_token.add(seq.first_token_time - seq.start_time)
                 traffic.queue.add((seq.first_scheduled_time or seq.start_time) - seq.start_time)

@@ -294,10 +294,12 @@ class Engine:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
         return self._core.call(lambda: self._book.explain(request))
 
-    def health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
+    def health(self) -> float | None:
+        """How many seconds the step in work has taken so far; None: the engine is idle.
+
+        Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
         engine's thread, which is its cause. An error of a request is no such error."""
-        self._core.check_health()
+        return self._core.check_health()
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager

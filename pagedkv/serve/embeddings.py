@@ -30,6 +30,7 @@ async def embeddings(server: Server, request: Request) -> Reply:
         raise ApiError(
             400, f"encoding_format is {body.encoding_format!r} but must be float or base64", param="encoding_format"
         )
+    server.check_queue()
     return Reply(_embed(server, body, name, prompts_of("input", body.input)), JSON, headers)
 
 

@@ -13,6 +13,7 @@ from .errors import ApiError
 
 EVENTS, JSON = "text/event-stream; charset=utf-8", "application/json"
 DONE = b"data: [DONE]\n\n"
+DIRECT = "pagedkv.send"  # in an ASGI scope: the server's own send()
 
 
 def event(value: Any) -> bytes:
@@ -47,9 +48,10 @@ class Reply:
             self._headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await _until_gone(receive, self._send(send))
+        await _until_gone(receive, self._send(send, scope.get(DIRECT, send)))
 
-    async def _send(self, send: Any) -> None:
+    async def _send(self, send: Any, send_more: Any) -> None:
+        """send_more: the same without what is around the application, which wants to see the start and no more."""
         async with aclosing(self._parts) as parts:
             first = await anext(parts)
             headers = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
@@ -61,7 +63,7 @@ class Reply:
                 return
             try:
                 async for part in parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send_more({"type": "http.response.body", "body": part, "more_body": True})
                 end = self._last(None)
             except ApiError as error:
                 end = self._last(error)

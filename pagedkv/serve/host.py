@@ -9,6 +9,7 @@ once, and go Facts or the error; then come the sockets of front ends, one with e
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -174,6 +175,8 @@ def main() -> None:
         return
     config = engine.config
     send(control, Facts(engine.folder, engine.default_params, engine.max_model_len, config.vocab_size))
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection need look at it
     try:
         asyncio.run(EngineHost(engine, control).run())
     except RuntimeError as error:

@@ -14,6 +14,7 @@ import uvicorn
 from .server import Server
 
 BACKLOG = 2048  # connections that nobody has accepted yet
+KEEP_ALIVE = 75  # seconds of a connection without a request: longer than those of proxies, which else send into its end
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,7 +68,8 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
         super().__init__(
             uvicorn.Config(
                 app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
-                proxy_headers=False, backlog=1, timeout_graceful_shutdown=drain_timeout, **how,
+                proxy_headers=False, backlog=1, timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=drain_timeout, **how,
             )
         )  # fmt: skip
         self._server = server

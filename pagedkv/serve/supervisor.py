@@ -14,6 +14,7 @@ import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -76,7 +77,8 @@ class Supervisor:
         self._signalled.set()
         self._listener.close()
         for control in self._controls:
-            control.send(DRAIN if self._num_signals == 1 else STOP)
+            with suppress(OSError):  # it has just ended
+                control.send(DRAIN if self._num_signals == 1 else STOP)
         if self._num_signals == 2:
             asyncio.get_running_loop().call_later(PATIENCE, self._kill)
 
@@ -108,7 +110,7 @@ class Supervisor:
         with control_end, engine, engine_end:
             descriptors = (each.fileno() for each in (control_end, engine_end, self._listener))
             process = await children.start("pagedkv.serve.front_end", *descriptors)
-            self._processes.append(process)
+            self._processes = [each for each in self._processes if each.returncode is None] + [process]
             socket.send_fds(self._host, [b"+"], [engine.fileno()])
         control.sendall(to_bytes(self._options))
         control.setblocking(False)
@@ -123,12 +125,16 @@ class Supervisor:
         while True:
             code = await process.wait()
             self._forget(control)
-            self._processes.remove(process)
-            await asyncio.sleep(0 if self._num_signals else PAUSE)
-            if self._num_signals or self._engine.returncode is not None:
-                return
-            logger.error("a front end has ended with %s; another one starts", code)
-            process, control = await self._start_front_end()
+            while True:
+                await asyncio.sleep(0 if self._num_signals else PAUSE)
+                if self._num_signals or self._engine.returncode is not None:
+                    return
+                logger.error("a front end has ended with %s; another one starts", code)
+                try:
+                    process, control = await self._start_front_end()
+                    break
+                except OSError as error:  # it has ended at once, or the engine just now
+                    logger.error("no front end: %s", error)
 
     def _forget(self, control: socket.socket) -> None:
         self._controls.discard(control)

@@ -31,16 +31,19 @@ class Decoder:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
+        """Those that are complete. Each comes once, whatever happens to the caller with one of them."""
         self._data += data
         start = 0
-        while len(self._data) - start >= _length.size:
-            begin = start + _length.size
-            end = begin + _length.unpack_from(self._data, start)[0]
-            if len(self._data) < end:
-                break
-            yield pickle.loads(memoryview(self._data)[begin:end])
-            start = end
-        del self._data[:start]
+        try:
+            while len(self._data) - start >= _length.size:
+                begin = start + _length.size
+                end = begin + _length.unpack_from(self._data, start)[0]
+                if len(self._data) < end:
+                    break
+                start = end
+                yield pickle.loads(memoryview(self._data)[begin:end])
+        finally:
+            del self._data[:start]
 
 
 def pack(update: Update) -> tuple[Any, ...]:

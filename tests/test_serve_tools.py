@@ -12,7 +12,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
-from served import CHAT, COMPLETIONS, events_of, post, serving
+from served import CHAT, COMPLETIONS, post, serving
 from tool_models import (
     ARGUMENTS,
     CALL,
@@ -23,9 +23,11 @@ from tool_models import (
     TEMPLATES_BY_NAME,
     THINKING,
     TOOLS,
+    of_whole,
+    put_together,
     saying,
     write_tool_model,
-)  # fmt: skip
+)
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.text.tokenizer import Tokenizer
@@ -52,39 +54,6 @@ def random_model(request, llm):
     template = TEMPLATES_BY_NAME.get(request.param, THINKING)
     with serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], template)) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         yield request.param, http
-
-
-def put_together(text: str) -> dict[int, dict]:
-    """Of a stream, as OpenAI's clients do it."""
-    choices: dict[int, dict] = {}
-    for chunk in events_of(text):
-        assert "error" not in chunk, chunk
-        for choice in chunk["choices"]:
-            whole = choices.setdefault(choice["index"], {"content": "", "reasoning_content": "", "calls": []})
-            assert "finish_reason" not in whole, "nothing follows the end"
-            delta = choice["delta"]
-            assert delta.get("reasoning") == delta.get("reasoning_content")
-            for name in ("content", "reasoning_content"):
-                whole[name] += delta.get(name) or ""
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(whole["calls"]):
-                    assert call["type"] == "function" and call["id"] and call["function"]["name"]
-                    whole["calls"].append([call["function"]["name"], ""])
-                else:
-                    assert call["index"] == len(whole["calls"]) - 1 and set(call) == {"index", "function"}
-                whole["calls"][-1][1] += call["function"]["arguments"]
-            if choice["finish_reason"]:
-                whole["finish_reason"] = choice["finish_reason"]
-    return choices
-
-
-def of_whole(choice: dict) -> dict:
-    message = choice["message"]
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    assert message.get("reasoning") == message.get("reasoning_content")
-    if message["content"] is None:
-        assert calls or message["reasoning_content"]
-    return {"content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""), "calls": calls, "finish_reason": choice["finish_reason"]}
 
 
 def check_call(name, arguments):

@@ -150,6 +150,18 @@ def test_shapes_of_answers(llm, options, pattern):
             assert re.fullmatch(pattern, text) if pattern else text.startswith("{"), text
 
 
+def test_shapes_after_thoughts(random_model):
+    """Each kind as a part of a structural tag, where thoughts or calls may come, too."""
+    _, http = random_model
+    for shape, pattern in (({"regex": "[ab]{3}"}, "[ab]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
+                           ({"json": {"enum": [1, "q"]}, "disable_any_whitespace": True}, '1|"q"'), ({"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "z"}}}, "z")):
+        body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": shape, "temperature": 1.0, "seed": 6, "n": 2, "max_tokens": 700}
+        found = [of_whole(each) for each in post(http, CHAT, **body)["choices"] if each["finish_reason"] != "length"]
+        assert found
+        for each in found:
+            assert each["calls"] or re.fullmatch(pattern, each["content"].strip()), (shape, each)
+
+
 # --- read from what a model says
 
 
@@ -225,6 +237,9 @@ def test_special_tokens_stay_where_they_mean_something(folder):
     with server as (url, _), httpx.Client(base_url=url) as http:
         choice = post(http, CHAT, messages=MESSAGES, tools=TOOLS)["choices"][0]
         assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']] and len(choice["message"]["tool_calls"][0]["id"]) == 9
+        strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+        assert http.post(CHAT, json={"messages": MESSAGES, "tools": strict}).headers["x-pagedkv-warning"] == "without effect: tools.strict"
+        client.seen.pop()
         post(http, CHAT, messages=MESSAGES)
         assert [params.skip_special_tokens for _, params in client.seen] == [False, True]
 

@@ -12,7 +12,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
-from served import CHAT, COMPLETIONS, events_of, post, serving
+from served import CHAT, COMPLETIONS, post, serving
 from tool_models import (
     ARGUMENTS,
     CALL,
@@ -23,9 +23,11 @@ from tool_models import (
     TEMPLATES_BY_NAME,
     THINKING,
     TOOLS,
+    of_whole,
+    put_together,
     saying,
     write_tool_model,
-)  # fmt: skip
+)
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.text.tokenizer import Tokenizer
@@ -52,39 +54,6 @@ def random_model(request, llm):
     template = TEMPLATES_BY_NAME.get(request.param, THINKING)
     with serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], template)) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         yield request.param, http
-
-
-def put_together(text: str) -> dict[int, dict]:
-    """Of a stream, as OpenAI's clients do it."""
-    choices: dict[int, dict] = {}
-    for chunk in events_of(text):
-        assert "error" not in chunk, chunk
-        for choice in chunk["choices"]:
-            whole = choices.setdefault(choice["index"], {"content": "", "reasoning_content": "", "calls": []})
-            assert "finish_reason" not in whole, "nothing follows the end"
-            delta = choice["delta"]
-            assert delta.get("reasoning") == delta.get("reasoning_content")
-            for name in ("content", "reasoning_content"):
-                whole[name] += delta.get(name) or ""
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(whole["calls"]):
-                    assert call["type"] == "function" and call["id"] and call["function"]["name"]
-                    whole["calls"].append([call["function"]["name"], ""])
-                else:
-                    assert call["index"] == len(whole["calls"]) - 1 and set(call) == {"index", "function"}
-                whole["calls"][-1][1] += call["function"]["arguments"]
-            if choice["finish_reason"]:
-                whole["finish_reason"] = choice["finish_reason"]
-    return choices
-
-
-def of_whole(choice: dict) -> dict:
-    message = choice["message"]
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    assert message.get("reasoning") == message.get("reasoning_content")
-    if message["content"] is None:
-        assert calls or message["reasoning_content"]
-    return {"content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""), "calls": calls, "finish_reason": choice["finish_reason"]}
 
 
 def check_call(name, arguments):
@@ -181,6 +150,18 @@ def test_shapes_of_answers(llm, options, pattern):
             assert re.fullmatch(pattern, text) if pattern else text.startswith("{"), text
 
 
+def test_shapes_after_thoughts(random_model):
+    """Each kind as a part of a structural tag, where thoughts or calls may come, too."""
+    _, http = random_model
+    for shape, pattern in (({"regex": "[ab]{3}"}, "[ab]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
+                           ({"json": {"enum": [1, "q"]}, "disable_any_whitespace": True}, '1|"q"'), ({"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "z"}}}, "z")):
+        body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": shape, "temperature": 1.0, "seed": 6, "n": 2, "max_tokens": 700}
+        found = [of_whole(each) for each in post(http, CHAT, **body)["choices"] if each["finish_reason"] != "length"]
+        assert found
+        for each in found:
+            assert each["calls"] or re.fullmatch(pattern, each["content"].strip()), (shape, each)
+
+
 # --- read from what a model says
 
 
@@ -256,6 +237,9 @@ def test_special_tokens_stay_where_they_mean_something(folder):
     with server as (url, _), httpx.Client(base_url=url) as http:
         choice = post(http, CHAT, messages=MESSAGES, tools=TOOLS)["choices"][0]
         assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']] and len(choice["message"]["tool_calls"][0]["id"]) == 9
+        strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+        assert http.post(CHAT, json={"messages": MESSAGES, "tools": strict}).headers["x-pagedkv-warning"] == "without effect: tools.strict"
+        client.seen.pop()
         post(http, CHAT, messages=MESSAGES)
         assert [params.skip_special_tokens for _, params in client.seen] == [False, True]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chat_samples import TEMPLATES
 from checkpoints import write_model
-from served import serving
+from served import events_of, serving
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
@@ -108,3 +108,36 @@ def model_of(folder, template=QWEN3, **options):
 def saying(folder, say, template=QWEN3, **options):
     client = ScriptedClient(say if callable(say) else lambda params, index: say)
     return serving(client, model_of(folder, template, **options)), client
+
+
+def put_together(text: str) -> dict[int, dict]:
+    """Of a stream, as OpenAI's clients do it."""
+    choices: dict[int, dict] = {}
+    for chunk in events_of(text):
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            whole = choices.setdefault(choice["index"], {"content": "", "reasoning_content": "", "calls": []})
+            assert "finish_reason" not in whole, "nothing follows the end"
+            delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for name in ("content", "reasoning_content"):
+                whole[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(whole["calls"]):
+                    assert call["type"] == "function" and call["id"] and call["function"]["name"]
+                    whole["calls"].append([call["function"]["name"], ""])
+                else:
+                    assert call["index"] == len(whole["calls"]) - 1 and set(call) == {"index", "function"}
+                whole["calls"][-1][1] += call["function"]["arguments"]
+            if choice["finish_reason"]:
+                whole["finish_reason"] = choice["finish_reason"]
+    return choices
+
+
+def of_whole(choice: dict) -> dict:
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    assert message.get("reasoning") == message.get("reasoning_content")
+    if message["content"] is None:
+        assert calls or message["reasoning_content"]
+    return {"content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""), "calls": calls, "finish_reason": choice["finish_reason"]}

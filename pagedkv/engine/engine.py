@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from html import escape
 from inspect import Parameter, Signature, signature
@@ -163,9 +162,7 @@ class Engine:
         params = self.default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
         check_lora(lora_request, self._adapters)
-        if params.structured_outputs is not None:
-            mask = self._grammars.mask(params.structured_outputs)
-            params = replace(params, mask=mask, structured_outputs=None)
+        params = self._grammars.with_mask(params)
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         text, served = read_prompt(name, prompt)

@@ -59,9 +59,10 @@ def _of_format(form: dict[str, Any]) -> dict[str, Any]:
 
 def as_format(shape: StructuredOutputsParams) -> dict[str, Any]:
     """As a part of a structural tag."""
+    spaced = {"max_whitespace_cnt": 1} if shape.disable_any_whitespace else {}
     try:
         if shape.json is not None:
-            return {"type": "json_schema", "json_schema": json.loads(str(shape.json))}
+            return {"type": "json_schema", "json_schema": json.loads(str(shape.json)), **spaced}
         if shape.structural_tag is not None:
             return dict(json.loads(str(shape.structural_tag))["format"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -70,7 +71,7 @@ def as_format(shape: StructuredOutputsParams) -> dict[str, Any]:
     if shape.choice is not None:
         return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in shape.choice]}
     if shape.json_object:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
+        return {"type": "json_schema", "json_schema": {"type": "object"}, **spaced}
     if shape.regex is not None:
         return {"type": "regex", "pattern": shape.regex}
     return {"type": "grammar", "grammar": shape.grammar}

@@ -95,13 +95,14 @@ def grammar_of(
 ) -> dict[str, Any] | None:
     """Of an answer that begins in this state; None: any text.
 
-    shape: of the content, where it has to have one. An answer of that shape may have calls instead.
+    shape: of the content, where it has to have one. Calls may come instead, unless a special token tells them from
+        content: a grammar has none.
     """
     names = tools.must_be_called
     if calls is not None and names:
         body = _calls(tools, names, calls, stop_after_first=len(names) == 1 and tools.choice != "required")
-    elif calls is not None and tools.may_be_called and shape is not None:
-        body = _either(shape, _calls(tools, list(tools.schemas), calls, stop_after_first=False))
+    elif calls is not None and tools.may_be_called and shape is not None and not calls.has_special_tokens:
+        body = {"type": "or", "elements": [shape, _calls(tools, list(tools.schemas), calls, stop_after_first=False)]}
     elif calls is not None and tools.may_be_called and tools.strict and calls.trigger:
         tags = [_tag(name, tools.schemas[name], calls) for name in tools.schemas]
         body = {"type": "triggered_tags", "triggers": [calls.trigger], "tags": tags}
@@ -132,7 +133,3 @@ def _calls(tools: Tools, names: list[str], calls: CallFormat, *, stop_after_firs
 def _tag(name: str, schema: Mapping[str, Any], calls: CallFormat) -> dict[str, Any]:
     content = {"type": "json_schema", "json_schema": schema, "style": calls.style}
     return {"type": "tag", "begin": calls.begin.replace("NAME", name), "content": content, "end": calls.end}
-
-
-def _either(*formats: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "or", "elements": list(formats)}

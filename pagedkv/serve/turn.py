@@ -56,9 +56,10 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     if tools.may_be_called and calls is None:
         text = "tools are given, but the chat template writes none that are known (--tool-call-parser names a format)"
         raise ApiError(400, text, param="tools")
-    if tools.strict and find_spec("xgrammar") is None:
-        tools.strict.clear()
-        warn(headers, ["tools.strict"])
+    if calls is not None and tools.strict and not tools.must_be_called:
+        if calls.trigger is None or find_spec("xgrammar") is None:
+            tools.strict.clear()
+            warn(headers, ["tools.strict"])
     if shape is not None and start == "answer" and calls is None:
         params = replace(params, structured_outputs=shape)
     else:

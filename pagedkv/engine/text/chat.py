@@ -160,10 +160,8 @@ def _cut(text: str, final: str) -> str:
     return text[:at] if text[at:].startswith(MARKER) else text[:at].rstrip()
 
 
-FILES = (
-    "chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
-)  # fmt: skip
+TOKEN_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES = "chat_template.jinja", "chat_template.json", *TOKEN_FILES
 
 
 def template_of(folder: Path) -> ChatTemplate:

@@ -60,7 +60,7 @@ async def connected(llm, count=1, buffer=None):
         for client in clients:
             client._transport.close()
         beats.cancel()
-        await until(lambda: not host.front_ends)
+        await until(lambda: not host.connections)
         control.close()
         host_end.close()
 
@@ -180,6 +180,24 @@ def test_readers_who_leave_and_front_ends_that_vanish(llm, seed):
             with pytest.raises(RuntimeError, match="has ended"):
                 await follow(one)
             await until(lambda: is_idle(llm))
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_ends(llm):
+    """Its host ends, and readers are told before."""
+
+    async def main():
+        with LLM(DEMO, **ENGINE) as ending:
+            async with connected(ending) as (client,):
+                reader = asyncio.create_task(everything(client, "1+1=", LONG))
+                await until(lambda: len(ending._book))
+                await asyncio.to_thread(ending.close)
+                assert (await reader)[0][2][0][0] == "abort"
+                with pytest.raises(RuntimeError, match="is closed"):
+                    await EngineHost(ending, socket.socketpair()[0]).run()
+                with pytest.raises(RuntimeError, match="is closed"):
+                    await everything(client, "1+1=", LONG)
 
     asyncio.run(main())
 

@@ -1,7 +1,8 @@
 """Clients of serve_http.py, in a process of their own: raw sockets, which cost less than what they measure.
 
 A JSON object comes from stdin: address ([host, port]); bodies, of POST /v1/completions, a connection each; `wait`, the
-seconds until all are sent at once; `gaps`, whether the seconds between chunks are reported. A JSON object goes to stdout:
+seconds until all are sent at once; `in_turn`: each when the one before has ended; `gaps`: the seconds between chunks are
+reported. A JSON object goes to stdout:
 for each stream the seconds until its first chunk and its end, and how many tokens, chunks and reads there were.
 """
 
@@ -65,6 +66,8 @@ async def main() -> None:
     start = time.perf_counter()
     for each in streams:
         each.start()
+        if work.get("in_turn", False):
+            await each.done
     await asyncio.gather(*(each.done for each in streams))
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "cpu": time.process_time(), "streams": [each.result() for each in streams]}))

@@ -253,7 +253,7 @@ def measure_one(folder: Path, options: dict, vocab_size: int, num_requests: int)
         found["AsyncEngine"] = asyncio.run(alone(AsyncEngine(llm)))
     with server(folder, options) as (address, _):
         how = {"max_tokens": 200, "ignore_eos": True, "temperature": 0.6}
-        found["HTTP"] = [ask(address, [{"prompt": prompt, **how}], 1, gaps=True, wait=0.1)[0] for prompt in prompts]
+        found["HTTP"] = ask(address, [{"prompt": prompt, **how} for prompt in prompts], 1, gaps=True, in_turn=True)
     rows = []
     for way, streams in found.items():
         first = [each["first"] * 1e3 for each in streams[2:]]

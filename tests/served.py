@@ -90,7 +90,7 @@ class CountingClient:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.num_running, self.num_given = seconds, 0, 0
-        self.is_closed = False
+        self.is_closed, self.step_seconds, self.num_waiting = False, None, 0
 
     async def generate(self, prompt, params=None, request_id=None, *, lora_request=None, priority=0, salt=b""):
         self.num_running += 1
@@ -111,8 +111,9 @@ class CountingClient:
 
     def stats(self) -> EngineStats:
         pool = {"used": 0, "num_blocks": 1, "lookup_tokens": 0, "hit_tokens": 0}
-        return EngineStats(self.num_running, 0, 0, 0, EngineCounters(), pool, {}, {}, {})
+        return EngineStats(self.num_running, self.num_waiting, 0, 0, EngineCounters(), pool, {}, {}, {})
 
-    def health(self) -> None:
+    def health(self) -> float | None:
         if self.is_closed:
             raise RuntimeError("this client is closed")
+        return self.step_seconds

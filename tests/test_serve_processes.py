@@ -289,25 +289,28 @@ def test_a_supervisor_that_is_killed(folder):
                 pass
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_signals_while_streaming(folder, num_signals):
-    with server(folder, "--max-model-len", "1500") as processes:
-        with httpx.Client(base_url=processes.url, timeout=60) as http, http.stream("POST", COMPLETIONS, json=ENDLESS | {"max_tokens": 1400}) as response:
+@pytest.mark.parametrize(("num_signals", "options"), [(1, []), (2, []), (1, ["--drain-timeout", "1"])], ids=["drain", "stop", "timeout"])
+def test_signals_while_streaming(folder, num_signals, options):
+    is_cut = num_signals == 2 or bool(options)
+    with server(folder, *options) as processes:
+        length = ENDLESS["max_tokens"] if is_cut else 1400
+        with httpx.Client(base_url=processes.url, timeout=60) as http, http.stream("POST", COMPLETIONS, json=ENDLESS | {"max_tokens": length}) as response:
             parts = response.iter_text()
             text = next(parts)
             for _ in range(num_signals):
                 for each in processes.living():  # to all, as systemd and terminals do: only the supervisor's counts
                     os.kill(each, signal.SIGTERM)
                 time.sleep(0.15)
-            if num_signals == 1:
+            if is_cut:
+                with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+                    list(parts)
+            else:
                 (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
                 assert choice["finish_reason"] == "length"
-            else:
-                with pytest.raises(httpx.RemoteProtocolError):
-                    list(parts)
         assert processes.process.wait(20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(processes.url)
+    assert processes.errors == [], "".join(processes.errors)
 
 
 def test_a_signal_before_it_is_ready_and_a_model_that_cannot_be_loaded(folder, tmp_path):

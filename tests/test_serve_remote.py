@@ -17,10 +17,13 @@ import pytest
 for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
+from checkpoints import write_model
+from lora_adapters import write_adapter
 from served import DEMO, ENGINE
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.client import EngineClient
+from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.requests.news import News
 from pagedkv.engine.requests.request import Update
 from pagedkv.engine.sampling_params import RequestOutputKind
@@ -60,7 +63,7 @@ async def connected(llm, count=1, buffer=None):
         for client in clients:
             client._transport.close()
         beats.cancel()
-        await until(lambda: not host.front_ends)
+        await until(lambda: not host.connections)
         control.close()
         host_end.close()
 
@@ -153,6 +156,28 @@ def test_errors_aborts_and_vectors(llm):
     asyncio.run(main())
 
 
+def test_adapters(tmp_path):
+    """Their files are read by the engine's process, in another thread; a reader may have left before."""
+    write_model(tmp_path / "base")
+    write_adapter(tmp_path / "a", r=4, seed=1)
+    lora, gone = LoRARequest("a", 1, tmp_path / "a"), LoRARequest("gone", 2, tmp_path / "gone")
+    with LLM(tmp_path / "base", enable_lora=True, **ENGINE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        expected = [llm.generate("1+1=", params, lora_request=each, use_tqdm=False)[0].token_ids for each in (None, lora)]
+        assert expected[0] != expected[1]
+
+        async def main():
+            async with connected(llm) as (client,):
+                task = asyncio.create_task(everything(client, "1+1=", LONG, lora_request=lora))
+                await asyncio.sleep(0)
+                task.cancel()
+                found = [await everything(client, "1+1=", params, lora_request=each) for each in (None, lora, gone)]
+                assert [each[0][1][0] for each in found[:2]] == expected and "gone" in found[2][0][5]
+                await until(lambda: is_idle(llm))
+
+        asyncio.run(main())
+
+
 def test_readers_who_leave_and_front_ends_that_vanish(llm, seed):
     rng = random.Random(seed)
 
@@ -180,6 +205,24 @@ def test_readers_who_leave_and_front_ends_that_vanish(llm, seed):
             with pytest.raises(RuntimeError, match="has ended"):
                 await follow(one)
             await until(lambda: is_idle(llm))
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_ends(llm):
+    """Its host ends, and readers are told before."""
+
+    async def main():
+        with LLM(DEMO, **ENGINE) as ending:
+            async with connected(ending) as (client,):
+                reader = asyncio.create_task(everything(client, "1+1=", LONG))
+                await until(lambda: len(ending._book))
+                await asyncio.to_thread(ending.close)
+                assert (await reader)[0][2][0][0] == "abort"
+                with pytest.raises(RuntimeError, match="is closed"):
+                    await EngineHost(ending, socket.socketpair()[0]).run()
+                with pytest.raises(RuntimeError, match="is closed"):
+                    await everything(client, "1+1=", LONG)
 
     asyncio.run(main())
 

@@ -211,6 +211,33 @@ def test_an_engine_that_has_ended():
         assert httpx.get(f"{url}/health").status_code == 503
 
 
+def test_idle_busy_and_stuck_are_different_and_a_queue_has_an_end():
+    client = CountingClient()
+    with serving(client, model_of(), stuck_after=60, max_waiting=3) as (url, _), httpx.Client(base_url=url) as http:
+        for seconds, status, text in ((None, 200, '"idle"'), (0.5, 200, '"busy"'), (59.0, 200, "59.0"), (61.0, 503, "stuck: a step has taken 61 s")):
+            client.step_seconds = seconds
+            answer = http.get("/health")
+            assert answer.status_code == status and text in answer.text
+            assert f'pagedkv:step_in_work_seconds{{model_name="demo"}} {seconds or 0.0}' in http.get("/metrics").text
+        for waiting, status in ((3, 200), (4, 429)):
+            client.num_waiting = waiting
+            for more in ({}, {"stream": True}):
+                assert http.post(COMPLETIONS, json={"prompt": "1", "max_tokens": 1} | more).status_code == status
+        client.is_closed = True
+        assert http.get("/health").status_code == 503
+        assert 'pagedkv:step_in_work_seconds{model_name="demo"} +Inf' in http.get("/metrics").text
+
+
+def test_ids_of_requests_come_back_where_a_header_may_hold_them():
+    with serving(CountingClient(), model_of()) as (url, _), httpx.Client(base_url=url) as http:
+        body = {"prompt": "1", "max_tokens": 1}
+        for given, shown in ((b"abc-1", True), (b"", True), (b"x" * 200, True), (b"x" * 201, False), (b"a\tb", False), (b"\xff", False)):
+            for more in ({}, {"stream": True}, {"prompt": 1}):
+                headers = http.post(COMPLETIONS, json=body | more, headers={"x-request-id": given}).headers
+                assert headers.get("x-request-id") == (given.decode() if shown else None), given
+        assert "x-request-id" not in http.post(COMPLETIONS, json=body).headers
+
+
 def test_an_engine_that_ends_within_an_answer(slow):
     with serving(AsyncEngine(slow)) as (url, _), httpx.Client(base_url=url) as http:
         whole = ThreadPoolExecutor(1).submit(http.post, COMPLETIONS, json=LONG)
@@ -264,7 +291,7 @@ def test_a_signal_drains_and_a_second_one_stops(num_signals):
                 (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
                 assert choice["text"] == "0123456789" * 5 and choice["finish_reason"] == "length"
             else:
-                with pytest.raises(httpx.RemoteProtocolError):
+                with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                     list(parts)
         out, _ = process.communicate(timeout=20)
         given = int(out.split()[-1])

@@ -70,9 +70,8 @@ class Answers:
         """What is new, at least one piece at a time. An error of one prompt is the request's."""
         num_answers = len(self._streams) * self._n
         self._gate.enter(num_answers)
-        outputs = _numbered(self._streams[0], 0) if len(self._streams) == 1 else _together(self._streams)
         try:
-            async with aclosing(outputs):
+            async with aclosing(_together(self._streams)) as outputs:
                 async for prompt, output in outputs:
                     yield self._take(prompt, output)
         except (TypeError, ValueError, ImportError, RuntimeError) as error:  # ImportError: an option needs a package
@@ -115,21 +114,21 @@ class Answers:
         return pieces
 
 
-async def _numbered(stream: Stream, number: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async with aclosing(stream) as outputs:  # type: ignore[type-var]
-        async for output in outputs:
-            yield number, output
-
-
 async def _together(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of several streams with their numbers, as they come: a task for each takes the next one when that
-    before has been read."""
+    before has been read. One stream needs no task."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                yield 0, output
+        return
     ready: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(1)
 
     async def follow(number: int, stream: Stream) -> None:
         try:
-            async for each in _numbered(stream, number):
-                await ready.put(each)
+            async with aclosing(stream) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    await ready.put((number, output))
             await ready.put(None)
         except Exception as error:  # raised again by the reader
             await ready.put(error)

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes to read at a time
 
 
-class FrontEnd:
-    """A front end: its requests, and the news of them. It is the receiver of their updates (see Receiver).
+class Connection:
+    """That of a front end: its requests, and the news of them. It is the receiver of their updates (see Receiver).
 
     The engine's thread writes to the socket by itself, once for each step, while the device computes the next one: no
     other thread has to get the GIL for it. What the socket does not take at once the event loop sends.
@@ -131,7 +131,7 @@ class FrontEnd:
     def _leave_all(self) -> None:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        self._host.front_ends.discard(self)
+        self._host.connections.discard(self)
         self._leave(*self._requests)
         self._socket.close()
 
@@ -139,7 +139,7 @@ class FrontEnd:
 class EngineHost:
     def __init__(self, engine: Engine, control: socket.socket) -> None:
         self.engine, self._control = engine, control
-        self.front_ends: set[FrontEnd] = set()
+        self.connections: set[Connection] = set()
 
     async def run(self) -> None:
         """Until the engine can serve nothing any more."""
@@ -148,7 +148,7 @@ class EngineHost:
         while True:
             seconds = self.engine.health()
             stats = self.engine.stats()
-            for each in self.front_ends:
+            for each in self.connections:
                 each.send("beat", seconds, stats)
             await asyncio.sleep(BEAT)
 
@@ -157,9 +157,9 @@ class EngineHost:
         if not descriptors:  # the parent has gone: see LIFELINE
             asyncio.get_running_loop().remove_reader(self._control)
         for each in descriptors:
-            front_end = FrontEnd(self, socket.socket(fileno=each))
-            self.front_ends.add(front_end)
-            front_end.send("beat", self.engine.health(), self.engine.stats())
+            connection = Connection(self, socket.socket(fileno=each))
+            self.connections.add(connection)
+            connection.send("beat", self.engine.health(), self.engine.stats())
 
 
 def main() -> None:

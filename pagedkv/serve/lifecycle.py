@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -57,27 +58,41 @@ def address_of(bound: socket.socket, scheme: str) -> str:
 
 class Lifecycle(uvicorn.Server):  # type: ignore[misc]
     """uvicorn's, with the same end for SIGTERM and SIGINT, after which the process goes on to its own end: at the first
-    signal no more connections are taken, and answers on their way come to their ends. A second one cancels them.
+    signal no more connections are taken, and answers on their way come to their ends. A second one cancels them, and so
+    does the end of drain_timeout, in seconds.
 
     how: more of uvicorn.Config, such as ssl_keyfile
     """
 
-    def __init__(self, server: Server, app: Any, *, drain_timeout: int | None = None, **how: Any) -> None:
+    def __init__(self, server: Server, app: Any, *, drain_timeout: float | None = None, **how: Any) -> None:
         # backlog: asyncio accepts so many connections at a time. With one, those of a burst are shared among processes
         # that listen at the same socket: whoever is idle takes the next.
         super().__init__(
             uvicorn.Config(
                 app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
-                proxy_headers=False, backlog=1, timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=drain_timeout, **how,
+                proxy_headers=False, backlog=1, timeout_keep_alive=KEEP_ALIVE, **how,
             )
         )  # fmt: skip
-        self._server = server
+        self._server, self._drain_timeout, self._is_stopped = server, drain_timeout, False
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        cutter = asyncio.create_task(self._cut_connections())
+        await super().shutdown(sockets)
+        cutter.cancel()
+
+    async def _cut_connections(self) -> None:
+        """When it is stopped, or the time is over: for the requests it is as if their clients had left."""
+        loop = asyncio.get_running_loop()
+        end = None if self._drain_timeout is None else loop.time() + self._drain_timeout
+        while not self._is_stopped and (end is None or loop.time() < end):
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_draining:
@@ -90,4 +105,4 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
 
     def stop(self) -> None:
         self.drain()
-        self.force_exit = True
+        self._is_stopped = True

@@ -206,7 +206,7 @@ def prompts_of(name: str, value: Any) -> list[str | list[int]]:
 
 
 def _are_ids(value: list[Any]) -> bool:
-    return all(type(each) is int for each in value)
+    return set(map(type, value)) <= {int}
 
 
 def salt_of(cache_salt: str | None) -> bytes:

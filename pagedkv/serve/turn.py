@@ -56,10 +56,10 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     if tools.may_be_called and calls is None:
         text = "tools are given, but the chat template writes none that are known (--tool-call-parser names a format)"
         raise ApiError(400, text, param="tools")
-    if calls is not None and tools.strict and not tools.must_be_called:
-        if calls.trigger is None or find_spec("xgrammar") is None:
-            tools.strict.clear()
-            warn(headers, ["tools.strict"])
+    can_be_strict = calls is not None and calls.trigger is not None and find_spec("xgrammar") is not None
+    if tools.strict and not tools.must_be_called and tools.may_be_called and not can_be_strict:
+        tools.strict.clear()
+        warn(headers, ["tools.strict"])
     if shape is not None and start == "answer" and calls is None:
         params = replace(params, structured_outputs=shape)
     else:

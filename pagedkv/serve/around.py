@@ -32,7 +32,8 @@ class Keys:
         kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = bearer.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's clients
         # All are compared, each in a time that does not depend on how much of it is right.
-        return any([hmac.compare_digest(given, key) for key in self._keys])
+        found = [hmac.compare_digest(given, key) for key in self._keys]
+        return any(found)
 
 
 class Outermost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import pickle
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -146,7 +147,10 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
             normalizes=normalizes,
         )  # fmt: skip
         try:
-            self._send("generate", number, served if error else ids, params, options | {"request_id": name})
+            try:
+                self._send("generate", number, served if error else ids, params, options | {"request_id": name})
+            except (pickle.PicklingError, AttributeError) as problem:  # of a function that has no name, say
+                raise TypeError(f"mask is {params.mask!r}, which the engine's process cannot get: {problem}") from None
             while True:
                 update = await stream.get()
                 yield request.output(update)
@@ -154,7 +158,7 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
                     return
         finally:  # cancelled, too
             del self._streams[number]
-            if not (stream.has_ended or self._is_gone):
+            if not (stream.has_ended or self._is_gone):  # also where the engine knows of none
                 self._send("leave", number)
 
     async def abort(self, request_id: str) -> bool:

@@ -13,5 +13,5 @@ from tool_models import write_tool_model
 
 
 def test_nonsense_is_refused_or_answered(tmp_path, seed):
-    count = run(write_tool_model(tmp_path), 2000, seed)
-    assert count[200] > 300 and count[400] > 800, count
+    count = run(write_tool_model(tmp_path), 3000, seed)
+    assert count[200] > 500 and count[400] > 1200, count

@@ -14,9 +14,10 @@ import httpx
 import pagedkv
 from pagedkv import SamplingParams
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
+from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle
+from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
 from pagedkv.serve.model import ServedModel
 from pagedkv.serve.server import Server
 
@@ -35,12 +36,13 @@ def model_of(folder: Path = DEMO) -> ServedModel:
 def serving(client, model=None, *, api_keys=(), origins=(), **limits):
     """The address of a server, and the Server."""
     server = Server(client, model or ServedModel.of_engine(client.engine, ["demo"], TEMPLATE), **limits)
-    life = Lifecycle(server, make_app(server, api_keys=api_keys, origins=origins), host="127.0.0.1", port=0)
-    thread = threading.Thread(target=life.run)
+    life, listener = Lifecycle(server, make_app(server, api_keys=api_keys, origins=origins)), bind("127.0.0.1", 0)
+    address = address_of(listener, "http")
+    thread = threading.Thread(target=life.run, args=([listener],))
     thread.start()
     try:
         wait_for(lambda: life.started or not thread.is_alive())
-        yield life.address(), server
+        yield address, server
     finally:
         life.should_exit = True
         thread.join(20)
@@ -88,24 +90,30 @@ class CountingClient:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.num_running, self.num_given = seconds, 0, 0
-        self.is_closed = False
+        self.is_closed, self.step_seconds, self.num_waiting = False, None, 0
 
     async def generate(self, prompt, params=None, request_id=None, *, lora_request=None, priority=0, salt=b""):
         self.num_running += 1
         try:
+            is_stream = params.output_kind is RequestOutputKind.DELTA
+            text, ids = "", []
             for i in range(params.max_tokens):
                 await asyncio.sleep(self.seconds)
                 self.num_given += 1
                 is_last = i == params.max_tokens - 1
-                one = CompletionOutput(0, str(i % 10), [3 + i % 10], None, None, "length" if is_last else None, None)
-                yield RequestOutput("0", None, [3], None, [one], is_last, None, 0, RequestMetrics(0.0, 0.0, 0.0, 0))
+                text, ids = text + str(i % 10), [*ids, 3 + i % 10]
+                if is_stream or is_last:
+                    one = CompletionOutput(0, text, ids, None, None, "length" if is_last else None, None)
+                    yield RequestOutput("0", None, [3], None, [one], is_last, None, 0, RequestMetrics(0.0, 0.0, 0.0, 0))
+                    text, ids = "", []
         finally:
             self.num_running -= 1
 
     def stats(self) -> EngineStats:
         pool = {"used": 0, "num_blocks": 1, "lookup_tokens": 0, "hit_tokens": 0}
-        return EngineStats(self.num_running, 0, 0, 0, EngineCounters(), pool, {}, {}, {})
+        return EngineStats(self.num_running, self.num_waiting, 0, 0, EngineCounters(), pool, {}, {}, {})
 
-    def health(self) -> None:
+    def health(self) -> float | None:
         if self.is_closed:
             raise RuntimeError("this client is closed")
+        return self.step_seconds

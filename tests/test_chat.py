@@ -13,7 +13,7 @@ from chat_samples import Data, Sent
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.text.chat import MAX_CHARS, ChatTemplate
+from pagedkv.engine.text.chat import MAX_CHARS, ChatTemplate, template_of
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
 CHATS = [
@@ -124,6 +124,19 @@ def test_where_templates_are_found(tmp_path):
         rendered(write(tmp_path / "e"))
     with pytest.raises(ValueError, match="tokenizer_config.json: "):
         rendered(write(tmp_path / "f", tokenizer_config_json="{"))
+
+
+def test_a_template_is_read_when_its_files_change(tmp_path):
+    shutil.copy(DEMO_MODEL / "tokenizer_config.json", tmp_path)
+    for text in ("one", "two", "three"):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        first = template_of(tmp_path)
+        assert first.templates == {"default": text} and template_of(tmp_path) is first
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("four")
+    assert template_of(tmp_path).templates == {"default": "three", "rag": "four"}
+    (tmp_path / "chat_template.jinja").unlink()
+    assert template_of(tmp_path).templates == {"rag": "four"}
 
 
 @pytest.fixture(scope="module")

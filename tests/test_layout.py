@@ -175,8 +175,8 @@ def test_no_files_call_each_other_in_a_circle(folder, suffix):
 ORDER = (
     "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
     "pagedkv.torch", "pagedkv.models",
-    "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request", "pagedkv.engine.options", "pagedkv.engine.outputs",
-    "pagedkv.engine.text",
+    "pagedkv.engine.structured_outputs", "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request",
+    "pagedkv.engine.options", "pagedkv.engine.traffic", "pagedkv.engine.outputs", "pagedkv.engine.text",
     "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",
     "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.compat", "pagedkv.integrations", "pagedkv.serve",
     "pagedkv.cli", "pagedkv",

@@ -16,13 +16,14 @@ EXAMPLES = [(page, text) for page in PAGES for text in re.findall(r"```python\n(
 
 
 def test_there_are_examples():
-    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 4
+    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 5
 
 
-@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "settings", "cache"])
+@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "shapes", "settings", "cache"])
 def test_example(page, example, capsys):
-    if "import torch" in example:
-        pytest.importorskip("torch")
+    for word, package in (("import torch", "torch"), ("StructuredOutputs", "xgrammar")):
+        if word in example:
+            pytest.importorskip(package)
     exec(compile(example, page.name, "exec"), {})
     printed = capsys.readouterr().out
     assert printed

@@ -20,6 +20,7 @@ import httpx
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, events_of, post, serving, streamed
+from tool_models import saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import command_line
@@ -205,19 +206,25 @@ def test_adapters_by_name(tmp_path):
 # --- the page
 
 
-def test_the_examples_of_the_page(http, capsys):
+def test_the_examples_of_the_page(http, tmp_path, capsys):
     page = Path(__file__).parent.parent / "docs" / "serving.md"
     if not page.exists():
         pytest.skip("not a checkout")
+    for package in ("openai", "anthropic", "xgrammar"):
+        pytest.importorskip(package)
     calls = re.findall(r"^curl (?:-N )?localhost:8000(\S+) -d '(.*)'$", page.read_text(), re.M)
-    assert len(calls) == 4
-    answers = [http.post(path, content=body) for path, body in calls]
-    assert [each.status_code for each in answers] == [200] * 4
-    assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    pytest.importorskip("openai")
-    exec(compile(example.replace("http://localhost:8000", str(http.base_url).rstrip("/")), page.name, "exec"), {})
-    assert capsys.readouterr().out == "562"
+    said = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    with saying(write_tool_model(tmp_path), said)[0] as (url, _), httpx.Client(base_url=url) as with_tools:
+        answers = [(with_tools if '"tools"' in body else http).post(path, content=body) for path, body in calls]
+        assert [each.status_code for each in answers] == [200] * 9
+        assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
+        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls" and answers[8].json()["choices"][0]["text"] == "562"
+        printed = []
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+            server = with_tools if "tools=" in example else http
+            exec(compile(example.replace("http://localhost:8000", str(server.base_url).rstrip("/")), page.name, "exec"), {})
+            printed.append(capsys.readouterr().out.strip().splitlines()[-1])
+    assert printed == ["562", 'get_weather {"city": "Paris"}', "562", "562", "562"]
 
 
 def test_the_page_names_every_field_and_option():
@@ -230,29 +237,55 @@ def test_the_page_names_every_field_and_option():
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 11 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 21 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures
 
 
+def figures(http) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if line[0] != "#"]
+    return {name.replace('model_name="demo"', ""): float(value) for name, _, value in lines}
+
+
 def test_metrics(llm):
     with serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url) as http:
+        before = figures(http)
         post(http, COMPLETIONS, prompt=["473+89=", "1+1="])
         streamed(http.post(COMPLETIONS, json={"prompt": "473+89=", "stream": True}))
         post(http, COMPLETIONS, 400, prompt="")
         response = http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = [line.rpartition(" ") for line in response.text.splitlines() if line[0] != "#"]
-        values = {name.replace('model_name="demo"', ""): float(value) for name, _, value in lines}
+        after = figures(http)
+    values = {name: value - before[name] for name, value in after.items()}
     assert values["vllm:prompt_tokens_total{}"] == 7 + 4 + 7 and values["vllm:generation_tokens_total{}"] == 4 + 2 + 4
     assert values['vllm:request_success_total{finished_reason="stop",}'] == 3
+    buckets = [value for name, value in after.items() if name.startswith("vllm:e2e_request_latency_seconds_bucket")]
+    assert buckets == sorted(buckets) and buckets[-1] == after["vllm:e2e_request_latency_seconds_count{}"]
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert values[f"vllm:{name}_count{{}}"] == 3 and 0 < values[f"vllm:{name}_sum{{}}"] < 10
-    assert 0 <= values["vllm:inter_token_latency_seconds_count{}"] <= 3
+    assert values["vllm:inter_token_latency_seconds_count{}"] == 3 + 1 + 3, "of three answers, without their first tokens"
+    assert 7 < values["vllm:iteration_tokens_total_sum{}"] <= 18 + 7, "less what the prefix cache has"
+    assert values["vllm:iteration_tokens_total_count{}"] == values["pagedkv:steps_total{}"] > 0
+    assert values['pagedkv:request_ends_total{finished_reason="error",}'] == 1
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
-        assert values[f"vllm:{name}{{}}"] == 0
+        assert after[f"vllm:{name}{{}}"] == 0
     assert values["vllm:prefix_cache_queries_total{}"] >= values["vllm:prefix_cache_hits_total{}"] > 0
+
+
+def test_the_board_and_the_page_name_figures_that_there_are(http):
+    page = Path(__file__).parent.parent / "docs" / "serving.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    board = (page.parent.parent / "examples" / "serving" / "grafana.json").read_text()
+    panels = json.loads(board)["panels"]
+    shown = set(re.findall(r"((?:vllm|pagedkv):\w+)\{", " ".join(each["expr"] for panel in panels for each in panel["targets"])))
+    shown |= {f"{name}_bucket" for name in re.findall(r"((?:vllm|pagedkv):\w+)_bucket", board)}
+    known = {name.partition("{")[0] for name in figures(http)}
+    families = {name.removesuffix("_bucket") for name in known}
+    assert len(panels) > 10 and shown <= known, shown - known
+    told = set(re.findall(r"`((?:vllm|pagedkv):\w+)`", page.read_text()))
+    assert told <= families and {re.sub("_(count|sum)$", "", name) for name in families} <= told, told ^ families
 
 
 def test_the_client_of_openai(http):

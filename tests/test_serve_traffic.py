@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -23,8 +24,8 @@ import httpx
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, model_of, serving, streamed, wait_for
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
+from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.serve.answers import Answers, Gate
-from pagedkv.serve.metrics import Metrics
 
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
 
@@ -67,22 +68,25 @@ def test_a_client_that_leaves_ends_its_request(slow, is_stream, prompt):
         wait_for(lambda: server.gate.num_inside == 0)
 
 
-def test_a_slow_reader_finds_its_tokens_merged():
+def test_a_slow_reader_finds_its_tokens_merged(llm):
     """Nothing waits for it, and what it has not taken is one piece."""
+    params = SamplingParams(temperature=1, seed=5, max_tokens=90, ignore_eos=True, logprobs=1, n=2, output_kind=RequestOutputKind.DELTA)
+    expected = llm.generate("1+1=", replace(params, output_kind=RequestOutputKind.FINAL_ONLY), use_tqdm=False)[0]
 
     async def main():
-        client, model = CountingClient(), model_of()
-        params = SamplingParams(max_tokens=5000)
-        answers = Answers(client, Metrics(client, "demo"), Gate(2), ["1"], params, lora_request=None, priority=0, salt=b"")
+        answers = Answers(AsyncEngine(llm), Gate(2), ["1+1="], params, lora_request=None, priority=0, salt=b"")
         pieces = answers.pieces()
-        (first,) = await anext(pieces)
-        while client.num_running:
-            await asyncio.sleep(0)
-        assert len(answers._pending) == 1
-        (rest,) = await anext(pieces)
-        ids = first.token_ids + rest.token_ids
-        assert ids == [3 + i % 10 for i in range(5000)] and rest.finish_reason == "length"
-        assert first.text + rest.text == model.tokenizer.decode(ids)
+        first = await anext(pieces)
+        while len(llm._book):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        rest = await anext(pieces)
+        assert len(rest) == 2 and all(each.finish_reason == "length" for each in rest)
+        for one in expected.outputs:
+            both = [each for each in (*first, *rest) if each.index == one.index]
+            assert "".join(each.text for each in both) == one.text
+            assert [token for each in both for token in each.token_ids] == one.token_ids
+            assert [of_ids for each in both for of_ids in each.logprobs] == one.logprobs
         with pytest.raises(StopAsyncIteration):
             await anext(pieces)
 
@@ -207,6 +211,33 @@ def test_an_engine_that_has_ended():
         assert httpx.get(f"{url}/health").status_code == 503
 
 
+def test_idle_busy_and_stuck_are_different_and_a_queue_has_an_end():
+    client = CountingClient()
+    with serving(client, model_of(), stuck_after=60, max_waiting=3) as (url, _), httpx.Client(base_url=url) as http:
+        for seconds, status, text in ((None, 200, '"idle"'), (0.5, 200, '"busy"'), (59.0, 200, "59.0"), (61.0, 503, "stuck: a step has taken 61 s")):
+            client.step_seconds = seconds
+            answer = http.get("/health")
+            assert answer.status_code == status and text in answer.text
+            assert f'pagedkv:step_in_work_seconds{{model_name="demo"}} {seconds or 0.0}' in http.get("/metrics").text
+        for waiting, status in ((3, 200), (4, 429)):
+            client.num_waiting = waiting
+            for more in ({}, {"stream": True}):
+                assert http.post(COMPLETIONS, json={"prompt": "1", "max_tokens": 1} | more).status_code == status
+        client.is_closed = True
+        assert http.get("/health").status_code == 503
+        assert 'pagedkv:step_in_work_seconds{model_name="demo"} +Inf' in http.get("/metrics").text
+
+
+def test_ids_of_requests_come_back_where_a_header_may_hold_them():
+    with serving(CountingClient(), model_of()) as (url, _), httpx.Client(base_url=url) as http:
+        body = {"prompt": "1", "max_tokens": 1}
+        for given, shown in ((b"abc-1", True), (b"", True), (b"x" * 200, True), (b"x" * 201, False), (b"a\tb", False), (b"\xff", False)):
+            for more in ({}, {"stream": True}, {"prompt": 1}):
+                headers = http.post(COMPLETIONS, json=body | more, headers={"x-request-id": given}).headers
+                assert headers.get("x-request-id") == (given.decode() if shown else None), given
+        assert "x-request-id" not in http.post(COMPLETIONS, json=body).headers
+
+
 def test_an_engine_that_ends_within_an_answer(slow):
     with serving(AsyncEngine(slow)) as (url, _), httpx.Client(base_url=url) as http:
         whole = ThreadPoolExecutor(1).submit(http.post, COMPLETIONS, json=LONG)
@@ -234,11 +265,13 @@ SLOW_SERVER = """
 import sys; sys.path.insert(0, {tests!r})
 from served import CountingClient, model_of
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle
+from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
 from pagedkv.serve.server import Server
 client = CountingClient(0.02)
 server = Server(client, model_of())
-Lifecycle(server, make_app(server), host="127.0.0.1", port=0).run()
+listener = bind("127.0.0.1", 0)
+print("at", address_of(listener, "http"), flush=True)
+Lifecycle(server, make_app(server)).run([listener])
 print("running:", client.num_running, "given:", client.num_given, flush=True)
 """
 
@@ -247,7 +280,7 @@ print("running:", client.num_running, "given:", client.num_given, flush=True)
 def test_a_signal_drains_and_a_second_one_stops(num_signals):
     code = SLOW_SERVER.format(tests=os.path.dirname(__file__))
     with started("-c", code) as process:
-        url = process.stdout.readline().split()[2]
+        url = process.stdout.readline().split()[1]
         with httpx.Client(timeout=20) as http, http.stream("POST", url + COMPLETIONS, json={"prompt": "1", "max_tokens": 50, "stream": True}) as response:
             parts = response.iter_text()
             text = next(parts)
@@ -258,7 +291,7 @@ def test_a_signal_drains_and_a_second_one_stops(num_signals):
                 (choice,) = streamed(httpx.Response(200, text=text + "".join(parts))).values()
                 assert choice["text"] == "0123456789" * 5 and choice["finish_reason"] == "length"
             else:
-                with pytest.raises(httpx.RemoteProtocolError):
+                with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                     list(parts)
         out, _ = process.communicate(timeout=20)
         given = int(out.split()[-1])

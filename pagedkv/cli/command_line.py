@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import pagedkv
 
-from . import bench, chat, demo, generate, info, serve
+from . import batch, bench, chat, demo, generate, info, serve
 from .options import ERRORS, Parser, print_error, utf8
 
-COMMANDS = (demo, generate, chat, serve, bench, info)
+COMMANDS = (demo, generate, chat, serve, batch, bench, info)
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from pathlib import Path
+from typing import Any
 
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.optional import need
@@ -18,6 +20,8 @@ examples:
 
 SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to their ends. A second one stops.
 """
+TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
+REASONING_PARSERS = "auto", "qwen3", "none"
 PACKAGES = "starlette", "uvicorn", "msgspec", "prometheus_client"
 
 
@@ -29,19 +33,31 @@ def add(commands: Commands) -> None:
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     where.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of host and port")
+    help = "processes that speak HTTP, beside the engine's own (default: %(default)s)"
+    where.add_argument("--front-ends", metavar="N", type=integer, default=1, help=help)
     help = "what requests must bring as 'Authorization: Bearer KEY'; may be repeated; none: anybody may ask"
     where.add_argument("--api-key", metavar="KEY", action="append", default=[], help=help)
+    help = "a file with such keys, one a line: other users of this machine do not see them there"
+    where.add_argument("--api-key-file", metavar="FILE", help=help)
+    where.add_argument("--ssl-certfile", metavar="FILE", help="HTTPS, with this certificate (PEM)")
+    where.add_argument("--ssl-keyfile", metavar="FILE", help="the certificate's key, where it is in a file of its own")
+    help = "only clients with a certificate that one of these has signed"
+    where.add_argument("--ssl-ca-certs", metavar="FILE", help=help)
     help = "what clients call the model; may be repeated (default: MODEL)"
     where.add_argument("--served-model-name", metavar="NAME", action="append", default=[], help=help)
-    where.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
-    where.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
+    add_serving_options(where)
     help = "pages from there may ask (CORS); may be repeated; *: all"
     where.add_argument("--allowed-origin", metavar="ORIGIN", action="append", default=[], help=help)
     help = "bytes of a request, more get 413 (default: %(default)s)"
     where.add_argument("--max-body-size", metavar="N", type=integer, default=8 << 20, help=help)
     help = "answers in work or waiting at a time, further requests get 429 (default: %(default)s)"
     where.add_argument("--max-answers", metavar="N", type=integer, default=1024, help=help)
+    help = "while more answers than these wait in the engine, requests get 429; not given: no matter how many"
+    where.add_argument("--max-waiting", metavar="N", type=int, help=help)
+    help = "seconds of a step after which /health says 503: the engine is stuck (default: %(default)s)"
+    where.add_argument("--stuck-after", metavar="N", type=float, default=120.0, help=help)
+    help = "a line a second on stderr, while there are requests: how many, by status"
+    where.add_argument("--access-log", action="store_true", help=help)
     help = "seconds for answers on their way after the first signal; not given: as long as they take"
     where.add_argument("--drain-timeout", metavar="N", type=integer, help=help)
     add_engine_options(serve)
@@ -49,30 +65,74 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if "" in args.api_key:
+    keys = list(args.api_key)
+    if args.api_key_file is not None:
+        keys += filter(None, map(str.strip, read_text(args.api_key_file).splitlines()))
+    if "" in keys or (args.api_key_file is not None and not keys):
         raise ValueError("--api-key is empty")
     names = args.served_model_name or [args.model]
-    adapters = _adapters(args.lora, names)
-    template = None if args.chat_template is None else read_text(args.chat_template)
+    options, template, adapters = serving_options(args, names)
     need("pagedkv serve", "serve", *PACKAGES)
-    from pagedkv import AsyncEngine
-    from pagedkv.serve.app import make_app
-    from pagedkv.serve.lifecycle import Lifecycle, bind
-    from pagedkv.serve.model import ServedModel
-    from pagedkv.serve.server import Server
+    import asyncio
 
-    # Before the model is loaded, which takes longer. Nobody can connect until the server listens.
-    sockets = [bind(args.host, args.port)] if args.uds is None else None
-    options = {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}
-    client = AsyncEngine(args.model, **(options | engine_options(args)))
+    from pagedkv.serve.front_end import Options
+    from pagedkv.serve.lifecycle import address_of, bind, bind_path
+    from pagedkv.serve.supervisor import Supervisor
+
+    count = args.front_ends
+    front = Options(
+        names, chat_template=template, adapters=adapters, tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        limits={
+            "max_body_size": args.max_body_size, "max_answers": -(-args.max_answers // count),
+            "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
+        },
+        app={"api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log},
+        http={"drain_timeout": args.drain_timeout} | _tls(args),
+    )  # fmt: skip
+    # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
+    listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
+    ready = f"pagedkv serve: {address_of(listener, 'https' if args.ssl_certfile else 'http')} serves {names[0]}"
     try:
-        model = ServedModel.of_engine(client.engine, names, template, adapters)
-        server = Server(client, model, max_body_size=args.max_body_size, max_answers=args.max_answers)
-        app = make_app(server, api_keys=args.api_key, origins=args.allowed_origin)
-        Lifecycle(server, app, drain_timeout=args.drain_timeout, uds=args.uds).run(sockets)
+        return asyncio.run(Supervisor(listener, front, count).run(args.model, options | engine_options(args), ready))
     finally:
-        client.close()
-    return 0
+        if args.uds is not None:
+            Path(args.uds).unlink(missing_ok=True)
+
+
+def _tls(args: argparse.Namespace) -> dict[str, Any]:
+    """uvicorn's options. OSError: a file is missing, or is no certificate."""
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile is not None or args.ssl_ca_certs is not None:
+            raise ValueError("--ssl-keyfile or --ssl-ca-certs is given, but --ssl-certfile is not")
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+    found = {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
+    if args.ssl_ca_certs is not None:
+        context.load_verify_locations(args.ssl_ca_certs)
+        found |= {"ssl_ca_certs": args.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return found
+
+
+def add_serving_options(group: argparse._ActionsContainer) -> None:
+    """How answers are made and read."""
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
+    group.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
+    help = "how the model writes calls of tools (default: as its chat template does)"
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=help)
+    help = "whether the model thinks between <think> and </think> (default: where its chat template says so)"
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help=help)
+
+
+def serving_options(
+    args: argparse.Namespace, names: list[str]
+) -> tuple[dict[str, Any], str | None, dict[str, LoRARequest]]:
+    """Options of the engine, the text of the template, and adapters, whose names are none of these."""
+    template = None if args.chat_template is None else read_text(args.chat_template)
+    adapters = _adapters(args.lora, names)
+    return {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}, template, adapters
 
 
 def _adapters(given: list[str], names: list[str]) -> dict[str, LoRARequest]:

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from .lora_request import LoRARequest
     from .outputs import CompletionOutput, EmbeddingOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
     from .sampling_params import RequestOutputKind, SamplingParams
+    from .structured_outputs import StructuredOutputsParams
     from .text.chat import ChatTemplate
 
 __all__ = [
     "LLM", "AsyncEngine", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine", "EngineCounters",
     "EngineStats", "LoRARequest", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
+    "StructuredOutputsParams",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
@@ -21,6 +23,7 @@ if not TYPE_CHECKING:
         "LLM": "llm", "AsyncEngine": "async_engine", "ChatTemplate": "text.chat", "Engine": "engine",
         "LoRARequest": "lora_request",
         "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
+        "StructuredOutputsParams": "structured_outputs",
     }  # fmt: skip
 
     def __getattr__(name: str) -> object:

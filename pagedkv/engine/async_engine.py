@@ -18,37 +18,31 @@ from .client import EngineClient
 from .engine import EMBED, Engine
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
-from .requests.prompts import Prompt, read_prompt
+from .requests.news import News
+from .requests.prompts import Prompt, takes_long
 from .requests.request import Update
 from .sampling_params import SamplingParams
 from .text.chat import ChatOptions, encode_chats
-from .text.tokenizer import LONG_TEXT
 
 
-class _Stream:
-    """What one caller reads, in its event loop. (asyncio.Queue takes twice the time.)"""
+class _Stream(News):
+    """What one caller reads, in its event loop."""
 
-    __slots__ = ("_items", "_waiter", "_waker", "loop")
+    __slots__ = ("_items", "_waker")
 
     def __init__(self, waker: _Waker) -> None:
-        self._waker, self.loop = waker, waker.loop
-        self._items: deque[Update] = deque()  # the engine's thread adds to them, then wake() is called in the loop
-        self._waiter: asyncio.Future[None] | None = None
+        super().__init__(waker.loop)
+        self._waker = waker
+        self._items: deque[Update] = deque()  # the engine's thread adds to them, then take() is called in the loop
 
     def put(self, item: Update) -> _Waker:
         self._items.append(item)
         self._waker.streams.append(self)
         return self._waker
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Update:
-        while not self._items:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        return self._items.popleft()
+    def take(self) -> None:
+        while self._items:
+            super().put(self._items.popleft())
 
 
 class _Waker:
@@ -62,7 +56,7 @@ class _Waker:
     def __call__(self) -> None:
         streams, self.streams = self.streams, []
         try:
-            self.loop.call_soon_threadsafe(_wake_all, streams)
+            self.loop.call_soon_threadsafe(_take_all, streams)
         except RuntimeError:
             if not self.loop.is_closed():  # else its readers are gone with it
                 raise
@@ -78,8 +72,8 @@ class AsyncEngine(EngineClient):
     Args:
         model: a model's folder, with the options of Engine; or an Engine, which other threads may use at the same time
 
-    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded, and an
-    adapter read, in another thread.
+    Cancelling the task that reads the outputs aborts its request. A long prompt is encoded, an adapter read, and a
+    grammar compiled in another thread.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
@@ -103,7 +97,8 @@ class AsyncEngine(EngineClient):
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of a request: after every step that adds to it, or one at the end, as
-        SamplingParams.output_kind says. The arguments are those of Engine.add_request()."""
+        SamplingParams.output_kind says. A reader who comes late finds several steps in one output. The arguments are
+        those of Engine.add_request()."""
         return self._outputs(
             prompt, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
         )
@@ -149,10 +144,7 @@ class AsyncEngine(EngineClient):
             raise RuntimeError("this AsyncEngine is closed")
         core, stream = self.engine._core, _Stream(self._waker())
         prepare = partial(self.engine._prepare, prompt, params, stream, lora_request=lora_request, **options)
-        _, served = read_prompt("prompt", prompt)
-        is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
-        is_long = is_long or lora_request is not None  # whose files may have to be read
-        request = await asyncio.to_thread(prepare) if is_long else prepare()
+        request = await asyncio.to_thread(prepare) if takes_long(prompt, params, lora_request) else prepare()
         core.submit([request])
         try:
             while True:
@@ -178,9 +170,9 @@ class AsyncEngine(EngineClient):
         """The engine's statistics: see Engine.stats()."""
         return self.engine.stats()
 
-    def health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more: see Engine.health()."""
-        self.engine.health()
+    def health(self) -> float | None:
+        """How long the step in work takes; raises where nothing can be served any more: see Engine.health()."""
+        return self.engine.health()
 
     # --- the end
 
@@ -198,6 +190,6 @@ class AsyncEngine(EngineClient):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def _wake_all(streams: list[_Stream]) -> None:
+def _take_all(streams: list[_Stream]) -> None:
     for stream in streams:
-        stream.wake()
+        stream.take()

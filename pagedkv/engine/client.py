@@ -43,6 +43,7 @@ class EngineClient(Protocol):
         """What runs and waits now, and sums since the start."""
         ...
 
-    def health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more."""
+    def health(self) -> float | None:
+        """The seconds that the step in work has taken so far; None: the engine is idle. Raises RuntimeError where
+        nothing can be served any more."""
         ...

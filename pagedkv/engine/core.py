@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -49,6 +50,7 @@ class EngineCore:
         self._pipeline = self._new_pipeline(runner)
         self._is_stopping = False
         self._death: BaseException | None = None  # the error that ended the thread
+        self._step_start: float | None = None  # of the step in work, or of an action; None: the thread is idle
         self._reset_threads()
         cores.add(self)
         self._start()
@@ -114,10 +116,13 @@ class EngineCore:
         if threading.current_thread() is self._thread:
             raise RuntimeError("called from within a step of the engine, by a mask: it would wait for itself")
 
-    def check_health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more."""
+    def check_health(self) -> float | None:
+        """The seconds that the step in work has taken so far; None: there is none. Raises RuntimeError where nothing
+        can be served any more."""
         if self._is_closed:
             raise self._closed()
+        start = self._step_start
+        return None if start is None else time.perf_counter() - start
 
     def close(self) -> None:
         """Aborts all requests, ends the thread and lets go of the runner. Later requests raise RuntimeError."""
@@ -171,10 +176,13 @@ class EngineCore:
 
     def work(self, action: Action) -> bool:
         """Does the action, and steps until no request is left. Returns whether there may be more to do later."""
+        self._step_start = time.perf_counter()
         self._guard(action)
         while self.has_work and not self._is_stopping:
             self.step()
+            self._step_start = time.perf_counter()
         self.book.wake_readers()
+        self._step_start = None
         return not (self._is_closed or self._is_stopping)
 
     @property

@@ -29,6 +29,7 @@ from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
+from .sampling.grammars import Grammars
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Sequence, private_salt
 from .text.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class Engine:
         self.manager, self.max_model_len = self.scheduler.manager, self.scheduler.max_model_len
         self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
+        self._grammars = Grammars(self.tokenizer, self.config)
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
@@ -160,6 +162,7 @@ class Engine:
         params = self.default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
         check_lora(lora_request, self._adapters)
+        params = self._grammars.with_mask(params)
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         text, served = read_prompt(name, prompt)
@@ -288,10 +291,12 @@ class Engine:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
         return self._core.call(lambda: self._book.explain(request))
 
-    def health(self) -> None:
-        """Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
+    def health(self) -> float | None:
+        """How many seconds the step in work has taken so far; None: the engine is idle.
+
+        Raises RuntimeError where nothing can be served any more: after close(), or after an error that ended the
         engine's thread, which is its cause. An error of a request is no such error."""
-        self._core.check_health()
+        return self._core.check_health()
 
     def __repr__(self) -> str:
         config, manager = self.config, self.manager

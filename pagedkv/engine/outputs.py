@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 
 import numpy as np
+
+from .traffic import Traffic
 
 
 # These three are not frozen: one of each is made for every streamed token, and frozen ones take three times as long.
@@ -138,6 +140,7 @@ class EngineStats:
     time_to_first_token: dict[str, float]
     time_per_token: dict[str, float]  # of the tokens after the first
     queue_time: dict[str, float]
+    traffic: Traffic = field(default_factory=Traffic)  # sums and histograms since the start
 
     def _repr_html_(self) -> str:
         """The figures as a table, for a notebook."""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from pagedkv.checks import MAX_INT, check_float, check_ids, check_int, check_names, check_texts
 
+from .structured_outputs import StructuredOutputsParams
+
 T = TypeVar("T")
 
 MAX_FLOAT = 3.4e38  # what float32 holds
@@ -79,6 +81,8 @@ class SamplingParams:
             word t // 32 stands for token t, bool [vocab_size], or None for all. `tokens` are those sampled so far;
             `request` has id, index (which of n) and prompt_token_ids, and lives as long as the answer. It is called on
             the host while the device works
+        structured_outputs: what the answer has to look like, such as StructuredOutputsParams(json=schema): the engine
+            makes the mask of it
         max_tokens: the most tokens; 0 returns at once; None: as many as max_model_len and the pool leave. The answer
             ends with "length" when it has them, and also where it reaches max_model_len
         min_tokens: until the answer has this many tokens, only max_tokens ends it, or a mask that allows nothing but
@@ -111,6 +115,7 @@ class SamplingParams:
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
     mask: Mask | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     max_tokens: int | None = 64
     min_tokens: int = 0
     stop: str | SequenceOf[str] = ()
@@ -138,6 +143,11 @@ class SamplingParams:
             raise TypeError(f"output_kind is {self.output_kind!r} but must be a RequestOutputKind")
         if self.mask is not None and not callable(self.mask):
             raise TypeError(f"mask is {self.mask!r} but must be callable, or None")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            text = f"structured_outputs is {self.structured_outputs!r} but must be StructuredOutputsParams, or None"
+            raise TypeError(text)
+        if self.structured_outputs is not None and self.mask is not None:
+            raise ValueError("structured_outputs and mask are both given, but are the same option")
         self._put("has_filters", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         self._put("has_penalties", penalties != (1, 0, 0))

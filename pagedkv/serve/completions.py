@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from .logprobs import top_of
 from .schema import CompletionRequest, params_of, prompts_of
 from .server import Form, Server
 from .sse import Reply
+from .structured import shape_of
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -20,6 +22,7 @@ async def completions(server: Server, request: Request) -> Reply:
     name = server.model.check_name(body.model)
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = params_of(body, server.model.default_params, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = replace(params, structured_outputs=shape_of(body))
     return server.reply(body, prompts_of("prompt", body.prompt), params, CompletionForm(server, body, name), headers)
 
 

@@ -30,6 +30,7 @@ async def embeddings(server: Server, request: Request) -> Reply:
         raise ApiError(
             400, f"encoding_format is {body.encoding_format!r} but must be float or base64", param="encoding_format"
         )
+    server.check_queue()
     return Reply(_embed(server, body, name, prompts_of("input", body.input)), JSON, headers)
 
 
@@ -75,7 +76,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     if body.messages is not None:
         ids = await asyncio.to_thread(
             model.encode_chat, check_messages(body.messages), body.chat_template_kwargs, body.add_generation_prompt,
-            body.continue_final_message,
+            body.continue_final_message, body.tools,
         )  # fmt: skip
     else:
         ids = await asyncio.to_thread(model.encode, body.prompt or "", body.add_special_tokens is not False)

@@ -20,6 +20,11 @@ TYPES = {
     413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
 }  # fmt: skip
 
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
 
 class ApiError(Exception):
     """What a client is told instead of an answer.
@@ -35,9 +40,15 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": None}
+
+    def response(self, path: str) -> Response:
+        """In the form of the API that the path belongs to."""
         headers = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(self.status)
-        return json_response(self.body(), self.status, headers)
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        return json_response(body, self.status, headers)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -47,7 +58,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def of_request(error: Exception) -> ApiError:
     """Of what checks say of a request: their messages begin with the name of an argument, and its value follows."""
     message = str(error) or type(error).__name__
-    named = re.match(r"([a-z_]+)(\[[^]]*\])* (is|holds|has) ", message)
+    named = re.match(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)* (is|holds|has) ", message)
     return ApiError(400, message, param=named[1] if named else None)
 
 
@@ -61,18 +72,18 @@ def of_engine(error: Exception) -> ApiError:
 
 async def show_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def show_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, another method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, text).response()
+    response = ApiError(error.status_code, text).response(request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def show_failure(request: Request, error: Exception) -> Response:
     """Starlette raises the error again afterwards, and the server logs it."""
-    return ApiError(500, f"the server failed: {type(error).__name__}").response()
+    return ApiError(500, f"the server failed: {type(error).__name__}").response(request.url.path)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
+import stat
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from .server import Server
+
+BACKLOG = 2048  # connections that nobody has accepted yet
+KEEP_ALIVE = 75  # seconds of a connection without a request: longer than those of proxies, which else send into its end
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -25,31 +31,78 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def bind_path(path: str | os.PathLike[str]) -> socket.socket:
+    """A Unix socket, for all users. One that nobody listens at is taken over. OSError: the path is in use."""
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as other:
+                if other.connect_ex(os.fspath(path)) == 0:
+                    raise OSError(errno.EADDRINUSE, f"{os.fspath(path)}: somebody listens there")
+            os.unlink(path)
+        bound.bind(os.fspath(path))
+        os.chmod(path, 0o666)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def address_of(bound: socket.socket, scheme: str) -> str:
+    """With the port that it got, where port 0 was asked for."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 class Lifecycle(uvicorn.Server):  # type: ignore[misc]
     """uvicorn's, with the same end for SIGTERM and SIGINT, after which the process goes on to its own end: at the first
-    signal no more connections are taken, and answers on their way come to their ends. A second one cancels them."""
+    signal no more connections are taken, and answers on their way come to their ends. A second one cancels them, and so
+    does the end of drain_timeout, in seconds.
 
-    def __init__(self, server: Server, app: Any, *, drain_timeout: int | None = None, **where: Any) -> None:
+    how: more of uvicorn.Config, such as ssl_keyfile
+    """
+
+    def __init__(self, server: Server, app: Any, *, drain_timeout: float | None = None, **how: Any) -> None:
+        # backlog: asyncio accepts so many connections at a time. With one, those of a burst are shared among processes
+        # that listen at the same socket: whoever is idle takes the next.
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", ws="none", log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=drain_timeout, **where,
+                app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
+                proxy_headers=False, backlog=1, timeout_keep_alive=KEEP_ALIVE, **how,
             )
         )  # fmt: skip
-        self._server = server
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self._server.is_draining
-        self.should_exit = self._server.is_draining = True
+        self._server, self._drain_timeout, self._is_stopped = server, drain_timeout, False
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        if self.started:
-            print(f"pagedkv serve: {self.address()} serves {self._server.model.name}", flush=True)
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
-    def address(self) -> str:
-        """With the port that it got, where port 0 was asked for."""
-        if self.config.uds is not None:
-            return f"unix:{os.fspath(self.config.uds)}"
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    async def shutdown(self, sockets: Any = None) -> None:
+        cutter = asyncio.create_task(self._cut_connections())
+        await super().shutdown(sockets)
+        cutter.cancel()
+
+    async def _cut_connections(self) -> None:
+        """When it is stopped, or the time is over: for the requests it is as if their clients had left."""
+        loop = asyncio.get_running_loop()
+        end = None if self._drain_timeout is None else loop.time() + self._drain_timeout
+        while not self._is_stopped and (end is None or loop.time() < end):
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._server.is_draining:
+            self.stop()
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        self.should_exit = self._server.is_draining = True
+
+    def stop(self) -> None:
+        self.drain()
+        self._is_stopped = True

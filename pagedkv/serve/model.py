@@ -12,10 +12,11 @@ from typing import Any
 from pagedkv.engine import Engine
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.engine.text.chat import ChatOptions, ChatTemplate, encode_chats
+from pagedkv.engine.text.chat import ChatOptions, ChatTemplate, encode_chats, template_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 
 from .errors import ApiError, of_request
+from .formats import CALL_FORMATS, THINK_END, CallFormat, find_call_format
 
 # What a request may not set by chat_template_kwargs: render()'s own parameters, and the variables that it fills in.
 RESERVED = ({"self", *signature(ChatTemplate.render).parameters} - {"options"}) | {"chat_template"}
@@ -35,6 +36,8 @@ class ServedModel:
     chat_template: str | None = None
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_call_parser: str = "auto"  # of CALL_FORMATS, or by the template
+    reasoning_parser: str = "auto"  # "qwen3": there are thoughts, "none": there are none, or by the template
 
     @classmethod
     def of_engine(
@@ -80,6 +83,7 @@ class ServedModel:
         variables: Mapping[str, Any] | None,
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         for name in variables or {}:
             if name in RESERVED:
@@ -88,12 +92,35 @@ class ServedModel:
         options: ChatOptions = {
             "chat_template": self.chat_template, "chat_template_kwargs": variables,
             "add_generation_prompt": add_generation_prompt, "continue_final_message": bool(continue_final_message),
+            "tools": tools,
         }  # fmt: skip
         try:
             (ids,) = encode_chats(self.folder, self.tokenizer, [messages], options)
         except (TypeError, ValueError, RecursionError, FileNotFoundError) as error:
             raise of_request(error) from error
         return ids
+
+    def call_format(self, template: str) -> CallFormat | None:
+        """How calls are written; None: the template says nothing of it that is known."""
+        if self.tool_call_parser != "auto":
+            return CALL_FORMATS[self.tool_call_parser]
+        return find_call_format(template)
+
+    def has_thoughts(self, template: str) -> bool:
+        if self.reasoning_parser != "auto":
+            return self.reasoning_parser != "none"
+        return THINK_END in template
+
+    def template(self, tools: object) -> str:
+        """The text of the chat template."""
+        try:
+            return template_of(self.folder).find(self.chat_template, tools)
+        except (OSError, ValueError) as error:
+            raise of_request(error) from error
+
+    def token_id(self, text: str) -> int | None:
+        """Of a text that is a token by itself."""
+        return self.tokenizer.library.token_to_id(text) if self.tokenizer.exists else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.check_tokenizer()

@@ -23,6 +23,7 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class StreamOptions:
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # without effect: it hides the lengths of chunks
     continuous_usage_stats: bool | None = None
 
 
@@ -56,6 +57,9 @@ class Generation:
     ignore_eos: bool | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
+    # structured.py makes the option of the engine of these.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
@@ -73,6 +77,10 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -90,6 +98,7 @@ class TokenizeRequest:
     prompt: str | None = None
     add_special_tokens: bool | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -103,16 +112,21 @@ class DetokenizeRequest:
 
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "reasoning_effort", "verbosity",
+    "access_programs", "include", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id",
+    "workspace_id", "betas", "context_management",
+    "prompt_cache_options", "verbosity",
 )  # fmt: skip
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "audio": (), "prediction": (), "web_search_options": (), "chat_template": (), "documents": ([],),
-    "structured_outputs": (), "dimensions": (), "prompt_logprobs": (), "use_beam_search": (False,),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (),
+    "web_search_options": (), "chat_template": (), "documents": ([],), "dimensions": (), "prompt_logprobs": (),
+    "use_beam_search": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
+    "background": (False,), "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (),
+    "truncation": ("disabled",),
 }  # fmt: skip
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
+OF_PARAMS -= {"structured_outputs"}
 
 
 def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
@@ -125,7 +139,7 @@ def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
         raise ApiError(400, "the body is no JSON object")
     given = {name: value for name, value in given.items() if value is not None}
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    ignored = [name for name in given if name in WITHOUT_EFFECT]
+    ignored = [name for name in given if name in WITHOUT_EFFECT and name not in known]
     for name, value in given.items():
         if name not in known and name not in ignored:
             _check_other(name, value, known)
@@ -192,7 +206,7 @@ def prompts_of(name: str, value: Any) -> list[str | list[int]]:
 
 
 def _are_ids(value: list[Any]) -> bool:
-    return all(type(each) is int for each in value)
+    return set(map(type, value)) <= {int}
 
 
 def salt_of(cache_salt: str | None) -> bytes:

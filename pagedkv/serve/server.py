@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pagedkv.engine.client import EngineClient
 from pagedkv.engine.sampling_params import SamplingParams
@@ -24,16 +24,31 @@ from .schema import Generation, check_stream_options, read, salt_of
 from .sse import EVENTS, JSON, Reply, event
 
 T = TypeVar("T")
+WARNING = "x-pagedkv-warning"
+
+
+def warn(headers: dict[str, str], ignored: list[str]) -> None:
+    """Names what of a request has no effect."""
+    if ignored:
+        before = f"{headers[WARNING]}, " if WARNING in headers else "without effect: "
+        headers[WARNING] = before + ", ".join(ignored)
 
 
 @dataclass
 class Server:
-    """max_body_size: bytes of a request; max_answers: in work or waiting at a time; more are told to come later."""
+    """Args:
+    max_body_size: bytes of a request
+    max_answers: in work or waiting at a time; more are told to come later
+    max_waiting: while more answers wait in the engine, requests are told to come later; None: no matter how many
+    stuck_after: seconds of a step, after which the engine is taken for stuck
+    """
 
     client: EngineClient
     model: ServedModel
     max_body_size: int = 8 << 20
     max_answers: int = 1024
+    max_waiting: int | None = None
+    stuck_after: float = 120.0
     is_draining: bool = False
     gate: Gate = field(init=False)
     metrics: Metrics = field(init=False)
@@ -44,13 +59,22 @@ class Server:
     async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
         """The body of a request, and headers for its answer."""
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.max_body_size:
-                raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self.max_body_size:
+                    raise ApiError(413, f"the body is larger than {self.max_body_size:,} bytes (--max-body-size)")
+                parts.append(part)
+        except ClientDisconnect:
+            raise ApiError(400, "the client left before its request was complete") from None  # nobody hears it
         body, ignored = read(b"".join(parts), kind)
-        return body, {"x-pagedkv-warning": f"without effect: {', '.join(ignored)}"} if ignored else {}
+        headers: dict[str, str] = {}
+        warn(headers, ignored)
+        return body, headers
+
+    def check_queue(self) -> None:
+        if self.max_waiting is not None and self.client.stats().num_waiting > self.max_waiting:
+            raise ApiError(429, f"more than {self.max_waiting} answers wait (--max-waiting)")
 
     def reply(
         self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, form: Form,
@@ -59,14 +83,21 @@ class Server:
         options = check_stream_options(request)
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
-        answers = Answers(
-            self.client, self.metrics, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(form.name),
-        )  # fmt: skip
+        answers = self.answers(request, prompts, params, form.name)
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
         return Reply(_events(answers, form, bool(options.include_usage), always), EVENTS, headers)
+
+
+    def answers(
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str
+    ) -> Answers:
+        self.check_queue()
+        return Answers(
+            self.client, self.gate, prompts, params, priority=request.priority or 0,
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name),
+        )  # fmt: skip
 
 
 class Form(ABC):
@@ -82,6 +113,7 @@ class Form(ABC):
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """`choices` come last: see _events()."""
         return {"id": self._id, "object": kind, "created": self._created, "model": self.name, "choices": choices}
 
     @abstractmethod
@@ -96,6 +128,9 @@ class Form(ABC):
         """Beside the choices of whole answers."""
         return {}
 
+    def usage(self, answers: Answers) -> dict[str, Any]:
+        return answers.usage()
+
     def is_shown(self, piece: Piece) -> bool:
         return bool(piece.text or piece.finish_reason or piece.logprobs or self.request.return_token_ids)
 
@@ -109,16 +144,21 @@ class Form(ABC):
 async def _whole(answers: Answers, form: Form) -> AsyncGenerator[bytes, None]:
     pieces = await answers.whole()
     value = form.envelope(form.whole_object, [form.choice(each, answers) for each in pieces])
-    yield msgspec.json.encode(value | form.extra(answers) | {"usage": answers.usage()})
+    yield msgspec.json.encode(value | form.extra(answers) | {"usage": form.usage(answers)})
 
 
 async def _events(answers: Answers, form: Form, with_usage: bool, always: bool) -> AsyncGenerator[bytes, None]:
-    """All that is new at a time is one part, and so one write."""
+    """All that is new at a time is one part, and so one write. What the events have in common is encoded once."""
+    encode = msgspec.json.Encoder().encode
+    before = b"data: " + encode(form.envelope(form.chunk_object, [])).removesuffix(b"]}")
+    after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
     async with aclosing(answers.pieces()) as all_pieces:
         async for pieces in all_pieces:
             choices = [choice for piece in pieces for choice in form.chunks(piece, answers)]
-            usage = {"usage": answers.usage() if always else None} if with_usage or always else {}
-            if choices:
-                yield b"".join(event(form.envelope(form.chunk_object, [each]) | usage) for each in choices)
+            if not choices:
+                continue
+            if always:
+                after = b'],"usage":' + encode(form.usage(answers)) + b"}\n\n"
+            yield b"".join([before + encode(each) + after for each in choices])
     if with_usage:
-        yield event(form.envelope(form.chunk_object, []) | {"usage": answers.usage()})
+        yield event(form.envelope(form.chunk_object, []) | {"usage": form.usage(answers)})

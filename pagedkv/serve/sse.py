@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +13,7 @@ from .errors import ApiError
 
 EVENTS, JSON = "text/event-stream; charset=utf-8", "application/json"
 DONE = b"data: [DONE]\n\n"
+DIRECT = "pagedkv.send"  # in an ASGI scope: the server's own send()
 
 
 def event(value: Any) -> bytes:
@@ -20,21 +21,37 @@ def event(value: Any) -> bytes:
     return b"data: " + text + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """Of APIs whose events have names, which are the types of their values."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
+
+
+def _last(error: ApiError | None) -> bytes:
+    return DONE if error is None else event(error.body()) + DONE
+
+
 class Reply:
     """An ASGI response of the parts of a generator. The status is sent when the first part is there: until then an
     ApiError is a response of its own, and later, among events, the last event. Where the client leaves, the generator
-    is closed."""
+    is closed.
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str]) -> None:
-        self._parts, self._is_stream = parts, media_type == EVENTS
+    last: what ends a stream, after an error or without one.
+    """
+
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str],
+        last: Callable[[ApiError | None], bytes] = _last,
+    ) -> None:  # fmt: skip
+        self._parts, self._is_stream, self._last = parts, media_type == EVENTS, last
         self._headers = {"content-type": media_type} | headers
         if self._is_stream:
             self._headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await _until_gone(receive, self._send(send))
+        await _until_gone(receive, self._send(send, scope.get(DIRECT, send)))
 
-    async def _send(self, send: Any) -> None:
+    async def _send(self, send: Any, send_more: Any) -> None:
+        """send_more: the same without what is around the application, which wants to see the start and no more."""
         async with aclosing(self._parts) as parts:
             first = await anext(parts)
             headers = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
@@ -46,10 +63,10 @@ class Reply:
                 return
             try:
                 async for part in parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                end = DONE
+                    await send_more({"type": "http.response.body", "body": part, "more_body": True})
+                end = self._last(None)
             except ApiError as error:
-                end = event(error.body()) + DONE
+                end = self._last(error)
             await send({"type": "http.response.body", "body": end, "more_body": False})
 
 

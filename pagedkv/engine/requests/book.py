@@ -14,6 +14,7 @@ from ..outputs import WINDOW, EngineCounters, EngineStats, percentiles
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
+from ..traffic import Traffic
 from .request import Request
 
 
@@ -33,6 +34,7 @@ class RequestBook:
         self._num_finished = 0
         # Seconds of the last answers that ended without an error.
         self._ttft, self._tpot, self._queue_time = (deque[float](maxlen=WINDOW) for _ in range(3))
+        self._traffic, self._last_step_time = Traffic(), 0.0
         self._is_closed = False
 
     def reset_lock(self) -> None:
@@ -133,6 +135,7 @@ class RequestBook:
             if seq.finish_reason is None:
                 seq.siblings = []
                 seq.finish(reason, now, error)
+                self._traffic.ended[reason] += 1
         request.num_ended = len(request.sequences)
 
     # --- what callers get
@@ -140,6 +143,7 @@ class RequestBook:
     def process_step(self, step: Step, finished: list[Sequence]) -> None:
         """After every step: sends the callers what is new."""
         new = list(finished)
+        self._count(step, len(finished))
         for seq in finished:
             seq.request.num_ended += 1
             self._add_times(seq)
@@ -157,7 +161,28 @@ class RequestBook:
         for request, sequences in together.items():
             self._send(request, sequences)
 
+    def _count(self, step: Step, num_finished: int) -> None:
+        """A sequence that decodes has had its last token in the step before."""
+        traffic, now = self._traffic, time.perf_counter()
+        traffic.step_tokens.add(step.num_tokens)
+        num_new = num_finished + sum(seq.finish_reason is None for seq in step.receivers)
+        firsts = step.receivers[step.num_decodes :]
+        for seq in firsts:
+            # Not one that comes again after a preemption.
+            if seq.index == 0 and len(seq.new_tokens) == 1 and seq.first_token_time is not None:
+                traffic.prompt_tokens += seq.num_prompt_tokens
+                traffic.first_token.add(seq.first_token_time - seq.start_time)
+                traffic.queue.add((seq.first_scheduled_time or seq.start_time) - seq.start_time)
+        traffic.new_tokens += num_new
+        traffic.between_tokens.add(now - self._last_step_time, max(num_new - len(firsts), 0))
+        self._last_step_time = now
+
     def _add_times(self, seq: Sequence) -> None:
+        traffic, reason = self._traffic, seq.finish_reason
+        if reason is not None:
+            traffic.ended[reason] += 1
+        if seq.request.is_finished and seq.finish_time is not None:
+            traffic.whole.add(seq.finish_time - seq.start_time)
         start, scheduled, first, end = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
         if first is None or scheduled is None or end is None:
             return  # with an error, or aborted
@@ -252,6 +277,7 @@ class RequestBook:
             time_to_first_token=percentiles(self._ttft),
             time_per_token=percentiles(self._tpot),
             queue_time=percentiles(self._queue_time),
+            traffic=self._traffic.copy(),
         )
 
 

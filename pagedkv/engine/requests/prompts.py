@@ -14,7 +14,7 @@ from pagedkv.checks import check_int
 
 from ..sampling_params import SamplingParams
 from ..text.messages import is_message
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import LONG_TEXT, Tokenizer
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Prompts = str | Mapping[str, Any] | SequenceOf[Prompt]  # one, or a list
@@ -48,6 +48,15 @@ def read_prompt(name: str, prompt: Prompt) -> tuple[str | None, str | SequenceOf
     if isinstance(ids, (str, Mapping)):
         raise TypeError(f"{name}['prompt_token_ids'] is {ids!r} but must be a list of token ids")
     return text, given["prompt"] if ids is None else ids
+
+
+def takes_long(prompt: Prompt, params: SamplingParams | None, lora_request: object) -> bool:
+    """Whether a request takes milliseconds to prepare, for which no event loop should wait: its text is long, an
+    adapter may have to be read, or a grammar compiled."""
+    _, served = read_prompt("prompt", prompt)
+    is_long = hasattr(served, "__len__") and len(served) > LONG_TEXT
+    has_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
+    return is_long or lora_request is not None or has_grammar
 
 
 def is_chat(prompt: Any) -> bool:

@@ -15,6 +15,7 @@ from pagedkv import Tensor, ops
 
 from ..sampling_params import MaskRequest
 from ..scheduling.sequence import Sequence
+from .grammars import GrammarMask
 
 
 class LogitEdits:
@@ -89,7 +90,8 @@ class LogitEdits:
             allowed = bits if mask is None else bits & mask
         never = {token for tokens in forbidden.values() for token in tokens if token < self._vocab_size}
         if self._are_within(self._all if allowed is None else allowed, never):
-            given = {"mask": mask, "allowed_token_ids": params.allowed_token_ids}
+            name = "structured_outputs" if isinstance(params.mask, GrammarMask) else "mask"
+            given = {name: mask, "allowed_token_ids": params.allowed_token_ids}
             names = [name for name, value in given.items() if value is not None]
             names += [name for name, tokens in forbidden.items() if tokens]
             raise ValueError(f"{' and '.join(names)} leave{'s' if len(names) == 1 else ''} no token to sample")

@@ -160,6 +160,29 @@ def _cut(text: str, final: str) -> str:
     return text[:at] if text[at:].startswith(MARKER) else text[:at].rstrip()
 
 
+TOKEN_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES = "chat_template.jinja", "chat_template.json", *TOKEN_FILES
+
+
+def template_of(folder: Path) -> ChatTemplate:
+    """The folder's, which is read again when one of its files is another."""
+    paths = [folder / name for name in FILES] + sorted(folder.glob("additional_chat_templates/*.jinja"))
+    return _read_template(folder, tuple((path, *_stamp(path)) for path in paths))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _read_template(folder: Path, stamps: object) -> ChatTemplate:
+    return ChatTemplate.from_folder(folder)
+
+
 class ChatOptions(TypedDict, total=False):
     """What chat() of LLM and AsyncEngine takes for the template. Those of ChatTemplate.render(), and:
 
@@ -184,7 +207,7 @@ def encode_chats(
     check_names("chat()", options, list(ChatOptions.__annotations__))
     variables: dict[str, Any] = dict(options)
     chat_template, enable_thinking = variables.pop("chat_template", None), variables.pop("enable_thinking", None)
-    template = ChatTemplate.from_folder(folder)
+    template = template_of(folder)
     variables |= {"template": chat_template, **(variables.pop("chat_template_kwargs", None) or {})}
     if enable_thinking is not None:
         if not isinstance(enable_thinking, bool):

@@ -1,0 +1,239 @@
+"""/v1/responses: OpenAI's newer API for chats. Nothing is stored: each request brings the whole conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from .answers import Answers, Piece
+from .chat import call_id
+from .errors import ApiError
+from .parser import Event
+from .response_input import messages_of
+from .schema import ChatRequest, Generation
+from .server import Server
+from .sse import EVENTS, JSON, Reply, named_event
+from .turn import ThoughtCounter, Turn, prepare
+
+
+@dataclass(kw_only=True)
+class ResponsesRequest(Generation):
+    """max_output_tokens is max_completion_tokens, and text.format is response_format, in another form."""
+
+    input: Any = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+async def responses(server: Server, request: Request) -> Reply:
+    body, headers = await server.read(request, ResponsesRequest)
+    turn = await prepare(server, as_chat(body), headers)
+    answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
+    writer = ResponseWriter(body, turn, answers)
+    if body.stream:
+        return Reply(_events(answers, writer), EVENTS, headers, writer.last)
+    return Reply(_whole(answers, writer), JSON, headers)
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    if body.n not in (None, 1):
+        raise ApiError(400, f"n is {body.n}, but a response is one answer", param="n")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is given but stream is not true", param="stream_options")
+    common = {each.name: getattr(body, each.name) for each in fields(Generation)}
+    form = (body.text or {}).get("format")
+    if form is not None:
+        common["response_format"] = _response_format(form)
+    effort = (body.reasoning or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise ApiError(400, "reasoning.effort must be a text", param="reasoning")
+    choice = body.tool_choice
+    if isinstance(choice, dict) and "function" not in choice:
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return ChatRequest(
+        **common, messages=messages_of(body.input, body.instructions), max_completion_tokens=body.max_output_tokens,
+        tools=[_tool(each) for each in body.tools or ()], tool_choice=choice, reasoning_effort=effort,
+        parallel_tool_calls=body.parallel_tool_calls, chat_template_kwargs=body.chat_template_kwargs,
+    )  # fmt: skip
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    if not isinstance(form, dict):
+        raise ApiError(400, "text.format is no object", param="text")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+async def _whole(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
+    (piece,) = await answers.whole()
+    writer.take(piece)
+    yield msgspec.json.encode(writer.response())
+
+
+async def _events(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
+    async with aclosing(answers.pieces()) as all_pieces:
+        async for pieces in all_pieces:
+            for piece in pieces:
+                writer.take(piece)
+            events, writer.events = writer.events, []
+            if events:
+                yield b"".join(map(named_event, events))
+
+
+class ResponseWriter:
+    """Makes items of the parts of an answer, and the events that tell of them. Whole responses leave the events out."""
+
+    def __init__(self, body: ResponsesRequest, turn: Turn, answers: Answers) -> None:
+        self._body, self._turn, self._answers = body, turn, answers
+        self._parser, self._thoughts = turn.parser(), ThoughtCounter(turn)
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._status = "in_progress"
+        self._error: dict[str, str] | None = None
+        self._items: list[dict[str, Any]] = []
+        self._kind = ""  # of the last item, while it is open
+        self._number = 0
+        self.events: list[dict[str, Any]] = []
+
+    def take(self, piece: Piece) -> None:
+        if not self._number:
+            for name in ("created", "in_progress"):
+                self._tell(f"response.{name}", response=self.response())
+        for event in self._parser.feed(piece.text, is_last=piece.finish_reason is not None):
+            self._take(event)
+        self._thoughts.take(piece.token_ids, self._parser)
+        if piece.finish_reason is not None:
+            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+            self._close(self._status)
+            self._tell(f"response.{self._status}", response=self.response())
+
+    def last(self, error: ApiError | None) -> bytes:
+        if error is None:
+            return b""
+        self._status, self._error = "failed", {"code": "server_error", "message": error.message}
+        self._tell("response.failed", response=self.response())
+        return named_event(self.events.pop())
+
+    def response(self) -> dict[str, Any]:
+        body, params = self._body, self._turn.params
+        reasoning = {"effort": None, "summary": None} | (body.reasoning or {})
+        is_ended = self._status in ("completed", "incomplete")
+        return {
+            "id": self._id, "object": "response", "created_at": self._created, "status": self._status,
+            "background": False, "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._turn.name,
+            "output": self._items, "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None, "reasoning": reasoning, "store": False, "temperature": params.temperature,
+            "text": {"format": {"type": "text"}} | (body.text or {}), "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [], "top_p": params.top_p, "truncation": "disabled", "metadata": {},
+            "usage": self._usage() if is_ended else None,
+        }  # fmt: skip
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._answers.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._thoughts.count},
+            "total_tokens": usage["total_tokens"],
+        }  # fmt: skip
+
+    # --- items
+
+    def _take(self, event: Event) -> None:
+        kind = "call" if event.kind == "arguments" else event.kind
+        if event.kind == "call" or kind != self._kind:
+            self._close("completed")
+            self._open(event)
+        if event.kind != "call":
+            self._add(event.text)
+
+    def _open(self, event: Event) -> None:
+        self._kind = event.kind
+        number, item = uuid.uuid4().hex, dict[str, Any]()
+        if event.kind == "call":
+            item = {
+                "type": "function_call", "id": f"fc_{number}", "call_id": call_id(self._turn.calls),
+                "name": event.text, "arguments": "", "status": "in_progress",
+            }  # fmt: skip
+        elif event.kind == "reasoning":
+            item = {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [], "status": "in_progress"}
+        else:
+            item = {
+                "type": "message", "id": f"msg_{number}", "role": "assistant", "content": [], "status": "in_progress",
+            }  # fmt: skip
+        self._items.append(item)
+        self._tell("response.output_item.added", output_index=len(self._items) - 1, item=_copy(item))
+        if "content" in item:
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if event.kind == "content":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"] = [part]
+            self._tell("response.content_part.added", **self._place(), content_index=0, part=dict(part))
+
+    def _add(self, text: str) -> None:
+        item = self._items[-1]
+        if self._kind == "call":
+            item["arguments"] += text
+            self._tell("response.function_call_arguments.delta", **self._place(), delta=text)
+            return
+        part = item["content"][0]
+        part["text"] += text
+        self._tell(f"response.{part['type']}.delta", **self._place(), content_index=0, delta=text, **_logprobs(part))
+
+    def _close(self, status: str) -> None:
+        if not self._kind:
+            return
+        item, place = self._items[-1], self._place()
+        item["status"] = status
+        if self._kind == "call":
+            self._tell(
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+            )
+        else:
+            part = item["content"][0]
+            self._tell(
+                f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **_logprobs(part)
+            )
+            self._tell("response.content_part.done", **place, content_index=0, part=dict(part))
+        self._tell("response.output_item.done", output_index=place["output_index"], item=_copy(item))
+        self._kind = ""
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        if self._body.stream:
+            if "response" in values:  # the items go on to change
+                values["response"]["output"] = list(map(_copy, values["response"]["output"]))
+            self.events.append({"type": kind, "sequence_number": self._number} | values)
+        self._number += 1
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    return item | {"content": list(map(dict, item["content"]))} if "content" in item else dict(item)
+
+
+def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
+    """Events of texts have this field, always."""
+    return {"logprobs": []} if part["type"] == "output_text" else {}

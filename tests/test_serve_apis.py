@@ -1,0 +1,279 @@
+"""/v1/responses and /v1/messages: what goes in, and what comes out, whole and streamed."""
+
+# ruff: noqa: E402  these tests are skipped before what they need is imported
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve`, and httpx")
+
+import httpx
+from served import post, serving
+from tool_models import PERSON, SAID, THINKING, TOOLS, model_of, saying, write_tool_model
+
+from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.text.tokenizer import Tokenizer
+from pagedkv.serve.errors import ApiError
+from pagedkv.serve.message_input import messages_of as chat_of_messages
+from pagedkv.serve.model import ServedModel
+from pagedkv.serve.response_input import messages_of as chat_of_input
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+HI = [{"role": "user", "content": "Hi"}]
+FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
+CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tool_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
+        yield llm
+
+
+@pytest.fixture
+def http(folder):
+    server, client = saying(folder, SAID)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        http.client, client.folder = client, folder
+        yield http
+
+
+def named_events(response: httpx.Response) -> list[dict]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def without(value, *names):
+    """A value without the fields that are drawn anew each time."""
+    if isinstance(value, dict):
+        return {key: without(each, *names) for key, each in value.items() if key not in names}
+    return [without(each, *names) for each in value] if isinstance(value, list) else value
+
+
+# --- /v1/responses
+
+
+def test_a_response(http):
+    found = post(http, RESPONSES, input="Weather?", tools=FUNCTIONS, max_output_tokens=99, instructions="Be brief.", metadata={"a": "b"})
+    assert (found["object"], found["status"], found["model"], found["max_output_tokens"]) == ("response", "completed", "demo", 99)
+    thoughts, message, *calls = found["output"]
+    assert thoughts["type"] == "reasoning" and thoughts["content"] == [{"type": "reasoning_text", "text": "The weather."}]
+    assert message["type"] == "message" and message["content"][0]["text"] == "I look." and message["role"] == "assistant"
+    assert [(each["type"], each["name"], json.loads(each["arguments"])) for each in calls] == [
+        ("function_call", "get_weather", {"city": "Paris", "days": 3}), ("function_call", "get_time", {"zone": "utc"}),
+    ]  # fmt: skip
+    assert all(each["status"] == "completed" for each in found["output"]) and len({each["id"] for each in found["output"]}) == 4
+    usage = found["usage"]
+    assert usage["output_tokens"] == 1 and usage["input_tokens"] == len(http.client.seen[0][0]) == usage["total_tokens"] - 1
+    assert http.client.seen[0][1].max_tokens == 99
+    text = Tokenizer(http.client.folder).decode(http.client.seen[0][0])
+    assert "Be brief." in text and "get_time" in text
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_events_of_a_response(http, number):
+    """They tell of all that the whole response has, whatever the pieces are."""
+    http.client.rng.seed(number)
+    body = {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}], "tools": FUNCTIONS}
+    whole = post(http, RESPONSES, **body)
+    events = named_events(http.post(RESPONSES, json=body | {"stream": True}))
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    assert [each["type"] for each in events[:2]] == ["response.created", "response.in_progress"] and events[-1]["type"] == "response.completed"
+    assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
+    drawn = ("id", "call_id", "created_at", "usage")
+    assert without(events[-1]["response"], *drawn) == without(whole, *drawn)
+    for index, item in enumerate(events[-1]["response"]["output"]):
+        own = [each for each in events if each.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added" and own[0]["item"]["status"] == "in_progress"
+        assert own[-1] == own[-1] | {"type": "response.output_item.done", "item": item}
+        assert {each["item_id"] for each in own[1:-1]} == {item["id"]}
+        deltas = "".join(each["delta"] for each in own if each["type"].endswith(".delta"))
+        done = next(each for each in own if each["type"].endswith(("text.done", "arguments.done")))
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert deltas == text == done.get("text", done.get("arguments"))
+
+
+def test_responses_that_are_cut_or_fail(folder):
+    with saying(folder, ("I th", "length", None))[0] as (url, _), httpx.Client(base_url=url) as http:
+        found = post(http, RESPONSES, input="Hi")
+        assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert found["output"][0]["status"] == "incomplete"
+        assert named_events(http.post(RESPONSES, json={"input": "Hi", "stream": True}))[-1]["type"] == "response.incomplete"
+
+
+def test_what_goes_into_a_response(http):
+    items = [
+        {"role": "developer", "content": "Short."}, {"type": "message", "role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
+        {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [{"type": "output_text", "text": "I ", "annotations": []}, {"type": "output_text", "text": "look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call", "call_id": "c2", "name": "get_time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"role": "assistant", "content": "Sunny."}, {"role": "assistant", "content": "At noon."},
+    ]  # fmt: skip
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": arguments}} for i, name, arguments in ((1, "get_weather", '{"city": "Rome"}'), (2, "get_time", "{}"))]
+    assert chat_of_input(items, "Be.") == [
+        {"role": "system", "content": "Be."}, {"role": "developer", "content": "Short."}, {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "reasoning_content": "I think.", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"}, {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        {"role": "assistant", "content": "Sunny."}, {"role": "assistant", "content": "At noon."},
+    ]  # fmt: skip
+    assert post(http, RESPONSES, input=items, tools=FUNCTIONS)["status"] == "completed"
+    for wrong in (None, [], 3, [3], [{"type": "item_reference", "id": "x"}], [{"role": "user"}], [{"role": 3, "content": "x"}],
+                  [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], [{"type": "function_call", "name": "f"}]):
+        error = post(http, RESPONSES, 400, input=wrong)["error"]
+        assert error["param"] == "input" and "input" in error["message"], wrong
+    for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "response_format"),
+                        ({"tools": [{"type": "web_search"}]}, "tools"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
+        assert post(http, RESPONSES, 400, **{"input": "Hi"} | body)["error"]["param"] == param
+    warned = http.post(RESPONSES, json={"input": "Hi", "store": True, "include": [], "reasoning": {"effort": "low"}}).headers["x-pagedkv-warning"]
+    assert warned == "without effect: store, include, reasoning_effort"
+
+
+def test_a_response_of_a_schema(llm):
+    pytest.importorskip("xgrammar")
+    with serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], THINKING)) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        form = {"type": "json_schema", "name": "person", "schema": PERSON}
+        found = post(http, RESPONSES, input="Hi", text={"format": form}, temperature=1.0, seed=4, max_output_tokens=2000)
+        thoughts, message = found["output"]
+        assert thoughts["type"] == "reasoning" and 0 <= json.loads(message["content"][0]["text"])["age"] <= 99
+        details = found["usage"]["output_tokens_details"]
+        assert 0 < details["reasoning_tokens"] < found["usage"]["output_tokens"]
+        only = post(http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"}, temperature=1.0, seed=4, max_output_tokens=2000)
+        assert [each["name"] for each in only["output"] if each["type"] == "function_call"] == ["get_time"]
+
+
+# --- /v1/messages
+
+
+BLOCKS = [
+    {"type": "thinking", "thinking": "The weather.", "signature": ""}, {"type": "text", "text": "I look."},
+    {"type": "tool_use", "name": "get_weather", "input": {"city": "Paris", "days": 3}}, {"type": "tool_use", "name": "get_time", "input": {"zone": "utc"}},
+]  # fmt: skip
+
+
+def test_a_message(http):
+    found = post(http, MESSAGES, model="demo", max_tokens=50, messages=HI, tools=CUSTOM, system="Be brief.")
+    assert without(found["content"], "id") == BLOCKS
+    assert (found["type"], found["role"], found["stop_reason"], found["stop_sequence"]) == ("message", "assistant", "tool_use", None)
+    assert found["usage"] == {"input_tokens": len(http.client.seen[0][0]), "output_tokens": 1, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+    assert post(http, COUNT, messages=HI, tools=CUSTOM, system=[{"type": "text", "text": "Be brief."}]) == {"input_tokens": found["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_events_of_a_message(http, number):
+    http.client.rng.seed(number)
+    body = {"max_tokens": 50, "messages": HI, "tools": CUSTOM, "stream": True}
+    events = named_events(http.post(MESSAGES, json=body))
+    assert events[0]["type"] == "message_start" and events[0]["message"]["content"] == [] and events[0]["message"]["usage"]["input_tokens"] > 0
+    assert [each["type"] for each in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and events[-2]["usage"]["output_tokens"] > 0
+    blocks, is_open = [], False
+    for each in events[1:-2]:
+        if each["type"] == "content_block_start":
+            assert not is_open and each["index"] == len(blocks)
+            blocks.append(each["content_block"] | ({"input": ""} if each["content_block"]["type"] == "tool_use" else {}))
+        assert each["index"] == len(blocks) - 1
+        is_open = each["type"] != "content_block_stop"
+        if each["type"] == "content_block_delta":
+            (name,) = set(each["delta"]) - {"type"}
+            assert each["delta"]["type"] == {"text": "text_delta", "thinking": "thinking_delta", "partial_json": "input_json_delta"}[name]
+            blocks[-1][{"partial_json": "input"}.get(name, name)] += each["delta"][name]
+    assert not is_open
+    assert without([b | ({"input": json.loads(b["input"])} if "input" in b else {}) for b in blocks], "id") == BLOCKS
+
+
+def test_ends_of_messages(folder):
+    cases = [
+        (("abc", "length", None), "max_tokens", None, "abc"), (("abc", "stop", "END"), "stop_sequence", "END", "abc"),
+        (("abc", "stop", None), "end_turn", None, "abc"), (("<tool_call>{\"name\": \"f\", \"arguments\": {\"a", "length", None), "max_tokens", None, None),
+    ]  # fmt: skip
+    for said, reason, sequence, text in cases:
+        with saying(folder, said)[0] as (url, _), httpx.Client(base_url=url) as http:
+            found = post(http, MESSAGES, max_tokens=5, messages=HI, stop_sequences=["END"], tools=CUSTOM)
+            assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
+            if text is None:
+                assert found["content"][0]["input"] == {"invalid_json": '{"a'}
+            else:
+                assert found["content"] == [{"type": "text", "text": text}]
+
+
+def test_what_goes_into_a_message(http):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Now?"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "I think.", "signature": "x"}, {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Rome"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]}, {"type": "text", "text": "And?"}]},
+    ]  # fmt: skip
+    calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]
+    assert chat_of_messages(messages, [{"type": "text", "text": "Be."}]) == [
+        {"role": "system", "content": "Be."}, {"role": "user", "content": "Weather?\nNow?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "I think.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"}, {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    assert post(http, MESSAGES, max_tokens=9, messages=messages, tools=CUSTOM)["stop_reason"] == "tool_use"
+    prefilled = [*HI, {"role": "assistant", "content": "<think>\n\n</think>\n\nIt is"}]
+    post(http, MESSAGES, max_tokens=9, messages=prefilled)
+    assert Tokenizer(http.client.folder).decode(http.client.seen[-1][0]).endswith("It is")
+    bad = [
+        ({}, "max_tokens is missing"), ({"max_tokens": 5, "messages": []}, "messages is missing"), ({"max_tokens": 5, "messages": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
+        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0] is of type 'image'"),
+        ({"max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
+        ({"max_tokens": 5, "tools": CUSTOM, "tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"), ({"max_tokens": 5, "thinking": {"type": "x"}}, "thinking.type is 'x'"),
+        ({"max_tokens": 5, "output_config": {"format": {"type": "xml"}}}, "output_config.format"), ({"max_token": 5}, "did you mean 'max_tokens'?"),
+    ]  # fmt: skip
+    for body, text in bad:
+        error = post(http, MESSAGES, 400, **{"messages": HI} | body)
+        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error" and text in error["error"]["message"]
+    assert post(http, MESSAGES, 404, max_tokens=5, messages=HI, model="gpt")["error"]["type"] == "not_found_error"
+    assert http.get(MESSAGES).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_thinking_is_switched(http):
+    for thinking, ends in (({"type": "disabled"}, "<think>\n\n</think>\n\n"), ({"type": "enabled", "budget_tokens": 1024}, "assistant\n"), ({"type": "adaptive"}, "assistant\n")):
+        post(http, MESSAGES, max_tokens=9, messages=HI, thinking=thinking)
+        assert Tokenizer(http.client.folder).decode(http.client.seen[-1][0], skip_special_tokens=False).endswith(ends)
+
+
+def test_keys_of_anthropics_clients(folder):
+    with serving(saying(folder, "a")[1], model_of(folder), api_keys=["k"]) as (url, _), httpx.Client(base_url=url) as http:
+        body = {"max_tokens": 5, "messages": HI}
+        assert http.post(MESSAGES, json=body, headers={"x-api-key": "k"}).status_code == 200
+        refused = http.post(MESSAGES, json=body, headers={"x-api-key": "other"})
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+
+
+def test_streams_that_fail_end_with_an_error(folder):
+    async def half(prompt, params=None, request_id=None, **options):
+        async for output in type(client).generate(client, prompt, params):
+            yield output
+            await asyncio.sleep(0.05)
+            raise ApiError(503, "the server has ended this answer")
+
+    server, client = saying(folder, "abc def ghi")
+    client.generate = half
+    client.rng.seed(1)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        last = named_events(http.post(RESPONSES, json={"input": "Hi", "stream": True}))[-1]
+        assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "the server has ended this answer"
+        last = named_events(http.post(MESSAGES, json={"max_tokens": 5, "messages": HI, "stream": True}))[-1]
+        assert last["type"] == "error" and last["error"]["type"] == "overloaded_error"

@@ -1,0 +1,135 @@
+"""What the clients of OpenAI and Anthropic, and openai-agents, make of answers."""
+
+# ruff: noqa: E402  these tests are skipped before what they need is imported
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve`, and httpx")
+
+import httpx
+from served import DEMO, ENGINE, TEMPLATE, post, serving
+from tool_models import CALL, PLAIN, SAID, TOOLS, saying, write_tool_model
+
+from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.text.tokenizer import Tokenizer
+from pagedkv.serve.model import ServedModel
+
+HI = [{"role": "user", "content": "Hi"}]
+FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
+CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tool_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
+        yield llm
+
+
+def test_the_client_of_openai(folder):
+    openai = pytest.importorskip("openai")
+    with saying(folder, SAID)[0] as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        chat = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="auto")
+        message = chat.choices[0].message
+        assert message.reasoning_content == "The weather." and [each.function.name for each in message.tool_calls] == ["get_weather", "get_time"]
+        with client.chat.completions.stream(model="demo", messages=HI, tools=TOOLS) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds and final.finish_reason == "tool_calls"
+        assert [json.loads(each.function.arguments) for each in final.message.tool_calls] == [{"city": "Paris", "days": 3}, {"zone": "utc"}]
+        response = client.responses.create(model="demo", input="Hi", tools=FUNCTIONS)
+        assert response.output_text == "I look." and response.output[2].name == "get_weather"
+        with client.responses.stream(model="demo", input="Hi", tools=FUNCTIONS) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert events[-1].type == "response.completed" and final.output_text == "I look." and json.loads(final.output[3].arguments) == {"zone": "utc"}
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(model="demo", input="Hi", previous_response_id="x")
+
+
+def test_shapes_by_the_client_of_openai(llm):
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
+    pytest.importorskip("xgrammar")
+
+    class Person(pydantic.BaseModel):
+        age: int = pydantic.Field(ge=0, le=99)
+
+    with serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], PLAIN)) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        options = {"model": "demo", "temperature": 1.0}
+        chat = client.chat.completions.parse(messages=HI, response_format=Person, max_tokens=500, seed=1, **options)
+        assert 0 <= chat.choices[0].message.parsed.age <= 99
+        response = client.responses.parse(input="Hi", text_format=Person, max_output_tokens=500, extra_body={"seed": 1}, **options)
+        assert 0 <= response.output_parsed.age <= 99
+
+
+def test_the_client_of_anthropic(folder):
+    anthropic = pytest.importorskip("anthropic")
+    with saying(folder, SAID)[0] as (url, _), anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        options = {"model": "demo", "max_tokens": 99, "messages": HI, "tools": CUSTOM, "tool_choice": {"type": "auto"}}
+        message = client.messages.create(**options)
+        assert [each.type for each in message.content] == ["thinking", "text", "tool_use", "tool_use"] and message.stop_reason == "tool_use"
+        with client.messages.stream(**options) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert text == "I look." and final.content[2].input == {"city": "Paris", "days": 3} and final.stop_reason == "tool_use"
+        assert client.messages.count_tokens(model="demo", messages=HI, tools=CUSTOM).input_tokens == message.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+            client.messages.create(**options | {"model": "other"})
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_openai_agents(folder, api, is_stream):
+    """An agent calls a tool, and answers with what that says."""
+    agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
+    agents.set_tracing_disabled(True)
+    asked = []
+
+    @agents.function_tool
+    def get_weather(city: str, days: int) -> str:
+        asked.append((city, days))
+        return "sunny"
+
+    def say(params, index):
+        assert params.structured_outputs is None or "get_weather" in params.structured_outputs.structural_tag
+        return f"<think>\nhm\n</think>\n\n{CALL}" if len(client.seen) == 1 else "It is sunny."
+
+    server, client = saying(folder, say)
+    with server as (url, _):
+        async def main():
+            own = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            kind = agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
+            agent = agents.Agent(name="A", instructions="Be brief.", tools=[get_weather], model=kind("demo", own))
+            if not is_stream:
+                return (await agents.Runner.run(agent, "Weather in Paris?")).final_output
+            result = agents.Runner.run_streamed(agent, "Weather in Paris?")
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+        assert asyncio.run(main()) == "It is sunny." and asked == [("Paris", 3)]
+    text = Tokenizer(folder).decode(client.seen[1][0])
+    assert "sunny\n</tool_response>" in text and '"name": "get_weather", "arguments": {"city": "Paris", "days": 3}' in text
+
+
+def test_the_model_in_the_package():
+    """By all three APIs, and a number by a schema."""
+    pytest.importorskip("xgrammar")
+    ask = [{"role": "user", "content": "473+89="}]
+    with LLM(DEMO, **ENGINE) as llm, serving(AsyncEngine(llm), ServedModel.of_engine(llm, ["demo"], TEMPLATE)) as (url, _), httpx.Client(base_url=url) as http:
+        number = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+        assert post(http, "/v1/chat/completions", messages=ask, response_format=number)["choices"][0]["message"]["content"] == "562"
+        assert post(http, "/v1/responses", input="473+89=")["output"][0]["content"][0]["text"] == "562"
+        message = post(http, "/v1/messages", messages=ask, max_tokens=20)
+        assert message["content"] == [{"type": "text", "text": "562"}] and message["usage"]["output_tokens"] == 4
+        again = post(http, "/v1/messages", messages=ask, max_tokens=20)["usage"]
+        assert again["input_tokens"] + again["cache_read_input_tokens"] == 7 and again["cache_read_input_tokens"] == 4

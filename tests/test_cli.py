@@ -206,6 +206,11 @@ def test_an_address_that_is_in_use(capsys, tmp_path):
 ERRORS = [
     (("serve", "{tmp}", "--lora", "a"), 1, "--lora is 'a' but must be NAME=FOLDER"),
     (("serve", "{tmp}", "--lora", "{tmp}=x"), 1, "is served already"),
+    (("serve", "{tmp}", "--ssl-keyfile", "x"), 1, "but --ssl-certfile is not"),
+    (("serve", "{tmp}", "--ssl-certfile", "{tmp}/none"), 1, "/none', with the key in"),
+    (("serve", "{tmp}", "--api-key-file", "/dev/null"), 1, "--api-key-file is '/dev/null', which has no key"),
+    (("serve", "{tmp}", "--max-waiting", "-1"), 1, "--max-waiting is -1 but must be at least 0"),
+    (("serve", "{tmp}", "--stuck-after", "0"), 1, "--stuck-after is 0.0 but must be above 0"),
     (("serve", "{tmp}", "--lora", "a={tmp}"), 1, "adapter_config.json"),
     (("serve", "{tmp}", "--api-key", ""), 1, "--api-key is empty"),
     (("serve", "{tmp}", "--max-body-size", "0"), 2, "0 is less than 1"),

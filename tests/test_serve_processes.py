@@ -342,15 +342,19 @@ def test_a_program_from_stdin_tls_and_the_access_log(folder, tmp_path):
     command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2"]
     subprocess.run([*command, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     Path(keys).write_text("one\n\n two \n")
-    options = ["--ssl-certfile", cert, "--ssl-keyfile", key, "--api-key-file", keys, "--access-log"]
+    options = ["--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", cert, "--api-key-file", keys, "--access-log"]
     with server(folder, *options, code=PROGRAM) as processes:
         assert processes.url.startswith("https://")
-        with httpx.Client(base_url=processes.url, verify=ssl.create_default_context(cafile=cert)) as http:
+        context = ssl.create_default_context(cafile=cert)
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):  # it has no certificate
+            httpx.get(f"{processes.url}/health", verify=context)
+        context.load_cert_chain(cert, key)
+        with httpx.Client(base_url=processes.url, verify=context) as http:
             answer = http.post(COMPLETIONS, json={"prompt": "473+89=", "temperature": 0}, headers={"authorization": "Bearer two"})
             assert answer.json()["choices"][0]["text"] == "562"
             assert http.post(COMPLETIONS, json={"prompt": "1"}).status_code == 401
             assert http.get("/health").json()["status"] in ("idle", "busy")
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(httpx.ConnectError):  # it trusts no such server
             httpx.get(processes.url)
         wait_for(lambda: any("1 x 200, 1 x 401; in work: 0" in line or "2 x 200, 1 x 401; in work: 0" in line for line in processes.errors), 3)
         stop(processes)

@@ -65,11 +65,11 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    keys = list(args.api_key)
-    if args.api_key_file is not None:
-        keys += filter(None, map(str.strip, read_text(args.api_key_file).splitlines()))
-    if "" in keys or (args.api_key_file is not None and not keys):
-        raise ValueError("--api-key is empty")
+    keys, tls = _keys(args), _tls(args)
+    if args.max_waiting is not None and args.max_waiting < 0:
+        raise ValueError(f"--max-waiting is {args.max_waiting} but must be at least 0")
+    if not args.stuck_after > 0:
+        raise ValueError(f"--stuck-after is {args.stuck_after} but must be above 0")
     names = args.served_model_name or [args.model]
     options, template, adapters = serving_options(args, names)
     need("pagedkv serve", "serve", *PACKAGES)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
         },
         app={"api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log},
-        http={"drain_timeout": args.drain_timeout} | _tls(args),
+        http={"drain_timeout": args.drain_timeout} | tls,
     )  # fmt: skip
     # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
     listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
@@ -101,17 +101,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tls(args: argparse.Namespace) -> dict[str, Any]:
-    """uvicorn's options. OSError: a file is missing, or is no certificate."""
+    """uvicorn's options."""
     if args.ssl_certfile is None:
         if args.ssl_keyfile is not None or args.ssl_ca_certs is not None:
             raise ValueError("--ssl-keyfile or --ssl-ca-certs is given, but --ssl-certfile is not")
         return {}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
     found = {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
-    if args.ssl_ca_certs is not None:
-        context.load_verify_locations(args.ssl_ca_certs)
-        found |= {"ssl_ca_certs": args.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    name, value = "--ssl-certfile", f"{args.ssl_certfile!r}, with the key in {args.ssl_keyfile or args.ssl_certfile!r}"
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            name, value = "--ssl-ca-certs", repr(args.ssl_ca_certs)
+            context.load_verify_locations(args.ssl_ca_certs)
+            found |= {"ssl_ca_certs": args.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    except OSError as error:
+        raise OSError(f"{name} is {value}: {error}") from None
     return found
 
 
@@ -133,6 +138,17 @@ def serving_options(
     template = None if args.chat_template is None else read_text(args.chat_template)
     adapters = _adapters(args.lora, names)
     return {"enable_lora": True, "max_loras": len(adapters)} if adapters else {}, template, adapters
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    if "" in args.api_key:
+        raise ValueError("--api-key is empty")
+    if args.api_key_file is None:
+        return list(args.api_key)
+    found = list(filter(None, map(str.strip, read_text(args.api_key_file).splitlines())))
+    if not found:  # else anybody might ask
+        raise ValueError(f"--api-key-file is {args.api_key_file!r}, which has no key")
+    return [*args.api_key, *found]
 
 
 def _adapters(given: list[str], names: list[str]) -> dict[str, LoRARequest]:

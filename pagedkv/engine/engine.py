@@ -227,7 +227,7 @@ class Engine:
 
         def resize() -> None:
             self._book.check_resize(wanted)
-            resize_pool(self.manager, self._open_runner().caches, wanted)
+            resize_pool(self.manager, self._open_runner().resize, wanted)
 
         self._core.call(resize)
         return wanted

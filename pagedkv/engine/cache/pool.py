@@ -8,7 +8,7 @@ can have the memory that it gives back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -162,11 +162,11 @@ def num_blocks_of(num_blocks: int | None, kv_cache_memory: int | None, caches: K
     return wanted
 
 
-def resize_pool(manager: BlockManager, caches: KVCaches, num_blocks: int) -> None:
-    """Between two steps. At any time all pages of the manager have memory."""
+def resize_pool(manager: BlockManager, resize: Callable[[int], None], num_blocks: int) -> None:
+    """Between two steps; resize: the caches. At any time all pages of the manager have memory."""
     if num_blocks > manager.num_blocks:
-        caches.resize(num_blocks)
+        resize(num_blocks)
         manager.resize(num_blocks)
     else:
         manager.resize(num_blocks)
-        caches.resize(num_blocks)
+        resize(num_blocks)

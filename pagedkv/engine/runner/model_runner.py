@@ -15,25 +15,33 @@ A step that only decodes is padded to the next of some batch sizes, each of whic
 sampled token. A padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed
 have a graph that ends with the logits, and steps with adapters have graphs of their own; these are captured after the
 first such step of their size.
+
+Of several ranks each has a runner. The first one's decides and packs: it tells the others (`team`) what it is about to
+do on its device, as bytes, and then does it. Theirs replay().
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
+
+import numpy as np
 
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
 from pagedkv.models.spec import AdaptedModel, Batch, Model, Spec
+from pagedkv.parallel.ring import Kind
+from pagedkv.parallel.team import RankError, Team
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
-from .step_memory import StepMemory
+from .step_memory import StepHeader, StepMemory
 
 GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
@@ -57,8 +65,14 @@ class ModelRunner:
         max_model_len: int,
         enforce_eager: bool = False,
         has_adapters: bool = False,
+        sizes: Sequence[int] | None = None,
+        comm: Communicator | None = None,
+        team: Team | None = None,
     ) -> None:
+        """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks that
+        have a share of the model each; team: on the first of them, the others."""
         self.spec, self.model, self.device = spec, model, device
+        self.comm, self.team = comm, team
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
@@ -71,15 +85,14 @@ class ModelRunner:
         self.sampler = Sampler(
             model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
-        self.batch_sizes = list(range(1, max_num_seqs + 1))
-        if self.is_gpu:
-            self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
+        self.batch_sizes = [*sizes] if sizes else batch_sizes_of(device, max_num_seqs, spec)
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans, has_adapters=has_adapters,
         )  # fmt: skip
         # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
         self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
 
@@ -110,7 +123,20 @@ class ModelRunner:
     def allocate(self, manager: BlockManager) -> None:
         """Makes the pool of the manager's pages."""
         self.manager = manager
-        self.caches.allocate(manager.num_blocks, manager.num_host_blocks)
+        self.on_all("caches.allocate", manager.num_blocks, manager.num_host_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Gives the pool this many pages. MemoryError, and no change, where a device has too little memory."""
+        if not all(self.on_all("try_to_resize", num_blocks)):
+            self.on_all("try_to_resize", self.manager.num_blocks)
+            raise MemoryError(f"num_blocks is {num_blocks}: the device has too little memory")
+
+    def try_to_resize(self, num_blocks: int) -> bool:
+        try:
+            self.caches.resize(num_blocks)
+        except MemoryError:
+            return False
+        return True
 
     def capture_decodes(self) -> None:
         """Captures the graphs of all batch sizes, which point to the pool."""
@@ -132,33 +158,43 @@ class ModelRunner:
     def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> None:
         """Starts the step, in which it leaves what tells of its tokens. A token that is not in Sequence.new_tokens yet
         is taken from the launch before. For masks, wait_for_tokens() puts those tokens there."""
-        self._turn = turn = 1 - self._turn
-        event, graph = self._events[turn], None
-        if event is not None:
-            event.synchronize()  # the host's arrays of this turn have been copied
+        if self.team is None:
+            self._launch(step, wait_for_tokens)
+            return
+        num_told = self.team.num_told
+        try:
+            self._launch(step, wait_for_tokens)
+        except BaseException as error:
+            if self.team.num_told == num_told:  # the other ranks know nothing of it
+                raise
+            raise self.team.blame(error) from error
+
+    def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
+        event = self._next_turn()
         with self.stream:
             try:
                 self.move_pages(step)
                 self.write_adapters(step)
                 batch = self.fill(step)
-                if self.graphs is not None and step.only_decodes:
-                    graph = self.graphs.get(_key(batch))
-                if graph is not None:
-                    graph.replay()
-                elif PromptOutputs.are_wanted(step):
-                    step.prompt_outputs = self._compute_prompts(batch, step)
-                else:
-                    self._compute(batch)
+                hidden = self.compute(batch, step.only_decodes, PromptOutputs.are_wanted(step))
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
-                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), turn)
+                    self._share_tokens(len(step.sampled))
+                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), self._turn)
+                if hidden is not None:
+                    step.prompt_outputs = PromptOutputs(step, hidden, self._logits_of, self.sampler.logits.shape)
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
-            if self.graphs is not None and step.only_decodes and graph is None:
-                self._capture(batch)  # for the next one; the GPU has this one to compute
         step.event = event
+
+    def _next_turn(self) -> Event | None:
+        self._turn = 1 - self._turn
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()  # the host's arrays of this turn have been copied
+        return event
 
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
@@ -166,25 +202,52 @@ class ModelRunner:
 
     def move_pages(self, step: Step) -> None:
         """Does the swaps and copies of a step, before anything is computed."""
-        caches = self.caches
-        if step.swap_out is not None:
-            ops.swap_blocks(each_cache(caches.layers), each_cache(caches.host_layers), step.swap_out)
-        if step.swap_in is not None:
-            ops.swap_blocks(each_cache(caches.host_layers), each_cache(caches.layers), step.swap_in)
-        if step.copies is not None and len(step.copies):
-            ops.copy_blocks(each_cache(caches.layers), step.copies)
+        moves = (Kind.SWAP_OUT, step.swap_out), (Kind.SWAP_IN, step.swap_in), (Kind.COPY, step.copies)
+        for kind, pairs in moves:
+            if pairs is not None and len(pairs):
+                for piece in [pairs] if self.team is None else self.team.tell_rows(kind, pairs):
+                    self._move(kind, piece)
+
+    def _move(self, kind: int, pairs: np.ndarray) -> None:
+        caches, host = each_cache(self.caches.layers), each_cache(self.caches.host_layers)
+        if kind == Kind.COPY:
+            ops.copy_blocks(caches, pairs)
+        elif kind == Kind.SWAP_OUT:
+            ops.swap_blocks(caches, host, pairs)
+        else:
+            ops.swap_blocks(host, caches, pairs)
 
     def write_adapters(self, step: Step) -> None:
         """Brings the adapters that a step needs into their slots."""
         for slot, adapter in step.adapters:
-            cast(AdaptedModel, self.model).write_adapter(slot, adapter)
+            self.on_all("model.write_adapter", slot, adapter)
 
     def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
-        return self.memory.fill(step, arrays, self._turn, needs_logits=self.sampler.needs_logits)
+        header = self.memory.fill(
+            step, arrays, self._turn,
+            needs_logits=self.sampler.needs_logits, keeps_hidden=PromptOutputs.are_wanted(step),
+        )  # fmt: skip
+        if self.team is not None:
+            self.team.tell(Kind.STEP, header, *self.memory.content(header, self._turn))
+        return self.memory.upload(header, self._turn)
+
+    def compute(self, batch: Batch, only_decodes: bool, keeps_hidden: bool) -> Tensor | None:
+        """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
+        graph = self.graphs.get(_key(batch)) if self.graphs is not None and only_decodes else None
+        self._hidden = None
+        if graph is not None:
+            graph.replay()
+        elif keeps_hidden:
+            self._hidden = self._compute_all(batch)
+        else:
+            self._compute(batch)
+            if self.graphs is not None and only_decodes:
+                self._capture(batch)  # for the next one; the GPU has this one to compute
+        return self._hidden
 
     def run(self, batch: Batch) -> None:
         """Computes the step up to its tokens."""
@@ -205,22 +268,81 @@ class ModelRunner:
             self._compute(batch)
         self.graphs[_key(batch)] = graph
 
-    def _compute_prompts(self, batch: Batch, step: Step) -> PromptOutputs:
+    def _compute_all(self, batch: Batch) -> Tensor:
         """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
         ops.take_sampled(batch.token_ids, self.sampler.sampled)
         hidden = self.forward(batch)
-        outputs = PromptOutputs(step, hidden, self.model, self.sampler.logits)
         assert batch.last_tokens is not None, "a step with prompts"
         self.sampler.compute(ops.gather_rows(hidden, batch.last_tokens), batch)
-        return outputs
+        return hidden
+
+    def _logits_of(self, rows: np.ndarray) -> Tensor:
+        """Of these rows (int32) of the hidden states that the step has kept."""
+        if self.team is not None:
+            self.team.tell(Kind.LOGITS, (), rows)
+        assert self._hidden is not None, "it has kept them"
+        hidden = ops.gather_rows(self._hidden, ops.asarray(rows, device=self.device))
+        return self.model.logits(hidden, out=self.sampler.logits[: len(rows)])
+
+    def _share_tokens(self, num_rows: int) -> None:
+        """Gives the other ranks the tokens that the first has sampled from logits."""
+        if self.comm is None or not num_rows:
+            return
+        if self.team is not None:
+            self.team.tell(Kind.TOKENS, (num_rows,))
+        XXX(self.sampler.sampled[:num_rows], self.comm)
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
 
 
+    # --- several ranks
+
+    def on_all(self, name: str, *args: Any) -> list[Any]:
+        """The results of a method of all ranks' runners, or of what they have, the first one's first."""
+        call = attrgetter(name)(self)
+        if self.team is None:
+            return [call(*args)]
+        self.team.ask(name, *args)
+        try:
+            own = call(*args)
+        except BaseException as error:
+            raise self.team.blame(error) from error
+        return [own, *self.team.answers()]
+
+    def replay(self, kind: int, fields: Sequence[int], arrays: tuple[np.ndarray, np.ndarray]) -> None:
+        """Of another rank than the first: does what that one does on its device, by what it has told."""
+        with self.stream:
+            if kind == Kind.STEP:
+                header, event = StepHeader(*fields[: len(StepHeader._fields)]), self._next_turn()
+                self.memory.take(header, self._turn, *arrays)
+                batch = self.memory.upload(header, self._turn)
+                self.compute(batch, bool(header.only_decodes), bool(header.keeps_hidden))
+                if event is not None:
+                    event.record()
+            elif kind == Kind.TOKENS:
+                self._share_tokens(fields[0])
+            elif kind == Kind.LOGITS:
+                self._logits_of(arrays[0].view(np.int32))
+            else:
+                self._move(kind, arrays[0].view(np.int32).reshape(-1, 2))
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.team is not None:
+            self.team.close()
+
+
 def _key(batch: Batch) -> tuple[int, bool, bool]:
     return len(batch.token_ids), batch.needs_logits, batch.has_adapters
+
+
+def batch_sizes_of(device: str, max_num_seqs: int, spec: Spec) -> list[int]:
+    """Those of steps that only decode."""
+    if device == "cpu":
+        return list(range(1, max_num_seqs + 1))
+    return batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
 
 
 def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:

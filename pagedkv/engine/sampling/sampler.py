@@ -203,9 +203,12 @@ class PromptOutputs:
     them. report() gives each sequence its own.
     """
 
-    def __init__(self, step: Step, hidden: Tensor, model: Model, logits: Tensor) -> None:
-        """hidden: [num_tokens, hidden_size] of the step's tokens; logits: memory for some rows of them."""
-        self._model, self._hidden, self._logits = model, hidden, logits
+    def __init__(
+        self, step: Step, hidden: Tensor, logits_of: Callable[[np.ndarray], Tensor], most: tuple[int, ...]
+    ) -> None:
+        """hidden: [num_tokens, hidden_size] of the step's tokens; logits_of: some rows (int32) of them, at most [rows,
+        vocab_size], in memory that the next ones take."""
+        self._logits_of, self._most, self._hidden = logits_of, most, hidden
         self._scores: list[tuple[Sequence, np.ndarray, np.ndarray]] = []
         self._vectors: list[tuple[Sequence, np.ndarray]] = []
         firsts = np.cumsum([0, *step.lengths])
@@ -228,12 +231,10 @@ class PromptOutputs:
         assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
         row_of_prompt = first_row - start  # where the row of token 0 would be
         start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
-        num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])
-        for at in range(start, end, len(self._logits)):
-            stop = min(at + len(self._logits), end)
-            rows = _ids(range(row_of_prompt + at, row_of_prompt + stop), self._hidden.device)
-            logits = self._logits[: stop - at]
-            self._model.logits(ops.gather_rows(self._hidden, rows), out=logits)
+        most, num_best = self._most[0], min(seq.params.prompt_logprobs, self._most[1])
+        for at in range(start, end, most):
+            stop = min(at + most, end)
+            logits = self._logits_of(np.arange(row_of_prompt + at, row_of_prompt + stop, dtype=np.int32))
             targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)
             ids, logprobs = ops.token_logprobs(logits, targets, num_best)
             self._scores.append((seq, _here(ids), _here(logprobs)))

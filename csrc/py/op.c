@@ -6,6 +6,7 @@
 
 #include "ops/linear.h"
 #include "py/args.h"
+#include "py/communicator.h"
 
 int py_check_op(py_state *state, const py_op *op)
 {
@@ -148,6 +149,8 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
             return truth;
         case PY_PAIR:
             return read_pair(name, isinf(otherwise) ? object : given, field);
+        case PY_COMM:
+            return py_comm_arg(call->state, name, given, field);
         case PY_ALGORITHM:
             return read_algorithm(name, isinf(otherwise) ? object : given, field);
         case PY_OUTPUT:

@@ -69,6 +69,9 @@ class Model:
 
     def tune(self, *args: object) -> None: ...
 
+    def allocate_logits(self, num_rows: int) -> FakeTensor:
+        return FakeOps.empty((num_rows, 2), "float32", self.on)
+
     def allocate_buffers(self, num_tokens: int) -> Hidden:
         return Hidden(num_tokens, self.on)
 

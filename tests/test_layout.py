@@ -174,7 +174,7 @@ def test_no_files_call_each_other_in_a_circle(folder, suffix):
 # before its folder stands apart from it.
 ORDER = (
     "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
-    "pagedkv.torch", "pagedkv.models",
+    "pagedkv.torch", "pagedkv.parallel", "pagedkv.models",
     "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request", "pagedkv.engine.options", "pagedkv.engine.outputs",
     "pagedkv.engine.text",
     "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",

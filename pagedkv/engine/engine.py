@@ -259,6 +259,8 @@ class Engine:
 
         def run() -> int:
             runner = self._open_runner()
+            if runner.team is not None:
+                raise NotImplementedError("tensor_parallel_size is above 1: only the cache of one rank is saved and loaded")
             with runner.stream:
                 return action(runner.caches)
 

@@ -11,7 +11,7 @@ from . import DTYPES
 from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys, flag, number
 from .quantized import parse_quantization
 from .rope import Rope, parse_rope
-from .share import split, split_heads
+from .share import split, split_heads, split_vocab
 from .spec import KVLayer, Spec
 
 READ = """
@@ -63,7 +63,7 @@ class DecoderConfig(Spec):
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,
             intermediate_size=split("intermediate_size", self.intermediate_size, rank, num_ranks, math.lcm(*unit)),
-            vocab_share=split("vocab_size", self.vocab_size, rank, num_ranks),
+            vocab_share=split_vocab(self.vocab_size, rank, num_ranks),
         )
 
     def _unit(self) -> tuple[int, int]:

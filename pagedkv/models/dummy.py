@@ -10,6 +10,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv import ops
+from pagedkv.ops import Communicator
 
 from .linear import TensorSource
 from .lora import LoraSize

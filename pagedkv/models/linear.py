@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv import Tensor, ops
+from pagedkv.ops import Communicator
 
 from . import DTYPES
 from .lora import LoraPart, LoraSize
@@ -105,22 +106,6 @@ class Linear:
     def squares_width(self, x: Tensor, out: Tensor) -> int:
         """See ops.linear_squares. Several weights leave none."""
         return ops.linear_squares(x, **self.weights[0].arguments, out=out) if len(self.weights) == 1 else 0
-
-    def sample(
-        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
-    ) -> Tensor:
-        """Of a model's head, which is one weight: see spec.Model.sample."""
-        (weight,) = self.weights
-        return ops.sample_linear(
-            hidden,
-            temperatures=temperatures,
-            seeds=seeds,
-            positions=positions,
-            **weight.arguments,
-            logits=logits,
-            weight_is_constant=True,
-            out=out,
-        )
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:

@@ -84,6 +84,23 @@ def split(name: str, size: int, rank: int, num_ranks: int, unit: int = 1) -> Sha
     return Share([(start, min(end, size))], size)
 
 
+VOCAB_UNIT = 64  # tokens: see ops.linear_candidates
+
+
+def vocab_width(vocab_size: int, num_ranks: int) -> int:
+    """The tokens of each rank, but for the last one, so that their logits lie side by side when they are gathered."""
+    return -(-vocab_size // VOCAB_UNIT // num_ranks) * VOCAB_UNIT
+
+
+def split_vocab(vocab_size: int, rank: int, num_ranks: int) -> Share:
+    width = vocab_width(vocab_size, num_ranks)
+    if (num_ranks - 1) * width >= vocab_size:
+        raise NotImplementedError(
+            f"tensor_parallel_size is {num_ranks}: too many for vocab_size {vocab_size} in parts of {VOCAB_UNIT}"
+        )
+    return Share([(rank * width, min((rank + 1) * width, vocab_size))], vocab_size)
+
+
 def split_heads(
     num_q_heads: int, num_kv_heads: int, head_dim: int, rank: int, num_ranks: int, block: tuple[int, int]
 ) -> tuple[Share, Share]:

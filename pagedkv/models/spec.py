@@ -137,8 +137,11 @@ class Model(Protocol):
         """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
         tokens. Writes the KV of all tokens into the caches."""
 
+    def allocate_logits(self, num_rows: int) -> Tensor:
+        """Memory for the logits of so many rows, float32 [num_rows, vocab_size]."""
+
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """float32 [num_rows, vocab_size]"""
+        """Into the first rows of that memory."""
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor

@@ -13,6 +13,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv import ops
+from pagedkv.ops import Communicator
 from pagedkv.progress import progress_bar
 
 from . import DTYPES

@@ -193,9 +193,12 @@ class Team:
         """The error of the team after one in this process. kind: OF_GROUP, or that of an error of this rank's own."""
         return self._state.blame(kind, text)
 
-    def watch(self, abort: Callable[[str], None], listener: Callable[[BaseException], None]) -> None:
-        """After a failure: abort(reason) ends what this process waits for on a device, listener(error) is told."""
+    def watch(self, abort: Callable[[str], None]) -> None:
+        """abort(reason) ends what this process waits for on a device, after a failure and before the end."""
         self._state.abort = abort
+
+    def listen(self, listener: Callable[[BaseException], None]) -> None:
+        """It gets the error of the team's failure, in another thread."""
         self._state.listeners.append(listener)
 
     def close(self) -> None:

@@ -140,9 +140,8 @@ def pages_on_cpu(max_model_len: int, max_num_seqs: int, block_size: int, bytes_p
     return max(min(pages_of_one * max_num_seqs, affordable), pages_of_one)
 
 
-def pages_on_gpu(affordable_bytes: int, gpu_memory_utilization: float, bytes_per_page: int) -> int:
-    """The number of pages that the affordable bytes hold. MemoryError where that is none."""
-    num_blocks = affordable_bytes // bytes_per_page
+def checked_blocks(num_blocks: int, gpu_memory_utilization: float, bytes_per_page: int) -> int:
+    """The number of pages that a GPU has room for. MemoryError where that is none."""
     if num_blocks < 1:
         raise MemoryError(
             f"gpu_memory_utilization={gpu_memory_utilization} leaves no room for a page of {bytes_per_page} bytes"

@@ -28,14 +28,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
-from pagedkv.models.spec import AdaptedModel, Batch, Model, Spec
+from pagedkv.models.spec import Batch, Model, Spec
+from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.ring import Kind
-from pagedkv.parallel.team import RankError, Team
+from pagedkv.parallel.team import OF_GROUP, RankError, Team
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
@@ -83,8 +84,9 @@ class ModelRunner:
         self.buffers = model.allocate_buffers(max_num_batched_tokens)
         self.plans = model.allocate_plans(max_num_batched_tokens, max_num_seqs) if self.is_gpu else {}
         self.sampler = Sampler(
-            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
-        )
+            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            is_shared=comm is not None,
+        )  # fmt: skip
         self.batch_sizes = [*sizes] if sizes else batch_sizes_of(device, max_num_seqs, spec)
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
@@ -92,17 +94,22 @@ class ModelRunner:
         )  # fmt: skip
         # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
         self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        if comm is not None:
+            self._shared_tokens, self._no_tokens = (ops.asarray(np.zeros((1, max_num_seqs), np.float32), device=device) for _ in range(2))
         self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
 
-    def warm_up(self) -> None:
-        """Chooses algorithms, and runs the largest steps on a pool of one page. After that, the memory that operations
-        need besides the pool is allocated."""
+    def tune(self) -> None:
+        """Chooses algorithms."""
         start = time.perf_counter()
         sizes = [*self.batch_sizes, self._max_num_batched_tokens]  # most steps with prompts are full
         self.model.tune(sizes, self.batch_sizes)
         logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
+
+    def warm_up(self) -> None:
+        """Runs the largest steps on a pool of one page. After that, the memory that operations need besides the pool is
+        allocated."""
         self.caches.allocate_one()
         with self.stream:
             batch = self.memory.idle_decodes(self.batch_sizes[-1])
@@ -113,12 +120,13 @@ class ModelRunner:
         ops.synchronize(self.device)
         self.caches.layers = []
 
-    def affordable_bytes(self, utilization: float) -> int:
-        """The bytes that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
+    def affordable_blocks(self, utilization: float) -> int:
+        """The pages that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
         num_graphs = len(self.batch_sizes) * (2 if self.has_adapters else 1)
         of_graphs = 0 if self.graphs is None else num_graphs * GRAPH_BYTES + SCRATCH_BYTES
-        return int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
+        affordable = int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
+        return affordable // self.caches.page_bytes
 
     def allocate(self, manager: BlockManager) -> None:
         """Makes the pool of the manager's pages."""
@@ -167,7 +175,7 @@ class ModelRunner:
         except BaseException as error:
             if self.team.num_told == num_told:  # the other ranks know nothing of it
                 raise
-            raise self.team.blame(error) from error
+            raise self._blame(error) from error
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
         event = self._next_turn()
@@ -290,7 +298,12 @@ class ModelRunner:
             return
         if self.team is not None:
             self.team.tell(Kind.TOKENS, (num_rows,))
-        XXX(self.sampler.sampled[:num_rows], self.comm)
+        # Ids are added as the float32s that their bits are. All but the first rank's are zeros, so they stay what they are.
+        tokens = self.sampler.sampled[:num_rows].view((1, num_rows), "float32")
+        if self.team is not None:
+            ops.all_reduce(tokens, self.comm, out=self._shared_tokens[:, :num_rows])
+        else:
+            ops.all_reduce(self._no_tokens[:, :num_rows], self.comm, out=tokens)
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
@@ -308,8 +321,14 @@ class ModelRunner:
         try:
             own = call(*args)
         except BaseException as error:
-            raise self.team.blame(error) from error
+            raise self._blame(error) from error
         return [own, *self.team.answers()]
+
+    def _blame(self, error: BaseException) -> BaseException:
+        """The team's error after one of this rank, which it ends."""
+        assert self.team is not None, "there are other ranks"
+        kind = OF_GROUP if isinstance(error, GroupError) else type(error).__name__
+        return error if isinstance(error, RankError) else self.team.blame(kind, str(error))
 
     def replay(self, kind: int, fields: Sequence[int], arrays: tuple[np.ndarray, np.ndarray]) -> None:
         """Of another rank than the first: does what that one does on its device, by what it has told."""
@@ -332,6 +351,8 @@ class ModelRunner:
         """Ends the other ranks."""
         if self.team is not None:
             self.team.close()
+        if self.comm is not None:
+            self.comm.close()
 
 
 def _key(batch: Batch) -> tuple[int, bool, bool]:

@@ -269,10 +269,12 @@ class EngineCore:
 
 
 def _lose(ref: weakref.ref[EngineCore], error: BaseException) -> None:
-    """A rank has failed, perhaps while the engine is idle."""
+    """A rank has failed, perhaps while the engine is idle: its thread is to know."""
 
     def fail() -> None:
-        raise error
+        core = ref()
+        if core is not None and core._death is None:
+            raise error
 
     core = ref()
     if core is not None:
@@ -288,6 +290,9 @@ def _serve(ref: weakref.ref[EngineCore], inbox: Inbox) -> None:
         try:
             if not core.work(action):
                 return
+        except RankError as error:  # of which the log has said all
+            core.die(error)
+            return
         except BaseException as error:
             core.die(error)
             raise
@@ -302,6 +307,8 @@ def _stop_all() -> None:
     """Before the interpreter goes: a thread in the middle of a step would compute with what is being freed."""
     for core in list(cores):
         core.stop()
+        if core.runner is not None:
+            core.runner.close()
 
 
 def _forget_threads() -> None:

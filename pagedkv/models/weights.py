@@ -69,6 +69,7 @@ class Checkpoint(TensorSource):
         self._upload.close()
         self._progress.close()
         self.files.clear()
+        self._views.clear()
 
     def fingerprint(self) -> str:
         """A digest of the weights, in hexadecimal, for which all their bytes are read. Raises CheckpointError where the

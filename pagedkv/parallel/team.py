@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -149,6 +150,7 @@ class Team:
         self._thread = threading.Thread(target=_watch, args=(state,), name="pagedkv ranks", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _close, state, self._thread, self.comm_fd)
+        self._finalizer.atexit = False  # whoever makes the steps ends first
         teams.add(self)
 
     # --- what the other ranks do
@@ -288,9 +290,9 @@ def _verdict(state: _State) -> RankError:
     for member in state.members:
         if member.is_stopped:
             return _error(state, member.rank, "is stopped (SIGSTOP)", "")
-    assert state.writer is not None, "it has not been closed"
-    last = min(range(len(reports)), key=lambda rank: state.writer.cell(rank)[:2])  # type: ignore[union-attr]
-    return _error(state, last, "is behind", next((report for _, report in reports if report), ""))
+    words = next((report for _, report in reports if report), "")
+    missing = re.match(rf"{OF_GROUP}: rank (\d+) ", words)  # a Communicator's reason begins so
+    return _error(state, int(missing[1]) if missing else 0, "is behind", words)
 
 
 def _error(state: _State, rank: int, how: str, words: str) -> RankError:

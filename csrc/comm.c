@@ -64,9 +64,8 @@ static pk_status fail_as_ended(const pk_comm *comm, uint32_t aborted, pk_error *
     const pk_comm_member *member = &comm->shared->members[by];
     if (!LOAD(member->stop.has_stopped))
         return pk_fail(err, PK_EGROUP, "%.*s", PK_COMM_REASON, member->reason);
-    return pk_fail(err, PK_EGROUP, "%s: rank %u did not arrive within %g s (rank %d waited on %s %d, in call %u there)",
-                   NAMES[member->stop.operation % 5], member->stop.missing, comm->timeout, by,
-                   comm->device.type == PK_CUDA ? "cuda" : "cpu", comm->device.index, member->stop.call);
+    return pk_fail(err, PK_EGROUP, "rank %u did not arrive at %s within %g s (a kernel of rank %d waited)",
+                   member->stop.missing, NAMES[member->stop.operation % 5], comm->timeout, by);
 }
 
 /* Ends the group for a reason of this rank's, unless somebody was faster, and fails with what was first. */

@@ -4,7 +4,7 @@
  * them: no name, no port, nothing that is left behind. All ranks make the same calls in the same order. A call of the CPU
  * is made of turns: a rank fills its box, says so (pk_comm_turn), and reads the boxes of the others when they have said
  * so, too. Boxes are used by turns, two of them: who has arrived at a turn has read all boxes of the turn before, so
- * nobody waits at the end. A GPU's kernels have mailboxes of their own (csrc/cuda/comm/).
+ * nobody waits at the end. A GPU's kernels have mailboxes of their own (csrc/cuda/comm/mailbox.h).
  *
  * The first failure ends the group for good: its text is what every rank raises from then on. */
 #ifndef PK_COMM_H
@@ -26,10 +26,13 @@ typedef struct {
 } pk_comm_what;
 typedef enum { PK_COMM_JOIN, PK_COMM_LEAVE, PK_COMM_ALL_REDUCE, PK_COMM_ALL_GATHER, PK_COMM_SAMPLE } pk_comm_operation;
 
+/* How an all_reduce of GPUs goes. */
+typedef enum { PK_COMM_AUTO, PK_COMM_ONE_SHOT, PK_COMM_TWO_SHOTS, PK_COMM_SIMPLE, PK_COMM_NUM_WAYS } pk_comm_way;
+
 /* What a kernel writes when it gives up: into memory of the host, so that nobody has to ask the GPU for it. */
 typedef struct {
     uint32_t has_stopped; /* written last */
-    uint32_t operation, call, missing; /* the rank that it waited for */
+    uint32_t operation, missing; /* the latter is the rank that it waited for */
 } pk_comm_stop;
 
 /* Written by one rank alone, and by its kernels. */
@@ -40,7 +43,7 @@ typedef struct {
     uint32_t has_reason;
     char reason[PK_COMM_REASON]; /* why this rank has ended the group */
     pk_comm_stop stop;
-    unsigned char device[16], handles[2][PK_COMM_HANDLE_BYTES]; /* a GPU's: which one it is, and its mailbox */
+    unsigned char handle[PK_COMM_HANDLE_BYTES]; /* of a GPU's mailboxes */
 } __attribute__((aligned(128))) pk_comm_member;
 
 typedef struct {
@@ -51,6 +54,7 @@ typedef struct {
 typedef struct pk_comm {
     int rank, size;
     pk_device device;
+    pk_comm_way way;
     double timeout; /* seconds */
     pk_comm_shared *shared;
     char *boxes; /* behind it: of each rank two */

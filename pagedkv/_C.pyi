@@ -122,6 +122,7 @@ class Communicator:
         *,
         timeout: float = 10.0,
         join_timeout: float = 60.0,
+        way: str = "auto",
     ) -> Communicator: ...
     @property
     def rank(self) -> int: ...

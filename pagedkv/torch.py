@@ -5,7 +5,8 @@
     out = ops.paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens)
 
 The functions here have the names, parameters, results and errors of those in pagedkv.ops, except that there is no
-`stream`: they take torch tensors and run on torch's current stream. Each calls one of the operators
+`stream`: they take torch tensors and run on torch's current stream. Those that take a Communicator are not here, because
+a schema can hold none. Each calls one of the operators
 `torch.ops.pagedkv.<name>`. The overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the
 log-sum-exp; `rms_norm_residual`, `linear_gate_up` and `sample_counts` write the argument in their name. An operator's
 schema says what it writes in place, so a compiler orders it as it orders PyTorch's own. In code that is not compiled,
@@ -55,6 +56,8 @@ class Operation:
 # Types of the parameters that are not tensors, in the language of PyTorch's schemas.
 TYPES = {
     "max_seqlen_q": "SymInt?",
+    "first_row": "SymInt?",
+    "first_token": "SymInt",
     "softmax_scale": "float?",
     "causal": "bool",
     "window_size": "SymInt[2]",
@@ -151,6 +154,7 @@ OPERATIONS = {
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
     "sample": Operation(tokens("logits"), writes=("counts",)),
     "sample_linear": Operation(tokens("x"), writes=("logits",)),
+    "linear_candidates": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], dtype=torch.int64),), writes=("logits",)),
     "count_tokens": Operation(outs=(), writes=("counts",)),
     "token_logprobs": Operation(logprobs, outs=("out_ids", "out")),
     "bias_logits": Operation(outs=(), writes=("logits",)),

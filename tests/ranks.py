@@ -18,10 +18,10 @@ from typing import Any
 from pagedkv import ops
 
 
-def serve(rank: int, size: int, memory: int, pipe: int, device: str, timeout: float) -> None:
+def serve(rank: int, size: int, memory: int, pipe: int, device: str, timeout: float, way: str) -> None:
     """A rank's process: makes the calls that come through the pipe, until it ends."""
     connection = Connection(pipe)
-    comm = ops.Communicator(rank, size, memory, device, timeout=timeout)
+    comm = ops.Communicator(rank, size, memory, device, timeout=timeout, way=way)
     os.close(memory)
     while True:
         try:
@@ -35,7 +35,7 @@ def serve(rank: int, size: int, memory: int, pipe: int, device: str, timeout: fl
 
 
 class Ranks:
-    def __init__(self, size: int, device: str = "cpu", timeout: float = 20.0) -> None:
+    def __init__(self, size: int, device: str | list[str] = "cpu", timeout: float = 20.0, way: str = "auto") -> None:
         memory = os.memfd_create("ranks")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
@@ -43,7 +43,8 @@ class Ranks:
         self.pipes: list[Connection] = []
         for rank in range(size):
             here, there = socket.socketpair()
-            command = f"import ranks; ranks.serve({rank}, {size}, {memory}, {there.fileno()}, {device!r}, {timeout})"
+            own = device if isinstance(device, str) else device[rank]
+            command = f"import ranks; ranks.serve(*{(rank, size, memory, there.fileno(), own, timeout, way)})"
             self.processes.append(
                 subprocess.Popen([sys.executable, "-c", command], pass_fds=(memory, there.fileno()), env=environment)
             )

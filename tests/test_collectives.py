@@ -1,6 +1,8 @@
 """all_reduce, all_gather and sample_candidates of two and three processes, against NumPy: to the bit, for all that fits in
 the boxes and what does not. On a GPU all ranks share it. How a group ends: test_communicator.py."""
 
+import os
+
 import numpy as np
 import oracle
 import pytest
@@ -24,11 +26,19 @@ def size(request) -> int:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+WAYS = ["one-shot", "two-shots", "simple"]
+
+
+@pytest.fixture(scope="module", params=["cpu", *(pytest.param(way, marks=pytest.mark.gpu) for way in WAYS)])
 def ranks(request, size):
-    if request.param != "cpu" and (problem := ops.build_info()["cuda_problem"]):
+    """On the CPU, and on a GPU by each way of an all_reduce."""
+    if request.param == "cpu":
+        with Ranks(size) as started:
+            yield started
+        return
+    if problem := ops.build_info()["cuda_problem"]:
         pytest.skip(problem)
-    with Ranks(size, request.param) as started:
+    with Ranks(size, "cuda:0", way=request.param) as started:
         yield started
 
 
@@ -196,22 +206,6 @@ def test_a_row_of_which_no_token_comes(ranks, size, bad):
         assert "candidates[1]: the logits have a NaN or are -inf" in text or "logits: row 1 has a NaN or is -inf" in text
 
 
-def candidates_of(rng, device, logits, first=0):
-    """linear_candidates of an identity: the logits themselves."""
-    x = put(np.eye(len(logits), dtype=np.float32), device)
-    weight = put(np.ascontiguousarray(np.asarray(logits, np.float32).T), device)
-    zeros, seeds = np.zeros(len(logits), np.float32), np.zeros(len(logits), np.int64)
-    room = put(np.zeros(np.shape(logits), np.float32), device)
-    per_row = [put(each, device) for each in (zeros, seeds, np.zeros(len(logits), np.int32))]
-    return raw(ops.linear_candidates(x, weight, *per_row, first, logits=room)).view(np.uint64)
-
-
-def test_a_candidate_is_key_and_token(rng, device):
-    words = candidates_of(rng, device, [[1.0, 2.0, 2.0], [-3.0, -4.0, -5.0]], 128)
-    assert [int(word) & 0xFFFFFFFF for word in words] == [0xFFFFFFFF - 129, 0xFFFFFFFF - 128]
-    assert [int(word) >> 32 for word in words] == [0xC0000000, 0xFFFFFFFF ^ 0xC0400000]
-
-
 # --- graphs
 
 
@@ -242,10 +236,47 @@ def replay(comm, seed, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 10])
-def test_replays(cuda, size, seed, count):
-    with Ranks(size, cuda) as ranks:
-        ranks(replay, seed, count)
+@pytest.mark.parametrize("way", WAYS)
+def test_replays(cuda, size, seed, way):
+    with Ranks(size, cuda, way=way) as ranks:
+        ranks(replay, seed, 10)
+
+
+# --- whichever way
+
+
+def reduce_by(comm, seed, shape, dtype):
+    x = put(numbers(np.random.default_rng([seed, comm.rank]), shape, dtype), comm.device, dtype)
+    squares = put(np.zeros((shape[0], 1), np.float32), comm.device)
+    return get(ops.all_reduce(x, comm, out_squares=squares)).tobytes(), get(squares).tobytes()
+
+
+@pytest.mark.gpu
+def test_every_way_gives_the_same_bits(cuda, size, seed):
+    """Sums of squares, too, which have an order of their own."""
+    cases = [((5, 4096), "bfloat16"), ((3, 1000), "float16"), ((2, 2500), "float32"), ((600, 37), "bfloat16")]
+    results = []
+    for way in WAYS:
+        with Ranks(size, cuda, way=way) as ranks:
+            results.append([ranks(reduce_by, seed, *case)[0] for case in cases])
+    assert results[0] == results[1] == results[2]
+
+
+# --- two GPUs
+
+
+def replay_on_two(comm, seed, count):
+    replay(comm, seed, count)
+    reduce_in_turns(comm, seed, 3 * count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gpu_each(cuda, seed, way):
+    if ops.build_info()["cuda_devices"] < 2:
+        pytest.skip("needs two GPUs")
+    with Ranks(2, ["cuda:0", "cuda:1"], way=way) as ranks:
+        ranks(replay_on_two, seed, 100)
 
 
 # --- errors
@@ -253,8 +284,6 @@ def test_replays(cuda, size, seed, count):
 
 @pytest.fixture(scope="module")
 def alone():
-    import os
-
     memory = os.memfd_create("alone")
     comm = ops.Communicator(0, 1, memory)
     os.close(memory)

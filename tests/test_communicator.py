@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from pools import put
+from pools import get, put
 from ranks import Ranks
 
-from pagedkv import ops
+from pagedkv import Event, ops
 from pagedkv.ops import Communicator, GroupError
 
 
@@ -106,6 +106,7 @@ def test_memory_is_let_go_of(memory):
         ((0, 1), {"timeout": float("nan")}, "timeout: is nan but must be above 0"),
         ((0, 1), {"join_timeout": 1e9}, "join_timeout: is 1000000000.0 but must be above 0 and at most 1e6 seconds"),
         ((0, 1), {"device": "gpu"}, "device: 'gpu' is not a device"),
+        ((0, 1), {"way": "two-shots"}, "way: is 'two-shots' but must be \"auto\" or, on a GPU,"),
     ],
 )
 def test_bad_numbers(memory, arguments, options, text):
@@ -139,9 +140,12 @@ X = np.ones((2, 64), np.float32)
 
 
 def reduce_once(comm, count=1):
+    """A GPU's kernels say what is wrong after the wait for them."""
     for _ in range(count):
         out = ops.all_reduce(put(X, comm.device), comm)
-    return float(np.asarray(out)[0, 0])
+    ops.synchronize(comm.device)
+    comm.check()
+    return float(get(out)[0, 0])
 
 
 def timed_reduce(comm):
@@ -156,7 +160,7 @@ def check(comm):
     comm.check()
 
 
-def test_a_process_that_was_killed(seed):
+def test_a_process_that_was_killed():
     with Ranks(3) as ranks:
         assert ranks(reduce_once, 5) == [3.0] * 3
         ranks.send(0, timed_reduce)
@@ -170,15 +174,18 @@ def test_a_process_that_was_killed(seed):
         assert ranks.receive(0)[0] < 0.1
 
 
-def test_a_process_that_was_stopped():
+def test_a_process_that_was_stopped(device):
     """It does not end, so the clock finds it."""
-    with Ranks(2, timeout=0.5) as ranks:
+    with Ranks(2, device, timeout=0.5) as ranks:
         ranks(reduce_once, 3)
         ranks.signal(1, signal.SIGSTOP)
         ranks.send(0, timed_reduce)
         seconds, text = ranks.receive(0)
         assert 0.4 < seconds < 5
-        assert text == "rank 1 did not arrive at all_reduce of [2, 64] float32, its call 3 within 0.5 s (rank 0 waited)"
+        if device == "cpu":
+            assert text == "rank 1 did not arrive at all_reduce of [2, 64] float32, its call 3 within 0.5 s (rank 0 waited)"
+        else:
+            assert text == "rank 1 did not arrive at all_reduce within 0.5 s (a kernel of rank 0 waited)"
         ranks.signal(1, signal.SIGCONT)
         ranks.send(1, timed_reduce)  # who was late gets the same reason
         assert ranks.receive(1)[1] == text
@@ -188,8 +195,8 @@ def abort(comm, reason):
     comm.abort(reason)
 
 
-def test_abort():
-    with Ranks(2) as ranks:
+def test_abort(device):
+    with Ranks(2, device) as ranks:
         ranks(reduce_once)
         ranks.send(0, timed_reduce)
         time.sleep(0.1)
@@ -225,6 +232,52 @@ def test_ranks_that_make_different_calls():
         first, second = ranks(other_calls)
         assert first == second
         assert "all_reduce of [2, 64] float32, its call 0" in first and "all_gather of [2, 32] float32, its call 0" in first
+
+
+def watch_kernel(comm):
+    """As an engine waits for a GPU: it looks at the group meanwhile. What that raised, and when the kernel had left."""
+    start, event, text = time.monotonic(), Event(), ""
+    ops.all_reduce(put(X, comm.device), comm)
+    event.record()
+    while not event.query():
+        try:
+            comm.check()
+        except GroupError as error:
+            text = str(error)
+    return time.monotonic() - start, text
+
+
+@pytest.mark.gpu
+def test_a_kernel_whose_peer_was_killed(cuda):
+    """check() finds it long before the clock of the kernel does, and the kernel leaves. The GPU goes on working."""
+    with Ranks(2, cuda) as ranks:
+        ranks(reduce_once)
+        ranks.send(0, watch_kernel)
+        time.sleep(0.5)
+        ranks.signal(1, signal.SIGKILL)
+        seconds, text = ranks.receive(0)
+        assert seconds < 5 and text == f"rank 1 (process {ranks.processes[1].pid}) has ended"
+        ranks.send(0, timed_reduce)
+        assert ranks.receive(0)[0] < 0.5
+
+
+@pytest.mark.gpu
+def test_ranks_of_one_process_on_a_gpu(cuda, memory):
+    for error in join_in_threads(memory, 2, device=cuda):
+        assert "are one process, and CUDA opens no memory of its own process" in str(error)
+
+
+@pytest.mark.gpu
+def test_memory_of_the_gpu_is_given_back(cuda, memory):
+    Communicator(0, 1, memory, cuda).close()
+    free = ops.memory_info(cuda)[0]
+    for _ in range(20):
+        memory_of_its_own = os.memfd_create("own")
+        comm = Communicator(0, 1, memory_of_its_own, cuda)
+        ops.all_reduce(put(X, cuda), comm)
+        comm.close()
+        os.close(memory_of_its_own)
+    assert free - ops.memory_info(cuda)[0] < 32 << 20
 
 
 def make_calls(comm, counts):

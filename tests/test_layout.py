@@ -52,6 +52,7 @@ BELOW = {
     "cuda/attention/plan": {"", "ops", "cuda", "cuda/attention"},
     "cuda/attention/decode": {"", "ops", "cuda", "cuda/attention", "cuda/attention/plan"},
     "cuda/attention/prefill": {"", "ops", "cuda", "cuda/attention", "cuda/attention/plan"},
+    "cuda/comm": {"", "ops", "cuda"},
     "cuda/linear": {"", "ops", "cuda"},
     "cuda/experts": {"", "ops", "cuda", "cuda/linear"},
     "cuda/sample": {"", "ops", "cuda", "cuda/linear"},

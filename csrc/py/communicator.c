@@ -3,7 +3,7 @@
 #include "ops/collectives.h"
 #include "py/stream.h"
 
-#include <math.h>
+#include <string.h>
 
 typedef struct {
     PyObject_HEAD pk_comm comm; /* shared NULL: not open */
@@ -31,7 +31,8 @@ int py_comm_arg(py_state *state, const char *name, PyObject *object, pk_comm **c
 
 PyDoc_STRVAR(
     comm_doc,
-    "Communicator(rank, size, fd, device=\"cpu\", *, timeout=10.0, join_timeout=60.0)\n--\n\n"
+    "Communicator(rank, size, fd, device=\"cpu\", *, timeout=10.0, join_timeout=60.0, "
+    "way=\"auto\")\n--\n\n"
     "This process as one of a group that computes together: what all_reduce, all_gather and sample_candidates need.\n\n"
     "All ranks share the memory behind one file, which is all that they need: no name, no port, nothing that is left\n"
     "behind. The parent makes it, os.memfd_create(\"group\"), empty, and the ranks inherit it; a file serves one group.\n"
@@ -50,7 +51,10 @@ PyDoc_STRVAR(
     "    fd: the file descriptor.\n"
     "    device: where the tensors of its calls are.\n"
     "    timeout: seconds that a call waits for another rank, above 0.\n"
-    "    join_timeout: seconds that the constructor and close() wait for all.\n\n"
+    "    way: how an all_reduce of GPUs goes, for tests and measurements; no bit depends on it. \"one-shot\": every rank\n"
+    "        sends x to all others; \"two-shots\": a part of x to each, and that part's sum back; \"simple\": a gather and a\n"
+    "        sum; \"auto\": the faster one of the first two.\n"
+    "    join_timeout: seconds that the constructor waits for all ranks to come.\n\n"
     "Raises:\n"
     "    ValueError: a number, or a rank that another process has taken.\n"
     "    GroupError: a rank did not come.\n"
@@ -65,6 +69,27 @@ static int read_seconds(const char *name, PyObject *object, double *seconds)
     return -1;
 }
 
+static int read_way(PyObject *object, pk_device device, pk_comm_way *way)
+{
+    static const char *const names[PK_COMM_NUM_WAYS] = {
+        [PK_COMM_AUTO] = "auto",
+        [PK_COMM_ONE_SHOT] = "one-shot",
+        [PK_COMM_TWO_SHOTS] = "two-shots",
+        [PK_COMM_SIMPLE] = "simple",
+    };
+    *way = PK_COMM_AUTO;
+    if (!object) return 0;
+    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : NULL;
+    for (int i = 0; text && i < PK_COMM_NUM_WAYS; i++)
+        if (strcmp(text, names[i]) == 0 && (i == PK_COMM_AUTO || device.type == PK_CUDA)) {
+            *way = (pk_comm_way)i;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "way: is %R but must be \"auto\" or, on a GPU, \"one-shot\", \"two-shots\" or \"simple\"",
+                 object);
+    return -1;
+}
+
 static int read_number(const char *name, PyObject *object, int64_t low, int64_t high, int64_t *number)
 {
     if (py_int64_arg(name, object, number) < 0) return -1;
@@ -76,12 +101,13 @@ static int read_number(const char *name, PyObject *object, int64_t low, int64_t 
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    enum { RANK, SIZE, FD, DEVICE, TIMEOUT, JOIN_TIMEOUT, COUNT };
+    enum { RANK, SIZE, FD, DEVICE, TIMEOUT, JOIN_TIMEOUT, WAY, COUNT };
     PyObject *given[COUNT];
     py_state *state = PyType_GetModuleState(type);
     pk_device device = {PK_CPU, 0};
     double timeout = 10, join_timeout = 60;
     int64_t rank, size, fd;
+    pk_comm_way way;
     pk_error err;
     if (py_bind_call(&state->signatures[PY_SIG_Communicator], args, kwargs, given) < 0 ||
         read_number("size", given[SIZE], 1, PK_COMM_MAX_RANKS, &size) < 0 ||
@@ -90,11 +116,13 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         read_seconds("join_timeout", given[JOIN_TIMEOUT], &join_timeout) < 0)
         return NULL;
     if (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0) return NULL;
+    if (read_way(given[WAY], device, &way) < 0) return NULL;
     py_comm *self = comm_of(py_new_object(type));
     if (!self) return NULL;
     pk_status status;
     PY_WITHOUT_GIL(true, status = pk_communicator_open(&self->comm, (int)rank, (int)size, (int)fd, device, timeout,
                                                        join_timeout, &err));
+    self->comm.way = way;
     if (status == PK_OK) return (PyObject *)self;
     Py_DECREF((PyObject *)self);
     return py_raise(state, &err);

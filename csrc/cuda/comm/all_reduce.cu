@@ -1,0 +1,157 @@
+/* all_reduce.cu - all_reduce by mailboxes (mailbox.h), with the residual and the row's sum of squares.
+ *
+ * A row belongs to a CTA. In one shot a thread sends its vectors to all others, and sums those that come: (size - 1) times
+ * x goes over the link, once. In two shots a rank owns a part of each slot, which the others send to it; it sums that and
+ * sends the sum: 2 * (size - 1) / size times x, and two ways over the link after each other. Which is faster depends on
+ * the bytes alone (thresholds.h), and no bit does.
+ *
+ * Reached: benchmarks/lab/comm/NOTES.md.
+ */
+#include "cuda/comm/ways.h"
+
+struct all_reduce_params {
+    pk_all_reduce_args args; /* of the piece */
+    pk_mailboxes its;
+    int slots_per_row;
+    bool in_two_shots, adds_squares; /* to those of the columns before */
+};
+
+/* Of a vector of a slot. */
+__device__ static __forceinline__ int owner_of(const all_reduce_params &params, int i)
+{
+    return i * params.its.size / MAIL_SLOT;
+}
+
+template <typename T, bool IS_ALIGNED, int MOST>
+struct all_reduce_cta {
+    using packed = pk_packed<T>;
+    static constexpr int VEC = packed::COUNT;
+    const all_reduce_params &params;
+    const int64_t row = blockIdx.x, first_slot = row * params.slots_per_row;
+    const int num_vectors = (int)((params.args.row_size + VEC - 1) / VEC);
+
+    __device__ uint4 own(int v) const
+    {
+        const T *x = (const T *)params.args.x + row * params.args.x_stride;
+        const int64_t at = (int64_t)v * VEC;
+        return pk_mail_of(packed::template load<IS_ALIGNED>(x + at, params.args.row_size - at).bits);
+    }
+
+    /* Sends own vectors, and empties what was read in the last turn. */
+    __device__ __forceinline__ void send() const
+    {
+        const pk_mailboxes &its = params.its;
+        for (int v = threadIdx.x; v < params.slots_per_row * MAIL_SLOT; v += blockDim.x) {
+            const int64_t slot = first_slot + v / MAIL_SLOT;
+            const int i = v % MAIL_SLOT, owner = owner_of(params, i);
+            const uint32_t turn = pk_mail_turn(its, slot);
+            if (v < num_vectors) {
+                pk_mail_send_to_all<MOST>(its, turn, slot, i, own(v), params.in_two_shots ? owner : -1);
+            }
+            pk_mail_empty(its, turn, slot, i);
+        }
+    }
+
+    /* The sum of all ranks' vectors, in their order, and the residual. */
+    __device__ __forceinline__ packed sum(int v, uint32_t turn, int64_t slot, int i) const
+    {
+        const pk_mailboxes &its = params.its;
+        const int64_t at = (int64_t)v * VEC, left = params.args.row_size - at;
+        packed residual = {};
+        if (params.args.residual)
+            residual = packed::template load<IS_ALIGNED>(
+                (const T *)params.args.residual + row * params.args.residual_stride + at, left);
+        uint4 mail[MOST];
+        pk_mail_receive_all(its, turn, slot, i, own(v), mail);
+        float total[VEC] = {}, values[VEC];
+#pragma unroll
+        for (int from = 0; from < MOST; from++) {
+            if (from >= its.size) continue;
+            packed{mail[from]}.unpack(values);
+            for (int j = 0; j < VEC; j++) total[j] += values[j];
+        }
+        residual.unpack(values);
+        if (params.args.residual)
+            for (int j = 0; j < VEC; j++) total[j] += values[j];
+        return packed::pack(total);
+    }
+
+    /* The sum of a vector, by this rank or by its owner. */
+    __device__ __forceinline__ packed result(int v) const
+    {
+        const pk_mailboxes &its = params.its;
+        const int64_t slot = first_slot + v / MAIL_SLOT;
+        const int i = v % MAIL_SLOT;
+        const uint32_t turn = pk_mail_turn(its, slot);
+        if (params.in_two_shots && owner_of(params, i) != its.rank) {
+            uint4 sum[1];
+            pk_mail_receive(its, its.box(its.rank, turn, its.rank, slot) + i, owner_of(params, i), 1, sum);
+            return packed{sum[0]};
+        }
+        const packed x = sum(v, turn, slot, i);
+#pragma unroll
+        for (int to = 0; to < MOST; to++)
+            if (params.in_two_shots && to < its.size && to != its.rank) pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
+        return x;
+    }
+
+    __device__ __forceinline__ void receive() const
+    {
+        float squares = 0, values[VEC];
+        for (int v = threadIdx.x; v < num_vectors; v += blockDim.x) {
+            const packed x = result(v);
+            const int64_t at = (int64_t)v * VEC;
+            x.template store<IS_ALIGNED>((T *)params.args.out + row * params.args.out_stride + at,
+                                         params.args.row_size - at);
+            x.unpack(values);
+            for (int j = 0; j < VEC; j++) squares += values[j] * values[j];
+        }
+        if (params.args.squares) {
+            squares = pk_sum_over(blockDim.x, threadIdx.x, squares);
+            if (threadIdx.x == 0) params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
+        }
+    }
+};
+
+template <typename T, bool IS_ALIGNED, int MOST>
+__global__ void __launch_bounds__(MAIL_THREADS, MOST <= 4 ? 2 : 1)
+    all_reduce_kernel(const __grid_constant__ all_reduce_params params)
+{
+    pk_let_next_kernel_start();
+    pk_wait_for_previous_kernel();
+    const all_reduce_cta<T, IS_ALIGNED, MOST> cta = {params};
+    cta.send();
+    cta.receive();
+    __syncthreads();
+    pk_mail_next_turn(params.its, cta.first_slot, params.slots_per_row);
+}
+
+pk_status pk_cuda_all_reduce_push(const pk_all_reduce_args *args, bool in_two_shots, const pk_cuda_call &call)
+{
+    const int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype);
+    const bool is_aligned =
+        pk_are_multiples(16, args->x, args->residual, args->out, args->row_size * bytes, args->x_stride * bytes,
+                         args->residual_stride * bytes, args->out_stride * bytes);
+    all_reduce_params params = {*args, pk_mailboxes_of(args->comm, PK_COMM_ALL_REDUCE), 0, in_two_shots, false};
+    return pk_for_mail_pieces(args->num_rows, args->row_size, bytes, [&](const pk_mail_piece &piece) {
+        auto moved = [&](const void *from, int64_t stride) {
+            return from ? (char *)from + (piece.row * stride + piece.column) * bytes : nullptr;
+        };
+        params.args.x = moved(args->x, args->x_stride);
+        params.args.residual = moved(args->residual, args->residual_stride);
+        params.args.out = moved(args->out, args->out_stride);
+        params.args.squares = args->squares ? args->squares + piece.row : nullptr;
+        params.args.row_size = piece.num_columns;
+        params.slots_per_row = piece.slots_per_row;
+        params.adds_squares = piece.column > 0;
+        return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {
+            using T = decltype(zero);
+            return pk_for_most_ranks(args->comm->size, [&](auto most) {
+                constexpr int MOST = decltype(most)::value;
+                auto kernel = is_aligned ? all_reduce_kernel<T, true, MOST> : all_reduce_kernel<T, false, MOST>;
+                return pk_cuda_launch_early(call, "all_reduce_kernel", kernel, pk_cuda_grid(piece.num_rows),
+                                            pk_mail_cta(piece), 0, params);
+            });
+        });
+    });
+}

@@ -246,7 +246,8 @@ def test_the_first_rank_is_stopped(folder, monkeypatch):
     monkeypatch.setenv("RANK_SECONDS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]))
     body = BODIES["in a step"].replace("while True: llm", "for _ in range(10_000): outputs = llm") + """
-    if outputs[0].error: print(outputs[0].error, flush=True); break
+    errors = [o.error for o in outputs if o.error]
+    if errors: print(errors[0], flush=True); break
 """
     body = body.replace("10_000): outputs", "10_000):\n    outputs")
     process, ranks = start_script(folder, body)

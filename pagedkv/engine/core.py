@@ -18,6 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from pagedkv.ops import GroupError
 from pagedkv.parallel.team import RankError
 
 from .outputs import EngineCounters
@@ -218,6 +219,8 @@ class EngineCore:
     def _recover(self, error: BaseException) -> None:
         """After an error in a step. The steps on their way are lost, but nothing that the host knows. What ran is tried
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
+        if self.runner is not None and isinstance(error, GroupError):  # of a kernel: who waited for it got it
+            error = self.runner.blame(error)
         if self.runner is None or isinstance(error, RankError):
             raise error
         in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]

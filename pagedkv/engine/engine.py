@@ -240,7 +240,7 @@ class Engine:
         The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
-        self.health()
+        self._refuse_ranks()
         identity = self._identity()
         return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
 
@@ -250,17 +250,20 @@ class Engine:
         ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
         either nothing has changed.
         """
-        self.health()
+        self._refuse_ranks()
         file = snapshot.open_saved(path, self._identity)
         return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
+
+    def _refuse_ranks(self) -> None:
+        comm = self._open_runner().comm
+        if comm is not None:
+            raise NotImplementedError(f"tensor_parallel_size is {comm.size}; the cache of one rank is saved and loaded")
 
     def _with_caches(self, action: Callable[[KVCaches], int]) -> int:
         """Runs the action between two steps, on the stream of the steps."""
 
         def run() -> int:
             runner = self._open_runner()
-            if runner.team is not None:
-                raise NotImplementedError("tensor_parallel_size is above 1: only the cache of one rank is saved and loaded")
             with runner.stream:
                 return action(runner.caches)
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from .ring import MOST_ANSWER, Kind, Writer, memory_file, ring_bytes
 
-STEP_SECONDS = 5.0  # the most that a rank may wait for another in a step
+STEP_SECONDS = 8.0  # the most that a rank may wait for another in a step
 STOPPED_SECONDS = 5.0  # how long a process may be stopped (SIGSTOP)
 END_SECONDS = 5.0  # in which a rank ends by itself after its socket has
 SETTLE_SECONDS = 0.2  # between the first sign of a failure and the verdict
@@ -263,8 +263,8 @@ def _take_message(state: _State, member: Member) -> bool:
     """False: there are no more."""
     try:
         data = member.socket.recv(MOST_ANSWER)
-    except OSError:
-        return False
+    except ConnectionResetError:  # it has not read all; what it said is still there
+        return True
     if not data:
         return False
     kind, content = pickle.loads(data)  # of a process that this one has started

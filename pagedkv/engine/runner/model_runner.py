@@ -175,7 +175,7 @@ class ModelRunner:
         except BaseException as error:
             if self.team.num_told == num_told:  # the other ranks know nothing of it
                 raise
-            raise self._blame(error) from error
+            raise self.blame(error) from error
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
         event = self._next_turn()
@@ -321,13 +321,13 @@ class ModelRunner:
         try:
             own = call(*args)
         except BaseException as error:
-            raise self._blame(error) from error
+            raise self.blame(error) from error
         return [own, *self.team.answers()]
 
-    def _blame(self, error: BaseException) -> BaseException:
+    def blame(self, error: BaseException) -> BaseException:
         """The team's error after one of this rank, which it ends."""
         assert self.team is not None, "there are other ranks"
-        kind = OF_GROUP if isinstance(error, GroupError) else type(error).__name__
+        kind = OF_GROUP if isinstance(error, (GroupError, ConnectionError)) else type(error).__name__
         return error if isinstance(error, RankError) else self.team.blame(kind, str(error))
 
     def replay(self, kind: int, fields: Sequence[int], arrays: tuple[np.ndarray, np.ndarray]) -> None:

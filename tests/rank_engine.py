@@ -14,7 +14,7 @@ import numpy as np
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutput
 from pagedkv.engine.runner import plan
-from pagedkv.parallel import team
+from pagedkv.parallel import watch
 
 FAULTS = Path(__file__).parent / "rank_faults"
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "seed": 0}
@@ -26,8 +26,8 @@ def inject(monkeypatch, fault: str = "", seconds: float = 2.0) -> None:
     monkeypatch.syspath_prepend(str(FAULTS))
     monkeypatch.setenv("RANK_FAULT", fault)
     monkeypatch.setenv("RANK_SECONDS", str(seconds))
-    monkeypatch.setattr(team, "STEP_SECONDS", seconds)
-    monkeypatch.setattr(team, "STOPPED_SECONDS", seconds / 2)
+    monkeypatch.setattr(watch, "STEP_SECONDS", seconds)
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", seconds / 2)
     monkeypatch.setattr(plan, "STEP_SECONDS", seconds)
 
 

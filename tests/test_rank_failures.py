@@ -19,7 +19,7 @@ from rank_engine import FAULTS, OPTIONS, SIZES, children, generate, inject, noth
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.parallel.team import RankError
+from pagedkv.parallel.watch import RankError
 
 SECONDS = 10  # in which a failure is known everywhere
 SAYS = {
@@ -83,29 +83,33 @@ def test_another_rank_in_a_step(folder, monkeypatch, rank, kind, fault):
         del llm, outputs
 
 
-@pytest.mark.parametrize("where", ["_compute", "_share_tokens", "_move"])
+def fail_at_third(owner: object, name: str, kind: type[Exception]) -> None:
+    call, left = getattr(owner, name), [3]
+
+    def fail(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise kind("of a test")
+        return call(*args)
+
+    setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize("where", ["_compute", "share_tokens", "move"])
 @pytest.mark.parametrize("kind", [MemoryError, KeyError])
 def test_the_first_rank_in_a_step(folder, monkeypatch, where, kind):
     """After it has told the others."""
     inject(monkeypatch)
     with nothing_left():
         with LLM(folder, tensor_parallel_size=2, **OPTIONS | {"num_blocks": 24, "swap_space": 1 << 20}) as llm:
-            call, left = getattr(llm._runner, where), [3]
-
-            def fail(*args):
-                left[0] -= 1
-                if not left[0]:
-                    raise kind("of a test")
-                return call(*args)
-
-            setattr(llm._runner, where, fail)
+            fail_at_third(llm._runner, where, kind)
             start = time.monotonic()
             outputs = generate(llm, traffic(np.random.default_rng(3), 18))
             errors = [output.error for output in outputs if output.error]
             assert len({id(each) for each in errors}) == 1
             assert re.match(rf"rank 0 failed, at step \d+ .*{kind.__name__}: ", str(errors[0]), re.S)
             check_end(llm, start)
-        del llm, outputs, errors, fail, call
+        del llm, outputs, errors
 
 
 def test_an_error_before_the_others_know_is_no_end(folder, monkeypatch):
@@ -264,19 +268,22 @@ def test_close_while_requests_run(folder):
         llm = LLM(folder, tensor_parallel_size=2, **OPTIONS)
         params = SamplingParams(max_tokens=150, ignore_eos=True)
         found = []
-        thread = threading.Thread(target=lambda: found.append(llm.generate([[1, 2]] * 4, params, use_tqdm=False)))
+
+        def run(llm: LLM = llm) -> None:
+            found.extend(llm.generate([[1, 2]] * 4, params, use_tqdm=False))
+
+        thread = threading.Thread(target=run)
         thread.start()
         time.sleep(0.1)
         llm.close()
         thread.join(SECONDS)
-        assert not thread.is_alive() and {one.finish_reason for o in found[0] for one in o.outputs} <= {"abort", "length"}
-        del llm, found
+        assert not thread.is_alive() and {one.finish_reason for o in found for one in o.outputs} <= {"abort", "length"}
+        del llm, run, thread
 
 
 def test_an_exception_in_its_block(folder):
-    with nothing_left():
-        with pytest.raises(KeyError), LLM(folder, tensor_parallel_size=2, **OPTIONS):
-            raise KeyError("of the caller")
+    with nothing_left(), pytest.raises(KeyError), LLM(folder, tensor_parallel_size=2, **OPTIONS):
+        raise KeyError("of the caller")
 
 
 def test_an_engine_that_nobody_has_goes(folder):

@@ -226,9 +226,8 @@ def test_two_engines_from_threads(folder, expected):
 def test_async_engine_over_ranks(folder, expected):
     async def main():
         async with AsyncEngine(folder, tensor_parallel_size=2, **OPTIONS) as engine:
-            async for output in engine.generate([1, 2, 3], GREEDY):
-                pass
-            return output.outputs[0].token_ids
+            outputs = [output async for output in engine.generate([1, 2, 3], GREEDY)]
+            return outputs[-1].outputs[0].token_ids
 
     with nothing_left():
         assert asyncio.run(main()) == expected

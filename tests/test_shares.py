@@ -203,10 +203,10 @@ def test_a_part_of_a_tensor(shape, dtype):
 
 
 @pytest.mark.parametrize("overrides, num_ranks, text", [
-    ({"num_key_value_heads": 2, "num_attention_heads": 4}, 3, "tensor_parallel_size is 3, no multiple of num_key_value_heads 2"),
+    ({"num_key_value_heads": 2, "num_attention_heads": 4}, 3, "tensor_parallel_size is 3 but num_key_value_heads 2, which does not divide it"),
     ({"vocab_size": 128}, 3, "tensor_parallel_size is 3: too many for vocab_size 128 in parts of 64"),
     ({"intermediate_size": 2}, 3, "tensor_parallel_size is 3: too many for intermediate_size 2"),
-    ({"num_key_value_heads": 1, "num_attention_heads": 2}, 3, "too many for the query heads of a KV head, 2"),
+    ({"num_key_value_heads": 1, "num_attention_heads": 2}, 3, "too many for num_attention_heads / num_key_value_heads 2"),
 ])  # fmt: skip
 def test_too_many_ranks(tmp_path, overrides, num_ranks, text):
     spec = read_spec(write_model(tmp_path, **SIZES | overrides))
@@ -218,7 +218,7 @@ def test_too_many_ranks(tmp_path, overrides, num_ranks, text):
 
 def test_blocks_that_would_be_cut(tmp_path):
     write_quantised(tmp_path, FORMATS["fp8"], **SIZES | {"num_key_value_heads": 4})
-    with pytest.raises(NotImplementedError, match="num_key_value_heads 4, of which 4 share blocks of 128 x 128"):
+    with pytest.raises(NotImplementedError, match="num_key_value_heads 4, of which 4 stay together in a quantised weight"):
         read_spec(tmp_path).shard(0, 2)
 
 

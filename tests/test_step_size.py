@@ -14,7 +14,8 @@ from pagedkv.engine import build as parts
 from pagedkv.engine.build import CPU, GPU, StepSize, step_size
 from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.runner.model_runner import GRAPH_BYTES, batch_sizes
+from pagedkv.engine.runner.batch_sizes import batch_sizes
+from pagedkv.engine.runner.model_runner import GRAPH_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.registry import load_model, read_spec
 

@@ -23,7 +23,7 @@ from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
 from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
-from .runner.model_runner import batch_sizes_of
+from .runner.batch_sizes import batch_sizes_of
 from .runner.plan import RunnerPlan, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
@@ -63,11 +63,12 @@ def build(
     memory = _MemoryCount(device)
     start = time.perf_counter()
     lora = LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None
+    of_rank = spec if num_ranks == 1 else spec.shard(0, num_ranks)  # raises where it cannot be split
     plan = RunnerPlan(
-        folder=folder, spec=spec, is_dummy=options.load_format == "dummy", devices=devices_of_ranks(device, num_ranks), dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, block_size=options.block_size, max_num_seqs=step.max_num_seqs,
-        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
-        batch_sizes=batch_sizes_of(device, step.max_num_seqs, spec), enforce_eager=options.enforce_eager, lora=lora,
+        folder=folder, spec=spec, is_dummy=options.load_format == "dummy", dtype=dtype, kv_cache_dtype=kv_cache_dtype,
+        devices=devices_of_ranks(device, num_ranks), block_size=options.block_size, max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len, lora=lora,
+        batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
     )  # fmt: skip
     runner, checkpoint = plan.make() if num_ranks == 1 else plan.make_all()
     try:

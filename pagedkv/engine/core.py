@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from pagedkv.ops import GroupError
-from pagedkv.parallel.team import RankError
+from pagedkv.parallel.watch import RankError
 
 from .outputs import EngineCounters
 from .requests.book import RequestBook

@@ -16,12 +16,16 @@ import time
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from pagedkv.ops import Communicator, GroupError
+from pagedkv.parallel.member import END_SECONDS
 from pagedkv.parallel.ring import Kind, Reader, Record
-from pagedkv.parallel.team import END_SECONDS, HAS_REPORTED, OF_GROUP
+from pagedkv.parallel.watch import OF_GROUP
 
 from .runner.model_runner import ModelRunner
 from .runner.plan import RunnerPlan
+from .runner.step_memory import StepHeader
 
 
 class Rank:
@@ -46,13 +50,14 @@ class Rank:
             reader.answer((kind, str(error)))
             if self.comm is not None:
                 self.comm.abort(f"rank {self.rank} failed: {kind}: {error}"[:200])
-            return HAS_REPORTED
+            return 1
         return 0
 
     def _do(self, record: Record) -> None:
         if record.kind > Kind.CALL:
             assert self.runner is not None, "it was set up"
-            self.runner.replay(record.kind, record.fields, record.arrays)
+            with self.runner.stream:
+                _replay(self.runner, record)
             return
         call = self.reader.call_of(record)
         if call is not None:
@@ -64,6 +69,22 @@ class Rank:
         self.comm = plan.communicator(self.rank, self._comm_fd)
         os.close(self._comm_fd)
         self.runner, _ = plan.make(self.rank, self.comm)
+
+
+def _replay(runner: ModelRunner, record: Record) -> None:
+    """Does what the first rank's runner does on its device."""
+    if record.kind == Kind.STEP:
+        event, header = runner.next_turn(), StepHeader.of(record.fields)
+        runner.memory.take(header, runner.turn, *record.arrays)
+        runner.compute(runner.memory.upload(header, runner.turn), header.only_decodes, header.keeps_hidden)
+        if event is not None:
+            event.record()
+    elif record.kind == Kind.TOKENS:
+        runner.share_tokens(record.fields[0])
+    elif record.kind == Kind.LOGITS:
+        runner.logits_of(record.arrays[0].view(np.int32))
+    else:
+        runner.move(record.kind, record.arrays[0].view(np.int32).reshape(-1, 2))
 
 
 def _end_with(bell: socket.socket) -> None:

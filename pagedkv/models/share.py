@@ -1,7 +1,7 @@
 """A rank's share of a dimension: an int, its own size, which knows where in the whole it lies.
 
-The configuration of one of several ranks is the model's, in which shares stand for some of its numbers (see Spec.shard).
-So a block asks for its weights as ever, of shapes whose dimensions are shares or whole; what reads the files finds the
+The configuration of one of several ranks is the model's, in which shares stand for some of its numbers (Spec.shard). So
+a block asks for its weights as ever, of shapes whose dimensions are shares or whole; what reads the files finds the
 place. A product whose inputs are a share has a part of the sum: see Linear.comm.
 """
 
@@ -72,13 +72,14 @@ def blocks(size: int, block: int) -> int:
     return Share(((start // block, -(-end // block)) for start, end in size.ranges), -(-size.whole // block))
 
 
-def split(name: str, size: int, rank: int, num_ranks: int, unit: int = 1) -> Share:
-    """A rank's share, in units of which the last may be smaller, as even as these are; the name is for the error."""
-    if unit == 1 and size % 8 == 0 and size // 8 >= num_ranks:
-        unit = 8  # rows of 16 bytes
+def split(name: str, size: int, rank: int, num_ranks: int, unit: int = 1, *, rounds: bool = True) -> Share:
+    """A rank's share, in units of which the last may be smaller, as even as these are; the name is for the error.
+    rounds: a unit of one may become one of 8, so that rows of 16 bits are aligned to 16 bytes."""
+    if rounds and unit == 1 and size % 8 == 0 and size // 8 >= num_ranks:
+        unit = 8
     count = -(-size // unit)
     if count < num_ranks:
-        units = f" in blocks of {unit}" if unit > 1 else ""
+        units = f", of which {unit} stay together in a quantised weight" if unit > 1 else ""
         raise NotImplementedError(f"tensor_parallel_size is {num_ranks}: too many for {name} {size}{units}")
     start, end = (count * each // num_ranks * unit for each in (rank, rank + 1))
     return Share([(start, min(end, size))], size)
@@ -102,28 +103,24 @@ def split_vocab(vocab_size: int, rank: int, num_ranks: int) -> Share:
 
 
 def split_heads(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, rank: int, num_ranks: int, block: tuple[int, int]
+    num_q_heads: int, num_kv_heads: int, head_dim: int, rank: int, num_ranks: int, unit: tuple[int, int]
 ) -> tuple[Share, Share]:
-    """A rank's query heads and their KV heads. These are repeated where there are fewer than ranks. block: rows and
+    """A rank's query heads and their KV heads. These are repeated where there are fewer than ranks. unit: rows and
     columns of a weight that must stay together."""
-    group, names = num_q_heads // num_kv_heads, "num_key_value_heads"
-    unit = _heads(head_dim, block[0])
+    group, of_rows = num_q_heads // num_kv_heads, _heads(head_dim, unit[0])
     if num_kv_heads >= num_ranks:
-        unit = math.lcm(unit, _heads(group * head_dim, block[1]))
-        count = -(-num_kv_heads // unit)
-        if count < num_ranks:
-            raise NotImplementedError(f"tensor_parallel_size is {num_ranks}: too many for {names} {num_kv_heads}, of "
-                                      f"which {unit} share blocks of {block[0]} x {block[1]} of a weight")  # fmt: skip
-        kv_heads = Share([tuple(min(count * r // num_ranks * unit, num_kv_heads) for r in (rank, rank + 1))], num_kv_heads)
+        together = math.lcm(of_rows, _heads(group * head_dim, unit[1]))
+        kv_heads = split("num_key_value_heads", num_kv_heads, rank, num_ranks, together, rounds=False)
         return kv_heads * group, kv_heads
     repeats, rest = divmod(num_ranks, num_kv_heads)
-    if rest or unit > 1:
-        why = f"no multiple of {names} {num_kv_heads}" if rest else f"more than {names} {num_kv_heads}, whose heads of " \
-            f"{head_dim} are smaller than a block of {block[0]}"  # fmt: skip
-        raise NotImplementedError(f"tensor_parallel_size is {num_ranks}, {why}")
+    given = f"tensor_parallel_size is {num_ranks} but num_key_value_heads {num_kv_heads}"
+    if rest:
+        raise NotImplementedError(f"{given}, which does not divide it")
+    if of_rows > 1:
+        raise NotImplementedError(f"{given}, of which {of_rows} share blocks of a quantised weight")
     head, turn = divmod(rank, repeats)
-    queries = split("the query heads of a KV head,", group, turn, repeats, _heads(head_dim, math.lcm(*block)))
-    ((start, end),) = queries.ranges
+    name, of_both = "num_attention_heads / num_key_value_heads", _heads(head_dim, math.lcm(*unit))
+    ((start, end),) = split(name, group, turn, repeats, of_both, rounds=False).ranges
     return Share([(head * group + start, head * group + end)], num_q_heads), Share([(head, head + 1)], num_kv_heads)
 
 

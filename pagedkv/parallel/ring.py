@@ -1,9 +1,9 @@
 """Records from the first rank to the others, by memory that they share.
 
 The memory is a file without a name (memfd): a cell for each rank, in which it says how far it is, and some slots for
-records, which are used in turn. A slot is written again when all readers have done what its record says. For each reader
-there is a socket, whose bell rings once for a record. So a reader that has nothing to do sleeps, and learns at once that
-the writer is gone. The other way the socket carries answers.
+records, which are used in turn. A slot is written again when all readers have done what its record says. For each
+reader there is a socket, whose bell rings once for a record. So a reader that has nothing to do sleeps, and learns at
+once that the writer is gone. The other way the socket carries answers.
 
 A record is a header (its number, the step, a kind, a few integers, a digest) and up to two arrays of bytes.
 """
@@ -99,8 +99,9 @@ class Ring:
         cells[at + 1], cells[at + 2] = step, kind
         cells[at] = done  # last: the writer may use the slot again
 
-    def _digest(self, turn: int, end: int) -> int:
-        """A sum of what a slot holds behind its header, up to a byte: another one where it was written too early."""
+    def _digest(self, turn: int, sizes: Sequence[int]) -> int:
+        """A sum of what a slot holds behind its header: another one where it was written too early."""
+        end = _aligned(HEADER_BYTES + sizes[0]) + sizes[1]
         return int(np.add.reduce(self._words[turn][HEADER_BYTES // 8 : -(-end // 8)]))
 
 
@@ -126,7 +127,7 @@ class Writer(Ring):
             if end > len(slot):
                 raise ValueError(f"a record of {end} bytes but a slot has {len(slot)}")
             slot[start:end] = flat
-        digest, rest = self._digest(turn, end), (0,) * (NUM_FIELDS - len(fields))
+        digest, rest = self._digest(turn, sizes), (0,) * (NUM_FIELDS - len(fields))
         HEADER.pack_into(slot.data, 0, number, self.step, digest, *sizes, kind, *fields, *rest)
         self.number = number  # from here on readers may know of it
         for bell in self._bells:
@@ -175,10 +176,11 @@ class Reader(Ring):
         slot = self._slots[turn]
         given, step, digest, size, other, kind, *fields = HEADER.unpack_from(slot.data)
         middle = _aligned(HEADER_BYTES + size)
-        if given != number or self._digest(turn, middle + other if other else HEADER_BYTES + size) != digest:
+        if given != number or self._digest(turn, (size, other)) != digest:
             raise RuntimeError(f"record {number} is not what was sent: the slot has {given}")
         self._mark(self.rank, number - 1, step, kind)
-        return Record(number, step, kind, fields, (slot[HEADER_BYTES : HEADER_BYTES + size], slot[middle : middle + other]))
+        arrays = slot[HEADER_BYTES : HEADER_BYTES + size], slot[middle : middle + other]
+        return Record(number, step, kind, fields, arrays)
 
     def done(self, record: Record) -> None:
         self._mark(self.rank, record.number, record.step, record.kind)

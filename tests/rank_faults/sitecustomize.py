@@ -44,9 +44,8 @@ def install() -> None:
 
 
 if "pagedkv.engine.rank" in sys.orig_argv and os.environ.get("RANK_SECONDS"):
-    from pagedkv.parallel import team
+    from pagedkv.parallel import watch
 
-    team.STEP_SECONDS = float(os.environ["RANK_SECONDS"])
-    team.STOPPED_SECONDS = team.STEP_SECONDS / 2
+    watch.STEP_SECONDS = float(os.environ["RANK_SECONDS"])
 if "pagedkv.engine.rank" in sys.orig_argv and os.environ.get("RANK_FAULT"):
     install()

@@ -17,14 +17,14 @@ have a graph that ends with the logits, and steps with adapters have graphs of t
 first such step of their size.
 
 Of several ranks each has a runner. The first one's decides and packs: it tells the others (`team`) what it is about to
-do on its device, as bytes, and then does it. Theirs replay().
+do on its device, as bytes, and then does it. Theirs do the same (see rank.py).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -36,13 +36,15 @@ from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.ring import Kind
-from pagedkv.parallel.team import OF_GROUP, RankError, Team
+from pagedkv.parallel.team import Team
+from pagedkv.parallel.watch import OF_GROUP, RankError
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
-from .step_memory import StepHeader, StepMemory
+from .batch_sizes import batch_sizes_of
+from .step_memory import StepMemory
 
 GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
@@ -70,15 +72,15 @@ class ModelRunner:
         comm: Communicator | None = None,
         team: Team | None = None,
     ) -> None:
-        """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks that
-        have a share of the model each; team: on the first of them, the others."""
+        """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks
+        that have a share of the model each; team: on the first of them, the others."""
         self.spec, self.model, self.device = spec, model, device
         self.comm, self.team = comm, team
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
-        self._turn = 0
+        self.turn = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)
@@ -95,7 +97,8 @@ class ModelRunner:
         # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
         self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
         if comm is not None:
-            self._shared_tokens, self._no_tokens = (ops.asarray(np.zeros((1, max_num_seqs), np.float32), device=device) for _ in range(2))
+            zeros = np.zeros((1, max_num_seqs), np.float32)
+            self._no_tokens, self._shared_tokens = (ops.asarray(zeros, device=device) for _ in range(2))
         self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
@@ -178,7 +181,7 @@ class ModelRunner:
             raise self.blame(error) from error
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
-        event = self._next_turn()
+        event = self.next_turn()
         with self.stream:
             try:
                 self.move_pages(step)
@@ -188,18 +191,18 @@ class ModelRunner:
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
-                    self._share_tokens(len(step.sampled))
-                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), self._turn)
+                    self.share_tokens(len(step.sampled))
+                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), self.turn)
                 if hidden is not None:
-                    step.prompt_outputs = PromptOutputs(step, hidden, self._logits_of, self.sampler.logits.shape)
+                    step.prompt_outputs = PromptOutputs(step, hidden, self.logits_of, self.sampler.logits.shape)
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
         step.event = event
 
-    def _next_turn(self) -> Event | None:
-        self._turn = 1 - self._turn
-        event = self._events[self._turn]
+    def next_turn(self) -> Event | None:
+        self.turn = 1 - self.turn
+        event = self._events[self.turn]
         if event is not None:
             event.synchronize()  # the host's arrays of this turn have been copied
         return event
@@ -214,9 +217,9 @@ class ModelRunner:
         for kind, pairs in moves:
             if pairs is not None and len(pairs):
                 for piece in [pairs] if self.team is None else self.team.tell_rows(kind, pairs):
-                    self._move(kind, piece)
+                    self.move(kind, piece)
 
-    def _move(self, kind: int, pairs: np.ndarray) -> None:
+    def move(self, kind: int, pairs: np.ndarray) -> None:
         caches, host = each_cache(self.caches.layers), each_cache(self.caches.host_layers)
         if kind == Kind.COPY:
             ops.copy_blocks(caches, pairs)
@@ -236,12 +239,12 @@ class ModelRunner:
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
         header = self.memory.fill(
-            step, arrays, self._turn,
+            step, arrays, self.turn,
             needs_logits=self.sampler.needs_logits, keeps_hidden=PromptOutputs.are_wanted(step),
         )  # fmt: skip
         if self.team is not None:
-            self.team.tell(Kind.STEP, header, *self.memory.content(header, self._turn))
-        return self.memory.upload(header, self._turn)
+            self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
+        return self.memory.upload(header, self.turn)
 
     def compute(self, batch: Batch, only_decodes: bool, keeps_hidden: bool) -> Tensor | None:
         """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
@@ -284,7 +287,7 @@ class ModelRunner:
         self.sampler.compute(ops.gather_rows(hidden, batch.last_tokens), batch)
         return hidden
 
-    def _logits_of(self, rows: np.ndarray) -> Tensor:
+    def logits_of(self, rows: np.ndarray) -> Tensor:
         """Of these rows (int32) of the hidden states that the step has kept."""
         if self.team is not None:
             self.team.tell(Kind.LOGITS, (), rows)
@@ -292,13 +295,13 @@ class ModelRunner:
         hidden = ops.gather_rows(self._hidden, ops.asarray(rows, device=self.device))
         return self.model.logits(hidden, out=self.sampler.logits[: len(rows)])
 
-    def _share_tokens(self, num_rows: int) -> None:
+    def share_tokens(self, num_rows: int) -> None:
         """Gives the other ranks the tokens that the first has sampled from logits."""
         if self.comm is None or not num_rows:
             return
         if self.team is not None:
             self.team.tell(Kind.TOKENS, (num_rows,))
-        # Ids are added as the float32s that their bits are. All but the first rank's are zeros, so they stay what they are.
+        # Ids are added as the float32s that their bits are, the first rank's to zeros, so that they stay what they are.
         tokens = self.sampler.sampled[:num_rows].view((1, num_rows), "float32")
         if self.team is not None:
             ops.all_reduce(tokens, self.comm, out=self._shared_tokens[:, :num_rows])
@@ -330,23 +333,6 @@ class ModelRunner:
         kind = OF_GROUP if isinstance(error, (GroupError, ConnectionError)) else type(error).__name__
         return error if isinstance(error, RankError) else self.team.blame(kind, str(error))
 
-    def replay(self, kind: int, fields: Sequence[int], arrays: tuple[np.ndarray, np.ndarray]) -> None:
-        """Of another rank than the first: does what that one does on its device, by what it has told."""
-        with self.stream:
-            if kind == Kind.STEP:
-                header, event = StepHeader(*fields[: len(StepHeader._fields)]), self._next_turn()
-                self.memory.take(header, self._turn, *arrays)
-                batch = self.memory.upload(header, self._turn)
-                self.compute(batch, bool(header.only_decodes), bool(header.keeps_hidden))
-                if event is not None:
-                    event.record()
-            elif kind == Kind.TOKENS:
-                self._share_tokens(fields[0])
-            elif kind == Kind.LOGITS:
-                self._logits_of(arrays[0].view(np.int32))
-            else:
-                self._move(kind, arrays[0].view(np.int32).reshape(-1, 2))
-
     def close(self) -> None:
         """Ends the other ranks."""
         if self.team is not None:
@@ -357,25 +343,3 @@ class ModelRunner:
 
 def _key(batch: Batch) -> tuple[int, bool, bool]:
     return len(batch.token_ids), batch.needs_logits, batch.has_adapters
-
-
-def batch_sizes_of(device: str, max_num_seqs: int, spec: Spec) -> list[int]:
-    """Those of steps that only decode."""
-    if device == "cpu":
-        return list(range(1, max_num_seqs + 1))
-    return batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
-
-
-def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:
-    """The batch sizes that have graphs, those of filling_sizes among them. The last one is max_num_seqs."""
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), *filling}
-    return sorted(size for size in sizes if 0 < size < max_num_seqs) + [max_num_seqs]
-
-
-def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
-    """The sequences whose KV heads fill the GPU when attention has one, two or four CTAs on a multiprocessor.
-
-    One more begins another wave of CTAs, even if it is padding: 33 sequences of 8 heads, padded to 40, take up to 12 %
-    longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
-    """
-    return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]

@@ -13,7 +13,8 @@ from pagedkv.models.registry import load_model
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 from pagedkv.ops import Communicator
-from pagedkv.parallel.team import STEP_SECONDS, Team
+from pagedkv.parallel.team import Team
+from pagedkv.parallel.watch import STEP_SECONDS
 
 from .model_runner import ModelRunner
 from .step_memory import StepMemory

@@ -7,6 +7,7 @@ last one. On the CPU there is one set, which the model reads in place.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,13 @@ class StepHeader(NamedTuple):
     table_rows: int  # of the block tables; 0: they are those of the step before
     table_columns: int
     num_bytes: int  # of the arrays
+
+    @classmethod
+    def of(cls, fields: SequenceOf[int]) -> StepHeader:
+        """Of the integers of one, and what follows them."""
+        header = cls._make(fields[: len(cls._fields)])
+        names = "only_decodes", "needs_logits", "has_adapters", "keeps_hidden"
+        return header._replace(**{name: bool(getattr(header, name)) for name in names})
 
 
 class StepMemory:
@@ -84,8 +92,8 @@ class StepMemory:
     def fill(
         self, step: Step, arrays: Any, turn: int, *, needs_logits: bool, keeps_hidden: bool = False
     ) -> StepHeader:
-        """Fills the step's arrays, which upload() brings to the device. `arrays` are what BlockManager.prepare() returns
-        for it."""
+        """Fills the step's arrays, which upload() brings to the device. `arrays` are what BlockManager.prepare()
+        returns for it."""
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
         if step.only_decodes:
             size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
@@ -132,8 +140,8 @@ class StepMemory:
             there = self._arrays(self._there, header.num_tokens, header.num_seqs, header.num_rows)
         self._upload(there, turn)
         there.block_tables = self._upload_tables(header)
-        there.max_seqlen_q, there.needs_logits = header.max_seqlen_q, bool(header.needs_logits)
-        there.has_adapters = bool(header.has_adapters)
+        there.max_seqlen_q, there.needs_logits = header.max_seqlen_q, header.needs_logits
+        there.has_adapters = header.has_adapters
         return there
 
     def _write_adapters(self, step: Step, host: Batch) -> None:

@@ -151,7 +151,8 @@ class CompressedTensors(Quantization):
 def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
     if source.has(f"{name}.input_scale"):
         source.view(f"{name}.input_scale", (1,), DTYPES)
-    block, scale_shape = (1, int(shape[1])), (shape[0], 1)
+    block = 1, int(shape[1])
+    scale_shape: tuple[int, ...] = shape[0], 1
     if scheme.strategy == "block":
         block, scale_shape = scheme.block, num_blocks(*shape, scheme.block)
     elif scheme.strategy == "tensor":

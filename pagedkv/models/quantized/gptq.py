@@ -66,7 +66,8 @@ def groups_of_inputs(source: TensorSource, name: str, in_features: int, groups: 
     if (given == -1).all() or (given == inputs // (whole(in_features) // whole(groups))).all():
         return None  # -1: it was never set
     if isinstance(in_features, Share):
-        raise NotImplementedError(f"{name}: groups in the order of activations (desc_act, actorder) are not split over ranks")
+        order = "groups in the order of activations (desc_act, actorder)"
+        raise NotImplementedError(f"{name}: {order} are not split over ranks")
     if given.min() < 0 or given.max() >= groups:
         wrong = given.min() if given.min() < 0 else given.max()
         raise source.error(name, f"holds {wrong} but there are {groups} groups")

@@ -31,7 +31,7 @@ typedef enum { PK_COMM_AUTO, PK_COMM_ONE_SHOT, PK_COMM_TWO_SHOTS, PK_COMM_SIMPLE
 
 /* What a kernel writes when it gives up: into memory of the host, so that nobody has to ask the GPU for it. */
 typedef struct {
-    uint32_t has_stopped; /* written last */
+    uint32_t has_stopped;        /* written last */
     uint32_t operation, missing; /* the latter is the rank that it waited for */
 } pk_comm_stop;
 
@@ -60,10 +60,10 @@ typedef struct pk_comm {
     char *boxes; /* behind it: of each rank two */
     size_t bytes;
     uint32_t turn;
-    int64_t call;                       /* of operations, so far */
-    uint32_t is_busy;                   /* a call is running */
-    int watched[PK_COMM_MAX_RANKS];     /* file descriptors that become readable when the process ends; -1: none */
-    void *of_device;                    /* what the backend keeps */
+    int64_t call;                   /* of operations, so far */
+    uint32_t is_busy;               /* a call is running */
+    int watched[PK_COMM_MAX_RANKS]; /* file descriptors that become readable when the process ends; -1: none */
+    void *of_device;                /* what the backend keeps */
 } pk_comm;
 
 /* The bytes that the memory of a group of so many ranks has. */

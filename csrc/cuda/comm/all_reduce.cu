@@ -91,7 +91,8 @@ struct all_reduce_cta {
         const packed x = sum(v, turn, slot, i);
 #pragma unroll
         for (int to = 0; to < MOST; to++)
-            if (params.in_two_shots && to < its.size && to != its.rank) pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
+            if (params.in_two_shots && to < its.size && to != its.rank)
+                pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
         return x;
     }
 
@@ -108,7 +109,8 @@ struct all_reduce_cta {
         }
         if (params.args.squares) {
             squares = pk_sum_over(blockDim.x, threadIdx.x, squares);
-            if (threadIdx.x == 0) params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
+            if (threadIdx.x == 0)
+                params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
         }
     }
 };

@@ -98,7 +98,7 @@ __device__ static inline void pk_mail_receive(const pk_mailboxes &its, const uin
                                               uint4 (&mail)[MOST])
 {
     enum { POLLS = 1 << 12 }; /* between two looks at the clock: about 2 ms */
-    uint64_t start = 0; /* of the waiting, from the first look on */
+    uint64_t start = 0;       /* of the waiting, from the first look on */
     for (unsigned polls = 1; missing; polls++) {
         const unsigned asked = missing;
 #pragma unroll

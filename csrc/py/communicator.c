@@ -43,7 +43,7 @@ PyDoc_STRVAR(
     "reason. What the call was to write is undefined then.\n\n"
     "On a GPU each rank is a process of its own (CUDA cannot open memory of its own process), and calls of one\n"
     "communicator are queued on one stream, or on streams that the caller orders, as are the replays of graphs that\n"
-    "hold them. Kernels have the same clock; who waits for them, by an Event or check(), sees what they recorded. Two\n"
+    "hold them: two at a time end the group. Kernels have the same clock; who waits for them, by an Event or check(), sees what they recorded. Two\n"
     "ranks may have one GPU, for tests: their kernels take turns, which takes milliseconds.\n\n"
     "Args:\n"
     "    rank: of this process, in [0, size).\n"

@@ -20,8 +20,10 @@ __global__ void __launch_bounds__(MAIL_SLOT) all_gather_kernel(const __grid_cons
     T *out = (T *)params.args.out + row * params.args.out_stride + at;
     pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
-    const uint32_t turn = pk_mail_turn(its, slot);
-    if (left > 0) {
+    pk_mail_use(its, slot, 1, [&] {
+        const uint32_t turn = pk_mail_turn(its, slot);
+        pk_mail_empty(its, turn, slot, threadIdx.x);
+        if (left <= 0) return;
         const T *from = (const T *)params.args.x + row * params.args.x_stride + at;
         const uint4 x = pk_mail_of(packed::template load<IS_ALIGNED>(from, left).bits); /* for itself, too */
         pk_mail_send_to_all<MOST>(its, turn, slot, threadIdx.x, x);
@@ -30,10 +32,7 @@ __global__ void __launch_bounds__(MAIL_SLOT) all_gather_kernel(const __grid_cons
 #pragma unroll
         for (int from = 0; from < MOST; from++)
             if (from < its.size) packed{mail[from]}.template store<IS_ALIGNED>(out + from * params.part_size, left);
-    }
-    pk_mail_empty(its, turn, slot, threadIdx.x);
-    __syncthreads();
-    pk_mail_next_turn(its, slot, 1);
+    });
 }
 
 pk_status pk_cuda_all_gather(const pk_all_gather_args *args, const pk_cuda_call &call)

@@ -24,8 +24,10 @@ __global__ void __launch_bounds__(MAIL_SLOT)
     const int64_t slot = blockIdx.x, row = first_row + slot * MAIL_SLOT + threadIdx.x;
     pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
-    const uint32_t turn = pk_mail_turn(its, slot);
-    if (row < args.num_rows) {
+    pk_mail_use(its, slot, 1, [&] {
+        const uint32_t turn = pk_mail_turn(its, slot);
+        pk_mail_empty(its, turn, slot, threadIdx.x);
+        if (row >= args.num_rows) return;
         const uint4 own = mail_of_candidate(args.candidates[row]);
         pk_mail_send_to_all<MOST>(its, turn, slot, threadIdx.x, own);
         uint4 mail[MOST];
@@ -36,10 +38,7 @@ __global__ void __launch_bounds__(MAIL_SLOT)
             if (from < its.size) best = max(best, candidate_of_mail(mail[from]));
         args.out[row] = pk_is_drawn(best) ? pk_token_of(best) : -1;
         if (!pk_is_drawn(best)) pk_record_bad_id(bad_id, PK_BAD_LOGITS, row, 0, 0);
-    }
-    pk_mail_empty(its, turn, slot, threadIdx.x);
-    __syncthreads();
-    pk_mail_next_turn(its, slot, 1);
+    });
 }
 
 // --- launchers

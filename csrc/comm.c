@@ -21,8 +21,8 @@
 #define STORE(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 
 static const char *const NAMES[] = {
-    [PK_COMM_JOIN] = "Communicator()",         [PK_COMM_LEAVE] = "close()",
-    [PK_COMM_ALL_REDUCE] = "all_reduce",       [PK_COMM_ALL_GATHER] = "all_gather",
+    [PK_COMM_JOIN] = "Communicator()",      [PK_COMM_LEAVE] = "close()",
+    [PK_COMM_ALL_REDUCE] = "all_reduce",    [PK_COMM_ALL_GATHER] = "all_gather",
     [PK_COMM_SAMPLE] = "sample_candidates",
 };
 
@@ -62,8 +62,11 @@ static pk_status fail_as_ended(const pk_comm *comm, uint32_t aborted, pk_error *
 {
     const int by = (int)(aborted - 1) % PK_COMM_MAX_RANKS;
     const pk_comm_member *member = &comm->shared->members[by];
-    if (!LOAD(member->stop.has_stopped))
-        return pk_fail(err, PK_EGROUP, "%.*s", PK_COMM_REASON, member->reason);
+    if (!LOAD(member->stop.has_stopped)) return pk_fail(err, PK_EGROUP, "%.*s", PK_COMM_REASON, member->reason);
+    if (member->stop.missing == PK_COMM_NOBODY)
+        return pk_fail(err, PK_EGROUP,
+                       "%s: two calls of rank %d ran at the same time, on streams that nobody has ordered",
+                       NAMES[member->stop.operation % 5], by);
     return pk_fail(err, PK_EGROUP, "rank %u did not arrive at %s within %g s (a kernel of rank %d waited)",
                    member->stop.missing, NAMES[member->stop.operation % 5], comm->timeout, by);
 }

@@ -16,7 +16,13 @@
 extern "C" {
 #endif
 
-enum { PK_COMM_MAX_RANKS = 8, PK_COMM_BOX_BYTES = 4 << 20, PK_COMM_HANDLE_BYTES = 64, PK_COMM_REASON = 320 };
+enum {
+    PK_COMM_MAX_RANKS = 8,
+    PK_COMM_BOX_BYTES = 4 << 20,
+    PK_COMM_HANDLE_BYTES = 64,
+    PK_COMM_REASON = 320,
+    PK_COMM_NOBODY = 255
+};
 
 /* What a rank is about to do in a turn. All ranks must say the same. */
 typedef struct {
@@ -31,8 +37,8 @@ typedef enum { PK_COMM_AUTO, PK_COMM_ONE_SHOT, PK_COMM_TWO_SHOTS, PK_COMM_SIMPLE
 
 /* What a kernel writes when it gives up: into memory of the host, so that nobody has to ask the GPU for it. */
 typedef struct {
-    uint32_t has_stopped; /* written last */
-    uint32_t operation, missing; /* the latter is the rank that it waited for */
+    uint32_t has_stopped;        /* written last */
+    uint32_t operation, missing; /* the rank that it waited for, or PK_COMM_NOBODY: two kernels ran at once */
 } pk_comm_stop;
 
 /* Written by one rank alone, and by its kernels. */
@@ -60,10 +66,10 @@ typedef struct pk_comm {
     char *boxes; /* behind it: of each rank two */
     size_t bytes;
     uint32_t turn;
-    int64_t call;                       /* of operations, so far */
-    uint32_t is_busy;                   /* a call is running */
-    int watched[PK_COMM_MAX_RANKS];     /* file descriptors that become readable when the process ends; -1: none */
-    void *of_device;                    /* what the backend keeps */
+    int64_t call;                   /* of operations, so far */
+    uint32_t is_busy;               /* a call is running */
+    int watched[PK_COMM_MAX_RANKS]; /* file descriptors that become readable when the process ends; -1: none */
+    void *of_device;                /* what the backend keeps */
 } pk_comm;
 
 /* The bytes that the memory of a group of so many ranks has. */

@@ -4,8 +4,9 @@
 
     normed = ops.rms_norm(x, weight)
 
-Types are here, too: `Communicator`, this process as a rank of a group, and `GroupError`, how a group ends;
-`ElasticBuffer`, memory that grows and shrinks in place; and `Step`, the result of `BlockManager.prepare`. `help(ops.<name>)` gives shapes, dtypes, units and errors.
+Types are here, too: `Communicator`, this process as a rank of a group, and `GroupError`, by which a group ends;
+`ElasticBuffer`, memory that grows and shrinks in place; `Step`, the result of `BlockManager.prepare`.
+`help(ops.<name>)` gives shapes, dtypes, units and errors.
 """
 
 from pagedkv._C import (

@@ -65,6 +65,6 @@ COLLECTIVE_OPERATIONS = {
     "all_reduce": Operation(draw_all_reduce, expect_all_reduce),
     "all_gather": Operation(draw_all_gather, lambda a: {"out": Outcome(numbers(a.x))}),
     "sample_candidates": Operation(
-        draw_candidates, lambda a: {"out": Outcome(0xFFFFFFFF - (numbers(a.candidates).astype(np.int64) & 0xFFFFFFFF))}
+        draw_candidates, lambda a: {"out": Outcome(~numbers(a.candidates).astype(np.int64).astype(np.int32))}
     ),
 }

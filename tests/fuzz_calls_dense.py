@@ -24,7 +24,7 @@ def draw_embedding(d: Draw) -> dict:
 
 
 def expect_embedding(a) -> dict:
-    table, rows = numbers(a.weight), numbers(a.token_ids) - (a.first_row or 0)
+    table, rows = numbers(a.weight), numbers(a.token_ids).astype(np.int64) - int(a.first_row or 0)
     out = np.zeros((len(rows), table.shape[1]))
     is_here = (rows >= 0) & (rows < len(table))
     out[is_here] = table[rows[is_here]]

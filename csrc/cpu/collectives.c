@@ -78,7 +78,8 @@ pk_status pk_cpu_all_reduce(pk_device device, const pk_all_reduce_args *args, pk
     for (int64_t row = 0; row < args->num_rows && args->squares; row++) args->squares[row] = 0;
     for (piece piece = {0}; next_piece(&args->what, &piece);) {
         PK_TRY(exchange(args->comm, &args->what, args->x, args->x_stride, &piece, err));
-#pragma omp parallel for schedule(static) if (piece.num_rows > 1 && piece.num_rows * piece.num_columns > PK_CPU_PARALLEL)
+#pragma omp parallel for schedule(static) if (piece.num_rows > 1 && \
+                                              piece.num_rows * piece.num_columns > PK_CPU_PARALLEL)
         for (int64_t row = 0; row < piece.num_rows; row++) {
             float squares = sum_row(args, &piece, row);
             if (args->squares) args->squares[piece.row + row] += squares;

@@ -222,7 +222,8 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *given, pk_stream
     PK_CPU_NUMBERS(own);
     PK_TRY(take_rows(args, &own, err));
     PK_TRY(check_rows(args, err));
-    pk_candidate *taken = malloc((size_t)args->num_rows * sizeof *taken + 1); /* nothing is written before all are right */
+    pk_candidate *taken =
+        malloc((size_t)args->num_rows * sizeof *taken + 1); /* nothing is written before all are right */
     if (!taken) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
     int64_t failed_row = INT64_MAX; /* no lock: a child of fork() would find a critical section's taken for ever */
     bool is_large = args->num_rows > 1 && args->num_rows * args->vocab_size > PK_CPU_PARALLEL;

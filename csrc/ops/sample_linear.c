@@ -17,8 +17,10 @@ static pk_status sample_of_product(const pk_sample_linear_call *call, bool gives
     PK_TRY(pk_read_sample_call(&env, &call->sample, PK_ACCEPT_F32 | PK_WRITABLE, gives_candidates, &backend,
                                &args.sample));
     if (first_token < 0 || first_token % PK_FIRST_TOKEN_STEP || first_token > INT32_MAX - args.sample.vocab_size)
-        return pk_fail(err, PK_EVALUE, "first_token is %lld but must be a multiple of %d from 0 to 2147483647 less the "
-                       "rows of weight", (long long)first_token, PK_FIRST_TOKEN_STEP);
+        return pk_fail(err, PK_EVALUE,
+                       "first_token is %lld but must be a multiple of %d from 0 to 2147483647 less the "
+                       "rows of weight",
+                       (long long)first_token, PK_FIRST_TOKEN_STEP);
     args.sample.first_token = first_token;
     args.linear = pk_linear_args_of(call->x, &args.linear.weight, call->sample.logits);
     args.linear.weight.is_constant = call->weight_is_constant;

@@ -81,8 +81,8 @@ typedef struct {
     float temperature;
     uint32_t position, seed_low, seed_high;
     uint32_t first_token; /* that the row's token 0 is */
-    uint32_t top_k;     /* 0: off */
-    float top_p, min_p; /* 1 and 0: off */
+    uint32_t top_k;       /* 0: off */
+    float top_p, min_p;   /* 1 and 0: off */
     float repetition, presence, frequency;
     int32_t *counts; /* [vocab_size], NULL: none */
     bool is_valid;
@@ -138,7 +138,7 @@ PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *r
 #define PK_GUMBEL_BLOCK_BITS 4
 #define PK_GUMBEL_BLOCK (1 << PK_GUMBEL_BLOCK_BITS)
 #define PK_FIRST_TOKEN_STEP (4 << PK_GUMBEL_BLOCK_BITS) /* the tokens of one call of Philox for blocks */
-#define PK_GUMBEL_MAX 26.4f /* no variate is greater */
+#define PK_GUMBEL_MAX 26.4f                             /* no variate is greater */
 
 #define PK_PHILOX_ROUNDS 10
 typedef struct {
@@ -148,7 +148,8 @@ typedef struct {
 /* `counter` is of the row's own tokens; those of a stream 0 are 16 each. */
 PK_SAMPLING_FN pk_words pk_philox(const pk_sample_row *row, uint32_t counter, uint32_t stream)
 {
-    uint32_t c0 = counter + (row->first_token >> (stream == 0 ? PK_GUMBEL_BLOCK_BITS + 2 : 2)), c1 = row->position, c2 = stream, c3 = 0, k0 = row->seed_low, k1 = row->seed_high;
+    uint32_t c0 = counter + (row->first_token >> (stream == 0 ? PK_GUMBEL_BLOCK_BITS + 2 : 2)), c1 = row->position,
+             c2 = stream, c3 = 0, k0 = row->seed_low, k1 = row->seed_high;
 #ifdef __CUDACC__
 #pragma unroll
 #endif

@@ -4,8 +4,7 @@
 #include "py/docs.h"
 #include "ops/collectives.h"
 
-#define PY_DOC_GROUP_ERROR \
-    "    GroupError: see Communicator. What was to be written is undefined then.\n"
+#define PY_DOC_GROUP_ERROR "    GroupError: see Communicator. What was to be written is undefined then.\n"
 
 #define CALL pk_all_reduce_call
 const char py_all_reduce_doc[] = PyDoc_STR(
@@ -26,8 +25,7 @@ const char py_all_reduce_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, [num_rows, row_size] of x's dtype.\n" PY_DOC_RAISES PY_DOC_GROUP_ERROR);
-PY_OP(all_reduce, P(TENSOR, x), P(COMM, comm), P(OPTIONAL, residual), P(OPTIONAL_WRITTEN, out_squares),
-      P(OUTPUT, out));
+PY_OP(all_reduce, P(TENSOR, x), P(COMM, comm), P(OPTIONAL, residual), P(OPTIONAL_WRITTEN, out_squares), P(OUTPUT, out));
 
 #undef CALL
 #define CALL pk_all_gather_call
@@ -41,8 +39,8 @@ const char py_all_gather_doc[] = PyDoc_STR(
     "    comm: the Communicator, of x's device.\n" PY_DOC_OUT PY_DOC_STREAM
     "\n"
     "Returns:\n"
-    "    out, [num_rows, size * row_size] of x's dtype. A NaN stays one, but CUDA may change its payload.\n"
-    PY_DOC_RAISES PY_DOC_GROUP_ERROR);
+    "    out, [num_rows, size * row_size] of x's dtype. A NaN stays one, but CUDA may change its payload.\n" PY_DOC_RAISES
+        PY_DOC_GROUP_ERROR);
 PY_OP(all_gather, P(TENSOR, x), P(COMM, comm), P(OUTPUT, out));
 
 #undef CALL

@@ -43,7 +43,7 @@ PyDoc_STRVAR(
     "reason. What the call was to write is undefined then.\n\n"
     "On a GPU each rank is a process of its own (CUDA cannot open memory of its own process), and calls of one\n"
     "communicator are queued on one stream, or on streams that the caller orders, as are the replays of graphs that\n"
-    "hold them. Kernels have the same clock; who waits for them, by an Event or check(), sees what they recorded. Two\n"
+    "hold them: two at a time end the group. Kernels have the same clock; who waits for them, by an Event or check(), sees what they recorded. Two\n"
     "ranks may have one GPU, for tests: their kernels take turns, which takes milliseconds.\n\n"
     "Args:\n"
     "    rank: of this process, in [0, size).\n"
@@ -85,8 +85,8 @@ static int read_way(PyObject *object, pk_device device, pk_comm_way *way)
             *way = (pk_comm_way)i;
             return 0;
         }
-    PyErr_Format(PyExc_ValueError, "way: is %R but must be \"auto\" or, on a GPU, \"one-shot\", \"two-shots\" or \"simple\"",
-                 object);
+    PyErr_Format(PyExc_ValueError,
+                 "way: is %R but must be \"auto\" or, on a GPU, \"one-shot\", \"two-shots\" or \"simple\"", object);
     return -1;
 }
 
@@ -163,8 +163,7 @@ static PyObject *comm_abort(PY_FASTCALL)
 {
     PY_BIND(py_state_of(self), Communicator_abort);
     pk_comm *comm = &comm_of(self)->comm;
-    if (!PyUnicode_Check(given[0]))
-        return PyErr_Format(PyExc_TypeError, "reason: must be a str, not %R", given[0]);
+    if (!PyUnicode_Check(given[0])) return PyErr_Format(PyExc_TypeError, "reason: must be a str, not %R", given[0]);
     const char *reason = PyUnicode_AsUTF8AndSize(given[0], NULL);
     if (!reason) return NULL;
     if (!comm->shared) return refuse_closed("abort");
@@ -172,10 +171,11 @@ static PyObject *comm_abort(PY_FASTCALL)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_check_doc,
-             "check($self, /)\n--\n\n"
-             "Raises GroupError, with the first reason, if the group has ended, by a call, a kernel, `abort`, or a process\n"
-             "of it that is no more. Waits for nothing, not for a GPU either: a few microseconds. From any thread.");
+PyDoc_STRVAR(
+    comm_check_doc,
+    "check($self, /)\n--\n\n"
+    "Raises GroupError, with the first reason, if the group has ended, by a call, a kernel, `abort`, or a process\n"
+    "of it that is no more. Waits for nothing, not for a GPU either: a few microseconds. From any thread.");
 static PyObject *comm_check(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -214,7 +214,7 @@ static PyMethodDef comm_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot comm_slots[] = {
-    {Py_tp_doc, (void *)comm_doc},  {Py_tp_new, comm_new},       {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_doc, (void *)comm_doc}, {Py_tp_new, comm_new},       {Py_tp_dealloc, comm_dealloc},
     {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_getset}, {0, NULL},
 };
 static PyType_Spec comm_spec = {"pagedkv.ops.Communicator", sizeof(py_comm), 0,

@@ -76,10 +76,11 @@ static int module_exec(PyObject *module)
         add_exception(module, &state->cuda_error, "pagedkv.CudaError",
                       "A call of CUDA or cuBLASLt failed; the message has the call and the error's name.",
                       PyExc_RuntimeError) < 0 ||
-        add_exception(module, &state->group_error, "pagedkv.ops.GroupError",
-                      "The group of a Communicator has ended: a rank did not arrive in time, its process has ended, it made\n"
-                      "another call than the others, or somebody has called `abort`. All ranks get the same reason.",
-                      PyExc_RuntimeError) < 0)
+        add_exception(
+            module, &state->group_error, "pagedkv.ops.GroupError",
+            "The group of a Communicator has ended: a rank did not arrive in time, its process has ended, it made\n"
+            "another call than the others, or somebody has called `abort`. All ranks get the same reason.",
+            PyExc_RuntimeError) < 0)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;

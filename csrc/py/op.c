@@ -137,7 +137,7 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
         case PY_SCALE:
             return read_scale(call, name, object, field);
         case PY_INT:
-            return read_int(name, object, otherwise, field);
+            return read_int(name, call->signature->required >> i & 1 ? given : object, otherwise, field);
         case PY_DOUBLE:
             return read_double(name, object, otherwise, field);
         case PY_OPTIONAL_DOUBLE:

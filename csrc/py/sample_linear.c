@@ -44,8 +44,7 @@ const char py_linear_candidates_doc[] = PyDoc_STR(
     "    weight_scales, weight_zeros, weight_block, weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
     "\n"
     "Returns:\n"
-    "    out, [num_rows] int64. Logits with a NaN are no error here: sample_candidates refuses them on every rank.\n"
-    PY_DOC_RAISES);
+    "    out, [num_rows] int64. Logits with a NaN are no error here: sample_candidates refuses them on every rank.\n" PY_DOC_RAISES);
 PY_OP(linear_candidates, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
       P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions), P(INT, first_token),
       P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),

@@ -91,7 +91,8 @@ struct all_reduce_cta {
         const packed x = sum(v, turn, slot, i);
 #pragma unroll
         for (int to = 0; to < MOST; to++)
-            if (params.in_two_shots && to < its.size && to != its.rank) pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
+            if (params.in_two_shots && to < its.size && to != its.rank)
+                pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
         return x;
     }
 
@@ -108,22 +109,27 @@ struct all_reduce_cta {
         }
         if (params.args.squares) {
             squares = pk_sum_over(blockDim.x, threadIdx.x, squares);
-            if (threadIdx.x == 0) params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
+            if (threadIdx.x == 0)
+                params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
         }
     }
 };
 
+/* What more ranks send takes registers. */
+template <typename T, int MOST>
+constexpr int ctas_an_sm = MOST <= 2 || (MOST <= 4 && sizeof(T) == 2) ? 2 : 1;
+
 template <typename T, bool IS_ALIGNED, int MOST>
-__global__ void __launch_bounds__(MAIL_THREADS, MOST <= 4 ? 2 : 1)
+__global__ void __launch_bounds__(MAIL_THREADS, (ctas_an_sm<T, MOST>))
     all_reduce_kernel(const __grid_constant__ all_reduce_params params)
 {
     pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
     const all_reduce_cta<T, IS_ALIGNED, MOST> cta = {params};
-    cta.send();
-    cta.receive();
-    __syncthreads();
-    pk_mail_next_turn(params.its, cta.first_slot, params.slots_per_row);
+    pk_mail_use(params.its, cta.first_slot, params.slots_per_row, [&] {
+        cta.send();
+        cta.receive();
+    });
 }
 
 pk_status pk_cuda_all_reduce_push(const pk_all_reduce_args *args, bool in_two_shots, const pk_cuda_call &call)

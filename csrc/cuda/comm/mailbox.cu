@@ -54,8 +54,7 @@ static pk_status open_peers(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call
                            comm->rank, rank);
         cudaIpcMemHandle_t handle;
         memcpy(&handle, member->handle, sizeof handle);
-        cudaError_t error =
-            cudaIpcOpenMemHandle((void **)&its->mail.of[rank], handle, cudaIpcMemLazyEnablePeerAccess);
+        cudaError_t error = cudaIpcOpenMemHandle((void **)&its->mail.of[rank], handle, cudaIpcMemLazyEnablePeerAccess);
         if (error == cudaSuccess) continue;
         its->mail.of[rank] = nullptr;
         char name[120];

@@ -18,11 +18,12 @@
 
 enum { MAIL_SLOT = 256, MAIL_SLOTS = 512, MAIL_TURNS = 3, MAIL_THREADS = 512 };
 constexpr uint32_t PK_NO_MAIL = 0xffffffffu, PK_OTHER_NAN = 0x7fff7fffu;
+constexpr uint32_t MAIL_IS_IN_USE = 4; /* beside a slot's turn: a kernel is at it */
 
 /* As a kernel gets it. */
 struct pk_mailboxes {
     uint4 *of[PK_COMM_MAX_RANKS]; /* the memory of each rank's GPU */
-    uint32_t *turns;              /* [MAIL_SLOTS], 0 to 2; this and the next are own memory */
+    uint32_t *turns;              /* [MAIL_SLOTS]; this and the next are own memory */
     uint32_t *has_stopped;
     pk_comm_shared *shared; /* memory of the host */
     int rank, size;
@@ -38,7 +39,7 @@ struct pk_mailboxes {
 
 __device__ static inline uint32_t pk_mail_turn(const pk_mailboxes &its, int64_t slot)
 {
-    return __ldcg(&its.turns[slot]);
+    return __ldcg(&its.turns[slot]) & ~MAIL_IS_IN_USE;
 }
 __device__ static inline uint32_t pk_mail_turn_after(uint32_t turn, int by) { return (turn + by) % MAIL_TURNS; }
 
@@ -74,20 +75,25 @@ __device__ static inline void pk_mail_empty(const pk_mailboxes &its, uint32_t tu
             make_uint4(PK_NO_MAIL, PK_NO_MAIL, PK_NO_MAIL, PK_NO_MAIL);
 }
 
-/* Of a thread that has waited for a while: whether to leave, because the group has ended or the time is up. The first to
- * find that writes it down. */
-__device__ static __noinline__ bool pk_mail_gives_up(const pk_mailboxes &its, uint64_t waited_ns, uint32_t missing)
+/* Ends the group; the first to do so says why. */
+__device__ static __noinline__ void pk_mail_stop(const pk_mailboxes &its, uint32_t missing)
 {
-    if (*(volatile uint32_t *)&its.shared->aborted) return true;
-    if (waited_ns < its.timeout_ns) return false;
-    if (atomicExch(its.has_stopped, 1u)) return true;
     volatile pk_comm_stop *stop = &its.shared->members[its.rank].stop;
+    if (atomicExch(its.has_stopped, 1u)) return;
     stop->operation = its.operation;
     stop->missing = missing;
     __threadfence_system();
     stop->has_stopped = 1;
     __threadfence_system();
     *(volatile uint32_t *)&its.shared->aborted = its.rank + 1;
+}
+
+/* Of a thread that has waited for a while: whether to leave, because the group has ended or the time is up. */
+__device__ static __noinline__ bool pk_mail_gives_up(const pk_mailboxes &its, uint64_t waited_ns, uint32_t missing)
+{
+    if (*(volatile uint32_t *)&its.shared->aborted) return true;
+    if (waited_ns < its.timeout_ns) return false;
+    pk_mail_stop(its, missing);
     return true;
 }
 
@@ -98,7 +104,7 @@ __device__ static inline void pk_mail_receive(const pk_mailboxes &its, const uin
                                               uint4 (&mail)[MOST])
 {
     enum { POLLS = 1 << 12 }; /* between two looks at the clock: about 2 ms */
-    uint64_t start = 0; /* of the waiting, from the first look on */
+    uint64_t start = 0;       /* of the waiting, from the first look on */
     for (unsigned polls = 1; missing; polls++) {
         const unsigned asked = missing;
 #pragma unroll
@@ -141,11 +147,19 @@ __device__ static inline void pk_mail_receive_all(const pk_mailboxes &its, uint3
     }
 }
 
-/* At a kernel's end, after a barrier behind the last look at the turns: its slots are at their next turn. */
-__device__ static inline void pk_mail_next_turn(const pk_mailboxes &its, int64_t first_slot, int num_slots)
+/* All of a CTA's work on its slots, which nobody else may be at meanwhile: body(). */
+template <typename Body>
+__device__ static __forceinline__ void pk_mail_use(const pk_mailboxes &its, int64_t first_slot, int num_slots,
+                                                   Body body)
 {
+    uint32_t before = 0;
     for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
-        its.turns[first_slot + slot] = pk_mail_turn_after(its.turns[first_slot + slot], 1);
+        before |= atomicOr(&its.turns[first_slot + slot], MAIL_IS_IN_USE);
+    body();
+    if (before & MAIL_IS_IN_USE) pk_mail_stop(its, PK_COMM_NOBODY);
+    __syncthreads(); /* nobody looks at the turn any more */
+    for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
+        its.turns[first_slot + slot] = pk_mail_turn_after(pk_mail_turn(its, first_slot + slot), 1);
 }
 
 /* What comm->of_device is. */

@@ -31,8 +31,9 @@ pk_status pk_cuda_all_reduce_simple(const pk_all_reduce_args *args, const pk_cud
     const int size = args->comm->size;
     void *parts;
     PK_TRY(pk_cuda_scratch_beside(call, (size_t)(args->num_rows * args->row_size * size * bytes), &parts));
-    const pk_all_gather_args gathered = {args->comm,     args->x,     parts, args->num_rows, args->row_size,
-                                         args->x_stride, size * args->row_size, args->dtype, args->what};
+    const pk_all_gather_args gathered = {
+        args->comm,  args->x,   parts, args->num_rows, args->row_size, args->x_stride, size * args->row_size,
+        args->dtype, args->what};
     PK_TRY(pk_cuda_all_gather(&gathered, call));
     const int64_t slots = std::min<int64_t>(pk_ceil_div(args->row_size, MAIL_SLOT * 16 / bytes), 2);
     return pk_for_float_dtype(call.err, args->dtype, [&](auto zero) {

@@ -53,21 +53,21 @@ class Block(ABC):
         return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
 
-def _add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
+def add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
     """A block's last product: buffers.residual += that of x; leaves its squares."""
     slots = buffers.adapter_slots
     if linear.comm is None:
         linear.product(x, out_squares=squares, add_to_out=True, adapter_slots=slots, out=buffers.residual)
     else:
-        _add_all(linear.product(x, adapter_slots=slots, out=buffers.partial), linear.comm, buffers, squares)
+        add_all_to_residual(linear.product(x, adapter_slots=slots, out=buffers.partial), linear.comm, buffers, squares)
 
 
-def _add_all(partial: Tensor, comm: Communicator, buffers: Buffers, squares: Tensor | None) -> None:
+def add_all_to_residual(partial: Tensor, comm: Communicator, buffers: Buffers, squares: Tensor | None) -> None:
     """buffers.residual += the sum of what all ranks have; leaves its squares."""
     ops.all_reduce(partial, comm, residual=buffers.residual, out_squares=squares, out=buffers.residual)
 
 
-def _squares_width(linear: Linear, x: Tensor, buffers: Buffers) -> int:
+def squares_width_of(linear: Linear, x: Tensor, buffers: Buffers) -> int:
     """Of that product: see Block.squares_width."""
     return linear.squares_width(x, buffers.residual) if linear.comm is None else buffers.residual.shape[1]
 
@@ -131,10 +131,10 @@ class Attention(Block):
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
-        _add_to_residual(self.output, buffers.attention, buffers, squares)
+        add_to_residual(self.output, buffers.attention, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
-        return _squares_width(self.output, buffers.attention, buffers)
+        return squares_width_of(self.output, buffers.attention, buffers)
 
 
 class MLP(Block):
@@ -167,10 +167,10 @@ class GatedMLP(MLP):
             adapter_slots=buffers.adapter_slots,
             out=buffers.activation,
         )
-        _add_to_residual(self.down, buffers.activation, buffers, squares)
+        add_to_residual(self.down, buffers.activation, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
-        return _squares_width(self.down, buffers.activation, buffers)
+        return squares_width_of(self.down, buffers.activation, buffers)
 
 
 class Experts(MLP):
@@ -209,7 +209,7 @@ class Experts(MLP):
             activation, experts, weights=weights, add_to_out=comm is None, experts_are_constant=True, out=out
         )
         if comm is not None:
-            _add_all(out, comm, buffers, squares)
+            add_all_to_residual(out, comm, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
         return 0 if self.down.comm is None else buffers.residual.shape[1]

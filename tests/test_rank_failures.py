@@ -18,8 +18,8 @@ from checkpoints import write_model
 from rank_engine import FAULTS, OPTIONS, SIZES, children, generate, inject, nothing_left, traffic
 
 from pagedkv import LLM, SamplingParams
+from pagedkv.engine import RankError
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.parallel.watch import RankError
 
 SECONDS = 10  # in which a failure is known everywhere
 SAYS = {

@@ -29,6 +29,7 @@ from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
+from .runner.plan import devices_of_ranks
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Sequence, private_salt
 from .text.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Engine:
         )  # fmt: skip
         self._book, self.counters, self.scheduler = self._core.book, self._core.counters, self._core.scheduler
         self.manager, self.max_model_len = self.scheduler.manager, self.scheduler.max_model_len
+        self._where = " and ".join(devices_of_ranks(self.device, checked.tensor_parallel_size))
         self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
         self._mailbox = Mailbox()  # of requests made by add_request()
@@ -303,7 +305,7 @@ class Engine:
         size = manager.num_blocks * config.page_bytes(self.kv_cache_dtype, manager.block_size) / 2**30
         beside = "".join(f", {name} {size / 2**30:.2f}" for name, size in self.memory.items() if name != "pool")
         return (
-            f"<{type(self).__name__} on {self.device}: {len(config.kv_layers)} layers of {config.hidden_size:,}, "
+            f"<{type(self).__name__} on {self._where}: {len(config.kv_layers)} layers of {config.hidden_size:,}, "
             f"{self.dtype}; {manager.num_blocks:,} pages of {manager.block_size} tokens ({size:.2f} GiB{beside}); "
             f"{self.scheduler.max_num_seqs:,} sequences of up to {self.max_model_len:,} tokens, "
             f"{self.scheduler.max_num_batched_tokens:,} tokens per step>"

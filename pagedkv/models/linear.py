@@ -68,7 +68,7 @@ class Linear:
         out: Tensor,
     ) -> Tensor:
         """See ops.linear. adapter_slots: of the rows of x; None: none has an adapter."""
-        assert self.comm is None or not add_to_out, "every rank would add what is added once: see layers.add_to_residual"
+        assert self.comm is None or not add_to_out, "all ranks would add what is added once: layers.add_to_residual"
         if adapter_slots is not None and self.lora:
             assert rms_eps is None and out_squares is None  # see can_fold
             return self._adapted(x, adapter_slots, gate_up, add_to_out, out)

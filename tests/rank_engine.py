@@ -21,8 +21,10 @@ OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 40, "max_num_seqs": 8
 SIZES = {"vocab_size": 264, "num_key_value_heads": 4}
 
 
-def inject(monkeypatch, fault: str = "", seconds: float = 2.0) -> None:
-    """What goes wrong in a rank of the next engine (see sitecustomize.py); ranks wait for each other for so long."""
+def inject(monkeypatch, fault: str = "") -> None:
+    """What goes wrong in a rank of the next engine (see sitecustomize.py). Ranks wait for each other for a long time,
+    because the machine may be busy, unless that is what the test waits for."""
+    seconds = 3.0 if fault.endswith(("SIGSTOP", "hang")) else 30.0
     monkeypatch.syspath_prepend(str(FAULTS))
     monkeypatch.setenv("RANK_FAULT", fault)
     monkeypatch.setenv("RANK_SECONDS", str(seconds))

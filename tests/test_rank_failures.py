@@ -147,7 +147,8 @@ def test_rows_that_fail_end_alone(tmp_path):
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_while_idle(folder, monkeypatch, fault):
     """health() knows it before the next request."""
-    inject(monkeypatch, seconds=1.0)
+    inject(monkeypatch, "SIGSTOP" if fault == "SIGSTOP" else "")
+    monkeypatch.delenv("RANK_FAULT")
     with nothing_left():
         with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
             generate(llm, traffic(np.random.default_rng(1), 2))
@@ -247,7 +248,7 @@ def test_the_first_rank_ends(folder, how):
 
 def test_the_first_rank_is_stopped(folder, monkeypatch):
     """The others end; when it goes on, it says so."""
-    monkeypatch.setenv("RANK_SECONDS", "1")
+    monkeypatch.setenv("RANK_SECONDS", "3")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]))
     body = BODIES["in a step"].replace("while True: llm", "for _ in range(10_000): outputs = llm") + """
     errors = [o.error for o in outputs if o.error]

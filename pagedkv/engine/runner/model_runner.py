@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -169,16 +169,8 @@ class ModelRunner:
     def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> None:
         """Starts the step, in which it leaves what tells of its tokens. A token that is not in Sequence.new_tokens yet
         is taken from the launch before. For masks, wait_for_tokens() puts those tokens there."""
-        if self.team is None:
+        with self._with_team:
             self._launch(step, wait_for_tokens)
-            return
-        num_told = self.team.num_told
-        try:
-            self._launch(step, wait_for_tokens)
-        except BaseException as error:
-            if self.team.num_told == num_told:  # the other ranks know nothing of it
-                raise
-            raise self.blame(error) from error
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
         event = self.next_turn()
@@ -320,12 +312,24 @@ class ModelRunner:
         call = attrgetter(name)(self)
         if self.team is None:
             return [call(*args)]
-        self.team.ask(name, *args)
+        with self._with_team:
+            self.team.ask(name, *args)
+            return [call(*args), *self.team.answers()]
+
+    @property
+    def _with_team(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.team is None else self._blaming(self.team)
+
+    @contextmanager
+    def _blaming(self, team: Team) -> Iterator[None]:
+        """An error after the other ranks were told of something is the end of all."""
+        num_told = team.num_told
         try:
-            own = call(*args)
+            yield
         except BaseException as error:
+            if team.num_told == num_told:
+                raise
             raise self.blame(error) from error
-        return [own, *self.team.answers()]
 
     def blame(self, error: BaseException) -> BaseException:
         """The team's error after one of this rank, which it ends."""

@@ -249,14 +249,17 @@ def watch_kernel(comm):
 
 @pytest.mark.gpu
 def test_a_kernel_whose_peer_was_killed(cuda):
-    """check() finds it long before the clock of the kernel does, and the kernel leaves. The GPU goes on working."""
-    with Ranks(2, cuda) as ranks:
+    """Somebody finds it: check(), once the process is gone (its driver may wait for this kernel, on one GPU), or the
+    kernel's clock. The kernel leaves, and the GPU goes on working."""
+    with Ranks(2, cuda, timeout=2) as ranks:
         ranks(reduce_once)
         ranks.send(0, watch_kernel)
         time.sleep(0.5)
         ranks.signal(1, signal.SIGKILL)
         seconds, text = ranks.receive(0)
-        assert seconds < 5 and text == f"rank 1 (process {ranks.processes[1].pid}) has ended"
+        assert seconds < 8
+        assert text in (f"rank 1 (process {ranks.processes[1].pid}) has ended",
+                        "rank 1 did not arrive at all_reduce within 2 s (a kernel of rank 0 waited)")  # fmt: skip
         ranks.send(0, timed_reduce)
         assert ranks.receive(0)[0] < 0.5
 

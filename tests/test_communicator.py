@@ -267,10 +267,10 @@ def test_a_kernel_whose_peer_was_killed(cuda):
 def reduce_on_two_streams(comm):
     x, streams = put(X, comm.device), [Stream(comm.device) for _ in range(2)]
     time.sleep(0.5 * comm.rank)  # rank 0 has both of its calls on the GPU by then
-    for i in range(2):
-        ops.all_reduce(x, comm, stream=streams[i if comm.rank == 0 else 0])
-    ops.synchronize(comm.device)
     with pytest.raises(GroupError) as raised:
+        for i in range(2):
+            ops.all_reduce(x, comm, stream=streams[i if comm.rank == 0 else 0])
+        ops.synchronize(comm.device)
         comm.check()
     return str(raised.value)
 

@@ -18,7 +18,7 @@ MORE_THAN_A_BOX = (2, 1_050_000)
 
 def raw(x):
     """The bits of a result, which `get` would convert."""
-    return x if isinstance(x, np.ndarray) else x.numpy()
+    return x if isinstance(x, np.ndarray) else ops.asarray(x, device="cpu").numpy()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -313,6 +313,7 @@ ERRORS = [
     (lambda comm: ops.linear_candidates(X, np.ones((4, 3), np.float32), *PER_ROW, 32, logits=LOGITS), ValueError,
      "first_token is 32 but must be a multiple of 64"),
     (lambda comm: ops.linear_candidates(X, np.ones((4, 3), np.float32), *PER_ROW, 2**31, logits=LOGITS), ValueError, "first_token is 2147483648"),
+    (lambda comm: ops.linear_candidates(X, np.ones((4, 3), np.float32), *PER_ROW, None, logits=LOGITS), TypeError, "first_token: must be an int, not 'NoneType'"),
     (lambda comm: ops.linear_candidates(X, np.ones((4, 3), np.float32), *PER_ROW, 0, logits=LOGITS, out=np.zeros(2, np.int32)), TypeError, "out: dtype is int32"),
 ]  # fmt: skip
 

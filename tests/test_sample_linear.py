@@ -255,7 +255,7 @@ def candidates_of(x, weight, arguments, device, first_token, **options):
     logits = put(np.full((len(x), len(weight)), np.nan, np.float32), device)
     there = (put(np.ascontiguousarray(each), device) for each in arguments)
     words = ops.linear_candidates(x, weight, *there, first_token, logits=logits, **options)
-    return (words if isinstance(words, np.ndarray) else words.numpy()).view(np.uint64)  # get() would convert them
+    return (words if isinstance(words, np.ndarray) else ops.asarray(words, device="cpu").numpy()).view(np.uint64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,57 +16,58 @@ struct all_reduce_params {
     bool in_two_shots, adds_squares; /* to those of the columns before */
 };
 
-/* Of a vector of a slot. */
-__device__ static __forceinline__ int owner_of(const all_reduce_params &params, int i)
-{
-    return i * params.its.size / MAIL_SLOT;
-}
+/* A vector of a row on its way. */
+struct vector {
+    uint4 own;
+    int64_t slot;
+    uint32_t turn;
+    int number, i; /* in its row, in its slot */
+};
 
 template <typename T, bool IS_ALIGNED, int MOST>
 struct all_reduce_cta {
     using packed = pk_packed<T>;
-    static constexpr int VEC = packed::COUNT;
+    static constexpr int VEC = packed::COUNT, AT_ONCE = MOST <= 2 ? 2 : 1 /* vectors of a thread */;
     const all_reduce_params &params;
     const int64_t row = blockIdx.x, first_slot = row * params.slots_per_row;
     const int num_vectors = (int)((params.args.row_size + VEC - 1) / VEC);
 
-    __device__ uint4 own(int v) const
+    __device__ __forceinline__ int64_t at(const vector &v) const { return (int64_t)v.number * VEC; }
+    __device__ __forceinline__ int64_t left(const vector &v) const { return params.args.row_size - at(v); }
+    __device__ __forceinline__ bool is_owner(const vector &v) const
     {
-        const T *x = (const T *)params.args.x + row * params.args.x_stride;
-        const int64_t at = (int64_t)v * VEC;
-        return pk_mail_of(packed::template load<IS_ALIGNED>(x + at, params.args.row_size - at).bits);
+        return !params.in_two_shots || v.i * params.its.size / MAIL_SLOT == params.its.rank;
     }
 
-    /* Sends own vectors, and empties what was read in the last turn. */
-    __device__ __forceinline__ void send() const
+    /* Sends a vector of this rank's, and empties what was read in its place in the last turn. */
+    __device__ __forceinline__ void send(vector &v, int number) const
     {
         const pk_mailboxes &its = params.its;
-        for (int v = threadIdx.x; v < params.slots_per_row * MAIL_SLOT; v += blockDim.x) {
-            const int64_t slot = first_slot + v / MAIL_SLOT;
-            const int i = v % MAIL_SLOT, owner = owner_of(params, i);
-            const uint32_t turn = pk_mail_turn(its, slot);
-            if (v < num_vectors) {
-                pk_mail_send_to_all<MOST>(its, turn, slot, i, own(v), params.in_two_shots ? owner : -1);
-            }
-            pk_mail_empty(its, turn, slot, i);
+        v.number = number, v.slot = first_slot + number / MAIL_SLOT, v.i = number % MAIL_SLOT;
+        if (number >= params.slots_per_row * MAIL_SLOT) return;
+        v.turn = pk_mail_turn(its, v.slot);
+        if (number < num_vectors) {
+            const T *x = (const T *)params.args.x + row * params.args.x_stride + at(v);
+            v.own = pk_mail_of(packed::template load<IS_ALIGNED>(x, left(v)).bits);
+            const int owner = params.in_two_shots ? v.i * its.size / MAIL_SLOT : -1;
+            pk_mail_send_to_all<MOST>(its, v.turn, v.slot, v.i, v.own, owner);
         }
+        pk_mail_empty(its, v.turn, v.slot, v.i);
     }
 
     /* The sum of all ranks' vectors, in their order, and the residual. */
-    __device__ __forceinline__ packed sum(int v, uint32_t turn, int64_t slot, int i) const
+    __device__ __forceinline__ packed sum(const vector &v) const
     {
-        const pk_mailboxes &its = params.its;
-        const int64_t at = (int64_t)v * VEC, left = params.args.row_size - at;
         packed residual = {};
         if (params.args.residual)
             residual = packed::template load<IS_ALIGNED>(
-                (const T *)params.args.residual + row * params.args.residual_stride + at, left);
+                (const T *)params.args.residual + row * params.args.residual_stride + at(v), left(v));
         uint4 mail[MOST];
-        pk_mail_receive_all(its, turn, slot, i, own(v), mail);
+        pk_mail_receive_all(params.its, v.turn, v.slot, v.i, v.own, mail);
         float total[VEC] = {}, values[VEC];
 #pragma unroll
         for (int from = 0; from < MOST; from++) {
-            if (from >= its.size) continue;
+            if (from >= params.its.size) continue;
             packed{mail[from]}.unpack(values);
             for (int j = 0; j < VEC; j++) total[j] += values[j];
         }
@@ -76,42 +77,48 @@ struct all_reduce_cta {
         return packed::pack(total);
     }
 
-    /* The sum of a vector, by this rank or by its owner. */
-    __device__ __forceinline__ packed result(int v) const
+    /* The same, by this rank or by the vector's owner. */
+    __device__ __forceinline__ packed result(const vector &v) const
     {
         const pk_mailboxes &its = params.its;
-        const int64_t slot = first_slot + v / MAIL_SLOT;
-        const int i = v % MAIL_SLOT;
-        const uint32_t turn = pk_mail_turn(its, slot);
-        if (params.in_two_shots && owner_of(params, i) != its.rank) {
+        if (!is_owner(v)) {
             uint4 sum[1];
-            pk_mail_receive(its, its.box(its.rank, turn, its.rank, slot) + i, owner_of(params, i), 1, sum);
+            pk_mail_receive(its, its.box(its.rank, v.turn, its.rank, v.slot) + v.i, v.i * its.size / MAIL_SLOT, 1, sum);
             return packed{sum[0]};
         }
-        const packed x = sum(v, turn, slot, i);
+        const packed x = sum(v);
 #pragma unroll
         for (int to = 0; to < MOST; to++)
             if (params.in_two_shots && to < its.size && to != its.rank)
-                pk_mail_send(its.box(to, turn, to, slot) + i, pk_mail_of(x.bits));
+                pk_mail_send(its.box(to, v.turn, to, v.slot) + v.i, pk_mail_of(x.bits));
         return x;
     }
 
-    __device__ __forceinline__ void receive() const
+    /* Stores what becomes of a vector, and adds its squares. */
+    __device__ __forceinline__ void receive(const vector &v, float &squares) const
     {
-        float squares = 0, values[VEC];
-        for (int v = threadIdx.x; v < num_vectors; v += blockDim.x) {
-            const packed x = result(v);
-            const int64_t at = (int64_t)v * VEC;
-            x.template store<IS_ALIGNED>((T *)params.args.out + row * params.args.out_stride + at,
-                                         params.args.row_size - at);
-            x.unpack(values);
-            for (int j = 0; j < VEC; j++) squares += values[j] * values[j];
+        float values[VEC];
+        if (v.number >= num_vectors) return;
+        const packed x = result(v);
+        x.template store<IS_ALIGNED>((T *)params.args.out + row * params.args.out_stride + at(v), left(v));
+        x.unpack(values);
+        for (int j = 0; j < VEC; j++) squares += values[j] * values[j];
+    }
+
+    __device__ __forceinline__ void reduce() const
+    {
+        float squares = 0;
+        for (int first = threadIdx.x; first < params.slots_per_row * MAIL_SLOT; first += AT_ONCE * blockDim.x) {
+            vector vectors[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) send(vectors[k], first + k * blockDim.x);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) receive(vectors[k], squares);
         }
-        if (params.args.squares) {
-            squares = pk_sum_over(blockDim.x, threadIdx.x, squares);
-            if (threadIdx.x == 0)
-                params.args.squares[row] = params.adds_squares ? params.args.squares[row] + squares : squares;
-        }
+        if (!params.args.squares) return;
+        squares = pk_sum_over(blockDim.x, threadIdx.x, squares);
+        float *sum = &params.args.squares[row];
+        if (threadIdx.x == 0) *sum = params.adds_squares ? *sum + squares : squares;
     }
 };
 
@@ -126,10 +133,7 @@ __global__ void __launch_bounds__(MAIL_THREADS, (ctas_an_sm<T, MOST>))
     pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
     const all_reduce_cta<T, IS_ALIGNED, MOST> cta = {params};
-    pk_mail_use(params.its, cta.first_slot, params.slots_per_row, [&] {
-        cta.send();
-        cta.receive();
-    });
+    pk_mail_use(params.its, cta.first_slot, params.slots_per_row, [&] { cta.reduce(); });
 }
 
 pk_status pk_cuda_all_reduce_push(const pk_all_reduce_args *args, bool in_two_shots, const pk_cuda_call &call)

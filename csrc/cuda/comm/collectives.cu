@@ -47,6 +47,8 @@ pk_status pk_cuda_all_reduce(const pk_all_reduce_args *args, const pk_cuda_call 
 {
     const double size = args->comm->size, bytes = (double)args->row_size * (double)pk_dtype_bytes(args->dtype);
     const double saved = (double)args->num_rows * bytes * (size - 1) * (size - 2) / size;
+    if (args->row_size == 0 && args->squares)
+        PK_CUDA(call.err, cudaMemsetAsync(args->squares, 0, args->num_rows * sizeof(float), call.stream));
     if (args->num_rows == 0 || args->row_size == 0) return PK_OK;
     if (args->comm->way == PK_COMM_SIMPLE) return pk_cuda_all_reduce_simple(args, call);
     const bool in_two_shots =

@@ -76,7 +76,7 @@ __device__ static inline void pk_mail_empty(const pk_mailboxes &its, uint32_t tu
 }
 
 /* Ends the group; the first to do so says why. */
-__device__ static __noinline__ void pk_mail_stop(const pk_mailboxes &its, uint32_t missing)
+__device__ static __forceinline__ void pk_mail_stop(const pk_mailboxes &its, uint32_t missing)
 {
     volatile pk_comm_stop *stop = &its.shared->members[its.rank].stop;
     if (atomicExch(its.has_stopped, 1u)) return;
@@ -147,19 +147,20 @@ __device__ static inline void pk_mail_receive_all(const pk_mailboxes &its, uint3
     }
 }
 
-/* All of a CTA's work on its slots, which nobody else may be at meanwhile: body(). */
+/* All of a CTA's work on its slots, which nobody else may be at meanwhile: body(). There are no more slots than threads,
+ * and the atomic is waited for at the end alone. */
 template <typename Body>
 __device__ static __forceinline__ void pk_mail_use(const pk_mailboxes &its, int64_t first_slot, int num_slots,
                                                    Body body)
 {
+    uint32_t *const turn = &its.turns[first_slot + threadIdx.x];
     uint32_t before = 0;
-    for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
-        before |= atomicOr(&its.turns[first_slot + slot], MAIL_IS_IN_USE);
+    const bool has_one = threadIdx.x < num_slots;
+    if (has_one) before = atomicOr(turn, MAIL_IS_IN_USE);
     body();
     if (before & MAIL_IS_IN_USE) pk_mail_stop(its, PK_COMM_NOBODY);
     __syncthreads(); /* nobody looks at the turn any more */
-    for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
-        its.turns[first_slot + slot] = pk_mail_turn_after(pk_mail_turn(its, first_slot + slot), 1);
+    if (has_one) *turn = pk_mail_turn_after(before & ~MAIL_IS_IN_USE, 1);
 }
 
 /* What comm->of_device is. */

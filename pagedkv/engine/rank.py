@@ -76,9 +76,11 @@ def _replay(runner: ModelRunner, record: Record) -> None:
     if record.kind == Kind.STEP:
         event, header = runner.next_turn(), StepHeader.of(record.fields)
         runner.memory.take(header, runner.turn, *record.arrays)
-        runner.compute(runner.memory.upload(header, runner.turn), header.only_decodes, header.keeps_hidden)
+        batch = runner.memory.upload(header, runner.turn)
+        runner.compute(batch, header.only_decodes, header.keeps_hidden)
         if event is not None:
             event.record()
+        runner.capture_missing(batch, header.only_decodes)
     elif record.kind == Kind.TOKENS:
         runner.share_tokens(record.fields[0])
     elif record.kind == Kind.LOGITS:

@@ -190,6 +190,7 @@ class ModelRunner:
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
+            self.capture_missing(batch, step.only_decodes)
         step.event = event
 
     def next_turn(self) -> Event | None:
@@ -248,9 +249,12 @@ class ModelRunner:
             self._hidden = self._compute_all(batch)
         else:
             self._compute(batch)
-            if self.graphs is not None and only_decodes:
-                self._capture(batch)  # for the next one; the GPU has this one to compute
         return self._hidden
+
+    def capture_missing(self, batch: Batch, only_decodes: bool) -> None:
+        """Captures the graph of a step that has run without one, for the next; the GPU has this one to compute."""
+        if self.graphs is not None and only_decodes and _key(batch) not in self.graphs:
+            self._capture(batch)
 
     def run(self, batch: Batch) -> None:
         """Computes the step up to its tokens."""
@@ -303,7 +307,6 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
-
 
     # --- several ranks
 

@@ -19,6 +19,7 @@ from rank_engine import FAULTS, OPTIONS, SIZES, children, generate, inject, noth
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
+from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.model_runner import ModelRunner
 
 SECONDS = 10  # in which a failure is known everywhere
@@ -165,9 +166,13 @@ def test_while_idle(folder, monkeypatch, fault):
         del llm, raised
 
 
-@pytest.mark.parametrize("kind, fault", [("start", "exit"), ("start", "SIGKILL"), ("CALL", "MemoryError"), ("CALL", "SIGKILL")])
-def test_at_the_start(folder, monkeypatch, kind, fault):
-    inject(monkeypatch, f"1 {kind} {1 if kind == 'start' else 2} {fault}")
+@pytest.mark.parametrize("kind, number, fault", [
+    ("start", 1, "exit"), ("start", 1, "SIGKILL"), ("CALL", 1, "SIGKILL"), ("CALL", 2, "MemoryError"), ("CALL", 2, "SIGKILL"),
+])  # fmt: skip
+def test_at_the_start(folder, monkeypatch, kind, number, fault):
+    """Before it is there, before the ranks have found each other, and when its pool is made."""
+    monkeypatch.setattr(plan, "JOIN_SECONDS", 3.0)
+    inject(monkeypatch, f"1 {kind} {number} {fault}")
     with nothing_left():
         start = time.monotonic()
         with pytest.raises(RankError) as raised:

@@ -12,14 +12,15 @@ from pagedkv.models.lora import LoraSize
 from pagedkv.models.registry import load_model
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
-from pagedkv.ops import Communicator
+from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.team import Team
-from pagedkv.parallel.watch import STEP_SECONDS
+from pagedkv.parallel.watch import OF_GROUP, STEP_SECONDS
 
 from .model_runner import ModelRunner
 from .step_memory import StepMemory
 
 RANK = "pagedkv.engine.rank"  # the module that another rank's process runs
+JOIN_SECONDS = 9.0  # in which ranks whose processes run must have found each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +79,18 @@ class RunnerPlan:
             team.watch(comm.abort)
             made = self.make(0, comm, team)
             team.answers()
+        except GroupError as error:
+            failure = team.blame(OF_GROUP, str(error))
+            team.close()
+            raise failure from error
         except BaseException:
             team.close()
             raise
         return made
 
     def communicator(self, rank: int, fd: int) -> Communicator:
-        return Communicator(rank, self.num_ranks, fd, self.devices[rank], timeout=STEP_SECONDS)
+        device = self.devices[rank]
+        return Communicator(rank, self.num_ranks, fd, device, timeout=STEP_SECONDS, join_timeout=JOIN_SECONDS)
 
 
 def devices_of_ranks(device: str, num_ranks: int) -> tuple[str, ...]:
